@@ -1,0 +1,95 @@
+"""Frozen dataclasses to JSON and back, checked field by field.
+
+Stdlib only. Covers what the contract uses: str, int, float, bool, enums, optional
+values, tuples of one type, and nested dataclasses.
+"""
+
+import dataclasses
+import enum
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from heteroinfer_contract.errors import ContractError
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> str:
+    """Returns the one JSON text of a contract dataclass: keys sorted, no spaces."""
+    return json.dumps(dataclasses.asdict(value), sort_keys=True, separators=(",", ":"))
+
+
+def from_json(cls: type[T], text: str, *, where: str = "") -> T:
+    """Returns the dataclass `cls` that `text` holds.
+
+    Args:
+        cls: a dataclass of the contract.
+        text: JSON.
+        where: what to call the value in errors; the class name if empty.
+
+    Raises:
+        ContractError: the text is not JSON, or a field is missing, unknown or of
+            another type. The message names the field.
+    """
+    where = where or cls.__name__
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ContractError(f"{where}: not JSON: {error}") from error
+    return typing.cast(T, _decode(cls, raw, where))
+
+
+def from_mapping(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
+    """Returns the dataclass `cls` that a parsed JSON object holds; raises as from_json."""
+    return typing.cast(T, _decode(cls, raw, where or cls.__name__))
+
+
+def _decode(kind: Any, raw: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        if raw is None:
+            return None
+        (inner,) = (arg for arg in typing.get_args(kind) if arg is not type(None))
+        return _decode(inner, raw, where)
+    if origin is tuple:
+        if not isinstance(raw, list | tuple):
+            raise ContractError(f"{where}: got {type(raw).__name__}, expected a list")
+        item = typing.get_args(kind)[0]
+        return tuple(_decode(item, value, f"{where}[{i}]") for i, value in enumerate(raw))
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, raw, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        try:
+            return kind(raw)
+        except ValueError as error:
+            expected = ", ".join(str(member.value) for member in kind)
+            raise ContractError(f"{where}: got {raw!r}, expected one of {expected}") from error
+    return _decode_scalar(kind, raw, where)
+
+
+def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
+    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    if not isinstance(raw, kind) or (kind is int and isinstance(raw, bool)):
+        raise ContractError(f"{where}: got {raw!r}, expected {kind.__name__}")
+    return raw
+
+
+def _decode_dataclass(kind: Any, raw: Any, where: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise ContractError(f"{where}: got {type(raw).__name__}, expected an object")
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = sorted(set(raw) - set(fields))
+    if unknown:
+        raise ContractError(f"{where}: unknown field {unknown[0]!r}; written by another version?")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in raw:
+            values[name] = _decode(hints[name], raw[name], f"{where}.{name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ContractError(f"{where}: field {name!r} is missing; written by another version?")
+    return kind(**values)

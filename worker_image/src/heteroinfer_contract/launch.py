@@ -1,0 +1,110 @@
+"""What a pod of a group knows besides the plan: its identity and where its peers are.
+
+Stdlib only.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from heteroinfer_contract import codec, names
+from heteroinfer_contract.errors import ContractError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodAddress:
+    """Where a pod of the group is reached by the others.
+
+    Attributes:
+        host: DNS name or IP address.
+        api_port: OpenAI API (used on the leader only).
+        health_port: the supervisor's HTTP port.
+        control_port: the supervisor's hand-shake and heart-beat port (leader only).
+        rendezvous_port: torch.distributed's TCPStore (leader only).
+        executor_port: exchange of message queue handles (leader only).
+        metrics_port: of local rank 0; local rank i uses this plus i.
+    """
+
+    host: str
+    api_port: int = names.DEFAULT_API_PORT
+    health_port: int = names.DEFAULT_HEALTH_PORT
+    control_port: int = names.DEFAULT_CONTROL_PORT
+    rendezvous_port: int = names.DEFAULT_RENDEZVOUS_PORT
+    executor_port: int = names.DEFAULT_EXECUTOR_PORT
+    metrics_port: int = names.DEFAULT_METRICS_PORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodLaunch:
+    """Identity of one pod of one epoch of a group.
+
+    Attributes:
+        group: `namespace/name/index`, for people and metrics.
+        group_uid: tells this group from any other that had its name.
+        epoch: incarnation of the group, from 1.
+        pod_index: this pod's index in the plan; 0 is the leader.
+        addresses: of every pod, by pod index.
+        startup_timeout_s: from the supervisor's start to every rank ready.
+        heartbeat_timeout_s: silence of a peer's supervisor after which it is lost.
+        network_interface: for the process groups; `auto` takes the one that routes
+            to the leader.
+    """
+
+    group: str
+    group_uid: str
+    epoch: int
+    pod_index: int
+    addresses: tuple[PodAddress, ...]
+    startup_timeout_s: float = 1800.0
+    heartbeat_timeout_s: float = 1.5
+    network_interface: str = "auto"
+
+    @property
+    def leader(self) -> PodAddress:
+        """Returns the address of the pod of rank 0."""
+        return self.addresses[0]
+
+    @property
+    def address(self) -> PodAddress:
+        """Returns this pod's own address."""
+        return self.addresses[self.pod_index]
+
+    def to_env(self) -> dict[str, str]:
+        """Returns the launch as environment."""
+        return {
+            names.ENV_GROUP: self.group,
+            names.ENV_GROUP_UID: self.group_uid,
+            names.ENV_EPOCH: str(self.epoch),
+            names.ENV_POD_INDEX: str(self.pod_index),
+            names.ENV_ADDRESSES: json.dumps([dataclasses.asdict(a) for a in self.addresses]),
+            names.ENV_STARTUP_TIMEOUT: repr(self.startup_timeout_s),
+            names.ENV_HEARTBEAT_TIMEOUT: repr(self.heartbeat_timeout_s),
+            names.ENV_NETWORK_INTERFACE: self.network_interface,
+        }
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "PodLaunch":
+        """Returns the launch of an environment.
+
+        Raises:
+            ContractError: a variable is missing or malformed; the message names it.
+        """
+        try:
+            raw = {
+                "group": env[names.ENV_GROUP],
+                "group_uid": env[names.ENV_GROUP_UID],
+                "epoch": int(env[names.ENV_EPOCH]),
+                "pod_index": int(env[names.ENV_POD_INDEX]),
+                "addresses": json.loads(env[names.ENV_ADDRESSES]),
+                "startup_timeout_s": float(env[names.ENV_STARTUP_TIMEOUT]),
+                "heartbeat_timeout_s": float(env[names.ENV_HEARTBEAT_TIMEOUT]),
+                "network_interface": env[names.ENV_NETWORK_INTERFACE],
+            }
+        except KeyError as error:
+            raise ContractError(
+                f"{error.args[0]} is not set; workers are started by the operator or `heteroinfer up`"
+            ) from error
+        except ValueError as error:
+            raise ContractError(f"environment of the pod: {error}") from error
+        return codec.from_mapping(cls, raw)

@@ -1,0 +1,105 @@
+"""Names that stand in Kubernetes objects, environments and URLs; each stands here once.
+
+Stdlib only, constants only.
+"""
+
+from typing import Final
+
+# The resource
+API_GROUP: Final = "heteroinfer.dev"
+API_VERSION: Final = "v1alpha1"
+KIND: Final = "HeteroInference"
+PLURAL: Final = "heteroinferences"
+SINGULAR: Final = "heteroinference"
+SHORT_NAME: Final = "hinf"
+FINALIZER: Final = f"{API_GROUP}/group-teardown"
+
+# Labels of every object that belongs to a resource
+LABEL_RESOURCE: Final = f"{API_GROUP}/resource"
+"""Name of the HeteroInference."""
+LABEL_GROUP: Final = f"{API_GROUP}/group"
+"""Index of the group, from 0."""
+LABEL_EPOCH: Final = f"{API_GROUP}/epoch"
+"""Incarnation of the group, from 1."""
+LABEL_POD_INDEX: Final = f"{API_GROUP}/pod-index"
+"""Index of the pod in its group; 0 is the leader."""
+LABEL_ROLE: Final = f"{API_GROUP}/role"
+"""Name of the role in `spec.roles`."""
+LABEL_DEVICE: Final = f"{API_GROUP}/device"
+"""CPU or GPU: what the ranks of the pod compute on."""
+LABEL_LEADER: Final = f"{API_GROUP}/leader"
+"""`true` on the pod of rank 0, absent elsewhere."""
+LABEL_REVISION: Final = f"{API_GROUP}/revision"
+"""Hash of what the user asked for, as far as a change of it needs new pods."""
+LABEL_PLAN: Final = f"{API_GROUP}/plan"
+"""Hash of the plan."""
+LABEL_COMPONENT: Final = f"{API_GROUP}/component"
+"""One of the COMPONENT_ values."""
+COMPONENT_WORKER: Final = "worker"
+COMPONENT_INSPECT: Final = "inspect"
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+MANAGER: Final = "heteroinfer-operator"
+
+# Worker pods
+CONTAINER_WORKER: Final = "worker"
+PORT_API: Final = "api"
+"""Name of the leader's OpenAI port."""
+PORT_HEALTH: Final = "health"
+"""Name of each supervisor's HTTP port: /healthz, /readyz and, on the leader, /group."""
+PORT_METRICS: Final = "metrics"
+"""Name prefix of the ranks' metrics ports: `metrics-<local rank>`."""
+PLAN_KEY: Final = "plan.json"
+"""Key of the plan in its ConfigMap."""
+MODEL_MOUNT: Final = "/model"
+"""Where a worker pod sees its model, read-only."""
+TERMINATION_MESSAGE_PATH: Final = "/dev/termination-log"
+"""Kubernetes' own default path."""
+
+# Ports inside a pod; every pod of a group uses the same ones on a cluster
+DEFAULT_API_PORT: Final = 8000
+DEFAULT_HEALTH_PORT: Final = 8081
+DEFAULT_CONTROL_PORT: Final = 29499
+DEFAULT_RENDEZVOUS_PORT: Final = 29500
+DEFAULT_EXECUTOR_PORT: Final = 29501
+DEFAULT_METRICS_PORT: Final = 9400
+"""Of local rank 0; local rank i serves on this plus i."""
+
+# Environment of a worker pod
+ENV_PLAN: Final = "HETEROINFER_PLAN"
+"""The plan as JSON (Plan.to_json)."""
+ENV_GROUP: Final = "HETEROINFER_GROUP"
+"""`namespace/name/index`, for people and metrics."""
+ENV_GROUP_UID: Final = "HETEROINFER_GROUP_UID"
+ENV_EPOCH: Final = "HETEROINFER_EPOCH"
+ENV_POD_INDEX: Final = "HETEROINFER_POD_INDEX"
+ENV_ADDRESSES: Final = "HETEROINFER_ADDRESSES"
+"""JSON list of PodAddress, by pod index."""
+ENV_STARTUP_TIMEOUT: Final = "HETEROINFER_STARTUP_TIMEOUT_SECONDS"
+ENV_HEARTBEAT_TIMEOUT: Final = "HETEROINFER_HEARTBEAT_TIMEOUT_SECONDS"
+ENV_NETWORK_INTERFACE: Final = "HETEROINFER_NETWORK_INTERFACE"
+ENV_TERMINATION_MESSAGE_PATH: Final = "HETEROINFER_TERMINATION_MESSAGE_PATH"
+"""Where the supervisor writes its Failure; default TERMINATION_MESSAGE_PATH."""
+ENV_RANK: Final = "HETEROINFER_RANK"
+"""Set by the supervisor for each rank process it starts."""
+ENV_RANK_CHANNEL_FD: Final = "HETEROINFER_RANK_CHANNEL_FD"
+"""File descriptor on which a rank reports its events to its supervisor."""
+ENV_HETEROGENEOUS_DEVICE: Final = "VLLM_HETEROGENEOUS_DEVICE"
+"""`cpu` or `cuda`: the device of this process; honoured by the platform plugin."""
+
+# Paths on the supervisors' health port
+PATH_HEALTHZ: Final = "/healthz"
+PATH_READYZ: Final = "/readyz"
+PATH_GROUP: Final = "/group"
+"""Leader only: GroupStatus as JSON."""
+
+# Exit codes of a supervisor; a Failure in the termination message tells the rest
+EXIT_STOPPED: Final = 0
+EXIT_USAGE: Final = 64
+"""Its own settings are wrong: nothing was started."""
+EXIT_RANK_FAILED: Final = 70
+"""A rank (or the API server) of this pod failed."""
+EXIT_PEER_FAILED: Final = 71
+"""This pod is well; another pod of the group failed or was lost."""
+EXIT_REFUSED: Final = 72
+"""The pods of the group do not agree: plan, epoch or resolved settings differ."""
+EXIT_STARTUP_TIMEOUT: Final = 73

@@ -1,0 +1,200 @@
+"""The plan of a group: who is which rank, on which device, with which layers and settings.
+
+Stdlib only. A plan is a value: computed before any pod exists, kept in an immutable
+ConfigMap, and compared by its hash in the supervisors' first hand-shake.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+
+from heteroinfer_contract import codec, names
+from heteroinfer_contract.errors import ContractError
+
+
+class Device(StrEnum):
+    """What a rank computes on."""
+
+    CPU = "CPU"
+    GPU = "GPU"
+
+
+class Mode(StrEnum):
+    """How GPU and CPU ranks share the model."""
+
+    PIPELINE = "Pipeline"
+    """Each stage holds whole layers."""
+    TENSOR = "Tensor"
+    """GPU and CPU ranks split each layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAssignment:
+    """One rank's place and share.
+
+    Attributes:
+        rank: global rank, from 0; ranks number through stages, then within a stage.
+        local_rank: rank within its pod, from 0.
+        pod: index of its pod in the group, from 0; pod 0 is the leader's.
+        role: name of the role in the spec.
+        device: what it computes on.
+        stage: pipeline stage, from 0.
+        tensor_rank: rank within its stage's tensor-parallel group, from 0.
+        first_layer: first transformer layer it holds.
+        end_layer: one past the last layer it holds.
+        kv_cache_bytes: room for its KV cache, in bytes.
+        weight_bytes: predicted size of its weights, in bytes.
+        predicted_step_s: predicted compute time of a decode step of one request, in
+            seconds; 0 when unknown.
+    """
+
+    rank: int
+    local_rank: int
+    pod: int
+    role: str
+    device: Device
+    stage: int
+    tensor_rank: int
+    first_layer: int
+    end_layer: int
+    kv_cache_bytes: int
+    weight_bytes: int = 0
+    predicted_step_s: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        """Returns how many transformer layers the rank holds."""
+        return self.end_layer - self.first_layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Every engine setting that must agree between the ranks of a group.
+
+    vLLM's own defaults differ by device, and nothing in vLLM compares them between
+    nodes; so each of them is written here and given to every rank.
+
+    Attributes:
+        model: path of the model inside the pod.
+        served_name: name in the OpenAI API.
+        dtype: `float32`, `float16` or `bfloat16`; never `auto`.
+        max_model_len: longest prompt plus output, in tokens.
+        max_num_batched_tokens: most tokens of one step.
+        max_num_seqs: most requests of one step.
+        block_size: tokens of a KV block; a multiple of 32.
+        seed: of sampling.
+        eager_gpu: whether GPU ranks run without CUDA graphs and torch.compile.
+        eager_cpu: whether CPU ranks run without torch.compile.
+        batches_in_flight: decode batches that may be in the pipeline at once, >= 1.
+        extra_args: the user's `engine.args`, for vLLM, without what the plan owns.
+    """
+
+    model: str
+    served_name: str
+    dtype: str
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    seed: int = 0
+    eager_gpu: bool = False
+    eager_cpu: bool = True
+    batches_in_flight: int = 1
+    extra_args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodAssignment:
+    """One pod of a group: a view of the ranks that share it."""
+
+    index: int
+    role: str
+    device: Device
+    ranks: tuple[RankAssignment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A whole group.
+
+    Attributes:
+        mode: pipeline or tensor.
+        tensor_parallel_size: ranks of one stage.
+        pipeline_parallel_size: stages.
+        ranks: by rank; `ranks[i].rank == i`.
+        engine: settings that agree between all ranks.
+    """
+
+    mode: Mode
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    ranks: tuple[RankAssignment, ...]
+    engine: EngineSettings
+
+    def __post_init__(self) -> None:
+        """Checks what every reader relies on.
+
+        Raises:
+            ContractError: ranks are not 0..world_size-1 in order, a pod's ranks are
+                not together, or sizes do not multiply to the world size.
+        """
+        if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
+            raise ContractError("Plan.ranks: expected ranks 0..world_size-1 in order")
+        if self.tensor_parallel_size * self.pipeline_parallel_size != self.world_size:
+            raise ContractError(
+                f"Plan: got {self.world_size} ranks, expected tensor_parallel_size "
+                f"{self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size}"
+            )
+        if [pod.index for pod in self.pods] != list(range(len(self.pods))):
+            raise ContractError("Plan.ranks: expected pods 0..n-1, each with adjacent ranks")
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def pods(self) -> tuple[PodAssignment, ...]:
+        """Returns the pods of the group by index; pod 0 is the leader."""
+        return tuple(
+            PodAssignment(index=index, role=members[0].role, device=members[0].device, ranks=members)
+            for index, members in self._by_pod()
+        )
+
+    @property
+    def layers_by_stage(self) -> tuple[int, ...]:
+        """Returns the number of layers of each pipeline stage."""
+        return tuple(r.num_layers for r in self.ranks if r.tensor_rank == 0)
+
+    @property
+    def hash(self) -> str:
+        """Returns 16 hex digits that tell this plan from any other."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """Returns the one JSON text of this plan."""
+        return codec.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Returns the plan that `text` holds; raises ContractError naming the field."""
+        return codec.from_json(cls, text)
+
+    def to_env(self) -> dict[str, str]:
+        """Returns the plan as environment."""
+        return {names.ENV_PLAN: self.to_json()}
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "Plan":
+        """Returns the plan of an environment; raises ContractError if it has none."""
+        if names.ENV_PLAN not in env:
+            raise ContractError(
+                f"{names.ENV_PLAN} is not set; workers are started by the operator or `heteroinfer up`"
+            )
+        return cls.from_json(env[names.ENV_PLAN])
+
+    def _by_pod(self) -> Iterator[tuple[int, tuple[RankAssignment, ...]]]:
+        for index, members in groupby(self.ranks, key=lambda r: r.pod):
+            yield index, tuple(members)
