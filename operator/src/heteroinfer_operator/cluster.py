@@ -1,0 +1,249 @@
+"""The port between decisions and the world: what is observed, and which actions exist.
+
+Pure: values and a Protocol. `kube.py` implements the port on Kubernetes, `local.py` on
+this machine's processes. Must not import kopf, a client, os, time, random or logging.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Protocol, TypeAlias
+
+from heteroinfer_contract.group_status import GroupStatus
+
+Manifest: TypeAlias = Mapping[str, Any]
+"""A Kubernetes object as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ResourceKey:
+    """Name of a HeteroInference."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        """Returns `namespace/name`."""
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceView:
+    """A HeteroInference as it is stored.
+
+    Attributes:
+        key: its name.
+        uid: its identity.
+        generation: counts changes of the spec.
+        resource_version: what a status write is conditioned on.
+        finalizers: who must clean up before it goes.
+        deleting: whether it has a deletionTimestamp.
+        spec: as stored, not yet parsed.
+        status: as stored, not yet parsed; empty at first.
+    """
+
+    key: ResourceKey
+    uid: str
+    generation: int
+    resource_version: str
+    finalizers: tuple[str, ...]
+    deleting: bool
+    spec: Manifest
+    status: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerTermination:
+    """How a container ended.
+
+    Attributes:
+        exit_code: 137 after SIGKILL, as Kubernetes counts.
+        reason: Kubernetes' own, such as `OOMKilled`.
+        message: the termination message.
+    """
+
+    exit_code: int
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """A pod of a resource, trimmed to what decisions read.
+
+    Attributes:
+        name: its name.
+        uid: its identity; deletions name it.
+        labels: the contract's labels.
+        created: creation time.
+        deleting: whether it has a deletionTimestamp.
+        phase: Pending, Running, Succeeded or Failed.
+        reason: the pod's own, such as `Evicted`.
+        message: the pod's own.
+        ready: condition Ready.
+        disrupted: reason of condition DisruptionTarget (eviction, drain, preemption, a
+            lost node), or "".
+        node: its node, or "".
+        unschedulable: why it is not placed, or "".
+        waiting: reason and message of a waiting container such as `ImagePullBackOff: ...`, or "".
+        termination: how its worker container ended, or None while it has not.
+    """
+
+    name: str
+    uid: str
+    labels: Mapping[str, str]
+    created: datetime
+    deleting: bool = False
+    phase: str = "Pending"
+    reason: str = ""
+    message: str = ""
+    ready: bool = False
+    disrupted: str = ""
+    node: str = ""
+    unschedulable: str = ""
+    waiting: str = ""
+    termination: ContainerTermination | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Returns whether it will never serve again."""
+        return self.deleting or self.termination is not None or self.phase in {"Succeeded", "Failed"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A node, trimmed to what a plan reads.
+
+    Attributes:
+        name: its name.
+        allocatable: by resource name: bytes for memory, cores for cpu, counts for devices.
+        requested: of that, by pods which are not of the resource in question.
+        schedulable: Ready and not cordoned.
+    """
+
+    name: str
+    allocatable: Mapping[str, float]
+    requested: Mapping[str, float] = field(default_factory=dict)
+    schedulable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """All that one reconcile decides on.
+
+    Attributes:
+        resource: the HeteroInference.
+        pods: all its pods, of every group and epoch, inspect pods too.
+        objects: its other children as stored (Service, NetworkPolicy, ConfigMap).
+        nodes: of the cluster; None where nodes may not be read.
+        groups: by group index: what a running leader says of its group now.
+    """
+
+    resource: ResourceView
+    pods: tuple[PodView, ...] = ()
+    objects: tuple[Manifest, ...] = ()
+    nodes: tuple[NodeView, ...] | None = None
+    groups: Mapping[int, GroupStatus] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateObject:
+    """Create it; if one of that name exists, stop here and observe again."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyObject:
+    """Make the stored object say what the manifest says (server-side apply)."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteObject:
+    """Delete exactly this object; one that is gone already is no error.
+
+    Attributes:
+        kind: Pod, Service, NetworkPolicy or ConfigMap.
+        name: its name.
+        uid: its identity: one of the same name and another uid is left alone.
+        grace_s: for pods: seconds to end by themselves; None takes the pod's own.
+    """
+
+    kind: str
+    name: str
+    uid: str
+    grace_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchStatus:
+    """Replace the status; a conflict stops here, and all is observed again.
+
+    Attributes:
+        status: the whole new status.
+        resource_version: of the resource that the decision was made on.
+    """
+
+    status: Manifest
+    resource_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetFinalizer:
+    """Add our finalizer, or remove it."""
+
+    present: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordEvent:
+    """Tell people what happened, on the resource.
+
+    Attributes:
+        reason: CamelCase.
+        message: one line.
+        warning: whether it is a Warning rather than Normal.
+    """
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+Action: TypeAlias = CreateObject | ApplyObject | DeleteObject | PatchStatus | SetFinalizer | RecordEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What one reconcile wants done.
+
+    Attributes:
+        actions: in this order; the first that fails ends the pass.
+        look_again_s: seconds until the next look without any change; None waits for one.
+    """
+
+    actions: tuple[Action, ...] = ()
+    look_again_s: float | None = None
+
+
+class ConflictError(Exception):
+    """The world changed since it was observed: stop this pass and observe again."""
+
+
+class Cluster(Protocol):
+    """What a reconcile needs of the world."""
+
+    async def observe(self, key: ResourceKey) -> Observation | None:
+        """Returns what is known of a resource and its children, or None if it is gone."""
+        ...
+
+    async def run(self, observation: Observation, actions: Sequence[Action]) -> None:
+        """Runs actions in order, on the resource of the observation.
+
+        Raises:
+            ConflictError: an action met another state than the decision was made on;
+                those after it were not run.
+        """
+        ...
