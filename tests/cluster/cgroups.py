@@ -1,0 +1,68 @@
+"""A cluster's own cgroup, in every hierarchy (cgroup v1) or in the one (v2)."""
+
+import contextlib
+from pathlib import Path
+
+from tests.cluster import processes
+
+ROOT = Path("/sys/fs/cgroup")
+CONTROLLERS = ("cpu", "cpuset", "io", "memory", "pids")
+
+
+def unified() -> bool:
+    """Returns whether this machine has cgroup v2 alone."""
+    return (ROOT / "cgroup.controllers").exists()
+
+
+def hierarchies() -> list[Path]:
+    """Returns the root of each hierarchy: one for v2, one a controller for v1."""
+    if unified():
+        return [ROOT]
+    return [folder for folder in sorted(ROOT.iterdir()) if (folder / "cgroup.procs").exists()]
+
+
+def create(name: str) -> None:
+    """Makes the cgroup /`name` in every hierarchy, with the controllers that kubelet asks for."""
+    if unified():
+        offered = (ROOT / "cgroup.controllers").read_text().split()
+        wanted = " ".join(f"+{controller}" for controller in CONTROLLERS if controller in offered)
+        (ROOT / "cgroup.subtree_control").write_text(wanted)
+    for root in hierarchies():
+        folder = root / name
+        folder.mkdir(exist_ok=True)
+        for setting in ("cpuset.cpus", "cpuset.mems"):
+            # In v1 a new cpuset is empty, and no process can enter it before it has CPUs and memory.
+            if not unified() and (folder / setting).exists():
+                (folder / setting).write_text((root / setting).read_text())
+
+
+def remove(name: str) -> None:
+    """Kills whatever is in the cgroup /`name` and below it, and removes it from every hierarchy.
+
+    Raises:
+        ClusterError: a process in it would not end within 20 s.
+    """
+
+    def emptied() -> bool:
+        pids = {
+            int(pid)
+            for root in hierarchies()
+            for procs in (root / name).rglob("cgroup.procs")
+            for pid in _read(procs).split()
+        }
+        processes.kill(sorted(pids))
+        return not pids
+
+    processes.wait_until(f"the end of the processes of cgroup {name}", emptied, timeout_s=20)
+    for root in hierarchies():
+        folder = root / name
+        if folder.exists():
+            for child in sorted((c for c in folder.rglob("*") if c.is_dir()), reverse=True):
+                child.rmdir()
+            folder.rmdir()
+
+
+def _read(file: Path) -> str:
+    with contextlib.suppress(FileNotFoundError, OSError):
+        return file.read_text()
+    return ""

@@ -1,0 +1,192 @@
+"""etcd, kube-apiserver, kube-controller-manager and kube-scheduler, started and ready in seconds."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.cluster import processes, tools
+from tests.cluster.pki import Pki
+from tests.cluster.processes import ProcessIdentity
+from tests.cluster.state import State
+
+READY_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where the control plane listens: `address`, and a port for each of its listeners.
+
+    `prefix` is what starts a program in the cluster's own namespaces; empty: on the machine itself.
+    """
+
+    address: str
+    api_port: int
+    etcd_port: int
+    etcd_peer_port: int
+    controller_manager_port: int
+    scheduler_port: int
+    service_range: str
+    prefix: tuple[str, ...] = ()
+    reachable_by_pods: bool = False
+
+    @property
+    def server(self) -> str:
+        return f"https://{self.address}:{self.api_port}"
+
+
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Yields free loopback ports that nobody else is given while the context lasts.
+
+    The sockets stay bound with SO_REUSEPORT but never listen: the programs, told to share their
+    ports, start on them while they are still held, so that no other start can come between.
+    """
+    with contextlib.ExitStack() as held:
+        ports = []
+        for _ in range(count):
+            holder = held.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind(("127.0.0.1", 0))
+            ports.append(holder.getsockname()[1])
+        yield ports
+
+
+def build_etcd_command(site: Site, folder: Path) -> list[str]:
+    """Returns etcd's command line: plain HTTP on loopback, nothing kept safe on disk."""
+    client = f"http://127.0.0.1:{site.etcd_port}"
+    peer = f"http://127.0.0.1:{site.etcd_peer_port}"
+    return [
+        str(tools.program(tools.ETCD, "etcd")),
+        f"--data-dir={folder}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        "--unsafe-no-fsync",  # its data need not outlive a power cut
+        "--socket-reuse-port",
+        "--log-level=warn",
+    ]
+
+
+def build_apiserver_command(site: Site, pki: Pki) -> list[str]:
+    """Returns kube-apiserver's command line: certificates, Node and RBAC authorization, as kubeadm has it."""
+    return [
+        str(tools.program(tools.KUBERNETES, "kube-apiserver")),
+        f"--etcd-servers=http://127.0.0.1:{site.etcd_port}",
+        f"--bind-address={site.address}",
+        f"--advertise-address={site.address}",
+        f"--secure-port={site.api_port}",
+        "--permit-port-sharing",
+        # Without a node there is nobody to reach it through the Service `kubernetes`, and a
+        # loopback address is refused as an endpoint.
+        f"--endpoint-reconciler-type={'lease' if site.reachable_by_pods else 'none'}",
+        f"--service-cluster-ip-range={site.service_range}",
+        f"--client-ca-file={pki.path('ca.crt')}",
+        f"--tls-cert-file={pki.path('apiserver.crt')}",
+        f"--tls-private-key-file={pki.path('apiserver.key')}",
+        f"--kubelet-client-certificate={pki.path('kubelet-client.crt')}",
+        f"--kubelet-client-key={pki.path('kubelet-client.key')}",
+        f"--kubelet-certificate-authority={pki.path('ca.crt')}",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--service-account-key-file={pki.path('sa.pub')}",
+        f"--service-account-signing-key-file={pki.path('sa.key')}",
+        "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        f"--requestheader-client-ca-file={pki.path('front-ca.crt')}",
+        "--requestheader-allowed-names=front-proxy-client",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        f"--proxy-client-cert-file={pki.path('front.crt')}",
+        f"--proxy-client-key-file={pki.path('front.key')}",
+    ]
+
+
+def _client_flags(kubeconfig: str, port: int) -> list[str]:
+    return [
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={port}",
+        "--permit-port-sharing",
+        "--leader-elect=false",
+    ]
+
+
+def build_controller_manager_command(site: Site, pki: Pki) -> list[str]:
+    """Returns kube-controller-manager's command line."""
+    return [
+        str(tools.program(tools.KUBERNETES, "kube-controller-manager")),
+        *_client_flags(pki.path("kube-controller-manager.kubeconfig"), site.controller_manager_port),
+        f"--service-account-private-key-file={pki.path('sa.key')}",
+        f"--root-ca-file={pki.path('ca.crt')}",
+        f"--cluster-signing-cert-file={pki.path('ca.crt')}",
+        f"--cluster-signing-key-file={pki.path('ca.key')}",
+        "--use-service-account-credentials",
+        # At the default 20 a second, the start and a namespace's removal wait for the client's own limit.
+        "--kube-api-qps=300",
+        "--kube-api-burst=600",
+    ]
+
+
+def build_scheduler_command(site: Site, pki: Pki) -> list[str]:
+    """Returns kube-scheduler's command line."""
+    return [
+        str(tools.program(tools.KUBERNETES, "kube-scheduler")),
+        *_client_flags(pki.path("kube-scheduler.kubeconfig"), site.scheduler_port),
+    ]
+
+
+def api_status(site: Site, pki: Pki, path: str) -> int:
+    """Returns the HTTP status that the API server answers a GET of `path` with; 0: no answer."""
+    connection = http.client.HTTPSConnection(
+        site.address, site.api_port, context=pki.client_context("admin"), timeout=5
+    )
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
+
+
+def _start(state: State, site: Site, name: str, command: Sequence[str]) -> ProcessIdentity:
+    return processes.spawn([*site.prefix, *command], mark=state.folder, log=state.log(name))
+
+
+def start_control_plane(state: State, site: Site, pki: Pki) -> None:
+    """Starts the four programs and returns once a pod could be created in the namespace `default`.
+
+    Raises:
+        ClusterError: one of them did not come up; the message ends with its log.
+    """
+    pki.write_kubeconfig("admin", site.server, state.kubeconfig)
+    for name in ("kube-controller-manager", "kube-scheduler"):
+        pki.write_kubeconfig(name, site.server, pki.folder / f"{name}.kubeconfig")
+    _start(state, site, "etcd", build_etcd_command(site, state.folder / "etcd"))
+    apiserver = _start(state, site, "kube-apiserver", build_apiserver_command(site, pki))
+    processes.wait_until(
+        "the API server's /readyz",
+        lambda: api_status(site, pki, "/readyz") == http.client.OK,
+        timeout_s=READY_TIMEOUT_S,
+        process=apiserver,
+        log=state.log("kube-apiserver"),
+    )
+    _start(state, site, "kube-scheduler", build_scheduler_command(site, pki))
+    manager = _start(state, site, "kube-controller-manager", build_controller_manager_command(site, pki))
+    processes.wait_until(
+        "the service account of namespace default",
+        lambda: api_status(site, pki, "/api/v1/namespaces/default/serviceaccounts/default") == http.client.OK,
+        timeout_s=READY_TIMEOUT_S,
+        process=manager,
+        log=state.log("kube-controller-manager"),
+    )
+    (state.folder / "site.json").write_text(json.dumps(dataclasses.asdict(site)))

@@ -1,0 +1,49 @@
+"""Where the test cluster keeps what it built (cache) and what runs now (state)."""
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.cluster.errors import ClusterError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CLUSTER_SOURCE = Path(__file__).resolve().parent
+
+
+def cache_folder() -> Path:
+    """Returns the folder that outlives clusters: tools, images, the image store.
+
+    `HETEROINFER_CACHE` names it; otherwise it is `heteroinfer` in the user's cache folder.
+    """
+    named = os.environ.get("HETEROINFER_CACHE")
+    if named:
+        return Path(named).resolve()
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "heteroinfer"
+
+
+def state_root() -> Path:
+    """Returns the folder that holds one folder for each running cluster, private to this user.
+
+    Raises:
+        ClusterError: somebody else owns a folder of that name.
+    """
+    root = Path(tempfile.gettempdir()) / f"heteroinfer-clusters-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.is_symlink() or root.stat().st_uid != os.getuid():
+        raise ClusterError(
+            f"{root} belongs to another user: remove it, or set TMPDIR to a folder of your own"
+        )
+    return root
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on `path` (made when missing) against other processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,194 @@
+"""Programs of a cluster: started apart from us, known by a mark that only we give, ended by pid.
+
+Each program carries the environment entry `HETEROINFER_CLUSTER=<state folder>`, and so do its
+children. Whoever finds a left-over state folder can thus find every process of that cluster,
+even when the one who started it died before writing anything down. No process is ever looked
+for by name.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tests.cluster.errors import ClusterError
+
+MARK = "HETEROINFER_CLUSTER"
+POLL_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessIdentity:
+    """A process for good: its pid, and when it started, since pids are used again."""
+
+    pid: int
+    started_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessIdentity | None":
+        """Returns the identity of a living process, None for a dead one or a zombie."""
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        return None if fields[0] in (b"Z", b"X") else cls(pid=pid, started_ticks=int(fields[19]))
+
+    def alive(self) -> bool:
+        """Returns whether that very process still runs."""
+        return ProcessIdentity.of(self.pid) == self
+
+
+def spawn(
+    command: Sequence[str], *, mark: Path, log: Path, environment: Mapping[str, str] | None = None
+) -> ProcessIdentity:
+    """Starts a program in a session of its own, marked, with its output appended to `log`.
+
+    It sees no environment but PATH, HOME (= the state folder), the mark and `environment`, so
+    that a proxy or a credential of the caller's shell never changes how a cluster behaves.
+
+    Raises:
+        ClusterError: the program could not be started, or ended at once.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    output = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    try:
+        # posix_spawn and not Popen: the program is meant to outlive this object.
+        pid = os.posix_spawnp(
+            command[0],
+            list(command),
+            {"PATH": os.environ["PATH"], "HOME": str(mark), MARK: str(mark), **(environment or {})},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(log), output, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+        )
+    except OSError as error:
+        raise ClusterError(f"cannot start {command[0]}: {error}") from error
+    identity = ProcessIdentity.of(pid)
+    if identity is None:
+        raise ClusterError(f"{command[0]} ended at once; its last words:\n{tail(log)}")
+    return identity
+
+
+def run(
+    command: Sequence[str],
+    *,
+    stdin: str | None = None,
+    timeout_s: float = 60,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> str:
+    """Returns what a short command printed.
+
+    Raises:
+        ClusterError: it failed, is missing, or took longer than `timeout_s`; the message holds its stderr.
+    """
+    try:
+        done = subprocess.run(
+            list(command),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=None if environment is None else {**os.environ, **environment},
+            cwd=cwd,
+        )
+    except FileNotFoundError as error:
+        raise ClusterError(f"{command[0]} is not there: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"{' '.join(command)} took longer than {timeout_s:g} s") from error
+    if done.returncode:
+        raise ClusterError(
+            f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}{done.stdout[-2000:]}"
+        )
+    return done.stdout
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    """Returns the last lines of a log, or the empty string when there is none."""
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    except FileNotFoundError:
+        return ""
+
+
+def wait_until(
+    what: str,
+    check: Callable[[], bool],
+    *,
+    timeout_s: float,
+    process: ProcessIdentity | None = None,
+    log: Path | None = None,
+) -> None:
+    """Returns as soon as `check()` is true; asks every 50 ms.
+
+    Raises:
+        ClusterError: the time is up, or `process` died; the message ends with the tail of `log`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        words = f"; the end of {log.name}:\n{tail(log)}" if log is not None else ""
+        if process is not None and not process.alive():
+            raise ClusterError(f"{what}: the program died{words}")
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{what}: not within {timeout_s:g} s{words}")
+        time.sleep(POLL_S)
+
+
+def marked_pids(mark: Path) -> list[int]:
+    """Returns the pids of the living processes that carry the mark of this state folder."""
+    entry = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def kill(pids: Sequence[int]) -> None:
+    """Sends SIGKILL to each, and reaps those that are children of ours."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def stop_gently(process: ProcessIdentity, timeout_s: float = 10) -> None:
+    """Ends a program of ours by SIGTERM, and waits for its end.
+
+    Raises:
+        ClusterError: it still runs after `timeout_s`.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGTERM)
+    wait_until(f"the end of process {process.pid}", lambda: not process.alive(), timeout_s=timeout_s)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(process.pid, 0)
+
+
+def stop_marked(mark: Path, timeout_s: float = 20) -> None:
+    """Kills every process that carries the mark, and returns once none is left.
+
+    Raises:
+        ClusterError: one is still there after `timeout_s`.
+    """
+
+    def none_left() -> bool:
+        pids = marked_pids(mark)
+        kill(pids)
+        return not pids
+
+    wait_until(f"the end of all programs of {mark}", none_left, timeout_s=timeout_s)

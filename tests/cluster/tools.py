@@ -1,0 +1,137 @@
+"""The programs that are built from pinned Go modules, and kept in the cache by what they are made of.
+
+A module folder under tools/ holds go.mod (with its `tool` lines) and go.sum, nothing else. A
+build is named by the hash of both and of the recipe here, so that a changed pin is a new build
+and an old one is never taken for it.
+"""
+
+import dataclasses
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from tests.cluster.errors import ClusterError
+from tests.cluster.folders import CLUSTER_SOURCE, cache_folder, locked
+
+RECIPE = "1"  # raise it when the way of building changes
+RENAMED = {"server": "etcd"}  # Go names a program after its package, and etcd's is .../server/v3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """One Go module of tools: `name` is its folder, `programs` what it must yield."""
+
+    name: str
+    programs: tuple[str, ...]
+    stamped: bool = False
+
+    @property
+    def source(self) -> Path:
+        return CLUSTER_SOURCE / "tools" / self.name
+
+
+KUBERNETES = Tool(
+    name="kubernetes",
+    programs=(
+        "kube-apiserver",
+        "kube-controller-manager",
+        "kube-proxy",
+        "kube-scheduler",
+        "kubectl",
+        "kubelet",
+        "kubemark",
+    ),
+    stamped=True,
+)
+ETCD = Tool(name="etcd", programs=("etcd",))
+HELM = Tool(name="helm", programs=("helm",))
+COREDNS = Tool(name="coredns", programs=("coredns",))
+ALL = (ETCD, KUBERNETES, HELM, COREDNS)
+
+
+def build_ldflags(tool: Tool) -> str:
+    """Returns the linker flags: no symbol tables, and for Kubernetes its version.
+
+    Kubernetes takes its version from the linker; without it `kubectl version` and every check
+    of the server's version fails to parse `v0.0.0-master+$Format:%H$`.
+    """
+    if not tool.stamped:
+        return "-s -w"
+    found = re.search(r"k8s\.io/kubernetes v(1)\.(\d+)\.\d+", (tool.source / "go.mod").read_text())
+    if found is None:
+        raise ClusterError(f"{tool.source / 'go.mod'} requires no k8s.io/kubernetes v1.x.y")
+    stamp = {
+        "gitVersion": found.group(0).split()[1],
+        "gitMajor": found.group(1),
+        "gitMinor": found.group(2),
+        "gitCommit": "0" * 40,
+        "gitTreeState": "clean",
+        "buildDate": "2026-01-01T00:00:00Z",
+    }
+    packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+    return " ".join(["-s -w", *(f"-X {p}.{key}={value}" for p in packages for key, value in stamp.items())])
+
+
+def program_folder(tool: Tool) -> Path:
+    """Returns the folder that holds, or will hold, the programs of this very version of the module."""
+    made_of = hashlib.sha256()
+    for part in ((tool.source / "go.mod").read_bytes(), (tool.source / "go.sum").read_bytes()):
+        made_of.update(hashlib.sha256(part).digest())
+    made_of.update(f"{build_ldflags(tool)} {RECIPE}".encode())
+    return cache_folder() / "tools" / f"{tool.name}-{made_of.hexdigest()[:16]}" / "bin"
+
+
+def program(tool: Tool, name: str) -> Path:
+    """Returns the path of a built program, building its module first when it is not in the cache."""
+    return ensure_built(tool) / name
+
+
+def ensure_built(tool: Tool) -> Path:
+    """Returns the folder with the tool's programs; compiles them when the cache has none.
+
+    Raises:
+        ClusterError: Go is missing, or the build failed.
+    """
+    folder = program_folder(tool)
+    if folder.is_dir():
+        return folder
+    with locked(cache_folder() / "tools" / f".{tool.name}.lock"):
+        if not folder.is_dir():
+            _compile(tool, folder)
+    return folder
+
+
+def _compile(tool: Tool, folder: Path) -> None:
+    go = shutil.which("go")
+    if go is None:
+        raise ClusterError("no `go` on the PATH: install Go 1.25 or newer (https://go.dev/dl)")
+    began = time.monotonic()
+    print(f"building {tool.name} from source (some minutes, once) …", flush=True)
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent.parent, prefix=f".{tool.name}-") as draft:
+        made = Path(draft) / "made"
+        built = subprocess.run(
+            ["nice", go, "install", "-trimpath", "-ldflags", build_ldflags(tool), "tool"],
+            cwd=tool.source,
+            env={**os.environ, "GOBIN": str(made / "bin"), "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly"},
+            check=False,
+        )
+        if built.returncode:
+            raise ClusterError(
+                f"building {tool.name} failed with exit code {built.returncode}; Go said why above"
+            )
+        for old, new in RENAMED.items():
+            if (made / "bin" / old).exists():
+                (made / "bin" / old).rename(made / "bin" / new)
+        lacking = [name for name in tool.programs if not (made / "bin" / name).exists()]
+        if lacking:
+            raise ClusterError(
+                f"building {tool.name} made no {', '.join(lacking)}: see the tool lines of its go.mod"
+            )
+        made.rename(folder.parent)
+    print(f"built {tool.name} in {time.monotonic() - began:.0f} s", flush=True)
