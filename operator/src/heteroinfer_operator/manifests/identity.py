@@ -1,0 +1,146 @@
+"""Names and labels of the objects of a resource. Pure."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Plan, PodAssignment
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.cluster import ResourceKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The HeteroInference that objects belong to."""
+
+    key: ResourceKey
+    uid: str
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """Returns the ownerReference of its children: garbage collection ends them with it."""
+        return {
+            "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+            "kind": names.KIND,
+            "name": self.key.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRef:
+    """One epoch of one group.
+
+    Attributes:
+        owner: the resource.
+        index: of the group, from 0.
+        epoch: from 1.
+    """
+
+    owner: Owner
+    index: int
+    epoch: int
+
+    @property
+    def display(self) -> str:
+        """Returns `namespace/name/index`."""
+        return f"{self.owner.key}/{self.index}"
+
+    @property
+    def uid(self) -> str:
+        """Returns what tells this group from any other that had its name."""
+        return f"{self.owner.uid}/{self.index}"
+
+    def pod_name(self, pod: int) -> str:
+        """Returns the name and hostname of a pod; never used again by another epoch."""
+        return f"{self.owner.key.name}-{self.index}-{self.epoch}-{pod}"
+
+
+def client_service(owner: Owner) -> str:
+    """Returns the name of the Service that clients use."""
+    return owner.key.name
+
+
+def group_service(owner: Owner, index: int) -> str:
+    """Returns the name of a group's headless Service, and of its NetworkPolicy."""
+    return f"{owner.key.name}-{index}-ranks"
+
+
+def plan_config_map(owner: Owner, plan_hash: str) -> str:
+    """Returns the name of the ConfigMap that keeps a plan."""
+    return f"{owner.key.name}-plan-{plan_hash}"
+
+
+def metadata(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Returns metadata of a child: name, labels, owner."""
+    return {
+        "name": name,
+        "namespace": owner.key.namespace,
+        "labels": {
+            names.LABEL_RESOURCE: owner.key.name,
+            names.LABEL_MANAGED_BY: names.MANAGER,
+            "app.kubernetes.io/name": "heteroinfer",
+            **labels,
+        },
+        "ownerReferences": [owner.reference],
+    }
+
+
+def group_labels(group: GroupRef) -> dict[str, str]:
+    """Returns the labels that select the pods of a group, whatever their epoch."""
+    return {
+        names.LABEL_RESOURCE: group.owner.key.name,
+        names.LABEL_COMPONENT: names.COMPONENT_WORKER,
+        names.LABEL_GROUP: str(group.index),
+    }
+
+
+def leader_labels(owner: Owner) -> dict[str, str]:
+    """Returns the labels that select the leaders of all groups: the clients' endpoints."""
+    return {
+        names.LABEL_RESOURCE: owner.key.name,
+        names.LABEL_COMPONENT: names.COMPONENT_WORKER,
+        names.LABEL_LEADER: "true",
+    }
+
+
+def pod_labels(group: GroupRef, pod: PodAssignment, plan: Plan, revision: str) -> dict[str, str]:
+    """Returns the labels of one worker pod."""
+    labels = {
+        **group_labels(group),
+        names.LABEL_EPOCH: str(group.epoch),
+        names.LABEL_POD_INDEX: str(pod.index),
+        names.LABEL_ROLE: pod.role,
+        names.LABEL_DEVICE: pod.device.value,
+        names.LABEL_REVISION: revision,
+        names.LABEL_PLAN: plan.hash,
+    }
+    return labels | ({names.LABEL_LEADER: "true"} if pod.index == 0 else {})
+
+
+_NOT_IN_REVISION = {"replicas", "suspend", "restart", "rollout", "drainTimeout"}
+
+
+def revision(spec: HeteroInferenceSpec) -> str:
+    """Returns a hash of the part of a spec whose change needs new pods.
+
+    The number of groups, and how groups are restarted and rolled, are not in it: a
+    scale is no revision.
+    """
+    kept = {k: v for k, v in spec.dump().items() if k not in _NOT_IN_REVISION}
+    return _hash(kept)[:10]
+
+
+def model_key(spec: HeteroInferenceSpec) -> str:
+    """Returns a hash of which model is meant: its profile holds as long as this does."""
+    return _hash({"uri": spec.model.uri, "revision": spec.model.revision})[:10]
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

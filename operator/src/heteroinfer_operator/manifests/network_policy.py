@@ -1,0 +1,41 @@
+"""NetworkPolicy of a group. Pure.
+
+vLLM's message queues carry pickle, and torch's rendezvous is open to whoever reaches
+it: a group's ports are open to its own pods, and to everybody only the API, the
+supervisors' health port and the metrics.
+"""
+
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.identity import GroupRef
+
+
+def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef, plan: Plan) -> dict[str, Any]:
+    """Returns the policy that keeps strangers from the group's own ports."""
+    most_ranks = max(len(pod.ranks) for pod in plan.pods)
+    open_ports = [
+        {"protocol": "TCP", "port": spec.engine.port},
+        {"protocol": "TCP", "port": names.DEFAULT_HEALTH_PORT},
+        {
+            "protocol": "TCP",
+            "port": names.DEFAULT_METRICS_PORT,
+            "endPort": names.DEFAULT_METRICS_PORT + most_ranks - 1,
+        },
+    ]
+    members = {"matchLabels": identity.group_labels(group)}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": identity.metadata(
+            group.owner, identity.group_service(group.owner, group.index), {names.LABEL_GROUP: str(group.index)}
+        ),
+        "spec": {
+            "podSelector": members,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": members}]}, {"ports": open_ports}],
+        },
+    }

@@ -1,0 +1,233 @@
+"""Worker and inspect pods. Pure.
+
+Pods are bare, with restartPolicy Never: the group is the restart unit, and the epoch is
+in the pod's name, so that no old address or rank is ever taken for a new one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.plan import Device, Plan, PodAssignment
+from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec, parse_duration_s
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.addressing import ModelSource
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
+
+WORKER_COMMAND = "heteroinfer-worker"
+_USER = 65532
+"""Of the images' own user: `nonroot` by convention of distroless images."""
+_STOP_SIGNAL_GRACE_S = 30
+_SHM = "shm"
+_SCRATCH = "scratch"
+_MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerImages:
+    """Images for workers whose spec names none."""
+
+    cpu: str
+    gpu: str
+
+    def of(self, device: Device) -> str:
+        """Returns the image for a device."""
+        return self.gpu if device is Device.GPU else self.cpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPods:
+    """All that the pods of one epoch of a group have in common.
+
+    Attributes:
+        spec: what the user asks for.
+        group: the epoch.
+        plan: of the epoch.
+        revision: of the spec.
+        addresses: of each pod.
+        source: where the model is.
+        images: defaults of the operator.
+    """
+
+    spec: HeteroInferenceSpec
+    group: GroupRef
+    plan: Plan
+    revision: str
+    addresses: tuple[PodAddress, ...]
+    source: ModelSource
+    images: WorkerImages
+
+    def build(self, pod: PodAssignment) -> dict[str, Any]:
+        """Returns the manifest of one pod."""
+        role = next(role for role in self.spec.roles if role.name == pod.role)
+        name = self.group.pod_name(pod.index)
+        labels = identity.pod_labels(self.group, pod, self.plan, self.revision)
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": _metadata(self.group.owner, name, labels, role.template),
+            "spec": {
+                **_pod_spec(self.spec, role.template),
+                "hostname": name,
+                "subdomain": identity.group_service(self.group.owner, self.group.index),
+                "containers": [self._container(pod, role)],
+                "volumes": _volumes(self.spec, self.source),
+            },
+        }
+
+    def _container(self, pod: PodAssignment, role: RoleSpec) -> dict[str, Any]:
+        address = self.addresses[pod.index]
+        return {
+            **_container(self.spec, self.spec.engine.image or self.images.of(pod.device), self.source),
+            "args": ["run"],
+            "env": self._env(pod.index),
+            "ports": _ports(pod, address),
+            "resources": _resources(role, pod),
+            "readinessProbe": {
+                "httpGet": {"path": names.PATH_READYZ, "port": names.PORT_HEALTH},
+                "periodSeconds": 1,
+                "timeoutSeconds": 1,
+                "failureThreshold": 1,
+            },
+            "livenessProbe": {
+                "httpGet": {"path": names.PATH_HEALTHZ, "port": names.PORT_HEALTH},
+                "periodSeconds": 10,
+                "timeoutSeconds": 5,
+                "failureThreshold": 6,
+            },
+        }
+
+    def _env(self, pod_index: int) -> list[dict[str, Any]]:
+        launch = PodLaunch(
+            group=self.group.display,
+            group_uid=self.group.uid,
+            epoch=self.group.epoch,
+            pod_index=pod_index,
+            addresses=self.addresses,
+            startup_timeout_s=parse_duration_s(self.spec.startup.timeout),
+            network_interface=self.spec.network.interface,
+        )
+        plan = {
+            "name": names.ENV_PLAN,
+            "valueFrom": {
+                "configMapKeyRef": {
+                    "name": identity.plan_config_map(self.group.owner, self.plan.hash),
+                    "key": names.PLAN_KEY,
+                }
+            },
+        }
+        owned = {variable["name"]: variable for variable in [plan, *_literals(launch.to_env())]}
+        users = [v.dump() for v in self.spec.engine.env if v.name not in owned]
+        return [*users, *owned.values()]
+
+
+def build_inspect_pod(
+    spec: HeteroInferenceSpec, owner: Owner, source: ModelSource, images: WorkerImages
+) -> dict[str, Any]:
+    """Returns the short pod whose termination message is the model's profile.
+
+    It reads config.json and the headers of the weight files, and needs little memory.
+    """
+    template = spec.roles[0].template
+    labels = {names.LABEL_COMPONENT: names.COMPONENT_INSPECT}
+    container = {
+        **_container(spec, spec.engine.image or images.cpu, source),
+        "args": ["inspect", "--model", source.path],
+        "env": _literals({"HOME": "/tmp"}),  # noqa: S108 - a volume of the pod's own
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": _metadata(owner, inspect_pod_name(spec, owner), labels, template),
+        "spec": {**_pod_spec(spec, template), "containers": [container], "volumes": _volumes(spec, source)},
+    }
+
+
+def inspect_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
+    """Returns the name of the inspect pod for the model of this spec."""
+    return f"{owner.key.name}-inspect-{identity.model_key(spec)}"
+
+
+def _metadata(owner: Owner, name: str, labels: Mapping[str, str], template: PodTemplate | None) -> dict[str, Any]:
+    metadata = identity.metadata(owner, name, labels)
+    if template is None:
+        return metadata
+    metadata["labels"] = {**(template.labels or {}), **metadata["labels"]}
+    if template.annotations:
+        metadata["annotations"] = dict(template.annotations)
+    return metadata
+
+
+def _pod_spec(spec: HeteroInferenceSpec, template: PodTemplate | None) -> dict[str, Any]:
+    asked = template.dump() if template else {}
+    kept = {k: v for k, v in asked.items() if k not in {"labels", "annotations"} and v}
+    if spec.scheduling.priority_class_name:
+        kept["priorityClassName"] = spec.scheduling.priority_class_name
+    return {
+        **kept,
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": _STOP_SIGNAL_GRACE_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "fsGroup": _USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+
+
+def _container(spec: HeteroInferenceSpec, image: str, source: ModelSource) -> dict[str, Any]:
+    mounts = [{"name": _SCRATCH, "mountPath": "/tmp"}, {"name": _SHM, "mountPath": "/dev/shm"}]  # noqa: S108
+    if source.volume is not None:
+        mounts.append({"name": _MODEL, "mountPath": names.MODEL_MOUNT, "readOnly": True})  # type: ignore[dict-item]  # a mount's values are of two types
+    return {
+        "name": names.CONTAINER_WORKER,
+        "image": image,
+        "command": [WORKER_COMMAND],
+        "terminationMessagePolicy": "File",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _volumes(spec: HeteroInferenceSpec, source: ModelSource) -> list[dict[str, Any]]:
+    volumes: list[dict[str, Any]] = [
+        {"name": _SCRATCH, "emptyDir": {}},
+        {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": spec.engine.shm_size}},
+    ]
+    if source.volume is not None:
+        volumes.append({"name": _MODEL, **source.volume})
+    return volumes
+
+
+def _ports(pod: PodAssignment, address: PodAddress) -> list[dict[str, Any]]:
+    ports = {names.PORT_HEALTH: address.health_port}
+    if pod.index == 0:
+        ports[names.PORT_API] = address.api_port
+    for rank in pod.ranks:
+        ports[f"{names.PORT_METRICS}-{rank.local_rank}"] = address.metrics_port + rank.local_rank
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
+
+
+def _resources(role: RoleSpec, pod: PodAssignment) -> dict[str, Any]:
+    asked = role.resources.dump() if role.resources else {}
+    if pod.device is Device.GPU:
+        gpus = {role.gpu_resource: str(len(pod.ranks))}
+        asked["limits"] = {**asked.get("limits", {}), **gpus}
+        asked["requests"] = {**asked.get("requests", {}), **gpus}
+    return asked
+
+
+def _literals(env: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [{"name": name, "value": value} for name, value in env.items()]

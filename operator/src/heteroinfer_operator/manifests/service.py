@@ -1,0 +1,51 @@
+"""Services of a resource: one for clients, one headless for each group. Pure."""
+
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
+
+
+def build_client_service(spec: HeteroInferenceSpec, owner: Owner) -> dict[str, Any]:
+    """Returns the Service in front of the leaders: only Ready ones are its endpoints."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": identity.metadata(owner, identity.client_service(owner), {}),
+        "spec": {
+            "type": "ClusterIP",
+            "selector": identity.leader_labels(owner),
+            "ports": [{"name": names.PORT_API, "port": spec.engine.port, "protocol": "TCP", "targetPort": names.PORT_API}],
+        },
+    }
+
+
+def build_group_service(group: GroupRef) -> dict[str, Any]:
+    """Returns the headless Service that gives the pods of a group their names.
+
+    It answers for pods that are not ready (publishNotReadyAddresses): ranks must find
+    each other before any of them can be.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": identity.metadata(
+            group.owner, identity.group_service(group.owner, group.index), {names.LABEL_GROUP: str(group.index)}
+        ),
+        "spec": {
+            "type": "ClusterIP",
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": identity.group_labels(group),
+            "ports": [
+                {
+                    "name": names.PORT_HEALTH,
+                    "port": names.DEFAULT_HEALTH_PORT,
+                    "protocol": "TCP",
+                    "targetPort": names.DEFAULT_HEALTH_PORT,
+                }
+            ],
+        },
+    }
