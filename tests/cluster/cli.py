@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tests.cluster import tools
 from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.cluster.errors import ClusterError
+from tests.cluster.node import start_node_cluster
 from tests.cluster.state import State, all_states
 
 
@@ -30,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     up = commands.add_parser(
         "up", help="start a cluster that stays until `down`, and print its KUBECONFIG line"
     )
-    up.add_argument("kind", choices=["control-plane"])
+    up.add_argument("kind", choices=["control-plane", "node"])
     down = commands.add_parser("down", help="stop clusters: those named, or all that `up` started")
     down.add_argument("names", nargs="*", metavar="NAME")
     env = commands.add_parser("env", help="print the lines that make a shell use a running cluster")
@@ -42,7 +43,7 @@ def _run(chosen: argparse.Namespace) -> None:
     if chosen.command == "build":
         ensure_tools(tools.ALL)
     elif chosen.command == "up":
-        cluster = start_control_plane_only()
+        cluster = start_node_cluster() if chosen.kind == "node" else start_control_plane_only()
         cluster.state.detach()
         _print_environment(cluster)
     elif chosen.command == "down":

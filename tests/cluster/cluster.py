@@ -30,7 +30,7 @@ class Cluster:
         return self.state.kubeconfig
 
     def environment(self) -> dict[str, str]:
-        """Returns what a program needs in its environment to speak to this cluster, leaving no files behind."""
+        """Returns what a program needs in its environment to use this cluster and leave no files behind."""
         helm = self.state.folder / "helm"
         return {
             "KUBECONFIG": str(self.kubeconfig),

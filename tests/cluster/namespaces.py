@@ -9,7 +9,6 @@ import ctypes
 import dataclasses
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster import processes
@@ -174,9 +173,3 @@ def connect_namespaces(state: State, namespaces: Namespaces, addresses: Addresse
 
 def _ip(*arguments: str) -> None:
     processes.run(["ip", *arguments])
-
-
-def holder_of(text: Sequence[int]) -> Namespaces:
-    """Returns the namespaces whose holder was written down as (pid, start)."""
-    pid, started_ticks = text
-    return Namespaces(holder=ProcessIdentity(pid=pid, started_ticks=started_ticks))

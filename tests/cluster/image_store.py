@@ -1,0 +1,171 @@
+"""containerd's image store, filled once for each set of images and shared by every node after that.
+
+A seed is a containerd root in the cache with the images imported and unpacked. A node gets a
+root of its own whose databases are copies, whose snapshots are read-only bind mounts of the
+seed's, and whose content lies over the seed's: seconds of copying become milliseconds, and
+nothing that a node does reaches the seed.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.cluster import oci, processes
+from tests.cluster.errors import ClusterError
+from tests.cluster.folders import CLUSTER_SOURCE, cache_folder, locked
+from tests.cluster.oci import Image
+from tests.cluster.state import State
+
+PAUSE = "localhost/heteroinfer/pause:test"
+BOLT = Path("io.containerd.metadata.v1.bolt/meta.db")
+SNAPSHOTTER = Path("io.containerd.snapshotter.v1.overlayfs")
+CONTENT = Path("io.containerd.content.v1.content")
+# Unused on the test node; `opt` would make a folder in the machine's own /opt.
+DISABLED_PLUGINS = (
+    "io.containerd.internal.v1.opt",
+    "io.containerd.snapshotter.v1.aufs",
+    "io.containerd.snapshotter.v1.btrfs",
+    "io.containerd.snapshotter.v1.devmapper",
+    "io.containerd.snapshotter.v1.zfs",
+)
+
+
+def ensure_pause_image() -> Image:
+    """Returns the pause image, compiled when the layout has none of this source."""
+    source = CLUSTER_SOURCE / "pause.c"
+    image = Image(tag=f"pause-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}", reference=PAUSE)
+    layout = oci.layout()
+    with locked(cache_folder() / "images" / ".lock"):
+        if image.tag not in layout.manifests():
+            with tempfile.TemporaryDirectory() as folder:
+                program = Path(folder) / "pause"
+                processes.run(["cc", "-static", "-Os", "-s", "-Wall", "-o", str(program), str(source)])
+                layout.put_image(image.tag, {"pause": program.read_bytes()}, {"Entrypoint": ["/pause"]})
+    return image
+
+
+def ensure_seed(images: Sequence[Image]) -> Path:
+    """Returns a containerd root in the cache that holds exactly these images, imported and unpacked."""
+    layout = oci.layout()
+    named = sorted(f"{image.reference} {layout.digest(image)}" for image in images)
+    key = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
+    seeds = cache_folder() / "containerd"
+    with locked(seeds / ".lock"):
+        if not (seeds / key).is_dir():
+            _fill_seed(seeds / key, images)
+    return seeds / key
+
+
+def _fill_seed(seed: Path, images: Sequence[Image]) -> None:
+    began = time.monotonic()
+    draft = seed.with_name(f".{seed.name}")
+    shutil.rmtree(draft, ignore_errors=True)  # of one that died half-way
+    nearest = _nearest_seed(seed.parent, images)
+    if nearest is None:
+        draft.mkdir()
+    else:
+        # Layers and contents never change in place, so the new seed may share them; databases do.
+        processes.run(["cp", "-al", str(nearest), str(draft)], timeout_s=300)
+        for database in (BOLT, SNAPSHOTTER / "metadata.db"):
+            (draft / database).unlink()
+            shutil.copy2(nearest / database, draft / database)
+    state = State.claim("image-store", 1)
+    try:
+        sent = _import_into(state, draft, images)
+    finally:
+        state.remove()
+    draft.rename(seed)
+    print(f"imported {sent / 1e6:.0f} MB of image layers in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def _nearest_seed(seeds: Path, images: Sequence[Image]) -> Path | None:
+    """Returns the seed that shares the most bytes with these images, None when none shares any."""
+    layout = oci.layout()
+    sizes = {d: layout.blob(d).stat().st_size for image in images for d in layout.needs(image)}
+
+    def shared(seed: Path) -> int:
+        blobs = seed / CONTENT / "blobs"
+        return sum(size for digest, size in sizes.items() if (blobs / digest.replace(":", "/", 1)).exists())
+
+    made = [folder for folder in seeds.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
+    best = max(made, key=shared, default=None)
+    return best if best is not None and shared(best) else None
+
+
+def _import_into(state: State, root: Path, images: Sequence[Image]) -> int:
+    socket = state.folder / "containerd.sock"
+    config = state.folder / "containerd.toml"
+    disabled = [*DISABLED_PLUGINS, "io.containerd.grpc.v1.cri"]
+    config.write_text(
+        f"version = 2\nroot = '{root}'\nstate = '{state.folder}/run'\ndisabled_plugins = {disabled}\n"
+        f"[grpc]\n  address = '{socket}'\n"
+    )
+    containerd = processes.spawn(
+        ["unshare", "--mount", "--propagation", "private", "containerd", "--config", str(config)],
+        mark=state.folder,
+        log=state.log("containerd"),
+        environment={"TMPDIR": str(state.folder)},
+    )
+    ctr = ["ctr", "--address", str(socket), "--namespace", "k8s.io"]
+    wait_for_containerd(ctr, containerd, state.log("containerd"))
+    sent = import_images(ctr, images)
+    wanted = {image.reference for image in images}
+    # Those that the nearest seed had beside them: a pod must not find last week's image here.
+    for other in set(processes.run([*ctr, "images", "ls", "-q"]).split()) - wanted:
+        processes.run([*ctr, "images", "rm", "--sync", other])
+    processes.stop_gently(containerd)
+    return sent
+
+
+def wait_for_containerd(ctr: Sequence[str], containerd: processes.ProcessIdentity, log: Path) -> None:
+    """Returns once containerd answers; `ctr`: the words that start ctr against it."""
+
+    def answers() -> bool:
+        return subprocess.run([*ctr, "version"], capture_output=True, check=False).returncode == 0
+
+    processes.wait_until("containerd", answers, timeout_s=30, process=containerd, log=log)
+
+
+def import_images(ctr: Sequence[str], images: Sequence[Image]) -> int:
+    """Imports into a running containerd what it lacks of these images; returns the bytes sent.
+
+    Raises:
+        ClusterError: ctr refused; the message holds what it said.
+    """
+    present = set(processes.run([*ctr, "content", "ls", "-q"]).split())
+    with subprocess.Popen(
+        [*ctr, "images", "import", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as importing:
+        assert importing.stdin is not None
+        assert importing.stdout is not None
+        try:
+            sent = oci.layout().write_archive(importing.stdin, images, present)
+            importing.stdin.close()
+        except BrokenPipeError:
+            sent = 0  # its own words, below, say why
+        said = importing.stdout.read().decode(errors="replace")
+    if importing.returncode:
+        raise ClusterError(f"ctr images import: exit code {importing.returncode}\n{said}")
+    return sent
+
+
+def build_mount_script(seed: Path, root: Path) -> str:
+    """Returns the shell lines that give `root` the seed's images, to be run in the node's mount namespace."""
+    lines = ["set -eu"]
+    for database in (BOLT, SNAPSHOTTER / "metadata.db"):
+        lines += [f"mkdir -p {(root / database).parent}", f"cp {seed / database} {root / database}"]
+    for snapshot in sorted((seed / SNAPSHOTTER / "snapshots").iterdir()):
+        mine = root / SNAPSHOTTER / "snapshots" / snapshot.name
+        lines += [f"mkdir -p {mine}", f"mount --bind {snapshot} {mine}", f"mount -o remount,bind,ro {mine}"]
+    content, upper, work = root / CONTENT, root / "content-upper", root / "content-work"
+    lines.append(f"mkdir -p {content} {upper} {work}")
+    options = f"lowerdir={seed / CONTENT},upperdir={upper},workdir={work}"
+    lines.append(f"mount -t overlay -o {options} overlay {content}")
+    return "\n".join(lines)

@@ -1,0 +1,287 @@
+"""A real Kubernetes node - containerd, kubelet, kube-proxy, CoreDNS, CNI - in namespaces of its own."""
+
+import dataclasses
+import http.client
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import cgroups, debian, image_store, processes, tools
+from tests.cluster.cluster import Cluster, ensure_tools, removed_on_failure
+from tests.cluster.control_plane import Site, start_control_plane
+from tests.cluster.errors import ClusterError
+from tests.cluster.folders import REPOSITORY
+from tests.cluster.namespaces import Addresses, Namespaces, connect_namespaces, create_namespaces
+from tests.cluster.oci import Image
+from tests.cluster.pki import Pki, create_pki
+from tests.cluster.processes import ProcessIdentity
+from tests.cluster.state import State
+
+NODE_LIMIT = 4
+READY_TIMEOUT_S = 60.0
+SOCKET = "/run/containerd/containerd.sock"
+CTR = ("ctr", "--address", SOCKET, "--namespace", "k8s.io")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCluster(Cluster):
+    """A control plane with one Ready node."""
+
+    namespaces: Namespaces
+
+    @property
+    def node_name(self) -> str:
+        return self.state.name
+
+    def pod_http(
+        self, address: str, port: int, path: str, *, body: bytes | None = None, timeout_s: float = 10
+    ) -> tuple[int, str]:
+        """Returns status and text of a GET (with `body`: a POST of JSON) sent from the node to a pod.
+
+        It goes the way of kubelet's probes, which no NetworkPolicy stops.
+
+        Raises:
+            OSError: nobody answers there.
+        """
+        connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
+        connection.sock = self.namespaces.connect(address, port, timeout_s)
+        try:
+            headers = {} if body is None else {"Content-Type": "application/json"}
+            connection.request("GET" if body is None else "POST", path, body=body, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def load(self, images: Sequence[Image]) -> None:
+        """Imports images into the running node; those it has already cost nothing."""
+        image_store.import_images([*self.namespaces.prefix, *CTR], images)
+
+    def offer(self, resource: str, quantity: int) -> None:
+        """Makes the node say that it has `quantity` of a resource that no device plugin offers."""
+        key = resource.replace("~", "~0").replace("/", "~1")
+        patch = [{"op": "add", "path": f"/status/capacity/{key}", "value": str(quantity)}]
+        self.kubectl(
+            "patch", "node", self.node_name, "--subresource=status", "--type=json", "-p", json.dumps(patch)
+        )
+
+
+def start_node_cluster(images: Sequence[Image] = ()) -> NodeCluster:
+    """Returns a cluster whose single node is Ready and has these images; up to 4 run side by side.
+
+    Raises:
+        ClusterError: not root, something is missing, or a program did not come up; nothing is left.
+    """
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise ClusterError("a node needs root on Linux: it makes namespaces, mounts and cgroups")
+    debian.ensure_packages({**debian.CONTROL_PLANE_NEEDS, **debian.NODE_NEEDS})
+    ensure_tools((tools.ETCD, tools.KUBERNETES, tools.COREDNS))
+    seed = image_store.ensure_seed([image_store.ensure_pause_image(), *images])
+    state = State.claim("node", NODE_LIMIT)
+    with removed_on_failure(state):
+        return _start(state, seed)
+
+
+def attach(state: State) -> NodeCluster:
+    """Returns the cluster of a node that runs already."""
+    holder = ProcessIdentity(**json.loads((state.folder / "holder.json").read_text()))
+    return NodeCluster(state=state, namespaces=Namespaces(holder=holder))
+
+
+def _start(state: State, seed: Path) -> NodeCluster:
+    addresses = Addresses(number=state.number)
+    namespaces = create_namespaces(state)
+    (state.folder / "holder.json").write_text(json.dumps(dataclasses.asdict(namespaces.holder)))
+    connect_namespaces(state, namespaces, addresses)
+    state.will_change("cgroup", _cgroup(state))
+    cgroups.create(_cgroup(state))
+    namespaces.run("sh", "-c", image_store.build_mount_script(seed, Path("/var/lib/containerd")))
+    programs = _Programs(state=state, namespaces=namespaces, addresses=addresses)
+    programs.start_containerd()
+    site = Site(
+        address=addresses.node,
+        api_port=6443,
+        etcd_port=2379,
+        etcd_peer_port=2380,
+        controller_manager_port=10257,
+        scheduler_port=10259,
+        service_range=addresses.service_range,
+        prefix=namespaces.prefix,
+        reachable_by_pods=True,
+    )
+    pki = create_pki(state.folder / "pki", addresses.node, addresses.api_service, node=state.name)
+    start_control_plane(state, site, pki)
+    cluster = NodeCluster(state=state, namespaces=namespaces)
+    programs.start_the_rest(site, pki)
+    _wait_ready(cluster)
+    return cluster
+
+
+def _cgroup(state: State) -> str:
+    return f"heteroinfer-{state.name}"
+
+
+def _wait_ready(cluster: NodeCluster) -> None:
+    def ready() -> bool:
+        nodes: dict[str, Any] = json.loads(cluster.kubectl("get", "nodes", "-o", "json"))
+        conditions = [c for node in nodes["items"] for c in node["status"].get("conditions", [])]
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+    processes.wait_until("the node", ready, timeout_s=READY_TIMEOUT_S, log=cluster.state.log("kubelet"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Programs:
+    """The node's own programs, each with its configuration file in the state folder."""
+
+    state: State
+    namespaces: Namespaces
+    addresses: Addresses
+
+    def _spawn(self, name: str, *command: str) -> ProcessIdentity:
+        return processes.spawn(
+            [*self.namespaces.prefix, *command],
+            mark=self.state.folder,
+            log=self.state.log(name),
+            environment={"TMPDIR": "/run", "PYTHONPATH": str(REPOSITORY)},
+        )
+
+    def _configure(self, name: str, content: str) -> str:
+        file = self.state.folder / "etc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+        return str(file)
+
+    def start_containerd(self) -> None:
+        runc = shutil.which("runc")
+        assert runc is not None
+        network = self._configure("cni/10-pods.conflist", json.dumps(build_network(self.addresses)))
+        config = self._configure("containerd.toml", build_containerd_config(str(Path(network).parent), runc))
+        containerd = self._spawn("containerd", "containerd", "--config", config)
+        ctr = [*self.namespaces.prefix, *CTR]
+        image_store.wait_for_containerd(ctr, containerd, self.state.log("containerd"))
+
+    def start_the_rest(self, site: Site, pki: Pki) -> None:
+        """Starts kubelet, kube-proxy, CoreDNS and the NetworkPolicy enforcer; waits for none of them."""
+        kubeconfigs = {}
+        for name in ("kubelet", "kube-proxy", "coredns", "network-policy"):
+            kubeconfigs[name] = pki.path(f"{name}.kubeconfig")
+            pki.write_kubeconfig(name, site.server, Path(kubeconfigs[name]))
+        binaries = tools.ensure_built(tools.KUBERNETES)
+        resolver = self._configure("resolv.conf", "# pods get cluster DNS only\n")
+        config = build_kubelet_config(self.addresses, pki, resolver, _cgroup(self.state))
+        self._spawn(
+            "kubelet",
+            str(binaries / "kubelet"),
+            f"--config={self._configure('kubelet.json', json.dumps(config))}",
+            f"--kubeconfig={kubeconfigs['kubelet']}",
+            f"--hostname-override={self.state.name}",
+            f"--node-ip={self.addresses.node}",
+        )
+        self._spawn("kube-proxy", str(binaries / "kube-proxy"), *self._proxy_flags(kubeconfigs["kube-proxy"]))
+        corefile = self._configure("Corefile", build_corefile(self.addresses, kubeconfigs["coredns"]))
+        self._spawn("coredns", str(tools.program(tools.COREDNS, "coredns")), "-conf", corefile)
+
+    def _proxy_flags(self, kubeconfig: str) -> list[str]:
+        return [
+            f"--kubeconfig={kubeconfig}",
+            f"--hostname-override={self.state.name}",
+            "--proxy-mode=nftables",
+            f"--cluster-cidr={self.addresses.pod_range}",
+            # The connection tracker's limits are the machine's: leave them as they are.
+            "--conntrack-max-per-core=0",
+            "--conntrack-tcp-timeout-established=0",
+            "--conntrack-tcp-timeout-close-wait=0",
+        ]
+
+
+def build_network(addresses: Addresses) -> dict[str, object]:
+    """Returns the CNI configuration: a routed link for each pod.
+
+    Routed (ptp) and not bridged, so that traffic between two pods passes the node's firewall,
+    where Services and NetworkPolicies are made, without a kernel module for bridges.
+    """
+    ranges = [[{"subnet": addresses.pod_range}]]
+    routes = [{"dst": "0.0.0.0/0"}]
+    ipam = {"type": "host-local", "ranges": ranges, "routes": routes, "dataDir": "/run/cni-addresses"}
+    plugin = {"type": "ptp", "ipMasq": False, "ipam": ipam}
+    return {"cniVersion": "1.0.0", "name": "pods", "plugins": [plugin]}
+
+
+def build_containerd_config(network_folder: str, runc: str) -> str:
+    """Returns containerd's configuration (version 2, which 1.6, 1.7 and 2.x read)."""
+    cri = 'plugins."io.containerd.grpc.v1.cri"'
+    return f"""version = 2
+disabled_plugins = {json.dumps(list(image_store.DISABLED_PLUGINS))}
+[grpc]
+  address = "{SOCKET}"
+[{cri}]
+  sandbox_image = "{image_store.PAUSE}"
+  # Without CAP_SYS_RESOURCE, runc could not lower a container's score below containerd's own.
+  restrict_oom_score_adj = true
+  [{cri}.cni]
+    bin_dir = "{debian.CNI_FOLDER}"
+    conf_dir = "{network_folder}"
+  [{cri}.containerd]
+    default_runtime_name = "runc"
+  [{cri}.containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+    [{cri}.containerd.runtimes.runc.options]
+      BinaryName = "{runc}"
+      SystemdCgroup = false
+"""
+
+
+def build_kubelet_config(addresses: Addresses, pki: Pki, resolver: str, cgroup: str) -> dict[str, object]:
+    """Returns kubelet's configuration."""
+    return {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "authentication": {
+            "x509": {"clientCAFile": pki.path("ca.crt")},
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+        },
+        "authorization": {"mode": "Webhook"},
+        "address": addresses.node,
+        "tlsCertFile": pki.path("kubelet.crt"),
+        "tlsPrivateKeyFile": pki.path("kubelet.key"),
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": f"/{cgroup}",
+        "failCgroupV1": False,
+        "failSwapOn": False,
+        "oomScoreAdj": 0,
+        "makeIPTablesUtilChains": False,
+        "clusterDomain": "cluster.local",
+        "clusterDNS": [addresses.node],
+        "resolvConf": resolver,
+        "containerRuntimeEndpoint": f"unix://{SOCKET}",
+        "volumePluginDir": "/var/lib/kubelet/volume-plugins",
+        # The images are nowhere to be pulled from again: never collect them.
+        "imageGCHighThresholdPercent": 100,
+        "imageGCLowThresholdPercent": 99,
+        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
+    }
+
+
+def build_corefile(addresses: Addresses, kubeconfig: str) -> str:
+    """Returns CoreDNS's configuration: cluster names for a second at most, NXDOMAIN at once for others."""
+    return f"""cluster.local in-addr.arpa {{
+  bind {addresses.node}
+  errors
+  kubernetes {{
+    kubeconfig {kubeconfig}
+    ttl 1
+  }}
+}}
+. {{
+  bind {addresses.node}
+  template ANY ANY {{
+    rcode NXDOMAIN
+  }}
+}}
+"""
