@@ -1,0 +1,297 @@
+"""Which of vLLM's options a user may not give in `engine.args`, and what to do instead.
+
+Stdlib only; data and one pure function. The operator refuses such options while planning,
+the worker once more before it builds its configuration.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "--model": "set spec.model.uri",
+        "--served-model-name": "set spec.model.servedName",
+        "--revision": "set spec.model.revision",
+        "--dtype": "set spec.engine.dtype",
+        "--max-model-len": "set spec.engine.maxModelLen",
+        "--max-num-batched-tokens": "leave it to the plan: it must be equal on GPU and CPU ranks",
+        "--max-num-scheduled-tokens": "leave it to the plan: it must be equal on GPU and CPU ranks",
+        "--max-num-seqs": "leave it to the plan: it must be equal on GPU and CPU ranks",
+        "--block-size": "leave it to the plan: it must be equal on GPU and CPU ranks",
+        "--seed": "leave it to the plan: it must be equal on every rank",
+        "--tensor-parallel-size": "set spec.parallelism.tensor",
+        "-tp": "set spec.parallelism.tensor",
+        "--pipeline-parallel-size": "set spec.parallelism.pipeline",
+        "-pp": "set spec.parallelism.pipeline",
+        "--kv-cache-memory-bytes": "set the memory of the role's pods; the plan gives each rank its KV room",
+        "--gpu-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV room",
+        "--device-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV room",
+        "--num-gpu-blocks-override": "set the memory of the role's pods; the plan gives each rank its KV room",
+        "--enforce-eager": "set spec.engine.eager",
+        "--no-enforce-eager": "set spec.engine.eager",
+        "--distributed-executor-backend": "leave it out: HeteroInfer's executor runs the group",
+        "--worker-cls": "leave it out: the role's device chooses the worker",
+        "--scheduler-cls": "leave it out: HeteroInfer's scheduler decides what is in flight",
+        "--nnodes": "set spec.roles[].pods",
+        "-n": "set spec.roles[].pods",
+        "--node-rank": "leave it out: the plan numbers the ranks",
+        "-r": "leave it out: the plan numbers the ranks",
+        "--master-addr": "leave it out: the plan knows the leader",
+        "--master-port": "set spec.network.rendezvousPort",
+        "--headless": "leave it out: followers run ranks only",
+        "--host": "leave it out: the pod's address is used",
+        "--port": "set spec.engine.port",
+        "--uds": "leave it out: the group is reached by its Service",
+        "--device-ids": "set spec.roles[].ranksPerPod; each rank gets its device from the plan",
+        "--numa-bind": "leave it out: the pod's CPUs are shared out by its supervisor",
+        "--no-numa-bind": "leave it out: the pod's CPUs are shared out by its supervisor",
+        "--numa-bind-nodes": "leave it out: the pod's CPUs are shared out by its supervisor",
+        "--numa-bind-cpus": "leave it out: the pod's CPUs are shared out by its supervisor",
+        "--distributed-timeout-seconds": "set spec.startup.timeout",
+        "--cpu-distributed-timeout-seconds": "set spec.startup.timeout",
+        "--config": "write the options of the file into spec.engine.args, so that they can be checked",
+        "--mm-processor-cache-type": "leave it out: ranks of a group share no memory between pods",
+    }
+)
+"""Option of vLLM 0.32.0 -> what to set in the resource instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsupported:
+    """Something that vLLM does and a HeteroInfer group does not do yet.
+
+    Attributes:
+        feature: its name, for people.
+        options: vLLM's options that turn it on.
+        why: what stands in the way.
+        remedy: what to do instead.
+    """
+
+    feature: str
+    options: tuple[str, ...]
+    why: str
+    remedy: str
+
+
+MULTIMODAL_CPU_FIRST: Final = Unsupported(
+    feature="a multimodal model whose first stage is on a CPU",
+    options=(),
+    why="vLLM runs the encoder on the first rank only, and its CPU encoder is untested in a group",
+    remedy="put a GPU role first (parallelism.stageOrder: AsListed), or add --language-model-only",
+)
+TENSOR_MIXED_DEVICES: Final = Unsupported(
+    feature="tensor mode over GPU and CPU ranks",
+    options=(),
+    why="collectives between a GPU and a CPU rank inside a layer are not built yet",
+    remedy="set spec.parallelism.mode: Pipeline, or give every role the same device",
+)
+
+UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
+    Unsupported(
+        feature="asynchronous scheduling",
+        options=("--async-scheduling",),
+        why="vLLM's first model runner does not support it across pipeline stages",
+        remedy="leave it out",
+    ),
+    Unsupported(
+        feature="speculative decoding",
+        options=("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
+        why="draft tokens across pipeline stages are untested",
+        remedy="leave it out",
+    ),
+    Unsupported(
+        feature="data parallelism inside a group",
+        options=(
+            "--data-parallel-size",
+            "--data-parallel-rank",
+            "--data-parallel-start-rank",
+            "--data-parallel-size-local",
+            "--data-parallel-address",
+            "--data-parallel-rpc-port",
+            "--data-parallel-backend",
+            "--data-parallel-hybrid-lb",
+            "--no-data-parallel-hybrid-lb",
+            "--data-parallel-external-lb",
+            "--no-data-parallel-external-lb",
+            "--data-parallel-multi-port-external-lb",
+            "--data-parallel-supervisor-port",
+            "-dp",
+            "-dpn",
+            "-dpr",
+            "-dpl",
+            "-dpa",
+            "-dpp",
+            "-dpb",
+            "-dph",
+            "-dpe",
+            "-dpm",
+        ),
+        why="a group is one copy of the model",
+        remedy="set spec.replicas",
+    ),
+    Unsupported(
+        feature="expert parallelism",
+        options=("--enable-expert-parallel", "-ep", "--enable-eplb", "--enable-elastic-ep"),
+        why="experts over GPU and CPU ranks need collectives that are not built yet",
+        remedy="leave it out: each stage holds its layers' experts",
+    ),
+    Unsupported(
+        feature="context parallelism",
+        options=("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size", "-pcp"),
+        why="its collectives between GPU and CPU ranks are not built yet",
+        remedy="leave it out",
+    ),
+    Unsupported(
+        feature="dual-batch overlap",
+        options=("--enable-dbo", "--ubatch-size"),
+        why="vLLM has none on CPUs",
+        remedy="leave it out",
+    ),
+    Unsupported(
+        feature="LoRA adapters",
+        options=("--enable-lora", "--lora-modules", "--default-mm-loras"),
+        why="loading adapters on every rank of a group is untested",
+        remedy="merge the adapter into the model",
+    ),
+    Unsupported(
+        feature="KV transfer and offloading",
+        options=("--kv-transfer-config", "--kv-offloading-size", "--kv-events-config"),
+        why="connectors are untested with ranks on different devices",
+        remedy="leave it out",
+    ),
+    Unsupported(
+        feature="encoder disaggregation",
+        options=("--ec-transfer-config", "--ec-manager-config"),
+        why="connectors are untested with ranks on different devices",
+        remedy="leave it out",
+    ),
+    Unsupported(
+        feature="sleep mode",
+        options=("--enable-sleep-mode",),
+        why="vLLM's CPU workers cannot sleep",
+        remedy="set spec.suspend: true to free the group's memory",
+    ),
+    Unsupported(
+        feature="pooling models",
+        options=("--pooler-config", "--convert"),
+        why="only generation is tested across stages",
+        remedy="serve the model with plain vLLM",
+    ),
+    Unsupported(
+        feature="several API servers",
+        options=("--api-server-count", "-asc", "--grpc", "--grpc-port"),
+        why="the leader runs one OpenAI server",
+        remedy="set spec.replicas for more throughput",
+    ),
+    Unsupported(
+        feature="Ray",
+        options=("--ray-workers-use-nsight", "--no-ray-workers-use-nsight"),
+        why="HeteroInfer places and watches the ranks itself",
+        remedy="leave it out",
+    ),
+    Unsupported(
+        feature="vLLM's own fault tolerance and weight transfer",
+        options=("--enable-fault-tolerance", "--fault-tolerance-config", "--weight-transfer-config"),
+        why="a group is restarted as a whole by its operator",
+        remedy="leave it out",
+    ),
+    Unsupported(
+        feature="diffusion language models",
+        options=("--diffusion-config", "-dc"),
+        why="they feed tokens back between stages in another way",
+        remedy="serve the model with plain vLLM",
+    ),
+    MULTIMODAL_CPU_FIRST,
+    TENSOR_MIXED_DEVICES,
+)
+"""What is refused in words; the only place where that is decided."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedArg:
+    """An argument that may not stand in `engine.args`.
+
+    Attributes:
+        option: the option it sets, as vLLM spells it.
+        given: the argument as the user wrote it.
+        reason: why it is refused.
+        remedy: what to do instead.
+    """
+
+    option: str
+    given: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """Returns the refusal as one line: got, why, what to do."""
+        return f"engine.args: got {self.given!r}, but {self.reason}: {self.remedy}"
+
+
+def find_owned(args: Sequence[str]) -> tuple[str, str] | None:
+    """Returns the first option that the plan owns and what to set instead, or None.
+
+    Args:
+        args: as given to vLLM. Every spelling that vLLM's parser takes is found:
+            `--opt value`, `--opt=value`, underscores, unique prefixes, short forms,
+            and `--opt.key` for options that hold JSON.
+    """
+    for arg in args:
+        option = _match(arg, PLAN_OWNED)
+        if option is not None:
+            return option, PLAN_OWNED[option]
+    return None
+
+
+def find_refused(args: Sequence[str]) -> RefusedArg | None:
+    """Returns the first argument that may not be given, owned or unsupported, or None."""
+    unsupported = {option: entry for entry in UNSUPPORTED for option in entry.options}
+    for arg in args:
+        option = _match(arg, PLAN_OWNED)
+        if option is not None:
+            return RefusedArg(
+                option=option,
+                given=arg,
+                reason=f"{option} belongs to the plan",
+                remedy=PLAN_OWNED[option],
+            )
+        option = _match(arg, unsupported)
+        if option is not None:
+            entry = unsupported[option]
+            return RefusedArg(
+                option=option,
+                given=arg,
+                reason=f"{entry.feature} is not supported ({entry.why})",
+                remedy=entry.remedy,
+            )
+    return None
+
+
+def _match(arg: str, options: Mapping[str, object]) -> str | None:
+    """Returns the option in `options` that vLLM's parser may take `arg` for, or None.
+
+    A prefix is taken for any option it begins: argparse would take it for the option, or
+    refuse it as ambiguous. Source: vllm/utils/argparse_utils.py::FlexibleArgumentParser@v0.32.0.
+    """
+    if not arg.startswith("-") or arg in ("-", "--"):
+        return None
+    name = arg.split("=", 1)[0].split(".", 1)[0]
+    if name.startswith("--"):
+        name = name.replace("_", "-")
+        if name in _FREE_OPTIONS:
+            return None
+        return next((option for option in options if option.startswith(name)), None)
+    for option in options:
+        if option.startswith("--"):
+            continue
+        # `-n2` is `-n 2`; longer short forms take their value apart.
+        if option.startswith(name) or (len(option) == 2 and name.startswith(option) and name not in _FREE):
+            return option
+    return None
+
+
+_FREE_OPTIONS: Final = frozenset({"--no-async-scheduling", "--no-enable-lora", "--no-enable-dbo"})
+"""Options that begin like a refused one, or say what is so anyway."""
+_FREE: Final = frozenset({"-ac", "-cc", "-q", "-O", "-h"})
