@@ -1,0 +1,125 @@
+"""The resource HeteroInference: models of its spec and status, from and to JSON values.
+
+    spec = parse_spec(body["spec"])                  # SpecError names the field
+    status = HeteroInferenceStatus(replicas=1)
+    patch = {"status": status.dump()}                # camelCase, no nulls
+
+Pure: imports pydantic and the contract only.
+"""
+
+from heteroinfer_contract.plan import Device, Mode
+from heteroinfer_operator.api.base import Model, Rule, StatusModel, When
+from heteroinfer_operator.api.conditions import Condition, ConditionStatus, ConditionType, merge_conditions
+from heteroinfer_operator.api.engine import DType, EngineSpec
+from heteroinfer_operator.api.model_source import AccessMode, ModelCache, ModelSpec, TokenReference
+from heteroinfer_operator.api.quantity import format_bytes, parse_bytes, parse_duration_s, parse_quantity
+from heteroinfer_operator.api.resource import (
+    MAX_NAME_LENGTH,
+    HeteroInference,
+    Metadata,
+    parse_resource,
+    parse_spec,
+    parse_status,
+)
+from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE, MAX_WORLD_SIZE, Resources, RoleSpec
+from heteroinfer_operator.api.spec import (
+    MAX_GROUPS,
+    MAX_ROLES,
+    HeteroInferenceSpec,
+    NetworkSpec,
+    ParallelismSpec,
+    PlanningSpec,
+    RestartSpec,
+    RolloutSpec,
+    SchedulingSpec,
+    ShortageAction,
+    ShortageSpec,
+    StageOrder,
+    StartupSpec,
+)
+from heteroinfer_operator.api.status import (
+    MAX_FAILURES,
+    MAX_PLANS,
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+    HeteroInferenceStatus,
+    MemberStatus,
+    ModelPhase,
+    ModelStatus,
+    PlanStatus,
+    RankPlan,
+    Summary,
+)
+from heteroinfer_operator.api.template import (
+    Affinity,
+    EnvSource,
+    EnvVar,
+    KeyReference,
+    PodTemplate,
+    Toleration,
+)
+
+__all__ = [
+    "DEFAULT_GPU_RESOURCE",
+    "MAX_FAILURES",
+    "MAX_GROUPS",
+    "MAX_NAME_LENGTH",
+    "MAX_PLANS",
+    "MAX_ROLES",
+    "MAX_WORLD_SIZE",
+    "AccessMode",
+    "Affinity",
+    "Condition",
+    "ConditionStatus",
+    "ConditionType",
+    "DType",
+    "Device",
+    "EngineSpec",
+    "EnvSource",
+    "EnvVar",
+    "FailureStatus",
+    "GroupPhase",
+    "GroupStatus",
+    "HeteroInference",
+    "HeteroInferenceSpec",
+    "HeteroInferenceStatus",
+    "KeyReference",
+    "MemberStatus",
+    "Metadata",
+    "Mode",
+    "Model",
+    "ModelCache",
+    "ModelPhase",
+    "ModelSpec",
+    "ModelStatus",
+    "NetworkSpec",
+    "ParallelismSpec",
+    "PlanStatus",
+    "PlanningSpec",
+    "PodTemplate",
+    "RankPlan",
+    "Resources",
+    "RestartSpec",
+    "RoleSpec",
+    "RolloutSpec",
+    "Rule",
+    "SchedulingSpec",
+    "ShortageAction",
+    "ShortageSpec",
+    "StageOrder",
+    "StartupSpec",
+    "StatusModel",
+    "Summary",
+    "TokenReference",
+    "Toleration",
+    "When",
+    "format_bytes",
+    "merge_conditions",
+    "parse_bytes",
+    "parse_duration_s",
+    "parse_quantity",
+    "parse_resource",
+    "parse_spec",
+    "parse_status",
+]

@@ -1,0 +1,168 @@
+"""What every model of the resource is made of: the base class, rules said twice, bounded types.
+
+A rule that spans fields is declared once as a Rule: its CEL text goes into the CRD,
+its `problem` runs here. Pure; imports nothing of Kubernetes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Final, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
+from pydantic.alias_generators import to_camel, to_snake
+from pydantic_core import PydanticCustomError
+
+from heteroinfer_operator.api import quantity
+
+LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
+DNS_LABEL_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A condition over the fields of one model, in CEL and in Python.
+
+    Attributes:
+        cel: true for a good value; `self` is the model (x-kubernetes-validations).
+        holds: the same in Python.
+        message: what was expected and what to do.
+        got_cel: CEL for the text of what was got, appended to the message; empty for none.
+        got: the same in Python.
+    """
+
+    cel: str
+    holds: Callable[[Any], bool]
+    message: str
+    got_cel: str = ""
+    got: Callable[[Any], str] | None = None
+
+    def problem(self, model: object) -> str | None:
+        """Returns the message for a bad model, None for a good one."""
+        if self.holds(model):
+            return None
+        return self.message if self.got is None else f"{self.message}: got {self.got(model)}"
+
+    @property
+    def message_cel(self) -> str:
+        """Returns CEL for the message with what was got, or nothing if there is nothing to add."""
+        return f"{cel_text(self.message + ': got ')} + {self.got_cel}" if self.got_cel else ""
+
+
+def cel_text(text: str) -> str:
+    """Returns a CEL string literal."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+class Model(BaseModel):
+    """Base of the spec's models: frozen, camelCase, unknown fields refused, nothing coerced."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=to_camel,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        problems = [*self._repeated_keys(), *filter(None, (rule.problem(self) for rule in self.rules))]
+        if problems:
+            raise PydanticCustomError("rule", "{message}", {"message": "; ".join(problems)})
+        return self
+
+    def _repeated_keys(self) -> Iterator[str]:
+        # The API server checks the same by x-kubernetes-list-map-keys.
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            keys = extra.get(LIST_MAP_KEYS) if isinstance(extra, dict) else None
+            if not isinstance(keys, list):
+                continue
+            fields = [to_snake(str(key)) for key in keys]
+            entries = Counter(tuple(getattr(item, key) for key in fields) for item in getattr(self, name))
+            for entry, count in entries.items():
+                if count > 1:
+                    what, got = "/".join(map(str, keys)), "/".join(map(str, entry))
+                    yield f"{field.alias}: expected each {what} once; rename or remove one: got {got} {count}x"
+
+    def dump(self) -> dict[str, Any]:
+        """Returns the model as JSON values in the resource's own spelling, without nulls."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+class StatusModel(Model):
+    """Base of the status's models.
+
+    Unknown fields are dropped, since the status may have been written by a newer
+    operator and is computed anew on each pass.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class When(StrEnum):
+    """Whether a feature is used."""
+
+    AUTO = "Auto"
+    ALWAYS = "Always"
+    NEVER = "Never"
+
+
+def _integer_to_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _in_seconds(value: datetime) -> datetime:
+    if value.tzinfo is None:
+        raise ValueError("got a time without a zone, expected UTC")
+    return value.astimezone(UTC).replace(microsecond=0)
+
+
+def _quantity(pattern: str) -> Any:
+    # `ge` cannot be said of a text: the bound of the integer form is the pattern's (no sign).
+    return (
+        BeforeValidator(_integer_to_text),
+        Field(pattern=pattern, max_length=24, json_schema_extra={"x-kubernetes-int-or-string": True}),
+    )
+
+
+ByteSize = Annotated[str, *_quantity(quantity.BYTES_PATTERN)]
+"""A size in bytes such as 80Gi; quantity.parse_bytes gives the number."""
+ResourceQuantity = Annotated[str, *_quantity(quantity.RESOURCE_PATTERN)]
+"""An amount of a container's resource such as 500m or 64Gi."""
+Duration = Annotated[str, Field(pattern=quantity.DURATION_PATTERN, min_length=2, max_length=20)]
+"""A duration such as 30m; quantity.parse_duration_s gives seconds."""
+Time = Annotated[
+    datetime,
+    AfterValidator(_in_seconds),
+    PlainSerializer(lambda value: value.strftime("%Y-%m-%dT%H:%M:%SZ"), return_type=str, when_used="json"),
+]
+"""A moment in UTC, in whole seconds as Kubernetes writes it, so that it equals itself when read back."""
+DnsLabel = Annotated[str, Field(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
+"""A lower-case DNS label."""
+ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
+"""Name of a Kubernetes object."""
+Text = Annotated[str, Field(max_length=1024)]
+"""A short text."""
+Port = Annotated[int, Field(ge=1024, le=65535)]
+"""A TCP port that a process without privileges may open."""
+
+
+def map_list(*keys: str) -> Any:
+    """Returns the field setting of a list of objects merged by `keys` (x-kubernetes-list-map-keys)."""
+    return {"x-kubernetes-list-type": "map", LIST_MAP_KEYS: list(keys)}

@@ -1,0 +1,68 @@
+"""Conditions in the shape of metav1.Condition. Pure."""
+
+from collections.abc import Iterable
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from heteroinfer_operator.api.base import StatusModel, Time
+
+
+class ConditionType(StrEnum):
+    """Conditions of a HeteroInference."""
+
+    READY = "Ready"
+    PROGRESSING = "Progressing"
+    PLANNED = "Planned"
+    MODEL_READY = "ModelReady"
+    CAPACITY_AVAILABLE = "CapacityAvailable"
+    DEGRADED = "Degraded"
+    FAILED = "Failed"
+
+
+class ConditionStatus(StrEnum):
+    """Whether a condition holds."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class Condition(StatusModel):
+    """One aspect of the resource."""
+
+    type: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9]*$", min_length=1, max_length=64)]
+    """CamelCase."""
+    status: ConditionStatus
+    """Whether it holds."""
+    reason: Annotated[
+        str, Field(pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", min_length=1, max_length=128)
+    ]
+    """CamelCase, for programs."""
+    message: Annotated[str, Field(max_length=4096)] = ""
+    """For people."""
+    last_transition_time: Time
+    """When status last changed."""
+    observed_generation: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    """Generation of the spec that it is about."""
+
+
+def merge_conditions(
+    current: Iterable[Condition], wanted: Iterable[Condition], *, now: datetime
+) -> tuple[Condition, ...]:
+    """Returns the wanted conditions, sorted by type, with the time of their last real change.
+
+    A condition whose status is as before keeps its lastTransitionTime; another one gets `now`.
+    """
+    before = {condition.type: condition for condition in current}
+
+    def since(condition: Condition) -> datetime:
+        old = before.get(condition.type)
+        return old.last_transition_time if old is not None and old.status == condition.status else now
+
+    return tuple(
+        condition.model_copy(update={"last_transition_time": since(condition).replace(microsecond=0)})
+        for condition in sorted(wanted, key=lambda item: item.type)
+    )

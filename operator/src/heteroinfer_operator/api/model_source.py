@@ -1,0 +1,109 @@
+"""`spec.model`: which model is served, and where it comes from. Pure."""
+
+import re
+from enum import StrEnum
+from typing import Annotated, ClassVar, Final
+
+from pydantic import Field
+
+from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, Rule, cel_text
+
+_URI_PATTERNS: Final = (
+    "hf://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?",
+    "pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[^/]+)*",
+    "file://(/[^/]+)+",
+)
+"""One a scheme; understood alike by RE2 (CEL) and Python."""
+
+
+class AccessMode(StrEnum):
+    """How a volume may be mounted."""
+
+    READ_WRITE_ONCE = "ReadWriteOnce"
+    READ_ONLY_MANY = "ReadOnlyMany"
+    READ_WRITE_MANY = "ReadWriteMany"
+    READ_WRITE_ONCE_POD = "ReadWriteOncePod"
+
+
+class TokenReference(Model):
+    """A Secret that holds the token for a model hub."""
+
+    name: ObjectName
+    """Name of the Secret."""
+    key: Annotated[str, Field(min_length=1, max_length=253)] = "token"
+    """Key in it."""
+
+
+class ModelCache(Model):
+    """Where a downloaded model is kept: an existing claim, or a new one."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel="has(self.claimName) != has(self.size)",
+            message="give either claimName (an existing claim) or size (a claim to make)",
+            holds=lambda cache: (cache.claim_name is None) != (cache.size is None),
+        ),
+        Rule(
+            cel="!has(self.claimName) || !(has(self.storageClassName) || has(self.accessMode))",
+            message="storageClassName and accessMode are of a claim to make; remove them, or claimName",
+            holds=lambda cache: (
+                cache.claim_name is None or (cache.storage_class_name or cache.access_mode) is None
+            ),
+        ),
+    )
+
+    claim_name: ObjectName | None = None
+    """An existing PersistentVolumeClaim."""
+    size: ByteSize | None = None
+    """Size of the claim to make."""
+    storage_class_name: ObjectName | None = None
+    """Storage class of the claim to make."""
+    access_mode: AccessMode | None = None
+    """Access mode of the claim to make; ReadWriteMany if not given."""
+
+
+class ModelSpec(Model):
+    """Which model is served."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel=" || ".join(f"self.uri.matches({cel_text(f'^{pattern}$')})" for pattern in _URI_PATTERNS),
+            message="uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH",
+            holds=lambda model: any(re.fullmatch(pattern, model.uri) for pattern in _URI_PATTERNS),
+            got_cel="self.uri",
+            got=lambda model: str(model.uri),
+        ),
+        Rule(
+            cel="!self.uri.matches('(^|/)[.][.](/|$)')",
+            message="uri: expected a path without '..'; write it out",
+            holds=lambda model: ".." not in model.uri.split("/"),
+            got_cel="self.uri",
+            got=lambda model: str(model.uri),
+        ),
+        Rule(
+            cel="self.uri.startsWith('hf://') "
+            "|| !(has(self.revision) || has(self.tokenSecretRef) || has(self.cache))",
+            message="revision, tokenSecretRef and cache are for hf:// models; remove them",
+            holds=lambda model: (
+                model.uri.startswith("hf://")
+                or (model.revision or model.token_secret_ref or model.cache) is None
+            ),
+            got_cel="self.uri",
+            got=lambda model: str(model.uri),
+        ),
+    )
+
+    uri: Annotated[str, Field(min_length=1, max_length=512)]
+    """hf://ORG/MODEL, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH on the node."""
+    revision: (
+        Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
+    ) = None
+    """Branch, tag or commit of a hub's model."""
+    served_name: (
+        Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")] | None
+    ) = None
+    """Name in the OpenAI API; the resource's name if not given."""
+    token_secret_ref: TokenReference | None = None
+    """Token for a hub."""
+    cache: ModelCache | None = None
+    """Where a downloaded model is kept."""

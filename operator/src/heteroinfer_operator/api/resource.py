@@ -1,0 +1,128 @@
+"""A whole HeteroInference: from parsed YAML or JSON to models, or to errors that name the field. Pure."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from heteroinfer_operator.api.base import Model, ObjectName, Rule
+from heteroinfer_operator.api.spec import HeteroInferenceSpec
+from heteroinfer_operator.api.status import HeteroInferenceStatus
+from heteroinfer_operator.errors import SpecError
+
+ModelT = TypeVar("ModelT", bound=Model)
+
+MAX_NAME_LENGTH: Final = 40
+"""A pod's host name is NAME-GROUP-EPOCH-POD and has at most 63 characters: this leaves 20 digits."""
+
+
+class Metadata(Model):
+    """What we read of a resource's metadata; the rest is Kubernetes' own."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    """Name of the resource."""
+    namespace: ObjectName = "default"
+    """Its namespace."""
+
+
+class HeteroInference(Model):
+    """One model served by groups of ranks on GPUs and CPUs."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel=f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
+            message=f"metadata.name: expected at most {MAX_NAME_LENGTH} characters, since pod names, "
+            "NAME-GROUP-EPOCH-POD, have at most 63; choose a shorter name",
+            holds=lambda resource: len(resource.metadata.name) <= MAX_NAME_LENGTH,
+            got_cel="string(self.metadata.name.size())",
+            got=lambda resource: str(len(resource.metadata.name)),
+        ),
+        Rule(
+            cel="self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+            message="metadata.name: expected lower-case letters, digits and '-', beginning with a letter, "
+            "since it becomes a Service's name; choose another name",
+            holds=lambda resource: (
+                re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", resource.metadata.name) is not None
+            ),
+            got_cel="self.metadata.name",
+            got=lambda resource: str(resource.metadata.name),
+        ),
+    )
+
+    api_version: Literal["heteroinfer.dev/v1alpha1"] = "heteroinfer.dev/v1alpha1"
+    """Version of this schema."""
+    kind: Literal["HeteroInference"] = "HeteroInference"
+    """Kind of the resource."""
+    metadata: Metadata
+    """Name and namespace."""
+    spec: HeteroInferenceSpec
+    """What the user asks for."""
+    status: HeteroInferenceStatus | None = None
+    """What is, as the operator last saw it."""
+
+    @property
+    def served_name(self) -> str:
+        """Returns the model's name in the OpenAI API."""
+        return self.spec.model.served_name or self.metadata.name
+
+
+def parse_resource(raw: Mapping[str, Any]) -> HeteroInference:
+    """Returns the resource that parsed YAML or JSON holds.
+
+    Raises:
+        SpecError: it isn't one; a line for each problem, with the field's path.
+    """
+    return _parse(HeteroInference, raw, "")
+
+
+def parse_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
+    """Returns the spec that a resource's `spec` holds; raises SpecError as parse_resource."""
+    return _parse(HeteroInferenceSpec, raw, "spec")
+
+
+def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
+    """Returns the status that a resource's `status` holds, an empty one for none; raises SpecError."""
+    return _parse(HeteroInferenceStatus, raw or {}, "status")
+
+
+def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str) -> ModelT:
+    # Through JSON, since strict models take enums and lists only from JSON. A mapping that
+    # is not a dict (kopf's views) is copied by dict().
+    try:
+        return cls.model_validate_json(json.dumps(raw, default=dict))
+    except ValidationError as error:
+        raise SpecError(_problem(where, problem) for problem in _causes(error)) from None
+
+
+def _causes(error: ValidationError) -> list[Any]:
+    # A list with a bad item is also reported as too short: leave out what an inner error explains.
+    found = error.errors()
+    places = [problem["loc"] for problem in found]
+    return [
+        problem
+        for problem in found
+        if not any(
+            len(place) > len(problem["loc"]) and place[: len(problem["loc"])] == problem["loc"]
+            for place in places
+        )
+    ]
+
+
+def _problem(where: str, error: Mapping[str, Any]) -> str:
+    path = where
+    for part in error["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    if error["type"] == "extra_forbidden":
+        return f"{path}: unknown field; check its spelling against `heteroinfer crd` or remove it"
+    if error["type"] == "missing":
+        return f"{path}: missing; add it"
+    got = (
+        ""
+        if error["type"] == "rule" or isinstance(error["input"], dict | list)
+        else f": got {error['input']!r}"
+    )
+    return f"{path or 'resource'}: {error['msg']}{got}"

@@ -1,0 +1,102 @@
+"""`spec.roles`: the pods of a group. Pure."""
+
+from typing import Annotated, ClassVar, Final
+
+from pydantic import Field
+
+from heteroinfer_contract.plan import Device
+from heteroinfer_operator.api.base import ByteSize, Model, ResourceQuantity, Rule
+from heteroinfer_operator.api.template import PodTemplate
+
+MAX_PODS_PER_ROLE: Final = 64
+MAX_RANKS_PER_POD: Final = 16
+MAX_WORLD_SIZE: Final = 256
+"""Ranks of a group."""
+DEFAULT_GPU_RESOURCE: Final = "nvidia.com/gpu"
+
+
+class Resources(Model):
+    """Requests and limits of a worker container, as in a Pod."""
+
+    requests: (
+        Annotated[dict[Annotated[str, Field(max_length=317)], ResourceQuantity], Field(max_length=16)] | None
+    ) = None
+    """What the scheduler sets aside."""
+    limits: (
+        Annotated[dict[Annotated[str, Field(max_length=317)], ResourceQuantity], Field(max_length=16)] | None
+    ) = None
+    """What the container may use at most."""
+
+
+class RoleSpec(Model):
+    """A list of alike pods of a group."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel="self.pods >= 1",
+            message="a role has at least 1 pod; remove the role or set pods",
+            holds=lambda role: role.pods >= 1,
+            got_cel="self.name + ' with pods ' + string(self.pods)",
+            got=lambda role: f"{role.name} with pods {role.pods}",
+        ),
+        Rule(
+            cel="self.ranksPerPod >= 1",
+            message="a pod has at least 1 rank; set ranksPerPod",
+            holds=lambda role: role.ranks_per_pod >= 1,
+            got_cel="self.name + ' with ranksPerPod ' + string(self.ranksPerPod)",
+            got=lambda role: f"{role.name} with ranksPerPod {role.ranks_per_pod}",
+        ),
+        Rule(
+            cel="!has(self.layers) || self.layers.all(n, n >= 1)",
+            message="a stage has at least 1 layer; set each entry of layers to 1 or more",
+            holds=lambda role: role.layers is None or min(role.layers) >= 1,
+            got_cel="self.name",
+            got=lambda role: str(role.name),
+        ),
+        Rule(
+            cel="self.device == 'GPU' || !(has(self.deviceResourceName) || has(self.deviceMemory))",
+            message="deviceResourceName and deviceMemory are for device GPU; remove them "
+            "(the memory of a CPU role is that of its resources)",
+            holds=lambda role: (
+                role.device is Device.GPU or (role.device_resource_name or role.device_memory) is None
+            ),
+            got_cel="self.name + ' with device CPU'",
+            got=lambda role: f"{role.name} with device CPU",
+        ),
+    )
+
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=20)]
+    """Name of the role, a DNS label."""
+    device: Device
+    """What the role's ranks compute on."""
+    pods: Annotated[int, Field(ge=0, le=MAX_PODS_PER_ROLE)] = 1
+    """Pods of the role in each group, at least 1."""
+    ranks_per_pod: Annotated[int, Field(ge=0, le=MAX_RANKS_PER_POD)] = 1
+    """Ranks of each pod, at least 1; a GPU each for device GPU."""
+    layers: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=0, le=4096)], ...], Field(min_length=1, max_length=MAX_WORLD_SIZE)
+        ]
+        | None
+    ) = None
+    """Layers of each of the role's stages, in order, each at least 1: for all roles or for none."""
+    device_resource_name: (
+        Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$", max_length=317)] | None
+    ) = None
+    """Extended resource that a GPU is asked for by; nvidia.com/gpu if not given."""
+    device_memory: ByteSize | None = None
+    """Memory of one GPU; the nodes' own if not given."""
+    resources: Resources | None = None
+    """CPU and memory of each pod; GPUs are added by the operator."""
+    template: PodTemplate | None = None
+    """What else may be set on the pods."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Returns the ranks of all of the role's pods."""
+        return self.pods * self.ranks_per_pod
+
+    @property
+    def gpu_resource(self) -> str:
+        """Returns the extended resource of a GPU role."""
+        return self.device_resource_name or DEFAULT_GPU_RESOURCE

@@ -1,0 +1,264 @@
+"""`spec` of a HeteroInference: what the user asks for.
+
+Attribute docstrings become the descriptions of the CRD. Pure.
+"""
+
+from enum import StrEnum
+from typing import Annotated, ClassVar, Final
+
+from pydantic import Field
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Mode
+from heteroinfer_operator.api.base import Duration, Model, Port, Rule, When, map_list
+from heteroinfer_operator.api.engine import EngineSpec
+from heteroinfer_operator.api.model_source import ModelSpec
+from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, MAX_WORLD_SIZE, RoleSpec
+
+MAX_ROLES: Final = 16
+MAX_GROUPS: Final = 64
+
+
+class StageOrder(StrEnum):
+    """Which role's stages come first."""
+
+    AUTO = "Auto"
+    AS_LISTED = "AsListed"
+
+
+class ParallelismSpec(Model):
+    """How the ranks share the model; whatever is left out is planned."""
+
+    mode: Mode = Mode.PIPELINE
+    """Pipeline: each stage holds whole layers. Tensor: GPU and CPU ranks split each layer."""
+    tensor: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
+    """Ranks of a stage."""
+    pipeline: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
+    """Stages."""
+    stage_order: StageOrder = StageOrder.AUTO
+    """Auto: CPU stages first and GPU stages last, so that the output head is on a GPU."""
+
+
+class ShortageAction(StrEnum):
+    """What to do when GPUs are missing."""
+
+    WAIT = "Wait"
+    CPU_ONLY = "CPUOnly"
+
+
+class ShortageSpec(Model):
+    """What to do when there are fewer GPUs than the roles ask for."""
+
+    action: ShortageAction = ShortageAction.WAIT
+    """Wait for them, or run the GPU roles on CPUs."""
+    after: Duration = "10m"
+    """How long GPUs may be missing before CPUOnly is done; no wait where nodes can't come."""
+
+
+class PlanningSpec(Model):
+    """How the plan is made."""
+
+    on_gpu_shortage: ShortageSpec = Field(default=ShortageSpec(), alias="onGPUShortage")
+    """What to do when there are fewer GPUs than the roles ask for."""
+
+
+class NetworkSpec(Model):
+    """How the pods of a group reach each other."""
+
+    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", min_length=1, max_length=15)] = "auto"
+    """Network interface; auto takes the one that routes to the leader."""
+    rendezvous_port: Port = names.DEFAULT_RENDEZVOUS_PORT
+    """torch.distributed's store on the leader."""
+
+
+class StartupSpec(Model):
+    """How long a group may take to start."""
+
+    timeout: Duration = "30m"
+    """From its pods running to every rank ready."""
+
+
+class RestartSpec(Model):
+    """How often a group is started again."""
+
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 5
+    """Restarts within the window after which the group is Failed."""
+    window: Duration = "1h"
+    """Older restarts don't count."""
+    backoff_max: Duration = "5m"
+    """Longest wait between two restarts."""
+    node_lost_after: Duration = "60s"
+    """How long a node may be unreachable before its pods are given up."""
+
+
+class RolloutSpec(Model):
+    """How groups are replaced."""
+
+    max_unavailable: Annotated[int, Field(ge=1, le=MAX_GROUPS)] = 1
+    """Groups that may be replaced at once."""
+
+
+class SchedulingSpec(Model):
+    """How the pods of a group get onto nodes."""
+
+    gang: When = When.AUTO
+    """All pods of a group at once or none; Auto where the cluster has a gang scheduler."""
+    queue_name: Annotated[str, Field(max_length=253)] = ""
+    """Queue of a batch scheduler."""
+    priority_class_name: Annotated[str, Field(max_length=253)] = ""
+    """Priority class of the pods."""
+    topology_key: Annotated[str, Field(max_length=317)] = ""
+    """Node label within one value of which a group stays."""
+
+
+_WORLD_CEL: Final = "self.roles.map(r, r.pods * r.ranksPerPod).sum()"
+RESERVED_PORTS: Final = (
+    names.DEFAULT_HEALTH_PORT,
+    names.DEFAULT_CONTROL_PORT,
+    names.DEFAULT_EXECUTOR_PORT,
+    *range(names.DEFAULT_METRICS_PORT, names.DEFAULT_METRICS_PORT + MAX_RANKS_PER_POD),
+)
+"""Ports that every worker pod uses already."""
+
+
+def _sizes_multiply(spec: "HeteroInferenceSpec") -> bool:
+    sizes = spec.parallelism
+    if sizes.pipeline is None:
+        return True
+    if sizes.tensor is None:
+        return spec.world_size % sizes.pipeline == 0
+    return sizes.tensor * sizes.pipeline == spec.world_size
+
+
+def _sizes_got(spec: "HeteroInferenceSpec") -> str:
+    sizes = spec.parallelism
+    tensor = "" if sizes.tensor is None else f"tensor {sizes.tensor} x "
+    pipeline = "" if sizes.pipeline is None else f"pipeline {sizes.pipeline} and "
+    return f"{tensor}{pipeline}roles with {spec.world_size} ranks"
+
+
+_SIZES_GOT_CEL: Final = (
+    "(has(self.parallelism.tensor) ? 'tensor ' + string(self.parallelism.tensor) + ' x ' : '') + "
+    "(has(self.parallelism.pipeline) ? 'pipeline ' + string(self.parallelism.pipeline) + ' and ' : '') + "
+    f"'roles with ' + string({_WORLD_CEL}) + ' ranks'"
+)
+
+
+def _stages_fit_pods(spec: "HeteroInferenceSpec") -> bool:
+    tensor = spec.parallelism.tensor
+    return (
+        tensor is None
+        or spec.parallelism.mode is Mode.TENSOR
+        or all(r.ranks_per_pod % tensor == 0 for r in spec.roles)
+    )
+
+
+def _layers_match_stages(spec: "HeteroInferenceSpec") -> bool:
+    tensor = spec.parallelism.tensor
+    return tensor is None or all(
+        r.layers is None or len(r.layers) * tensor == r.num_ranks for r in spec.roles
+    )
+
+
+class HeteroInferenceSpec(Model):
+    """What the user asks for."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel=f"{_WORLD_CEL} <= {MAX_WORLD_SIZE}",
+            message=f"roles: a group has at most {MAX_WORLD_SIZE} ranks; use fewer pods or ranksPerPod",
+            holds=lambda spec: spec.world_size <= MAX_WORLD_SIZE,
+            got_cel=f"string({_WORLD_CEL})",
+            got=lambda spec: str(spec.world_size),
+        ),
+        Rule(
+            cel="!has(self.parallelism.pipeline) || (has(self.parallelism.tensor) "
+            f"? self.parallelism.tensor * self.parallelism.pipeline == {_WORLD_CEL} "
+            f": {_WORLD_CEL} % self.parallelism.pipeline == 0)",
+            message="parallelism: expected tensor x pipeline to be the number of ranks, "
+            "the sum of pods x ranksPerPod over roles; change roles, or leave tensor and pipeline out",
+            holds=_sizes_multiply,
+            got_cel=_SIZES_GOT_CEL,
+            got=_sizes_got,
+        ),
+        Rule(
+            cel="!has(self.parallelism.tensor) || self.parallelism.mode == 'Tensor' "
+            "|| self.roles.all(r, r.ranksPerPod % self.parallelism.tensor == 0)",
+            message="parallelism.tensor: the ranks of a stage are in one pod; "
+            "make each role's ranksPerPod a multiple of it",
+            holds=_stages_fit_pods,
+            got_cel="string(self.parallelism.tensor)",
+            got=lambda spec: str(spec.parallelism.tensor),
+        ),
+        Rule(
+            cel="self.roles.all(r, has(r.layers)) || !self.roles.exists(r, has(r.layers))",
+            message="roles: give layers for all roles, or for none",
+            holds=lambda spec: len({role.layers is None for role in spec.roles}) == 1,
+        ),
+        Rule(
+            cel="!has(self.parallelism.tensor) || self.roles.all(r, !has(r.layers) "
+            "|| r.layers.size() * self.parallelism.tensor == r.pods * r.ranksPerPod)",
+            message="roles: layers has one entry for each stage of the role, pods x ranksPerPod / tensor; "
+            "add or remove entries",
+            holds=_layers_match_stages,
+        ),
+        Rule(
+            cel=f"![{', '.join(map(str, RESERVED_PORTS))}]"
+            ".exists(p, p == self.engine.port || p == self.network.rendezvousPort) "
+            "&& self.engine.port != self.network.rendezvousPort",
+            message="engine.port and network.rendezvousPort: expected two ports that workers don't use, "
+            f"not {', '.join(map(str, RESERVED_PORTS[:3]))} or {RESERVED_PORTS[3]}-{RESERVED_PORTS[-1]}; "
+            "choose others",
+            holds=lambda spec: (
+                not {spec.engine.port, spec.network.rendezvous_port} & {*RESERVED_PORTS}
+                and spec.engine.port != spec.network.rendezvous_port
+            ),
+            got_cel="string(self.engine.port) + ' and ' + string(self.network.rendezvousPort)",
+            got=lambda spec: f"{spec.engine.port} and {spec.network.rendezvous_port}",
+        ),
+    )
+
+    replicas: Annotated[int, Field(ge=0, le=MAX_GROUPS)] = 1
+    """Groups: copies of the model, each served by its own pods."""
+    suspend: bool = False
+    """true removes all pods and keeps the resource."""
+    restarted_at: (
+        Annotated[
+            str,
+            Field(
+                max_length=40,
+                pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}([.][0-9]{1,9})?(Z|[+-][0-9]{2}:[0-9]{2})$",
+            ),
+        ]
+        | None
+    ) = None
+    """Any change starts every group afresh and clears Failed."""
+    model: ModelSpec
+    """Which model is served."""
+    engine: EngineSpec = EngineSpec()
+    """vLLM's settings that the plan doesn't own."""
+    parallelism: ParallelismSpec = ParallelismSpec()
+    """How the ranks share the model; whatever is left out is planned."""
+    roles: Annotated[
+        tuple[RoleSpec, ...], Field(min_length=1, max_length=MAX_ROLES, json_schema_extra=map_list("name"))
+    ]
+    """The pods of each group."""
+    planning: PlanningSpec = PlanningSpec()
+    """How the plan is made."""
+    network: NetworkSpec = NetworkSpec()
+    """How the pods of a group reach each other."""
+    startup: StartupSpec = StartupSpec()
+    """How long a group may take to start."""
+    restart: RestartSpec = RestartSpec()
+    """How often a group is started again."""
+    rollout: RolloutSpec = RolloutSpec()
+    """How groups are replaced."""
+    scheduling: SchedulingSpec = SchedulingSpec()
+    """How the pods of a group get onto nodes."""
+    drain_timeout: Duration = "60s"
+    """How long running requests may take to end when a group is stopped."""
+
+    @property
+    def world_size(self) -> int:
+        """Returns the ranks of a group."""
+        return sum(role.num_ranks for role in self.roles)

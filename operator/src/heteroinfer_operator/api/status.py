@@ -1,0 +1,224 @@
+"""`status` of a HeteroInference: what is, as the operator last saw it.
+
+Built from pure code; `dump()` gives JSON values without nulls. Attribute docstrings
+become the descriptions of the CRD. Pure.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from heteroinfer_contract.plan import Device
+from heteroinfer_operator.api.base import StatusModel, Text, Time, map_list
+from heteroinfer_operator.api.conditions import Condition
+from heteroinfer_operator.api.role import MAX_WORLD_SIZE
+from heteroinfer_operator.api.spec import MAX_GROUPS
+
+MAX_FAILURES: Final = 10
+"""Failures that a group keeps, the newest."""
+MAX_PLANS: Final = 16
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""A number that is never negative; 2**53 keeps exact in every JSON reader."""
+Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
+Hash = Annotated[str, Field(max_length=64)]
+RoleName = Annotated[str, Field(max_length=63)]
+
+
+class ModelPhase(StrEnum):
+    """How far the model is known and there."""
+
+    PENDING = "Pending"
+    INSPECTING = "Inspecting"
+    DOWNLOADING = "Downloading"
+    READY = "Ready"
+    FAILED = "Failed"
+
+
+class GroupPhase(StrEnum):
+    """What a group is doing; for people, never read back to decide."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    READY = "Ready"
+    STOPPING = "Stopping"
+    WAITING = "Waiting"
+    """For its back-off to pass."""
+    FAILED = "Failed"
+
+
+class ModelStatus(StatusModel):
+    """The model."""
+
+    phase: ModelPhase = ModelPhase.PENDING
+    """How far it is known and there."""
+    bytes_done: Count | None = None
+    """Downloaded so far."""
+    bytes_total: Count | None = None
+    """To download."""
+    profile: Annotated[str, Field(max_length=16384)] | None = None
+    """Sizes of the model, as the JSON text of a ModelProfile."""
+
+
+class RankPlan(StatusModel):
+    """A rank's place and share."""
+
+    rank: Count
+    """Global rank."""
+    stage: Count
+    """Pipeline stage."""
+    role: RoleName
+    """Its role."""
+    device: Device
+    """What it computes on; CPU in a GPU role if planning.onGPUShortage said so."""
+    layers: Count
+    """Transformer layers it holds."""
+    memory: Annotated[str, Field(max_length=24)]
+    """Weights and KV cache, as a quantity."""
+    predicted_step_ms: Milliseconds | None = None
+    """Predicted compute time of a decode step of one request, in milliseconds."""
+
+
+class PlanStatus(StatusModel):
+    """A plan in use."""
+
+    hash: Hash
+    """Tells it from any other plan."""
+    world_size: Count
+    """Ranks of a group."""
+    ranks: Annotated[
+        tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
+    ] = ()
+    """Rank table."""
+
+
+class FailureStatus(StatusModel):
+    """Why an epoch of a group ended."""
+
+    epoch: Count
+    """Which incarnation."""
+    time: Time
+    """When it was seen."""
+    reason: Annotated[str, Field(max_length=64)]
+    """CamelCase."""
+    message: Text
+    """For people."""
+    rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)] | None = None
+    """The culprit, if it is a rank."""
+    exit_code: Annotated[int, Field(ge=-256, le=256)] | None = None
+    """Of the culprit; negative for a signal."""
+    counted: bool = True
+    """Whether it counts towards restart.maxRestarts; evictions, drains and preemptions don't."""
+
+
+class MemberStatus(StatusModel):
+    """A rank of a group now."""
+
+    rank: Count
+    """Global rank."""
+    role: RoleName
+    """Its role."""
+    pod: Annotated[str, Field(max_length=253)]
+    """Its pod."""
+    node: Annotated[str, Field(max_length=253)] | None = None
+    """Its pod's node."""
+    ready: bool = False
+    """Whether it is alive and loaded."""
+    step_ms: Milliseconds | None = None
+    """A decode step, in milliseconds."""
+    compute_ms: Milliseconds | None = None
+    """Of which its own compute."""
+    wait_ms: Milliseconds | None = None
+    """Of which waiting for peers."""
+
+
+class GroupStatus(StatusModel):
+    """One copy of the model."""
+
+    index: Count
+    """From 0."""
+    revision: Hash | None = None
+    """Of what the user asked for."""
+    plan_hash: Hash | None = None
+    """Its plan."""
+    epoch: Count = 0
+    """Its incarnation, from 1; 0 before the first."""
+    phase: GroupPhase = GroupPhase.PENDING
+    """What it is doing."""
+    message: Text | None = None
+    """What it waits for."""
+    epoch_start_time: Time | None = None
+    """When its pods were made."""
+    next_epoch_time: Time | None = None
+    """When it will be started again."""
+    restarts: Count = 0
+    """How often it was started again because of a failure that counts."""
+    failures: Annotated[
+        tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=map_list("epoch"))
+    ] = ()
+    """Its last failures, the newest last."""
+    members: Annotated[
+        tuple[MemberStatus, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
+    ] = ()
+    """Its ranks."""
+
+
+class Summary(StatusModel):
+    """Small values that `kubectl get` prints."""
+
+    groups: Annotated[str, Field(max_length=16)] | None = None
+    """Ready groups of all, as 1/2."""
+    gpu_ranks: Count | None = None
+    """Ranks of a group that compute on a GPU."""
+    cpu_ranks: Count | None = None
+    """Ranks of a group that compute on a CPU."""
+    step_ms: Annotated[str, Field(max_length=16)] | None = None
+    """A decode step of the slowest group, in milliseconds with one decimal."""
+    slowest_rank: Annotated[str, Field(max_length=64)] | None = None
+    """Rank with the longest compute time and its role, as 1 (cpu)."""
+    restarts: Count | None = None
+    """Of all groups."""
+    plan: Hash | None = None
+    """Hash of the plan that new groups get."""
+
+
+class HeteroInferenceStatus(StatusModel):
+    """What is, as the operator last saw it."""
+
+    observed_generation: Count | None = None
+    """Generation of the spec that this status is about."""
+    replicas: Count = 0
+    """Groups that exist."""
+    ready_replicas: Count = 0
+    """Groups that serve."""
+    updated_replicas: Count = 0
+    """Groups of the update revision."""
+    selector: Annotated[str, Field(max_length=512)] | None = None
+    """Label selector of the groups' leaders, for /scale."""
+    endpoint: Annotated[str, Field(max_length=512)] | None = None
+    """URL of the OpenAI API inside the cluster."""
+    current_revision: Hash | None = None
+    """Revision that all groups had when the last roll-out ended."""
+    update_revision: Hash | None = None
+    """Revision of the spec."""
+    summary: Summary | None = None
+    """Small values that `kubectl get` prints."""
+    conditions: Annotated[
+        tuple[Condition, ...], Field(max_length=16, json_schema_extra=map_list("type"))
+    ] = ()
+    """Ready, Progressing, Planned, ModelReady, CapacityAvailable, Degraded, Failed."""
+    model: ModelStatus | None = None
+    """The model."""
+    plans: Annotated[
+        tuple[PlanStatus, ...], Field(max_length=MAX_PLANS, json_schema_extra=map_list("hash"))
+    ] = ()
+    """Plans in use."""
+    groups: Annotated[
+        tuple[GroupStatus, ...], Field(max_length=MAX_GROUPS, json_schema_extra=map_list("index"))
+    ] = ()
+    """By index."""
+
+    def condition(self, kind: str) -> Condition | None:
+        """Returns the condition of this type, or None."""
+        return next((condition for condition in self.conditions if condition.type == kind), None)

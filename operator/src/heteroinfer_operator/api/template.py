@@ -1,0 +1,305 @@
+"""What a user may set on the pods of a role: an allow-list of the pod template, and the environment.
+
+Whatever isn't here belongs to the plan and to the manifests; unknown fields are refused. Pure.
+"""
+
+from enum import StrEnum
+from typing import Annotated, ClassVar, Final
+
+from pydantic import Field
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api.base import Model, ObjectName, Rule, Text, cel_text, map_list
+
+LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
+"""A label or annotation key: an optional prefix of 253 and a name of 63 characters."""
+LabelValue = Annotated[str, Field(max_length=63)]
+Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
+
+
+class NodeOperator(StrEnum):
+    """Operators of a node selector."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+    GT = "Gt"
+    LT = "Lt"
+
+
+class LabelOperator(StrEnum):
+    """Operators of a label selector."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+
+
+class TolerationOperator(StrEnum):
+    """How a toleration matches a taint's value."""
+
+    EXISTS = "Exists"
+    EQUAL = "Equal"
+
+
+class TaintEffect(StrEnum):
+    """What a taint does."""
+
+    NO_SCHEDULE = "NoSchedule"
+    PREFER_NO_SCHEDULE = "PreferNoSchedule"
+    NO_EXECUTE = "NoExecute"
+
+
+class Toleration(Model):
+    """A taint that the role's pods tolerate, as in a Pod."""
+
+    key: Annotated[str, Field(max_length=317)] | None = None
+    """Taint key; none matches every key (operator Exists)."""
+    operator: TolerationOperator | None = None
+    """Equal if not given."""
+    value: LabelValue | None = None
+    """Taint value."""
+    effect: TaintEffect | None = None
+    """Taint effect; none matches every effect."""
+    toleration_seconds: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    """For NoExecute: how long the pod stays, in seconds."""
+
+
+class NodeRequirement(Model):
+    """A requirement on a node's label or field."""
+
+    key: LabelKey
+    """Label or field."""
+    operator: NodeOperator
+    """How the values are compared."""
+    values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
+    """Values to compare with."""
+
+
+class NodeSelectorTerm(Model):
+    """A node matches if all of its requirements hold."""
+
+    match_expressions: Annotated[tuple[NodeRequirement, ...], Field(max_length=16)] | None = None
+    """Requirements on labels."""
+    match_fields: Annotated[tuple[NodeRequirement, ...], Field(max_length=16)] | None = None
+    """Requirements on fields."""
+
+
+class NodeSelector(Model):
+    """A node matches if any of its terms does."""
+
+    node_selector_terms: Annotated[tuple[NodeSelectorTerm, ...], Field(min_length=1, max_length=16)]
+    """Terms."""
+
+
+class PreferredNodeTerm(Model):
+    """A term that the scheduler prefers."""
+
+    weight: Annotated[int, Field(ge=1, le=100)]
+    """Of this preference."""
+    preference: NodeSelectorTerm
+    """Which nodes are preferred."""
+
+
+class NodeAffinity(Model):
+    """Which nodes the role's pods may or should run on."""
+
+    required_during_scheduling_ignored_during_execution: NodeSelector | None = None
+    """Nodes that are allowed."""
+    preferred_during_scheduling_ignored_during_execution: (
+        Annotated[tuple[PreferredNodeTerm, ...], Field(max_length=16)] | None
+    ) = None
+    """Nodes that are preferred."""
+
+
+class LabelRequirement(Model):
+    """A requirement on an object's label."""
+
+    key: LabelKey
+    """Label."""
+    operator: LabelOperator
+    """How the values are compared."""
+    values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
+    """Values to compare with."""
+
+
+class LabelSelector(Model):
+    """Which objects are meant."""
+
+    match_labels: Labels | None = None
+    """Labels that must be equal."""
+    match_expressions: Annotated[tuple[LabelRequirement, ...], Field(max_length=16)] | None = None
+    """Requirements that must hold."""
+
+
+class PodAffinityTerm(Model):
+    """Pods to be near to, or away from."""
+
+    topology_key: Annotated[str, Field(min_length=1, max_length=317)]
+    """Node label that says what near means."""
+    label_selector: LabelSelector | None = None
+    """Which pods."""
+    namespaces: Annotated[tuple[ObjectName, ...], Field(max_length=16)] | None = None
+    """Their namespaces; the resource's own if none is given."""
+    namespace_selector: LabelSelector | None = None
+    """Their namespaces, by label."""
+
+
+class WeightedPodAffinityTerm(Model):
+    """A pod affinity that the scheduler prefers."""
+
+    weight: Annotated[int, Field(ge=1, le=100)]
+    """Of this preference."""
+    pod_affinity_term: PodAffinityTerm
+    """What is preferred."""
+
+
+class PodAffinity(Model):
+    """Which pods the role's pods must or should be near to, or away from."""
+
+    required_during_scheduling_ignored_during_execution: (
+        Annotated[tuple[PodAffinityTerm, ...], Field(max_length=16)] | None
+    ) = None
+    """Terms that must hold."""
+    preferred_during_scheduling_ignored_during_execution: (
+        Annotated[tuple[WeightedPodAffinityTerm, ...], Field(max_length=16)] | None
+    ) = None
+    """Terms that are preferred."""
+
+
+class Affinity(Model):
+    """Scheduling constraints, as in a Pod."""
+
+    node_affinity: NodeAffinity | None = None
+    """To nodes."""
+    pod_affinity: PodAffinity | None = None
+    """To pods."""
+    pod_anti_affinity: PodAffinity | None = None
+    """Away from pods."""
+
+
+class ObjectReference(Model):
+    """An object of the same namespace."""
+
+    name: ObjectName
+    """Its name."""
+
+
+def _is_reserved(key: str) -> bool:
+    return key.startswith(f"{names.API_GROUP}/") or key == names.LABEL_MANAGED_BY
+
+
+def _reserved_keys(field: str) -> Rule:
+    return Rule(
+        cel=f"!has(self.{field}) || self.{field}.all(k, !k.startsWith({cel_text(names.API_GROUP + '/')}) "
+        f"&& k != {cel_text(names.LABEL_MANAGED_BY)})",
+        holds=lambda template: not any(map(_is_reserved, getattr(template, field) or ())),
+        message=f"{field}: {names.API_GROUP}/* and {names.LABEL_MANAGED_BY} are set by the operator; "
+        "remove them",
+    )
+
+
+class PodTemplate(Model):
+    """What may be set on the pods of a role; the plan's own settings win over it."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (_reserved_keys("labels"), _reserved_keys("annotations"))
+
+    labels: Labels | None = None
+    """Added to the pods."""
+    annotations: Annotated[dict[LabelKey, Text], Field(max_length=32)] | None = None
+    """Added to the pods."""
+    node_selector: Labels | None = None
+    """Labels that a node must have."""
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] | None = None
+    """Taints that the pods tolerate."""
+    affinity: Affinity | None = None
+    """Scheduling constraints."""
+    runtime_class_name: ObjectName | None = None
+    """Runtime class of the pods."""
+    image_pull_secrets: Annotated[
+        tuple[ObjectReference, ...], Field(max_length=8, json_schema_extra=map_list("name"))
+    ] = ()
+    """Secrets to pull the image with."""
+
+
+class KeyReference(Model):
+    """A key of a Secret or a ConfigMap of the same namespace."""
+
+    name: ObjectName
+    """Name of the object."""
+    key: Annotated[str, Field(min_length=1, max_length=253)]
+    """Key in it."""
+
+
+class EnvSource(Model):
+    """Where the value of a variable comes from: exactly one of its fields."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel="has(self.secretKeyRef) != has(self.configMapKeyRef)",
+            message="valueFrom: give exactly one of secretKeyRef and configMapKeyRef",
+            holds=lambda source: (source.secret_key_ref is None) != (source.config_map_key_ref is None),
+        ),
+    )
+
+    secret_key_ref: KeyReference | None = None
+    """A key of a Secret."""
+    config_map_key_ref: KeyReference | None = None
+    """A key of a ConfigMap."""
+
+
+OWNED_ENV: Final = (
+    "VLLM_PP_LAYER_PARTITION",
+    "VLLM_TARGET_DEVICE",
+    names.ENV_HETEROGENEOUS_DEVICE,
+    "CUDA_VISIBLE_DEVICES",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_PLUGINS",
+    "VLLM_HOST_IP",
+    "VLLM_PORT",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+)
+"""Variables that the plan or the supervisor sets."""
+OWNED_ENV_PREFIX: Final = "HETEROINFER_"
+
+
+class EnvVar(Model):
+    """A variable of every worker's environment."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel="has(self.value) != has(self.valueFrom)",
+            message="give exactly one of value and valueFrom",
+            holds=lambda variable: (variable.value is None) != (variable.value_from is None),
+            got_cel="self.name",
+            got=lambda variable: str(variable.name),
+        ),
+        Rule(
+            cel=f"!self.name.startsWith({cel_text(OWNED_ENV_PREFIX)}) "
+            f"&& !(self.name in [{', '.join(map(cel_text, OWNED_ENV))}])",
+            message="a variable that the plan or the operator sets; remove it, "
+            "and set roles[].device, roles[].layers or network instead",
+            holds=lambda variable: (
+                not (variable.name.startswith(OWNED_ENV_PREFIX) or variable.name in OWNED_ENV)
+            ),
+            got_cel="self.name",
+            got=lambda variable: str(variable.name),
+        ),
+    )
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", min_length=1, max_length=128)]
+    """Its name."""
+    value: Annotated[str, Field(max_length=4096)] | None = None
+    """Its value."""
+    value_from: EnvSource | None = None
+    """Where its value comes from."""

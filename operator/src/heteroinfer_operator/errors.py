@@ -1,0 +1,58 @@
+"""Errors of the operator and the command line; the class of an error chooses whether to try again.
+
+Standard library only.
+"""
+
+from collections.abc import Iterable
+
+
+class HeteroInferError(Exception):
+    """Any error that is told to the user as one message, without a traceback.
+
+    Attributes:
+        reason: CamelCase; becomes the reason of a condition and of an event.
+        message: got, expected, what to do.
+    """
+
+    reason = "InternalError"
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or type(self).reason
+
+
+class SpecError(HeteroInferError):
+    """A resource is not what its models say; permanent until the user changes it.
+
+    Attributes:
+        problems: one line each, `path: message`.
+    """
+
+    reason = "InvalidSpec"
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class PlanError(HeteroInferError):
+    """There is no plan for this spec and model; permanent until one of them changes."""
+
+    reason = "NoPlan"
+
+
+class Shortage(PlanError):  # noqa: N818 - the word of the resource: planning.onGPUShortage
+    """There is no plan now, since GPUs are missing; temporary, look again when nodes change.
+
+    Attributes:
+        needed: GPUs that the group asks for.
+        available: GPUs that there are.
+    """
+
+    reason = "InsufficientGPU"
+
+    def __init__(self, message: str, *, needed: int, available: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
