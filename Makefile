@@ -1,0 +1,64 @@
+# One command runs what CI runs: `make test`. `make help` lists the others.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+# The Python that .venv and .venv-worker are made with: 3.11 or later.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+WORKER_VENV := .venv-worker
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup quickstart test lint types imports unit integration e2e cluster bench lock clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z0-9]*\):.*## /  make \1 | /p' Makefile | column -t -s '|'
+
+setup:  ## everything into .venv and .venv-worker; nothing to do when nothing changed
+	@./.ci/setup "$(PYTHON)" $(VENV) $(WORKER_VENV)
+
+quickstart: setup  ## a small model on this machine, from a file to served tokens
+	@$(BIN)/python -m tests.quickstart
+
+test: setup lint types imports unit integration e2e  ## what CI runs
+
+lint: setup  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup  ## mypy, strict
+	$(BIN)/mypy
+
+imports: setup  ## import-linter: the direction of imports
+	$(BIN)/lint-imports
+
+unit: setup  ## pure tests, seconds
+	$(PYTEST) tests/unit
+
+integration: setup  ## a real API server; real vLLM groups on the CPU
+	$(PYTEST) tests/integration
+
+e2e: setup  ## a real Kubernetes node with images of this tree; root
+	@if [ "$$(id -u)" != 0 ]; then \
+	  echo "make e2e starts a real Kubernetes node (containerd, kubelet, network name spaces) and must be root:" >&2; \
+	  echo "run it as root, or run the rest with: make lint types imports unit integration" >&2; exit 1; fi
+	$(PYTEST) tests/e2e
+
+cluster: setup  ## a real single-node Kubernetes to play with, until `make cluster-down`; root
+	@$(BIN)/python -m tests.cluster up node
+
+cluster-down:  ## stops what `make cluster` started
+	@$(BIN)/python -m tests.cluster down
+.PHONY: cluster-down
+
+bench: setup  ## our CPU group against stock vLLM, in one run
+	$(BIN)/python -m tests.bench
+
+lock: setup  ## newest allowed versions into the pinned files
+	@./.ci/lock $(BIN)/uv
+
+clean:  ## environments and caches of this tree; the cache of models and tools stays
+	rm -rf $(VENV) $(WORKER_VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
