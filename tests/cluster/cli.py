@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tests.cluster import tools
+from tests.cluster import images, tools
 from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.cluster.errors import ClusterError
-from tests.cluster.node import start_node_cluster
+from tests.cluster.node import attach, start_node_cluster
 from tests.cluster.state import State, all_states
 
 
@@ -28,10 +28,14 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "build", help="compile the Kubernetes programs, etcd, Helm and CoreDNS into the cache"
     )
+    built = commands.add_parser("images", help="build the Dockerfile's images into the cache")
+    built.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: {' '.join(images.TARGETS)}")
+    built.add_argument("--load", action="store_true", help="import them into the running node too")
     up = commands.add_parser(
         "up", help="start a cluster that stays until `down`, and print its KUBECONFIG line"
     )
     up.add_argument("kind", choices=["control-plane", "node"])
+    up.add_argument("--images", action="store_true", help="with the Dockerfile's images in the node")
     down = commands.add_parser("down", help="stop clusters: those named, or all that `up` started")
     down.add_argument("names", nargs="*", metavar="NAME")
     env = commands.add_parser("env", help="print the lines that make a shell use a running cluster")
@@ -42,35 +46,55 @@ def _parser() -> argparse.ArgumentParser:
 def _run(chosen: argparse.Namespace) -> None:
     if chosen.command == "build":
         ensure_tools(tools.ALL)
+    elif chosen.command == "images":
+        _images(chosen.targets or images.TARGETS, chosen.load)
     elif chosen.command == "up":
-        cluster = start_node_cluster() if chosen.kind == "node" else start_control_plane_only()
-        cluster.state.detach()
-        _print_environment(cluster)
+        _up(chosen.kind, chosen.images)
     elif chosen.command == "down":
         _down(chosen.names)
     elif chosen.command == "env":
-        _print_environment(Cluster(state=_named(chosen.name)))
+        _print_environment(Cluster(state=_named(chosen.name, "")))
+
+
+def _images(targets: Sequence[str], load: bool) -> None:
+    made = images.ensure_images(targets)
+    if load:
+        attach(_named(None, "node-")).load(made)
+    for image in made:
+        print(f"{image.reference} ({image.tag})")
+
+
+def _up(kind: str, with_images: bool) -> None:
+    ensure_tools(tools.ALL)
+    if kind == "node":
+        cluster: Cluster = start_node_cluster(images.ensure_images() if with_images else ())
+    elif with_images:
+        raise ClusterError("a control plane has no node to hold images: leave --images out, or `up node`")
+    else:
+        cluster = start_control_plane_only()
+    cluster.state.detach()
+    _print_environment(cluster)
 
 
 def _print_environment(cluster: Cluster) -> None:
     print(f"export KUBECONFIG={cluster.kubeconfig}")
-    programs = {tools.program_folder(tool) for tool in (tools.KUBERNETES, tools.HELM)}
-    print(f"export PATH={':'.join(sorted(map(str, programs)))}:$PATH")
+    folders = (tools.program_folder(tool) for tool in (tools.KUBERNETES, tools.HELM))
+    print(f"export PATH={':'.join(map(str, folders))}:$PATH")
 
 
-def _named(name: str | None) -> State:
-    running = list(all_states())
+def _named(name: str | None, kind: str) -> State:
+    running = [state for state in all_states() if state.name.startswith(kind)]
     found = [state for state in running if name in (None, state.name)]
     if len(found) != 1:
         names = ", ".join(state.name for state in running) or "none"
-        raise ClusterError(f"which cluster? Running: {names}")
+        raise ClusterError(f"got {name or 'no name'}, expected the name of one running cluster: {names}")
     return found[0]
 
 
 def _down(names: Sequence[str]) -> None:
-    for state in [_named(name) for name in names] or list(all_states()):
+    for state in [_named(name, "") for name in names] or list(all_states()):
         if not names and not state.abandoned() and state.owner() is not None:
-            print(f"{state.name} belongs to a running test: left alone")
+            print(f"{state.name} belongs to a running test: left alone; `down {state.name}` stops it")
             continue
         state.remove()
         print(f"{state.name} is gone")

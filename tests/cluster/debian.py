@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.cluster.errors import ClusterError
 from tests.cluster.processes import run
+from tests.cluster.progress import say
 
 CNI_FOLDER = Path("/usr/lib/cni")
 POLICY = Path("/usr/sbin/policy-rc.d")
@@ -57,7 +58,7 @@ def ensure_packages(needs: dict[str, str]) -> None:
         raise ClusterError(
             f"missing Debian packages: as root, run `apt-get install --no-install-recommends {names}`"
         )
-    print(f"installing Debian packages: {names}", flush=True)
+    say(f"installing Debian packages: {names}")
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     with _services_kept_off():
         run(["apt-get", "update", "-qq"], timeout_s=300, environment=quiet)

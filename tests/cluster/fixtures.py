@@ -1,14 +1,30 @@
-"""pytest fixtures; a conftest takes them with `pytest_plugins = ["tests.cluster.fixtures"]` or an import."""
+"""pytest fixtures; a conftest takes them with `pytest_plugins = ["tests.cluster.fixtures"]`.
+
+Both live as long as the test session, and go with it: also when it is killed, since the next
+start clears away what a dead owner left.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster import tools
+from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
+from tests.cluster.images import ensure_images
+from tests.cluster.node import NodeCluster, start_node_cluster
 
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[Cluster]:
     """A real API server with controllers and scheduler, no node: for CRDs, RBAC, the operator, Helm."""
+    ensure_tools(tools.ALL)
     with start_control_plane_only() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def node_cluster() -> Iterator[NodeCluster]:
+    """A real node that is Ready, with the images of this working tree in it, built when they are not yet."""
+    ensure_tools(tools.ALL)
+    with start_node_cluster(ensure_images()) as cluster:
         yield cluster

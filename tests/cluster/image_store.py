@@ -18,6 +18,7 @@ from tests.cluster import oci, processes
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import CLUSTER_SOURCE, cache_folder, locked
 from tests.cluster.oci import Image
+from tests.cluster.progress import say
 from tests.cluster.state import State
 
 PAUSE = "localhost/heteroinfer/pause:test"
@@ -79,7 +80,7 @@ def _fill_seed(seed: Path, images: Sequence[Image]) -> None:
     finally:
         state.remove()
     draft.rename(seed)
-    print(f"imported {sent / 1e6:.0f} MB of image layers in {time.monotonic() - began:.1f} s", flush=True)
+    say(f"imported {sent / 1e6:.0f} MB of image layers in {time.monotonic() - began:.1f} s")
 
 
 def _nearest_seed(seeds: Path, images: Sequence[Image]) -> Path | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import CLUSTER_SOURCE, cache_folder, locked
+from tests.cluster.progress import say
 
 RECIPE = "1"  # raise it when the way of building changes
 RENAMED = {"server": "etcd"}  # Go names a program after its package, and etcd's is .../server/v3
@@ -111,7 +112,7 @@ def _compile(tool: Tool, folder: Path) -> None:
     if go is None:
         raise ClusterError("no `go` on the PATH: install Go 1.25 or newer (https://go.dev/dl)")
     began = time.monotonic()
-    print(f"building {tool.name} from source (some minutes, once) …", flush=True)
+    say(f"building {tool.name} from source (some minutes, once) …")
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent.parent, prefix=f".{tool.name}-") as draft:
         made = Path(draft) / "made"
@@ -134,4 +135,4 @@ def _compile(tool: Tool, folder: Path) -> None:
                 f"building {tool.name} made no {', '.join(lacking)}: see the tool lines of its go.mod"
             )
         made.rename(folder.parent)
-    print(f"built {tool.name} in {time.monotonic() - began:.0f} s", flush=True)
+    say(f"built {tool.name} in {time.monotonic() - began:.0f} s")

