@@ -17,11 +17,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     PlainSerializer,
     model_validator,
 )
 from pydantic.alias_generators import to_camel, to_snake
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from heteroinfer_operator.api import quantity
 
@@ -37,26 +39,33 @@ class Rule:
         cel: true for a good value; `self` is the model (x-kubernetes-validations).
         holds: the same in Python.
         message: what was expected and what to do.
-        got_cel: CEL for the text of what was got, appended to the message; empty for none.
-        got: the same in Python.
+        got: printf-style format of what was got, appended to the message; empty for none.
+        got_cel: its arguments in CEL.
+        got_values: its arguments in Python.
     """
 
     cel: str
     holds: Callable[[Any], bool]
     message: str
-    got_cel: str = ""
-    got: Callable[[Any], str] | None = None
+    got: str = ""
+    got_cel: tuple[str, ...] = ()
+    got_values: Callable[[Any], tuple[object, ...]] = lambda _: ()
 
     def problem(self, model: object) -> str | None:
         """Returns the message for a bad model, None for a good one."""
         if self.holds(model):
             return None
-        return self.message if self.got is None else f"{self.message}: got {self.got(model)}"
+        return f"{self.message}: got {self.got % self.got_values(model)}" if self.got else self.message
 
     @property
     def message_cel(self) -> str:
-        """Returns CEL for the message with what was got, or nothing if there is nothing to add."""
-        return f"{cel_text(self.message + ': got ')} + {self.got_cel}" if self.got_cel else ""
+        """Returns CEL for the message with what was got, or nothing if there is nothing to add.
+
+        By `format`, since the API server takes the length of `string(int)` for unbounded
+        and refuses it for its cost (seen with Kubernetes 1.35.4).
+        """
+        text = cel_text(f"{self.message}: got {self.got}")
+        return f"{text}.format([{', '.join(self.got_cel)}])" if self.got else ""
 
 
 def cel_text(text: str) -> str:
@@ -95,10 +104,23 @@ class Model(BaseModel):
                 continue
             fields = [to_snake(str(key)) for key in keys]
             entries = Counter(tuple(getattr(item, key) for key in fields) for item in getattr(self, name))
-            for entry, count in entries.items():
-                if count > 1:
-                    what, got = "/".join(map(str, keys)), "/".join(map(str, entry))
-                    yield f"{field.alias}: expected each {what} once; rename or remove one: got {got} {count}x"
+            for entry in (entry for entry, count in entries.items() if count > 1):
+                what, got = "/".join(map(str, keys)), "/".join(map(str, entry))
+                yield f"{field.alias}: expected each {what} once, rename or remove one: got {got} twice"
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Returns the JSON schema with the rules as x-kubernetes-validations."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        if cls.rules:
+            schema["x-kubernetes-validations"] = [
+                {"rule": rule.cel, "message": rule.message}
+                | ({"messageExpression": rule.message_cel} if rule.message_cel else {})
+                for rule in cls.rules
+            ]
+        return schema
 
     def dump(self) -> dict[str, Any]:
         """Returns the model as JSON values in the resource's own spelling, without nulls."""
@@ -134,11 +156,10 @@ def _in_seconds(value: datetime) -> datetime:
 
 
 def _quantity(pattern: str) -> Any:
-    # `ge` cannot be said of a text: the bound of the integer form is the pattern's (no sign).
-    return (
-        BeforeValidator(_integer_to_text),
-        Field(pattern=pattern, max_length=24, json_schema_extra={"x-kubernetes-int-or-string": True}),
-    )
+    # The validator comes last, so that it runs before the pattern is checked; the
+    # integer form has no sign either.
+    extra: dict[str, Any] = {"x-kubernetes-int-or-string": True}
+    return Field(pattern=pattern, max_length=24, json_schema_extra=extra), BeforeValidator(_integer_to_text)
 
 
 ByteSize = Annotated[str, *_quantity(quantity.BYTES_PATTERN)]

@@ -70,15 +70,17 @@ class ModelSpec(Model):
             cel=" || ".join(f"self.uri.matches({cel_text(f'^{pattern}$')})" for pattern in _URI_PATTERNS),
             message="uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH",
             holds=lambda model: any(re.fullmatch(pattern, model.uri) for pattern in _URI_PATTERNS),
-            got_cel="self.uri",
-            got=lambda model: str(model.uri),
+            got="%s",
+            got_cel=("self.uri",),
+            got_values=lambda model: (model.uri,),
         ),
         Rule(
             cel="!self.uri.matches('(^|/)[.][.](/|$)')",
             message="uri: expected a path without '..'; write it out",
             holds=lambda model: ".." not in model.uri.split("/"),
-            got_cel="self.uri",
-            got=lambda model: str(model.uri),
+            got="%s",
+            got_cel=("self.uri",),
+            got_values=lambda model: (model.uri,),
         ),
         Rule(
             cel="self.uri.startsWith('hf://') "
@@ -88,8 +90,9 @@ class ModelSpec(Model):
                 model.uri.startswith("hf://")
                 or (model.revision or model.token_secret_ref or model.cache) is None
             ),
-            got_cel="self.uri",
-            got=lambda model: str(model.uri),
+            got="%s",
+            got_cel=("self.uri",),
+            got_values=lambda model: (model.uri,),
         ),
     )
 

@@ -38,8 +38,9 @@ class HeteroInference(Model):
             message=f"metadata.name: expected at most {MAX_NAME_LENGTH} characters, since pod names, "
             "NAME-GROUP-EPOCH-POD, have at most 63; choose a shorter name",
             holds=lambda resource: len(resource.metadata.name) <= MAX_NAME_LENGTH,
-            got_cel="string(self.metadata.name.size())",
-            got=lambda resource: str(len(resource.metadata.name)),
+            got="%d characters",
+            got_cel=("self.metadata.name.size()",),
+            got_values=lambda resource: (len(resource.metadata.name),),
         ),
         Rule(
             cel="self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
@@ -48,8 +49,9 @@ class HeteroInference(Model):
             holds=lambda resource: (
                 re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", resource.metadata.name) is not None
             ),
-            got_cel="self.metadata.name",
-            got=lambda resource: str(resource.metadata.name),
+            got="%s",
+            got_cel=("self.metadata.name",),
+            got_values=lambda resource: (resource.metadata.name,),
         ),
     )
 
@@ -90,12 +92,21 @@ def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
 
 
 def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str) -> ModelT:
-    # Through JSON, since strict models take enums and lists only from JSON. A mapping that
-    # is not a dict (kopf's views) is copied by dict().
+    # Through JSON, since strict models take enums and lists only from JSON.
     try:
-        return cls.model_validate_json(json.dumps(raw, default=dict))
+        return cls.model_validate_json(json.dumps(_without_nulls(raw)))
     except ValidationError as error:
         raise SpecError(_problem(where, problem) for problem in _causes(error)) from None
+
+
+def _without_nulls(raw: object) -> object:
+    # A null field is an absent field, as the API server has it for what isn't nullable.
+    # Mappings that aren't dicts (kopf's views) become dicts.
+    if isinstance(raw, Mapping):
+        return {key: _without_nulls(value) for key, value in raw.items() if value is not None}
+    if isinstance(raw, list | tuple):
+        return [_without_nulls(value) for value in raw]
+    return raw
 
 
 def _causes(error: ValidationError) -> list[Any]:

@@ -36,22 +36,25 @@ class RoleSpec(Model):
             cel="self.pods >= 1",
             message="a role has at least 1 pod; remove the role or set pods",
             holds=lambda role: role.pods >= 1,
-            got_cel="self.name + ' with pods ' + string(self.pods)",
-            got=lambda role: f"{role.name} with pods {role.pods}",
+            got="%s with pods %d",
+            got_cel=("self.name", "self.pods"),
+            got_values=lambda role: (role.name, role.pods),
         ),
         Rule(
             cel="self.ranksPerPod >= 1",
             message="a pod has at least 1 rank; set ranksPerPod",
             holds=lambda role: role.ranks_per_pod >= 1,
-            got_cel="self.name + ' with ranksPerPod ' + string(self.ranksPerPod)",
-            got=lambda role: f"{role.name} with ranksPerPod {role.ranks_per_pod}",
+            got="%s with ranksPerPod %d",
+            got_cel=("self.name", "self.ranksPerPod"),
+            got_values=lambda role: (role.name, role.ranks_per_pod),
         ),
         Rule(
             cel="!has(self.layers) || self.layers.all(n, n >= 1)",
             message="a stage has at least 1 layer; set each entry of layers to 1 or more",
             holds=lambda role: role.layers is None or min(role.layers) >= 1,
-            got_cel="self.name",
-            got=lambda role: str(role.name),
+            got="%s",
+            got_cel=("self.name",),
+            got_values=lambda role: (role.name,),
         ),
         Rule(
             cel="self.device == 'GPU' || !(has(self.deviceResourceName) || has(self.deviceMemory))",
@@ -60,8 +63,9 @@ class RoleSpec(Model):
             holds=lambda role: (
                 role.device is Device.GPU or (role.device_resource_name or role.device_memory) is None
             ),
-            got_cel="self.name + ' with device CPU'",
-            got=lambda role: f"{role.name} with device CPU",
+            got="%s with device CPU",
+            got_cel=("self.name",),
+            got_values=lambda role: (role.name,),
         ),
     )
 

@@ -121,29 +121,6 @@ RESERVED_PORTS: Final = (
 """Ports that every worker pod uses already."""
 
 
-def _sizes_multiply(spec: "HeteroInferenceSpec") -> bool:
-    sizes = spec.parallelism
-    if sizes.pipeline is None:
-        return True
-    if sizes.tensor is None:
-        return spec.world_size % sizes.pipeline == 0
-    return sizes.tensor * sizes.pipeline == spec.world_size
-
-
-def _sizes_got(spec: "HeteroInferenceSpec") -> str:
-    sizes = spec.parallelism
-    tensor = "" if sizes.tensor is None else f"tensor {sizes.tensor} x "
-    pipeline = "" if sizes.pipeline is None else f"pipeline {sizes.pipeline} and "
-    return f"{tensor}{pipeline}roles with {spec.world_size} ranks"
-
-
-_SIZES_GOT_CEL: Final = (
-    "(has(self.parallelism.tensor) ? 'tensor ' + string(self.parallelism.tensor) + ' x ' : '') + "
-    "(has(self.parallelism.pipeline) ? 'pipeline ' + string(self.parallelism.pipeline) + ' and ' : '') + "
-    f"'roles with ' + string({_WORLD_CEL}) + ' ranks'"
-)
-
-
 def _stages_fit_pods(spec: "HeteroInferenceSpec") -> bool:
     tensor = spec.parallelism.tensor
     return (
@@ -168,18 +145,36 @@ class HeteroInferenceSpec(Model):
             cel=f"{_WORLD_CEL} <= {MAX_WORLD_SIZE}",
             message=f"roles: a group has at most {MAX_WORLD_SIZE} ranks; use fewer pods or ranksPerPod",
             holds=lambda spec: spec.world_size <= MAX_WORLD_SIZE,
-            got_cel=f"string({_WORLD_CEL})",
-            got=lambda spec: str(spec.world_size),
+            got="%d",
+            got_cel=(_WORLD_CEL,),
+            got_values=lambda spec: (spec.world_size,),
         ),
         Rule(
-            cel="!has(self.parallelism.pipeline) || (has(self.parallelism.tensor) "
-            f"? self.parallelism.tensor * self.parallelism.pipeline == {_WORLD_CEL} "
-            f": {_WORLD_CEL} % self.parallelism.pipeline == 0)",
+            cel="!has(self.parallelism.pipeline) || !has(self.parallelism.tensor) "
+            f"|| self.parallelism.tensor * self.parallelism.pipeline == {_WORLD_CEL}",
             message="parallelism: expected tensor x pipeline to be the number of ranks, "
             "the sum of pods x ranksPerPod over roles; change roles, or leave tensor and pipeline out",
-            holds=_sizes_multiply,
-            got_cel=_SIZES_GOT_CEL,
-            got=_sizes_got,
+            holds=lambda spec: (
+                None in (spec.parallelism.tensor, spec.parallelism.pipeline)
+                or spec.parallelism.tensor * spec.parallelism.pipeline == spec.world_size
+            ),
+            got="tensor %d x pipeline %d and roles with %d ranks",
+            got_cel=("self.parallelism.tensor", "self.parallelism.pipeline", _WORLD_CEL),
+            got_values=lambda spec: (spec.parallelism.tensor, spec.parallelism.pipeline, spec.world_size),
+        ),
+        Rule(
+            cel="!has(self.parallelism.pipeline) || has(self.parallelism.tensor) "
+            f"|| {_WORLD_CEL} % self.parallelism.pipeline == 0",
+            message="parallelism: expected the number of ranks, the sum of pods x ranksPerPod over roles, "
+            "to be a multiple of pipeline; change roles, or leave pipeline out",
+            holds=lambda spec: (
+                spec.parallelism.pipeline is None
+                or spec.parallelism.tensor is not None
+                or spec.world_size % spec.parallelism.pipeline == 0
+            ),
+            got="pipeline %d and roles with %d ranks",
+            got_cel=("self.parallelism.pipeline", _WORLD_CEL),
+            got_values=lambda spec: (spec.parallelism.pipeline, spec.world_size),
         ),
         Rule(
             cel="!has(self.parallelism.tensor) || self.parallelism.mode == 'Tensor' "
@@ -187,8 +182,9 @@ class HeteroInferenceSpec(Model):
             message="parallelism.tensor: the ranks of a stage are in one pod; "
             "make each role's ranksPerPod a multiple of it",
             holds=_stages_fit_pods,
-            got_cel="string(self.parallelism.tensor)",
-            got=lambda spec: str(spec.parallelism.tensor),
+            got="%d",
+            got_cel=("self.parallelism.tensor",),
+            got_values=lambda spec: (spec.parallelism.tensor,),
         ),
         Rule(
             cel="self.roles.all(r, has(r.layers)) || !self.roles.exists(r, has(r.layers))",
@@ -213,8 +209,9 @@ class HeteroInferenceSpec(Model):
                 not {spec.engine.port, spec.network.rendezvous_port} & {*RESERVED_PORTS}
                 and spec.engine.port != spec.network.rendezvous_port
             ),
-            got_cel="string(self.engine.port) + ' and ' + string(self.network.rendezvousPort)",
-            got=lambda spec: f"{spec.engine.port} and {spec.network.rendezvous_port}",
+            got="%d and %d",
+            got_cel=("self.engine.port", "self.network.rendezvousPort"),
+            got_values=lambda spec: (spec.engine.port, spec.network.rendezvous_port),
         ),
     )
 

@@ -53,6 +53,8 @@ class ModelStatus(StatusModel):
 
     phase: ModelPhase = ModelPhase.PENDING
     """How far it is known and there."""
+    key: Hash | None = None
+    """Hash of the URI and revision that the profile is of."""
     bytes_done: Count | None = None
     """Downloaded so far."""
     bytes_total: Count | None = None
@@ -158,6 +160,8 @@ class GroupStatus(StatusModel):
         tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=map_list("epoch"))
     ] = ()
     """Its last failures, the newest last."""
+    measured_time: Time | None = None
+    """When the members' times were measured; they are written at most once a minute."""
     members: Annotated[
         tuple[MemberStatus, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
     ] = ()

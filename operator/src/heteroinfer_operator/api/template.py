@@ -281,8 +281,9 @@ class EnvVar(Model):
             cel="has(self.value) != has(self.valueFrom)",
             message="give exactly one of value and valueFrom",
             holds=lambda variable: (variable.value is None) != (variable.value_from is None),
-            got_cel="self.name",
-            got=lambda variable: str(variable.name),
+            got="%s",
+            got_cel=("self.name",),
+            got_values=lambda variable: (variable.name,),
         ),
         Rule(
             cel=f"!self.name.startsWith({cel_text(OWNED_ENV_PREFIX)}) "
@@ -292,8 +293,9 @@ class EnvVar(Model):
             holds=lambda variable: (
                 not (variable.name.startswith(OWNED_ENV_PREFIX) or variable.name in OWNED_ENV)
             ),
-            got_cel="self.name",
-            got=lambda variable: str(variable.name),
+            got="%s",
+            got_cel=("self.name",),
+            got_values=lambda variable: (variable.name,),
         ),
     )
 
