@@ -83,11 +83,13 @@ class ClusterAddressing:
         if scheme == "file":
             if not self.allow_host_paths:
                 raise PlanError(
-                    f"model.uri {spec.model.uri} is a path of the nodes, which this operator does not allow: use "
-                    "pvc://CLAIM/PATH, or install the chart with allowHostPaths=true",
+                    f"model.uri {spec.model.uri} is a path of the nodes, which this operator does not allow: "
+                    "use pvc://CLAIM/PATH, or install the chart with allowHostPaths=true",
                     reason="HostPathNotAllowed",
                 )
-            return ModelSource(path=names.MODEL_MOUNT, volume={"hostPath": {"path": rest, "type": "Directory"}})
+            return ModelSource(
+                path=names.MODEL_MOUNT, volume={"hostPath": {"path": rest, "type": "Directory"}}
+            )
         raise PlanError(
             f"model.uri {spec.model.uri} is not supported yet: download the model into a volume "
             "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",

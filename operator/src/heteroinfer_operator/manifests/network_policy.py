@@ -8,15 +8,14 @@ supervisors' health port and the metrics.
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import GroupRef
 
 
-def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef, plan: Plan) -> dict[str, Any]:
+def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef) -> dict[str, Any]:
     """Returns the policy that keeps strangers from the group's own ports."""
-    most_ranks = max(len(pod.ranks) for pod in plan.pods)
+    most_ranks = max(role.ranks_per_pod for role in spec.roles)
     open_ports = [
         {"protocol": "TCP", "port": spec.engine.port},
         {"protocol": "TCP", "port": names.DEFAULT_HEALTH_PORT},
@@ -31,7 +30,9 @@ def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef, plan: Plan)
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": identity.metadata(
-            group.owner, identity.group_service(group.owner, group.index), {names.LABEL_GROUP: str(group.index)}
+            group.owner,
+            identity.group_service(group.owner, group.index),
+            {names.LABEL_GROUP: str(group.index)},
         ),
         "spec": {
             "podSelector": members,

@@ -151,7 +151,9 @@ def inspect_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
     return f"{owner.key.name}-inspect-{identity.model_key(spec)}"
 
 
-def _metadata(owner: Owner, name: str, labels: Mapping[str, str], template: PodTemplate | None) -> dict[str, Any]:
+def _metadata(
+    owner: Owner, name: str, labels: Mapping[str, str], template: PodTemplate | None
+) -> dict[str, Any]:
     metadata = identity.metadata(owner, name, labels)
     if template is None:
         return metadata

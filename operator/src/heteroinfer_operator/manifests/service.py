@@ -17,7 +17,14 @@ def build_client_service(spec: HeteroInferenceSpec, owner: Owner) -> dict[str, A
         "spec": {
             "type": "ClusterIP",
             "selector": identity.leader_labels(owner),
-            "ports": [{"name": names.PORT_API, "port": spec.engine.port, "protocol": "TCP", "targetPort": names.PORT_API}],
+            "ports": [
+                {
+                    "name": names.PORT_API,
+                    "port": spec.engine.port,
+                    "protocol": "TCP",
+                    "targetPort": names.PORT_API,
+                }
+            ],
         },
     }
 
@@ -32,7 +39,9 @@ def build_group_service(group: GroupRef) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": identity.metadata(
-            group.owner, identity.group_service(group.owner, group.index), {names.LABEL_GROUP: str(group.index)}
+            group.owner,
+            identity.group_service(group.owner, group.index),
+            {names.LABEL_GROUP: str(group.index)},
         ),
         "spec": {
             "type": "ClusterIP",

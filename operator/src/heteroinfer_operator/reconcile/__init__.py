@@ -1,0 +1,10 @@
+"""Level-triggered decisions: (observation, now, options) to actions and the next status.
+
+One function serves create, update, resume and timer. Pure: must not import kopf, a
+client, os, time, random or logging.
+"""
+
+from heteroinfer_operator.reconcile.context import Options
+from heteroinfer_operator.reconcile.reconcile import reconcile
+
+__all__ = ["Options", "reconcile"]

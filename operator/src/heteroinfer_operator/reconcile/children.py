@@ -1,0 +1,88 @@
+"""Children other than pods: which to write, and which to delete. Pure."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.network_policy import build_network_policy
+from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
+from heteroinfer_operator.manifests.service import build_client_service, build_group_service
+
+
+def build_children(spec: HeteroInferenceSpec, owner: Owner, plans: Collection[Plan]) -> list[Manifest]:
+    """Returns every child but the pods: Services, NetworkPolicies and plans."""
+    children: list[Manifest] = [build_client_service(spec, owner)]
+    for index in range(spec.replicas):
+        group = GroupRef(owner=owner, index=index, epoch=0)
+        children += [build_group_service(group), build_network_policy(spec, group)]
+    plan_by_hash = {plan.hash: plan for plan in plans}
+    return children + [build_plan_config_map(owner, plan) for plan in plan_by_hash.values()]
+
+
+def decide_children(
+    wanted: Sequence[Manifest], stored: Sequence[Manifest], *, used_plans: Collection[str]
+) -> tuple[list[Action], list[Action]]:
+    """Returns writes that come before the pods, and deletes that come after them.
+
+    An object that already says what it should is not written; drift is mended; plans
+    are immutable and only created.
+
+    Args:
+        wanted: all children there should be.
+        stored: all there are.
+        used_plans: hashes of plans that some pod still names: these are kept.
+    """
+    by_name = {_name(manifest): manifest for manifest in stored}
+    writes: list[Action] = []
+    for manifest in wanted:
+        old = by_name.pop(_name(manifest), None)
+        if manifest.get("immutable"):
+            if old is None:
+                writes.append(CreateObject(manifest=manifest))
+        elif old is None or not says(old, manifest):
+            writes.append(ApplyObject(manifest=manifest))
+    deletes: list[Action] = [
+        DeleteObject(
+            kind=manifest["kind"], name=manifest["metadata"]["name"], uid=manifest["metadata"]["uid"]
+        )
+        for manifest in by_name.values()
+        if _spare(manifest, used_plans)
+    ]
+    return writes, deletes
+
+
+def _spare(manifest: Manifest, used_plans: Collection[str]) -> bool:
+    metadata = manifest["metadata"]
+    labels = metadata.get("labels", {})
+    return (
+        labels.get(names.LABEL_MANAGED_BY) == names.MANAGER
+        and labels.get(names.LABEL_PLAN, "") not in used_plans
+        and "deletionTimestamp" not in metadata
+    )
+
+
+def says(stored: Any, wanted: Any) -> bool:
+    """Returns whether a stored value has everything that a wanted one has; more is allowed.
+
+    Lists are compared item by item and must be of one length: the API server adds
+    defaults to fields, never items to a list of ours.
+    """
+    if isinstance(wanted, Mapping):
+        return isinstance(stored, Mapping) and all(
+            key in stored and says(stored[key], value) for key, value in wanted.items()
+        )
+    if isinstance(wanted, list | tuple):
+        return (
+            isinstance(stored, list | tuple)
+            and len(stored) == len(wanted)
+            and all(says(a, b) for a, b in zip(stored, wanted, strict=True))
+        )
+    return bool(stored == wanted)
+
+
+def _name(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]

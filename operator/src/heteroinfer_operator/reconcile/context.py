@@ -1,0 +1,49 @@
+"""What every part of one reconcile reads. Pure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.manifests.addressing import Addressing, ModelSource
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.pod import WorkerImages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What an installation decides for all its resources.
+
+    Attributes:
+        addressing: how pods reach each other and their model.
+        images: of workers whose spec names none.
+    """
+
+    addressing: Addressing
+    images: WorkerImages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """One pass over one resource.
+
+    Attributes:
+        spec: what the user asks for.
+        owner: the resource.
+        revision: hash of the part of the spec whose change needs new pods.
+        now: time of the pass, in UTC.
+        options: of the installation.
+        source: where the model is.
+        plans: kept ones, by hash.
+        make_plan: makes the plan of a new epoch; raises PlanError when there is none.
+    """
+
+    spec: HeteroInferenceSpec
+    owner: Owner
+    revision: str
+    now: datetime
+    options: Options
+    source: ModelSource
+    plans: Mapping[str, Plan]
+    make_plan: Callable[[], Plan]

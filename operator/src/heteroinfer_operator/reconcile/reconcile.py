@@ -1,0 +1,314 @@
+"""One pass over one resource: gather what the parts decide, in the order that is safe. Pure."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    GroupPhase,
+    GroupStatus,
+    HeteroInferenceStatus,
+    merge_conditions,
+    parse_duration_s,
+    parse_spec,
+    parse_status,
+)
+from heteroinfer_operator.cluster import (
+    Action,
+    Decision,
+    DeleteObject,
+    Observation,
+    PatchStatus,
+    PodView,
+    RecordEvent,
+    SetFinalizer,
+)
+from heteroinfer_operator.errors import PlanError, SpecError
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.reconcile import status as statuses
+from heteroinfer_operator.reconcile.capacity import make_planner
+from heteroinfer_operator.reconcile.children import build_children, decide_children
+from heteroinfer_operator.reconcile.context import Context, Options
+from heteroinfer_operator.reconcile.group import GroupDecision, decide_group, stop_group
+from heteroinfer_operator.reconcile.model import ModelDecision, decide_model
+
+_MEASURE_EVERY_S = 60.0
+"""A serving group is looked at this often for its step times."""
+
+
+def reconcile(observation: Observation, now: datetime, options: Options) -> Decision:
+    """Returns what brings a resource closer to what its user asks for.
+
+    Args:
+        observation: all that is known of the resource and its children.
+        now: time of the pass, in UTC.
+        options: of the installation.
+    """
+    resource = observation.resource
+    if resource.deleting:
+        return _tear_down(observation)
+    if names.FINALIZER not in resource.finalizers:
+        return Decision(actions=(SetFinalizer(present=True),), look_again_s=0.0)
+    status = _old_status(observation)
+    try:
+        spec = parse_spec(resource.spec)
+        owner = Owner(key=resource.key, uid=resource.uid)
+        source = options.addressing.model(spec)
+    except (SpecError, PlanError) as error:
+        kind = ConditionType.PLANNED if isinstance(error, SpecError) else ConditionType.MODEL_READY
+        return _refused(observation, status, kind, error.reason, error.message, now)
+    model = decide_model(
+        spec,
+        owner,
+        status.model,
+        _of_component(observation.pods, names.COMPONENT_INSPECT),
+        source=source,
+        images=options.images,
+        now=now,
+    )
+    context = Context(
+        spec=spec,
+        owner=owner,
+        revision=identity.revision(spec),
+        now=now,
+        options=options,
+        source=source,
+        plans=_kept_plans(observation),
+        make_plan=make_planner(spec, model.profile, observation, status, source=source, now=now),
+    )
+    return _act(observation, status, context, model)
+
+
+def _act(
+    observation: Observation, status: HeteroInferenceStatus, context: Context, model: ModelDecision
+) -> Decision:
+    by_group = _by_group(observation.pods)
+    old = {group.index: group for group in status.groups}
+    wanted = _decide_wanted(context, old, by_group, model.profile)
+    unwanted = [
+        stop_group(old.get(index, GroupStatus(index=index)), pods)
+        for index, pods in sorted(by_group.items())
+        if index >= context.spec.replicas
+    ]
+    wanted = [_measured(observation, context, decision, by_group) for decision in wanted]
+    decisions = [*wanted, *unwanted]
+    plans = [decision.plan for decision in wanted if decision.plan is not None]
+    writes, child_deletes = decide_children(
+        build_children(context.spec, context.owner, plans),
+        observation.objects,
+        used_plans={pod.labels.get(names.LABEL_PLAN, "") for pod in observation.pods},
+    )
+    next_status = _next_status(observation, status, context, model, wanted, unwanted)
+    actions: list[Action] = [*writes]
+    if next_status.dump() != dict(observation.resource.status):
+        actions.append(
+            PatchStatus(status=next_status.dump(), resource_version=observation.resource.resource_version)
+        )
+    actions += [event for decision in decisions for event in decision.events]
+    actions += _condition_events(status.conditions, next_status.conditions)
+    actions += [delete for decision in decisions for delete in decision.deletes]
+    actions += [*model.deletes, *model.creates]
+    actions += [create for decision in wanted for create in decision.creates]
+    actions += child_deletes
+    return Decision(
+        actions=tuple(actions), look_again_s=_look_again_s(decisions, model, context, next_status)
+    )
+
+
+def _decide_wanted(
+    context: Context,
+    old: Mapping[int, GroupStatus],
+    by_group: Mapping[int, Sequence[PodView]],
+    profile: ModelProfile | None,
+) -> list[GroupDecision]:
+    """Decides every wanted group; at most rollout.maxUnavailable ready ones are replaced at once."""
+    unready = sum(not _serves(by_group.get(index, ())) for index in range(context.spec.replicas))
+    budget = context.spec.rollout.max_unavailable - unready
+    decisions = []
+    for index in range(context.spec.replicas):
+        pods = by_group.get(index, ())
+        status = old.get(index, GroupStatus(index=index))
+        # Without a profile nothing new can start, so nothing that serves is taken down.
+        may_replace = profile is not None and (not _serves(pods) or budget > 0)
+        decision = decide_group(context, status, pods, replace=may_replace)
+        if _serves(pods) and decision.deletes:
+            budget -= 1
+        decisions.append(decision)
+    return decisions
+
+
+def _serves(pods: Sequence[PodView]) -> bool:
+    return bool(pods) and all(pod.ready and not pod.ended for pod in pods)
+
+
+def _measured(
+    observation: Observation,
+    context: Context,
+    decision: GroupDecision,
+    by_group: Mapping[int, Sequence[PodView]],
+) -> GroupDecision:
+    if decision.plan is None or decision.creates:
+        return decision
+    index = decision.status.index
+    group = statuses.with_members(
+        decision.status,
+        decision.plan,
+        by_group.get(index, ()),
+        observation.groups.get(index),
+        now=context.now,
+    )
+    return replace(decision, status=group)
+
+
+def _next_status(
+    observation: Observation,
+    status: HeteroInferenceStatus,
+    context: Context,
+    model: ModelDecision,
+    wanted: Sequence[GroupDecision],
+    unwanted: Sequence[GroupDecision],
+) -> HeteroInferenceStatus:
+    spec, generation = context.spec, observation.resource.generation
+    groups = tuple(decision.status for decision in [*wanted, *unwanted])
+    ready = sum(group.phase is GroupPhase.READY for group in groups)
+    updated = sum(decision.status.revision == context.revision for decision in wanted)
+    model_ready = model.profile is not None
+    conditions = (
+        statuses.condition(
+            ConditionType.MODEL_READY,
+            model_ready or (False if model.reason == "ModelNotReadable" else None),
+            model.reason,
+            model.message,
+            now=context.now,
+            generation=generation,
+        ),
+        *statuses.group_conditions(
+            wanted, spec.replicas, suspended=spec.suspend, now=context.now, generation=generation
+        ),
+    )
+    plans = {d.plan.hash: statuses.plan_status(d.plan) for d in wanted if d.plan is not None}
+    return HeteroInferenceStatus(
+        observed_generation=generation,
+        replicas=sum(1 for decision in [*wanted, *unwanted] if decision.plan is not None or decision.deletes),
+        ready_replicas=ready,
+        updated_replicas=updated,
+        selector=",".join(f"{key}={value}" for key, value in identity.leader_labels(context.owner).items()),
+        endpoint=context.options.addressing.endpoint(spec, context.owner),
+        current_revision=context.revision if updated == ready == spec.replicas else status.current_revision,
+        update_revision=context.revision,
+        summary=statuses.summary(wanted, groups, spec.replicas),
+        conditions=merge_conditions(status.conditions, conditions, now=context.now),
+        model=model.status,
+        plans=tuple(sorted(plans.values(), key=lambda plan: plan.hash)),
+        groups=groups,
+    )
+
+
+def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> list[RecordEvent]:
+    """Returns an event for each refusal that is new: people look at events first."""
+    told = {(condition.type, condition.reason, condition.message) for condition in before}
+    kinds = {
+        ConditionType.PLANNED.value,
+        ConditionType.MODEL_READY.value,
+        ConditionType.CAPACITY_AVAILABLE.value,
+    }
+    refused = [c for c in after if c.type in kinds and c.status is ConditionStatus.FALSE]
+    refused += [c for c in after if c.type == ConditionType.FAILED.value and c.status is ConditionStatus.TRUE]
+    fresh = [c for c in refused if (c.type, c.reason, c.message) not in told]
+    seen = {(c.reason, c.message): c for c in fresh}
+    return [RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in seen.values()]
+
+
+def _look_again_s(
+    decisions: Sequence[GroupDecision], model: ModelDecision, context: Context, status: HeteroInferenceStatus
+) -> float | None:
+    waits = [d.look_again_s for d in decisions] + [model.look_again_s]
+    if any(d.status.phase is GroupPhase.READY for d in decisions):
+        waits.append(_MEASURE_EVERY_S)
+    capacity = status.condition(ConditionType.CAPACITY_AVAILABLE)
+    if capacity is not None and capacity.status is ConditionStatus.FALSE:
+        after_s = parse_duration_s(context.spec.planning.on_gpu_shortage.after)
+        left_s = after_s - (context.now - capacity.last_transition_time).total_seconds()
+        waits.append(max(left_s, 0.0) + 0.1 if left_s > 0 else _MEASURE_EVERY_S)
+    return min((wait for wait in waits if wait is not None), default=None)
+
+
+def _tear_down(observation: Observation) -> Decision:
+    if names.FINALIZER not in observation.resource.finalizers:
+        return Decision()
+    if not observation.pods:
+        return Decision(actions=(SetFinalizer(present=False),))
+    return Decision(
+        actions=tuple(
+            DeleteObject(kind="Pod", name=pod.name, uid=pod.uid)
+            for pod in observation.pods
+            if not pod.deleting
+        )
+    )
+
+
+def _refused(
+    observation: Observation,
+    status: HeteroInferenceStatus,
+    kind: ConditionType,
+    reason: str,
+    message: str,
+    now: datetime,
+) -> Decision:
+    """A spec that cannot be read changes nothing that runs; the status says why."""
+    generation = observation.resource.generation
+    fresh = statuses.condition(kind, False, reason, message, now=now, generation=generation)
+    kept = [condition for condition in status.conditions if condition.type != kind.value]
+    if not any(condition.type == ConditionType.READY.value for condition in kept):
+        kept.append(
+            statuses.condition(ConditionType.READY, False, reason, message, now=now, generation=generation)
+        )
+    conditions = merge_conditions(status.conditions, [*kept, fresh], now=now)
+    update = {"observed_generation": generation, "conditions": conditions}
+    next_status = status.model_copy(update=update)
+    if next_status.dump() == dict(observation.resource.status):
+        return Decision()
+    patch = PatchStatus(status=next_status.dump(), resource_version=observation.resource.resource_version)
+    return Decision(actions=(patch, *_condition_events(status.conditions, conditions)))
+
+
+def _old_status(observation: Observation) -> HeteroInferenceStatus:
+    try:
+        return parse_status(observation.resource.status)
+    except SpecError:
+        # Written by a version that cannot be read; everything in it but the epoch is
+        # computed anew, and the epoch is in the labels of the pods.
+        return HeteroInferenceStatus()
+
+
+def _kept_plans(observation: Observation) -> dict[str, Plan]:
+    plans = {}
+    for manifest in observation.objects:
+        if manifest["kind"] != "ConfigMap" or names.PLAN_KEY not in manifest.get("data", {}):
+            continue
+        try:
+            plan = Plan.from_json(manifest["data"][names.PLAN_KEY])
+        except ContractError:
+            continue  # of a version that cannot be read: its group falls with PlanLost
+        plans[plan.hash] = plan
+    return plans
+
+
+def _of_component(pods: Sequence[PodView], component: str) -> list[PodView]:
+    return [pod for pod in pods if pod.labels.get(names.LABEL_COMPONENT) == component]
+
+
+def _by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:
+    groups: dict[int, list[PodView]] = defaultdict(list)
+    for pod in _of_component(pods, names.COMPONENT_WORKER):
+        groups[int(pod.labels[names.LABEL_GROUP])].append(pod)
+    return dict(groups)

@@ -1,0 +1,44 @@
+"""How often a group may be started again, and when. Pure."""
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from heteroinfer_operator.api import MAX_FAILURES, FailureStatus, RestartSpec, parse_duration_s
+
+_FIRST_BACKOFF_S = 10.0
+"""Wait before the second restart within the window; each further one waits twice as long."""
+
+
+def recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
+    """Returns how many failures count, within the window that ends at the last one.
+
+    The window ends at the last failure, not now: a group that has used up its restarts
+    stays failed however much time passes.
+    """
+    if not failures:
+        return 0
+    since = failures[-1].time - timedelta(seconds=parse_duration_s(restart.window))
+    return sum(failure.counted and failure.time > since for failure in failures)
+
+
+def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
+    """Returns whether a group has failed for good."""
+    return recent(failures, restart) > restart.max_restarts
+
+
+def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
+    """Returns when a group that has fallen is started again; None is at once."""
+    count = recent(failures, restart)
+    if count <= 1:
+        return None
+    backoff_s = min(_FIRST_BACKOFF_S * 2 ** (count - 2), parse_duration_s(restart.backoff_max))
+    return failures[-1].time + timedelta(seconds=backoff_s)
+
+
+def remember(failures: Sequence[FailureStatus], failure: FailureStatus) -> tuple[FailureStatus, ...]:
+    """Returns the failures to keep: those that don't count are forgotten first, then the oldest."""
+    kept = [*failures, failure]
+    while len(kept) > MAX_FAILURES:
+        spare = next((old for old in kept[:-1] if not old.counted), kept[0])
+        kept.remove(spare)
+    return tuple(kept)

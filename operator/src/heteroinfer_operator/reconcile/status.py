@@ -1,0 +1,230 @@
+"""The next status: conditions with reasons, the rank table, members and their times. Pure."""
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+
+from heteroinfer_contract import names
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankStatus
+from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_operator.api import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    GroupPhase,
+    GroupStatus,
+    MemberStatus,
+    PlanStatus,
+    RankPlan,
+    Summary,
+    format_bytes,
+)
+from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.errors import Shortage
+from heteroinfer_operator.reconcile.group import GroupDecision
+
+_MEASURE_EVERY = timedelta(seconds=60)
+_MOVED = 0.10
+"""Step times are written when one of them moved by more than this part of itself."""
+
+
+def condition(
+    kind: ConditionType, holds: bool | None, reason: str, message: str, *, now: datetime, generation: int
+) -> Condition:
+    """Returns a condition; `holds` None is Unknown."""
+    state = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE, None: ConditionStatus.UNKNOWN}[holds]
+    return Condition(
+        type=kind.value,
+        status=state,
+        reason=reason,
+        message=message[:4096],
+        last_transition_time=now,
+        observed_generation=generation,
+    )
+
+
+def group_conditions(
+    decisions: Sequence[GroupDecision], wanted: int, *, suspended: bool, now: datetime, generation: int
+) -> tuple[Condition, ...]:
+    """Returns Ready, Progressing, Degraded, Failed, Planned and CapacityAvailable of all wanted groups."""
+    groups = [decision.status for decision in decisions]
+    ready = [group for group in groups if group.phase is GroupPhase.READY]
+    failed = [group for group in groups if group.phase is GroupPhase.FAILED]
+    busy = [group for group in groups if group.phase not in {GroupPhase.READY, GroupPhase.FAILED}]
+
+    def make(kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
+        return condition(kind, holds, reason, message, now=now, generation=generation)
+
+    if suspended or not wanted:
+        reason = "Suspended" if suspended else "ScaledToZero"
+        return (
+            make(ConditionType.READY, False, reason),
+            make(ConditionType.PROGRESSING, False, reason),
+            make(ConditionType.DEGRADED, False, reason),
+            make(ConditionType.FAILED, False, reason),
+        )
+    worst = (failed or busy or ready)[0]
+    words = (
+        f"group {worst.index}: {worst.message}" if worst.message else f"{len(ready)} of {wanted} groups serve"
+    )
+    return (
+        make(
+            ConditionType.READY,
+            bool(ready),
+            "Serving" if ready else _ready_reason(worst),
+            f"{len(ready)} of {wanted} groups serve" if ready else words,
+        ),
+        make(
+            ConditionType.PROGRESSING,
+            bool(busy),
+            worst.phase.value if busy else "Settled",
+            words if busy else "",
+        ),
+        make(ConditionType.DEGRADED, bool(ready) and len(ready) < wanted, worst.phase.value, words),
+        make(
+            ConditionType.FAILED,
+            bool(failed),
+            "RestartsUsedUp" if failed else "NotFailed",
+            words if failed else "",
+        ),
+        *_plan_conditions(decisions, make),
+    )
+
+
+def _ready_reason(worst: GroupStatus) -> str:
+    """Returns the culprit's reason while a group is down because of a failure, else the phase."""
+    if (
+        worst.failures
+        and worst.phase is not GroupPhase.PENDING
+        and worst.failures[-1].epoch + 1 >= worst.epoch
+    ):
+        return worst.failures[-1].reason
+    return worst.phase.value
+
+
+def _plan_conditions(
+    decisions: Sequence[GroupDecision], make: Callable[..., Condition]
+) -> tuple[Condition, ...]:
+    refusals = [decision.refusal for decision in decisions if decision.refusal is not None]
+    shortage = next((refusal for refusal in refusals if isinstance(refusal, Shortage)), None)
+    other = next((refusal for refusal in refusals if not isinstance(refusal, Shortage)), None)
+    unplaced = next((d.status for d in decisions if "is not placed" in (d.status.message or "")), None)
+    planned = any(decision.plan is not None for decision in decisions)
+    if shortage is not None:
+        capacity = make(ConditionType.CAPACITY_AVAILABLE, False, shortage.reason, shortage.message)
+    elif unplaced is not None:
+        capacity = make(ConditionType.CAPACITY_AVAILABLE, False, "Unschedulable", unplaced.message or "")
+    else:
+        capacity = make(
+            ConditionType.CAPACITY_AVAILABLE, True if planned else None, "Placed" if planned else "Unknown"
+        )
+    if other is not None:
+        return (make(ConditionType.PLANNED, False, other.reason, other.message), capacity)
+    if planned:
+        return (make(ConditionType.PLANNED, True, "PlanReady"), capacity)
+    reason = shortage.reason if shortage else "Waiting"
+    return (
+        make(
+            ConditionType.PLANNED, False if shortage else None, reason, shortage.message if shortage else ""
+        ),
+        capacity,
+    )
+
+
+def plan_status(plan: Plan) -> PlanStatus:
+    """Returns the rank table of a plan."""
+    return PlanStatus(
+        hash=plan.hash,
+        world_size=plan.world_size,
+        ranks=tuple(
+            RankPlan(
+                rank=rank.rank,
+                stage=rank.stage,
+                role=rank.role,
+                device=rank.device,
+                layers=rank.num_layers,
+                memory=format_bytes(rank.weight_bytes + rank.kv_cache_bytes),
+                predicted_step_ms=round(rank.predicted_step_s * 1e3, 1) or None,
+            )
+            for rank in plan.ranks
+        ),
+    )
+
+
+def with_members(
+    group: GroupStatus, plan: Plan, pods: Sequence[PodView], report: GroupReport | None, *, now: datetime
+) -> GroupStatus:
+    """Returns the group with one member a rank, and its times if they are due."""
+    by_index = {pod.labels[names.LABEL_POD_INDEX]: pod for pod in pods}
+    before = {member.rank: member for member in group.members}
+    times = (
+        {rank.rank: rank for rank in report.ranks}
+        if report is not None and report.epoch == group.epoch
+        else {}
+    )
+    due = _due(group, before, times, now)
+    members = []
+    for rank in plan.ranks:
+        pod = by_index.get(str(rank.pod))
+        if pod is None:
+            continue
+        old = before.get(rank.rank)
+        member = MemberStatus(
+            rank=rank.rank,
+            role=rank.role,
+            pod=pod.name,
+            node=pod.node or None,
+            ready=pod.ready and not pod.ended,
+        )
+        measured = _milliseconds(times[rank.rank]) if due else _kept(old)
+        members.append(member.model_copy(update=measured))
+    update = {"members": tuple(members), "measured_time": now if due else group.measured_time}
+    return group.model_copy(update=update)
+
+
+def _due(
+    group: GroupStatus, before: dict[int, MemberStatus], times: dict[int, RankStatus], now: datetime
+) -> bool:
+    if not times or not any(status.steps for status in times.values()):
+        return False
+    if group.measured_time is not None and now - group.measured_time < _MEASURE_EVERY:
+        return False
+    return any(_moved(before.get(rank), status) for rank, status in times.items())
+
+
+def _moved(member: MemberStatus | None, status: RankStatus) -> bool:
+    if member is None or member.compute_ms is None:
+        return True
+    return abs(status.compute_s * 1e3 - member.compute_ms) > _MOVED * max(member.compute_ms, 1e-3)
+
+
+def _milliseconds(status: RankStatus) -> dict[str, float]:
+    return {
+        "step_ms": round(status.step_s * 1e3, 2),
+        "compute_ms": round(status.compute_s * 1e3, 2),
+        "wait_ms": round(status.wait_s * 1e3, 2),
+    }
+
+
+def _kept(member: MemberStatus | None) -> dict[str, float | None]:
+    if member is None:
+        return {}
+    return {"step_ms": member.step_ms, "compute_ms": member.compute_ms, "wait_ms": member.wait_ms}
+
+
+def summary(decisions: Sequence[GroupDecision], groups: Sequence[GroupStatus], wanted: int) -> Summary:
+    """Returns the small values that `kubectl get` prints."""
+    plan = next((decision.plan for decision in decisions if decision.plan is not None), None)
+    members = [member for group in groups for member in group.members if member.compute_ms is not None]
+    slowest = max(members, key=lambda member: member.compute_ms or 0.0, default=None)
+    step_ms = max((member.step_ms or 0.0 for member in members), default=None)
+    ready = sum(group.phase is GroupPhase.READY for group in groups)
+    return Summary(
+        groups=f"{ready}/{wanted}",
+        gpu_ranks=None if plan is None else sum(rank.device is Device.GPU for rank in plan.ranks),
+        cpu_ranks=None if plan is None else sum(rank.device is Device.CPU for rank in plan.ranks),
+        step_ms=None if step_ms is None else f"{step_ms:.1f}",
+        slowest_rank=None if slowest is None else f"{slowest.rank} ({slowest.role})",
+        restarts=sum(group.restarts for group in groups),
+        plan=None if plan is None else plan.hash,
+    )

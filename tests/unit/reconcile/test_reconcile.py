@@ -1,0 +1,353 @@
+"""One resource from apply to serving, through failures, changes and its end."""
+
+import pytest
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_operator.cluster import NodeView, PatchStatus
+
+from tests.unit.reconcile.world import World, cpu_pair
+
+CULPRIT = Failure(
+    reason=FailureReason.RANK_EXITED, message="rank 1 was killed by SIGKILL", pod=1, rank=1, exit_code=-9
+)
+
+
+@pytest.fixture
+def world() -> World:
+    return World(spec=cpu_pair())
+
+
+def test_first_pass_only_adds_the_finalizer(world: World) -> None:
+    world.step()
+    assert world.finalizers == (names.FINALIZER,)
+    assert not world.pods
+
+
+def test_the_model_is_inspected_before_anything_is_planned(world: World) -> None:
+    world.settle()
+    assert len(world.pods) == 1
+    assert world.workers() == []
+    assert world.condition("ModelReady") == ("Unknown", "Inspecting")
+    assert world.condition("Ready") == ("False", "Pending")
+
+
+def test_apply_to_ready(world: World) -> None:
+    world.serve()
+    assert world.workers() == ["demo-0-1-0", "demo-0-1-1"]
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.status["summary"]["groups"] == "1/1"
+    assert world.status["observedGeneration"] == 1
+    assert world.status["readyReplicas"] == 1
+    assert ("Service", "demo") in world.objects
+    assert ("Service", "demo-0-ranks") in world.objects
+    assert ("NetworkPolicy", "demo-0-ranks") in world.objects
+    assert [kind for kind, _ in world.objects].count("ConfigMap") == 1
+
+
+def test_the_inspect_pod_goes_when_its_answer_is_kept(world: World) -> None:
+    world.serve()
+    world.reap()
+    assert list(world.pods) == world.workers()
+
+
+def test_a_settled_resource_is_never_written(world: World) -> None:
+    world.serve()
+    world.reap()
+    for _ in range(5):
+        world.pass_time(600)
+        world.step()
+        assert world.writes == []
+
+
+def test_status_is_written_before_pods_are_created(world: World) -> None:
+    world.settle()
+    world.answer_inspection()
+    decision = world.step()
+    kinds = [type(action).__name__ for action in decision.actions]
+    patch = next(i for i, action in enumerate(decision.actions) if isinstance(action, PatchStatus))
+    pods = [
+        i
+        for i, action in enumerate(decision.actions)
+        if getattr(action, "manifest", {}).get("kind") == "Pod"
+    ]
+    assert patch < min(pods), kinds
+
+
+def test_an_unreadable_model_is_told_and_tried_again(world: World) -> None:
+    world.settle()
+    failure = Failure(reason=FailureReason.MODEL_NOT_READABLE, message="/model has no config.json")
+    world.answer_inspection(failure.to_json(), exit_code=1)
+    world.settle()
+    status, reason = world.condition("ModelReady")
+    assert (status, reason) == ("False", "ModelNotReadable")
+    assert "no config.json" in str(world.status["conditions"])
+    world.pass_time(31)
+    world.step()
+    world.reap()
+    world.serve()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_a_fallen_group_names_the_culprit_and_starts_again_as_a_whole(world: World) -> None:
+    world.serve()
+    world.end_pod("demo-0-1-1", message=CULPRIT.to_json())
+    world.step()
+    assert world.condition("Ready") == ("False", "RankExited")
+    (failure,) = world.status["groups"][0]["failures"]
+    assert (failure["rank"], failure["exitCode"], failure["epoch"]) == (1, -9, 1)
+    assert all(world.pods[name].deleting for name in ("demo-0-1-0", "demo-0-1-1"))
+    assert "RankExited" in world.events
+    world.settle()
+    assert world.workers() == ["demo-0-1-0", "demo-0-1-1"], "nothing is created before the old are gone"
+    world.reap()
+    world.settle()
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.status["groups"][0]["restarts"] == 1
+
+
+def test_a_peer_that_only_saw_a_pod_vanish_does_not_name_the_culprit(world: World) -> None:
+    world.serve()
+    seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 fell silent", pod=1)
+    world.end_pod("demo-0-1-0", exit_code=71, message=seen.to_json())
+    world.end_pod("demo-0-1-1", exit_code=137, reason="OOMKilled")
+    world.step()
+    assert world.condition("Ready") == ("False", "OOMKilled")
+
+
+def test_a_deleted_pod_ends_the_epoch_at_once(world: World) -> None:
+    world.serve()
+    world.delete_pod("demo-0-1-1")
+    world.step()
+    assert world.condition("Ready") == ("False", "PodDeleted")
+    assert world.status["groups"][0]["epoch"] == 2
+
+
+def test_restarts_are_bounded_and_failed_is_final_until_restarted(world: World) -> None:
+    world.change_spec(restart={"maxRestarts": 2})
+    world.serve()
+    for epoch in (1, 2, 3):
+        assert world.workers() == [f"demo-0-{epoch}-0", f"demo-0-{epoch}-1"]
+        world.end_pod(f"demo-0-{epoch}-1", message=CULPRIT.to_json())
+        world.settle()
+        world.reap()
+        world.pass_time(400)
+        world.settle()
+        world.all_ready()
+        world.settle()
+    assert world.condition("Failed") == ("True", "RestartsUsedUp")
+    assert world.condition("Ready") == ("False", "RankExited")
+    assert world.status["groups"][0]["phase"] == "Failed"
+    world.pass_time(1e6)
+    world.settle()
+    assert world.condition("Failed")[0] == "True", "time alone heals nothing"
+    world.change_spec(restartedAt="2026-01-02T00:00:00Z")
+    world.settle()
+    world.reap()
+    world.settle()
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.condition("Failed") == ("False", "NotFailed")
+
+
+def test_the_pods_that_tell_why_a_group_failed_are_kept(world: World) -> None:
+    world.change_spec(restart={"maxRestarts": 0})
+    world.serve()
+    world.end_pod("demo-0-1-1", message=CULPRIT.to_json())
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == ["demo-0-1-1"]
+
+
+def test_back_off_grows_and_is_looked_at_in_time(world: World) -> None:
+    world.serve()
+    world.end_pod("demo-0-1-0", message=CULPRIT.to_json())
+    world.settle()
+    world.reap()
+    world.settle()
+    world.all_ready()
+    world.settle()
+    world.end_pod("demo-0-2-0", message=CULPRIT.to_json())
+    world.settle()
+    world.reap()
+    decision = world.step()
+    assert world.workers() == []
+    assert decision.look_again_s == pytest.approx(10)
+    world.pass_time(10)
+    world.settle()
+    assert world.workers() == ["demo-0-3-0", "demo-0-3-1"]
+
+
+def test_an_eviction_does_not_count(world: World) -> None:
+    world.change_spec(restart={"maxRestarts": 0})
+    world.serve()
+    name = "demo-0-1-1"
+    world.pods[name] = type(world.pods[name])(
+        **{f: getattr(world.pods[name], f) for f in world.pods[name].__dataclass_fields__}
+        | {"disrupted": "EvictionByEvictionAPI", "deleting": True}
+    )
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    assert world.status["groups"][0]["restarts"] == 0
+
+
+def test_scale_is_no_revision(world: World) -> None:
+    world.serve()
+    before = world.status["updateRevision"]
+    world.change_spec(replicas=2)
+    world.settle()
+    world.all_ready()
+    world.settle()
+    assert world.status["updateRevision"] == before
+    assert world.workers() == ["demo-0-1-0", "demo-0-1-1", "demo-1-1-0", "demo-1-1-1"]
+    world.change_spec(replicas=1)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == ["demo-0-1-0", "demo-0-1-1"]
+    assert ("Service", "demo-1-ranks") not in world.objects
+    assert world.status["replicas"] == 1
+
+
+def test_a_new_revision_replaces_one_group_at_a_time(world: World) -> None:
+    world.change_spec(replicas=2)
+    world.serve()
+    world.change_spec(engine={"maxModelLen": 512})
+    world.settle()
+    deleting = {name for name, pod in world.pods.items() if pod.deleting and name in world.workers()}
+    assert deleting == {"demo-0-1-0", "demo-0-1-1"}
+    world.reap()
+    world.settle()
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1", "demo-1-1-0", "demo-1-1-1"]
+    world.all_ready()
+    world.settle()
+    world.reap()
+    world.settle()
+    world.all_ready()
+    world.settle()
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1", "demo-1-2-0", "demo-1-2-1"]
+    assert world.status["currentRevision"] == world.status["updateRevision"]
+    assert world.status["updatedReplicas"] == 2
+
+
+def test_suspend_and_resume(world: World) -> None:
+    world.serve()
+    world.change_spec(suspend=True)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == []
+    assert world.condition("Ready") == ("False", "Suspended")
+    world.change_spec(suspend=False)
+    world.settle()
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+
+
+def test_delete_ends_pods_then_the_finalizer(world: World) -> None:
+    world.serve()
+    world.reap()
+    world.deleting = True
+    world.settle()
+    assert world.finalizers == (names.FINALIZER,), "pods are still there"
+    world.reap()
+    world.settle()
+    assert world.finalizers == ()
+
+
+def test_a_spec_that_cannot_be_read_touches_nothing_that_runs(world: World) -> None:
+    world.serve()
+    world.reap()
+    world.change_spec(replicas="two")
+    world.settle()
+    assert world.workers() == ["demo-0-1-0", "demo-0-1-1"]
+    assert world.condition("Planned") == ("False", "InvalidSpec")
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_a_refused_plan_is_told_in_words(world: World) -> None:
+    world.change_spec(engine={"args": ["--block-size=64"]})
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    assert world.workers() == []
+    assert world.condition("Planned")[0] == "False"
+    assert "--block-size" in str(world.status["conditions"])
+    assert len(world.events) == len(set(world.events)), "told once"
+
+
+def test_no_gpu_anywhere_waits_and_says_so(world: World) -> None:
+    roles = [{"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"}, cpu_pair()["roles"][0]]
+    world.change_spec(roles=roles)
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    assert world.condition("CapacityAvailable") == ("False", "InsufficientGPU")
+    assert world.workers() == []
+    world.nodes = (
+        NodeView(name="g", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100, "nvidia.com/gpu": 8}),
+    )
+    world.settle()
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_cpu_only_after_a_time_says_so(world: World) -> None:
+    roles = [{"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"}, cpu_pair()["roles"][0]]
+    world.change_spec(roles=roles, planning={"onGPUShortage": {"action": "CPUOnly", "after": "5m"}})
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    decision = world.step()
+    assert decision.look_again_s == pytest.approx(300, abs=1)
+    world.pass_time(301)
+    world.settle()
+    assert len(world.workers()) == 2
+    assert world.status["summary"]["gpuRanks"] == 0
+
+
+def test_drift_of_a_service_is_mended_and_additions_are_left(world: World) -> None:
+    world.serve()
+    world.reap()
+    service = world.objects["Service", "demo"]
+    world.objects["Service", "demo"] = {**service, "spec": {**service["spec"], "clusterIP": "10.0.0.1"}}
+    world.step()
+    assert world.writes == []
+    world.objects["Service", "demo"] = {**service, "spec": {**service["spec"], "selector": {}}}
+    world.step()
+    assert len(world.writes) == 1
+
+
+def _report(step_s: float) -> GroupReport:
+    ranks = tuple(
+        RankStatus(rank=rank, pod=rank, phase=RankPhase.READY, steps=9, step_s=step_s, compute_s=step_s)
+        for rank in (0, 1)
+    )
+    return GroupReport(group_uid="u", epoch=1, plan_hash="h", ready=True, message="", ranks=ranks)
+
+
+def test_step_times_are_written_at_most_once_a_minute_and_only_when_they_moved(world: World) -> None:
+    world.serve()
+    world.reap()
+    world.reports = {0: _report(0.010)}
+    world.settle()
+    assert world.status["summary"]["stepMs"] == "10.0"
+    world.reports = {0: _report(0.020)}
+    world.pass_time(30)
+    world.step()
+    assert world.writes == []
+    world.pass_time(31)
+    world.settle()
+    assert world.status["summary"]["stepMs"] == "20.0"
+    world.reports = {0: _report(0.021)}
+    world.pass_time(120)
+    world.step()
+    assert world.writes == []

@@ -1,0 +1,214 @@
+"""A cluster as values: what the decisions' actions would make of it. No clock, no I/O."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_operator.cluster import (
+    Action,
+    ApplyObject,
+    ContainerTermination,
+    CreateObject,
+    Decision,
+    DeleteObject,
+    NodeView,
+    Observation,
+    PatchStatus,
+    PodView,
+    RecordEvent,
+    ResourceKey,
+    ResourceView,
+    SetFinalizer,
+)
+from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.reconcile import Options, reconcile
+
+OPTIONS = Options(
+    addressing=ClusterAddressing(allow_host_paths=True),
+    images=WorkerImages(cpu="example.test/worker-cpu:1", gpu="example.test/worker:1"),
+)
+
+PROFILE = ModelProfile(
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    num_layers=8,
+    hidden_size=256,
+    num_attention_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    vocab_size=512,
+    max_position_embeddings=2048,
+    layer_bytes=(3_000_000,) * 8,
+    embedding_bytes=524_288,
+    head_bytes=524_288,
+    tied_head=False,
+)
+
+
+def cpu_pair(**changes: Any) -> dict[str, Any]:
+    """Returns the spec of two CPU pods, one rank each."""
+    role = {"device": "CPU", "pods": 1, "resources": {"limits": {"cpu": "4", "memory": "8Gi"}}}
+    return {
+        "model": {"uri": "file:///models/tiny"},
+        "roles": [{"name": "first", **role}, {"name": "second", **role}],
+        **changes,
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class World:
+    """A resource and what belongs to it.
+
+    Attributes:
+        writes: actions of the last pass that would write to the API server.
+        events: reasons of all events so far.
+    """
+
+    spec: dict[str, Any]
+    now: datetime = datetime(2026, 1, 1, tzinfo=UTC)
+    status: dict[str, Any] = field(default_factory=dict)
+    finalizers: tuple[str, ...] = ()
+    deleting: bool = False
+    generation: int = 1
+    version: int = 1
+    pods: dict[str, PodView] = field(default_factory=dict)
+    manifests: dict[str, Any] = field(default_factory=dict)
+    objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    nodes: tuple[NodeView, ...] | None = (
+        NodeView(name="node", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100}),
+    )
+    reports: dict[int, GroupReport] = field(default_factory=dict)
+    writes: list[Action] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    created: list[str] = field(default_factory=list)
+    uids: int = 0
+
+    def observe(self) -> Observation:
+        """Returns the observation of now."""
+        resource = ResourceView(
+            key=ResourceKey(namespace="default", name="demo"),
+            uid="uid-demo",
+            generation=self.generation,
+            resource_version=str(self.version),
+            finalizers=self.finalizers,
+            deleting=self.deleting,
+            spec=self.spec,
+            status=self.status,
+        )
+        return Observation(
+            resource=resource,
+            pods=tuple(self.pods.values()),
+            objects=tuple(self.objects.values()),
+            nodes=self.nodes,
+            groups=self.reports,
+        )
+
+    def step(self) -> Decision:
+        """Runs one pass and what it decides."""
+        decision = reconcile(self.observe(), self.now, OPTIONS)
+        self.writes = [action for action in decision.actions if not isinstance(action, RecordEvent)]
+        for action in decision.actions:
+            self._run(action)
+        return decision
+
+    def settle(self, passes: int = 10) -> None:
+        """Runs passes until one writes nothing."""
+        for _ in range(passes):
+            self.step()
+            if not self.writes:
+                return
+        raise AssertionError(f"still writing after {passes} passes: {self.writes}")
+
+    def serve(self) -> None:
+        """Brings a resource from nothing to Ready, with pods that do what they should."""
+        self.settle()
+        self.answer_inspection()
+        self.settle()
+        self.all_ready()
+        self.settle()
+
+    def answer_inspection(self, message: str = PROFILE.to_json(), exit_code: int = 0) -> None:
+        """Ends every inspect pod with this answer."""
+        ended = ContainerTermination(exit_code=exit_code, message=message)
+        self._change(lambda pod: replace(pod, termination=ended) if _is_inspect(pod) else pod)
+
+    def all_ready(self) -> None:
+        """Turns every living worker pod ready."""
+        self._change(lambda pod: replace(pod, phase="Running", ready=not pod.ended, node="node"))
+
+    def end_pod(self, name: str, *, exit_code: int = 70, message: str = "", reason: str = "") -> None:
+        """Ends the worker container of a pod."""
+        ended = ContainerTermination(exit_code=exit_code, message=message, reason=reason)
+        self.pods[name] = replace(self.pods[name], termination=ended, ready=False, phase="Failed")
+
+    def delete_pod(self, name: str) -> None:
+        """Deletes a pod as a user would: it is there until `reap`."""
+        self.pods[name] = replace(self.pods[name], deleting=True)
+
+    def reap(self) -> None:
+        """Lets pods that are being deleted go."""
+        self.pods = {name: pod for name, pod in self.pods.items() if not pod.deleting}
+
+    def pass_time(self, seconds: float) -> None:
+        """Moves the clock."""
+        self.now += timedelta(seconds=seconds)
+
+    def change_spec(self, **changes: Any) -> None:
+        """Changes the spec as a user would."""
+        self.spec = {**self.spec, **changes}
+        self.generation += 1
+        self.version += 1
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        """Returns status and reason of a condition."""
+        found = next(c for c in self.status["conditions"] if c["type"] == kind)
+        return found["status"], found["reason"]
+
+    def workers(self) -> list[str]:
+        """Returns the names of worker pods."""
+        return sorted(name for name, pod in self.pods.items() if not _is_inspect(pod))
+
+    def _change(self, change: Callable[[PodView], PodView]) -> None:
+        self.pods = {name: change(pod) for name, pod in self.pods.items()}
+
+    def _run(self, action: Action) -> None:
+        match action:
+            case SetFinalizer(present=present):
+                self.finalizers = (names.FINALIZER,) if present else ()
+                self.version += 1
+            case PatchStatus(status=status, resource_version=version):
+                assert version == str(self.version), "status decided on an older resource"
+                self.status = dict(status)
+                self.version += 1
+            case RecordEvent(reason=reason):
+                self.events.append(reason)
+            case CreateObject(manifest=manifest) | ApplyObject(manifest=manifest):
+                self._store(dict(manifest))
+            case DeleteObject(kind="Pod", name=name, uid=uid):
+                if name in self.pods and self.pods[name].uid == uid:
+                    self.delete_pod(name)
+            case DeleteObject(kind=kind, name=name):
+                self.objects.pop((kind, name), None)
+
+    def _store(self, manifest: dict[str, Any]) -> None:
+        self.uids += 1
+        name = manifest["metadata"]["name"]
+        if manifest["kind"] != "Pod":
+            metadata = {**manifest["metadata"], "uid": f"uid-{self.uids}"}
+            self.objects[manifest["kind"], name] = {**manifest, "metadata": metadata}
+            return
+        assert name not in self.pods, f"pod {name} exists"
+        self.created.append(name)
+        self.manifests[name] = manifest
+        self.pods[name] = PodView(
+            name=name, uid=f"uid-{self.uids}", labels=manifest["metadata"]["labels"], created=self.now
+        )
+
+
+def _is_inspect(pod: PodView) -> bool:
+    return pod.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_INSPECT
