@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 .PHONY: help setup quickstart test lint types imports unit integration e2e cluster bench lock clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z0-9]*\):.*## /  make \1 | /p' Makefile | column -t -s '|'
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1 | /p' Makefile | column -t -s '|'
 
 setup:  ## everything into .venv and .venv-worker; nothing to do when nothing changed
 	@./.ci/setup "$(PYTHON)" $(VENV) $(WORKER_VENV)

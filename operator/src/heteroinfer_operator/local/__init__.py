@@ -1,0 +1,20 @@
+"""The port of cluster.py on this machine's processes: `heteroinfer up`.
+
+Same planner, manifests and reconcile as on Kubernetes; a Pod is a process tree, the one
+node is this machine, and what only a network of pods needs (Services, NetworkPolicies) is
+kept and compared as any child, but nothing acts on it: all listens on loopback.
+"""
+
+from heteroinfer_operator.local.addressing import LocalAddressing, PortsTakenError
+from heteroinfer_operator.local.cluster import LocalCluster
+from heteroinfer_operator.local.pod import UnsupportedPodFieldError
+from heteroinfer_operator.local.worker_python import WorkerPythonError, find_worker_python
+
+__all__ = [
+    "LocalAddressing",
+    "LocalCluster",
+    "PortsTakenError",
+    "UnsupportedPodFieldError",
+    "WorkerPythonError",
+    "find_worker_python",
+]

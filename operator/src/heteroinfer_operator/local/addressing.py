@@ -1,0 +1,130 @@
+"""Loopback and free ports in place of pod names and fixed ports."""
+
+import random
+import socket
+from pathlib import Path
+from typing import Final
+
+from heteroinfer_contract.launch import PodAddress
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import MAX_GROUPS, HeteroInferenceSpec
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.manifests.addressing import ModelSource
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
+
+LOOPBACK: Final = "127.0.0.1"
+_PORTS: Final = range(20000, 32000)
+"""Below what Linux gives to outgoing connections (32768 and up), so that a port found
+free is still free a moment later, when the worker binds it."""
+_ATTEMPTS: Final = 1000
+
+
+class PortsTakenError(PlanError):
+    """A port that was asked for is in use, or no free one is left."""
+
+    reason = "PortTaken"
+
+
+class LocalAddressing:
+    """Addresses of the groups of one resource on this machine.
+
+    An epoch keeps the ports that it was first given, since each pass of the reconcile
+    asks again.
+
+    Args:
+        api_port: of group 0; group i serves on this plus i.
+        model_dir: where the model is, whatever the spec's uri says; None takes file:// only.
+        rng: chooses ports.
+    """
+
+    def __init__(self, *, api_port: int, model_dir: Path | None, rng: random.Random | None = None) -> None:
+        self._api_port = api_port
+        self._model_dir = model_dir
+        self._rng = rng or random.Random()  # noqa: S311 - ports are no secret
+        self._given: dict[tuple[int, int, str], tuple[PodAddress, ...]] = {}
+        self._taken = set(range(api_port, api_port + MAX_GROUPS))
+
+    def pods(self, spec: HeteroInferenceSpec, group: GroupRef, plan: Plan) -> tuple[PodAddress, ...]:
+        """Returns loopback and free ports for each pod.
+
+        Raises:
+            PortsTakenError: no free ports are left.
+        """
+        key = (group.index, group.epoch, plan.hash)
+        if key not in self._given:
+            self._given[key] = tuple(self._address(group.index, len(pod.ranks)) for pod in plan.pods)
+        return self._given[key]
+
+    def model(self, spec: HeteroInferenceSpec) -> ModelSource:
+        """Returns the folder of the model on this machine.
+
+        Raises:
+            PlanError: the spec names a place that this machine has not.
+        """
+        if self._model_dir is not None:
+            return ModelSource(path=str(self._model_dir), volume=None)
+        scheme, _, path = spec.model.uri.partition("://")
+        if scheme != "file":
+            raise PlanError(
+                f"model.uri {spec.model.uri} is not on this machine: download the model "
+                "(hf download ORG/MODEL --local-dir DIR) and give --model-dir DIR",
+                reason="ModelSourceNotSupported",
+            )
+        return ModelSource(path=path, volume=None)
+
+    def endpoint(self, spec: HeteroInferenceSpec, owner: Owner) -> str:
+        """Returns the base URL of group 0."""
+        return self.group_endpoint(0)
+
+    def group_endpoint(self, index: int) -> str:
+        """Returns the base URL of a group's OpenAI API."""
+        return f"http://{LOOPBACK}:{self._api_port + index}/v1"
+
+    def check_api_ports(self, groups: int) -> None:
+        """Checks that every group can serve.
+
+        Raises:
+            PortsTakenError: another program listens on one of the ports.
+        """
+        for port in range(self._api_port, self._api_port + groups):
+            if not is_free(port):
+                raise PortsTakenError(
+                    f"port {port} on {LOOPBACK} is in use by another program, and the OpenAI API needs it: "
+                    "stop that, or choose another with --port"
+                )
+
+    def _address(self, group: int, num_ranks: int) -> PodAddress:
+        return PodAddress(
+            host=LOOPBACK,
+            api_port=self._api_port + group,
+            health_port=self._take(1),
+            control_port=self._take(1),
+            rendezvous_port=self._take(1),
+            executor_port=self._take(1),
+            metrics_port=self._take(num_ranks),
+        )
+
+    def _take(self, size: int) -> int:
+        """Returns the first of `size` free ports that follow each other, never given again."""
+        for _ in range(_ATTEMPTS):
+            first = self._rng.choice(_PORTS)
+            block = set(range(first, first + size))
+            if not block & self._taken and all(is_free(port) for port in block):
+                self._taken |= block
+                return first
+        raise PortsTakenError(
+            f"found no {size} free ports on {LOOPBACK} in {_PORTS.start}-{_PORTS.stop - 1}; "
+            "stop what uses them"
+        )
+
+
+def is_free(port: int) -> bool:
+    """Returns whether a server could listen on this port of loopback now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do: connections of the last epoch in TIME_WAIT are no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,300 @@
+"""LocalCluster: one HeteroInference and its children in memory, its pods as processes."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_operator.cluster import (
+    Action,
+    ApplyObject,
+    ConflictError,
+    CreateObject,
+    DeleteObject,
+    Manifest,
+    NodeView,
+    Observation,
+    PatchStatus,
+    RecordEvent,
+    ResourceKey,
+    ResourceView,
+    SetFinalizer,
+)
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.local.inventory import observe_gpus
+from heteroinfer_operator.local.pod import parse_pod
+from heteroinfer_operator.local.process import PodFolder, RunningPod
+from heteroinfer_operator.local.stored_pod import StoredPod
+from heteroinfer_operator.local.supervisor_client import SupervisorClient
+
+CLOSE_TIMEOUT_S: Final = 10.0
+
+
+class LocalPodError(HeteroInferError):
+    """A pod cannot be run on this machine now; the message says why."""
+
+    reason = "PodNotStarted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """What `heteroinfer up` decides for its cluster.
+
+    Attributes:
+        worker_python: the Python that has vLLM.
+        scratch: private folder of the pods; short, since socket names go into it.
+        log_dir: where each pod's output goes, as POD.log.
+        node: this machine.
+        env: that pods inherit.
+    """
+
+    worker_python: Path
+    scratch: Path
+    log_dir: Path
+    node: NodeView
+    env: Mapping[str, str]
+
+
+class LocalCluster:
+    """What a reconcile needs of the world, on this machine.
+
+    Use from one event loop, whose thread must live as long as the pods shall: they die
+    with it.
+
+    Args:
+        resource: the HeteroInference as the user wrote it, valid.
+        options: of this run.
+        on_change: called when the next reconcile may decide something new.
+        on_event: called with each event.
+    """
+
+    def __init__(
+        self,
+        resource: Manifest,
+        options: LocalOptions,
+        *,
+        on_change: Callable[[], None],
+        on_event: Callable[[RecordEvent], None],
+    ) -> None:
+        metadata = resource["metadata"]
+        self.key = ResourceKey(namespace=metadata.get("namespace", "default"), name=metadata["name"])
+        self.gone = asyncio.Event()
+        self._options = options
+        self._on_change = on_change
+        self._on_event = on_event
+        self._uid = str(uuid.uuid4())
+        self._spec: Manifest = resource["spec"]
+        self._status: Manifest = {}
+        self._finalizers: tuple[str, ...] = ()
+        self._deleting = False
+        self._version = 1
+        self._objects: dict[tuple[str, str], Manifest] = {}
+        self._pods: dict[str, StoredPod] = {}
+        self._pods_made = 0
+        self._free_gpus = list(observe_gpus(env=options.env))
+        self._supervisors = SupervisorClient()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leftover: HeteroInferError | None = None
+
+    @property
+    def status(self) -> Manifest:
+        """Returns the status as last written."""
+        return self._status
+
+    def groups(self) -> dict[int, GroupStatus]:
+        """Returns by group index what each running leader last said of its group."""
+        said = ((pod.group_index, pod.group_status) for pod in self._pods.values())
+        return {index: status for index, status in said if index is not None and status is not None}
+
+    def request_deletion(self) -> None:
+        """Has the resource deleted, as `kubectl delete` does; `gone` is set when it is."""
+        self._deleting = True
+        self._written()
+
+    async def observe(self, key: ResourceKey) -> Observation | None:
+        """Returns the resource, its children and this machine, or None if it is gone.
+
+        Raises:
+            HeteroInferError: a pod left processes behind that cannot be killed.
+        """
+        if self._leftover is not None:
+            raise self._leftover
+        if key != self.key or self.gone.is_set():
+            return None
+        return Observation(
+            resource=ResourceView(
+                key=self.key,
+                uid=self._uid,
+                generation=1,
+                resource_version=str(self._version),
+                finalizers=self._finalizers,
+                deleting=self._deleting,
+                spec=self._spec,
+                status=self._status,
+            ),
+            pods=tuple(pod.view(self._options.node.name) for pod in self._pods.values()),
+            objects=tuple(self._objects.values()),
+            nodes=(self._options.node,),
+            groups=self.groups(),
+        )
+
+    async def run(self, observation: Observation, actions: Sequence[Action]) -> None:
+        """Runs actions in order.
+
+        Raises:
+            ConflictError: an object exists already, or the resource has changed.
+            UnsupportedPodFieldError: a pod asks for what this machine cannot give.
+            LocalPodError: a pod could not be started.
+        """
+        for action in actions:
+            await self._run(action, observation)
+
+    async def close(self) -> None:
+        """Kills what still runs, and forgets all of it.
+
+        Raises:
+            HeteroInferError: processes were left behind; the message names them.
+        """
+        running = [pod for pod in self._pods.values() if pod.termination is None]
+        for pod in running:
+            self._start_task(self._stop(pod, grace_s=0.0))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
+        await self._supervisors.close()
+        for pod in self._pods.values():
+            pod.running.remove_folder()
+        if self._leftover is not None:
+            raise self._leftover
+
+    async def _run(self, action: Action, observation: Observation) -> None:
+        match action:
+            case CreateObject(manifest=manifest):
+                await self._create(manifest)
+            case ApplyObject(manifest=manifest):
+                self._apply(manifest)
+            case DeleteObject():
+                self._delete(action)
+            case PatchStatus():
+                if action.resource_version != str(self._version):
+                    raise ConflictError(f"{self.key} has changed since it was observed")
+                self._status = action.status
+                self._written()
+            case SetFinalizer():
+                kept = tuple(name for name in self._finalizers if name != names.FINALIZER)
+                self._finalizers = (*kept, names.FINALIZER) if action.present else kept
+                self._written()
+            case RecordEvent():
+                self._on_event(action)
+
+    def _written(self) -> None:
+        """Notes a write of the resource, which is gone once it is deleted and nobody holds it."""
+        self._version += 1
+        if self._deleting and not self._finalizers:
+            self._objects.clear()
+            self.gone.set()
+        self._on_change()
+
+    async def _create(self, manifest: Manifest) -> None:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        if (kind, name) in self._objects or (kind == "Pod" and name in self._pods):
+            raise ConflictError(f"{kind} {name} exists already")
+        if kind != "Pod":
+            self._objects[kind, name] = _stored(manifest, str(uuid.uuid4()))
+            return
+        pod = await self._start(manifest)
+        self._pods[name] = pod
+        self._start_task(self._watch(pod))
+        self._start_task(self._probe(pod))
+        self._on_change()
+
+    def _apply(self, manifest: Manifest) -> None:
+        key = manifest["kind"], manifest["metadata"]["name"]
+        old = self._objects.get(key)
+        self._objects[key] = _stored(manifest, old["metadata"]["uid"] if old else str(uuid.uuid4()))
+
+    def _delete(self, action: DeleteObject) -> None:
+        if action.kind != "Pod":
+            stored = self._objects.get((action.kind, action.name))
+            if stored is not None and stored["metadata"]["uid"] == action.uid:
+                del self._objects[action.kind, action.name]
+            return
+        pod = self._pods.get(action.name)
+        if pod is None or pod.uid != action.uid or pod.deleting:
+            return
+        pod.deleting = True
+        if pod.termination is not None:
+            self._remove(pod)
+        else:
+            grace_s = pod.running.pod.grace_s if action.grace_s is None else action.grace_s
+            self._start_task(self._stop(pod, grace_s=grace_s))
+
+    async def _start(self, manifest: Manifest) -> StoredPod:
+        config_maps = {name: stored for (kind, name), stored in self._objects.items() if kind == "ConfigMap"}
+        pod = parse_pod(manifest, config_maps)
+        if pod.num_gpus > len(self._free_gpus):
+            raise LocalPodError(
+                f"pod {pod.name}: got {len(self._free_gpus)} free GPUs, expected {pod.num_gpus}; "
+                "ask for fewer, or stop what uses them"
+            )
+        gpus, self._free_gpus = self._free_gpus[: pod.num_gpus], self._free_gpus[pod.num_gpus :]
+        self._pods_made += 1
+        folder = PodFolder(
+            path=self._options.scratch / f"p{self._pods_made}", log=self._options.log_dir / f"{pod.name}.log"
+        )
+        try:
+            running = await RunningPod.start(
+                pod, self._options.worker_python, folder, gpus, self._options.env
+            )
+        except OSError as error:
+            raise LocalPodError(f"pod {pod.name} could not be started: {error}") from error
+        return StoredPod(manifest=manifest, uid=str(uuid.uuid4()), running=running, gpus=tuple(gpus))
+
+    async def _watch(self, pod: StoredPod) -> None:
+        try:
+            pod.termination = await pod.running.wait()
+        except HeteroInferError as error:
+            self._leftover = error
+        pod.ready = False
+        pod.group_status = None
+        self._free_gpus = sorted([*self._free_gpus, *pod.gpus])
+        if pod.deleting:
+            self._remove(pod)
+        self._on_change()
+
+    async def _stop(self, pod: StoredPod, *, grace_s: float) -> None:
+        try:
+            await pod.running.stop(grace_s)
+        except HeteroInferError as error:
+            self._leftover = error
+            self._on_change()
+
+    def _remove(self, pod: StoredPod) -> None:
+        pod.running.remove_folder()
+        self._pods.pop(pod.name, None)
+        self._on_change()
+
+    async def _probe(self, pod: StoredPod) -> None:
+        async for answer in self._supervisors.watch(pod):
+            changed = (answer.ready, _readiness(answer.group)) != (pod.ready, _readiness(pod.group_status))
+            pod.ready, pod.group_status = answer.ready, answer.group
+            if changed:
+                self._on_change()
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _readiness(status: GroupStatus | None) -> bool:
+    return status is not None and status.ready
+
+
+def _stored(manifest: Manifest, uid: str) -> Manifest:
+    return {**manifest, "metadata": {**manifest["metadata"], "uid": uid}}

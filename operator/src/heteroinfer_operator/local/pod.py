@@ -1,0 +1,209 @@
+"""A Pod manifest as the one process it is on this machine, or why it cannot be one. Pure.
+
+There are no containers here, so every field of a Pod is in one of three lists:
+
+- run: the worker container's command, args, env (literal values and keys of ConfigMaps),
+  readinessProbe, GPUs of its resources (as CUDA_VISIBLE_DEVICES) and
+  terminationGracePeriodSeconds;
+- met by the nature of a process, and so accepted: names, labels, images, ports (they
+  are in env and args already), CPU and memory of resources (the plan counts with them,
+  nothing enforces them), security contexts (the process is the user's own), emptyDir
+  (the machine's /tmp and /dev/shm), livenessProbe (a supervisor that hangs is seen by
+  its peers' heart-beats);
+- anything else is refused in words: it would silently mean nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE, parse_quantity
+from heteroinfer_operator.cluster import Manifest
+from heteroinfer_operator.errors import HeteroInferError
+
+DEFAULT_GRACE_S: Final = 30
+"""Kubernetes' own terminationGracePeriodSeconds."""
+
+_POD_FIELDS: Final = frozenset({"apiVersion", "kind", "metadata", "spec"})
+_SPEC_FIELDS: Final = frozenset(
+    {
+        "automountServiceAccountToken",
+        "containers",
+        "enableServiceLinks",
+        "hostname",
+        "restartPolicy",
+        "securityContext",
+        "subdomain",
+        "terminationGracePeriodSeconds",
+        "volumes",
+    }
+)
+_CONTAINER_FIELDS: Final = frozenset(
+    {
+        "args",
+        "command",
+        "env",
+        "image",
+        "imagePullPolicy",
+        "livenessProbe",
+        "name",
+        "ports",
+        "readinessProbe",
+        "resources",
+        "securityContext",
+        "terminationMessagePolicy",
+        "volumeMounts",
+    }
+)
+_ENFORCED_BY_NOBODY: Final = frozenset({"cpu", "memory", "ephemeral-storage"})
+
+
+class UnsupportedPodFieldError(HeteroInferError):
+    """A Pod asks for something that a process on this machine cannot have.
+
+    Attributes:
+        field: its path in the manifest.
+    """
+
+    reason = "UnsupportedPodField"
+
+    def __init__(self, pod: str, field: str, remedy: str) -> None:
+        super().__init__(f"pod {pod}: {field}: `heteroinfer up` cannot run this; {remedy}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodProcess:
+    """What runs as one pod.
+
+    Attributes:
+        name: of the pod.
+        arguments: of the worker's command line, after the command itself.
+        env: set besides the environment of `heteroinfer up`.
+        num_gpus: GPUs of its own.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        health_port: where readiness is asked for, or None if the pod has no readinessProbe.
+        readiness_path: what is asked for there.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    env: Mapping[str, str]
+    num_gpus: int
+    grace_s: int
+    health_port: int | None
+    readiness_path: str
+
+
+def parse_pod(manifest: Manifest, config_maps: Mapping[str, Manifest]) -> PodProcess:
+    """Returns the process that a Pod is.
+
+    Args:
+        manifest: of the Pod.
+        config_maps: those of its namespace, by name.
+
+    Raises:
+        UnsupportedPodFieldError: it has a field that is neither run nor met here.
+    """
+    pod = _Reader(manifest["metadata"]["name"], config_maps)
+    pod.only(manifest, _POD_FIELDS, "")
+    spec = manifest["spec"]
+    pod.only(spec, _SPEC_FIELDS, "spec")
+    if spec.get("restartPolicy") != "Never":
+        pod.refuse("spec.restartPolicy", f"expected Never, got {spec.get('restartPolicy')!r}")
+    if len(spec["containers"]) != 1:
+        pod.refuse("spec.containers", f"expected one container, got {len(spec['containers'])}")
+    pod.check_volumes(spec)
+    container = spec["containers"][0]
+    pod.only(container, _CONTAINER_FIELDS, "spec.containers[0]")
+    if container.get("name") != names.CONTAINER_WORKER or len(container.get("command", ())) != 1:
+        pod.refuse(
+            "spec.containers[0].command", f"expected the command of container {names.CONTAINER_WORKER}"
+        )
+    port, path = pod.readiness(container)
+    return PodProcess(
+        name=pod.name,
+        arguments=tuple(container.get("args", ())),
+        env=pod.env(container.get("env", ())),
+        num_gpus=pod.num_gpus(container.get("resources", {})),
+        grace_s=spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S),
+        health_port=port,
+        readiness_path=path,
+    )
+
+
+class _Reader:
+    """Reads the parts of one manifest, and refuses with its name."""
+
+    def __init__(self, name: str, config_maps: Mapping[str, Manifest]) -> None:
+        self.name = name
+        self._config_maps = config_maps
+
+    def refuse(self, field: str, remedy: str) -> None:
+        raise UnsupportedPodFieldError(self.name, field, remedy)
+
+    def only(self, mapping: Manifest, known: frozenset[str], where: str) -> None:
+        for field in sorted(set(mapping) - known):
+            self.refuse(
+                f"{where}.{field}".lstrip("."),
+                "remove it from the role's template or from spec.scheduling, or use a cluster",
+            )
+
+    def check_volumes(self, spec: Manifest) -> None:
+        host_paths = {}
+        for index, volume in enumerate(spec.get("volumes", ())):
+            if "hostPath" in volume:
+                host_paths[volume["name"]] = (volume["hostPath"]["path"], f"spec.volumes[{index}].hostPath")
+            elif "emptyDir" not in volume:
+                kind = next(iter(set(volume) - {"name"}), "")
+                self.refuse(f"spec.volumes[{index}].{kind}", "give the model's folder with --model-dir")
+        for mount in spec["containers"][0].get("volumeMounts", ()):
+            path, field = host_paths.get(mount["name"], (mount["mountPath"], ""))
+            if path != mount["mountPath"]:
+                self.refuse(
+                    field, f"{path} cannot be mounted at {mount['mountPath']}: there are no mounts here"
+                )
+
+    def env(self, variables: Sequence[Manifest]) -> dict[str, str]:
+        env = {}
+        for index, variable in enumerate(variables):
+            where = f"spec.containers[0].env[{index}]"
+            if "valueFrom" in variable:
+                env[variable["name"]] = self._referred(variable["valueFrom"], f"{where}.valueFrom")
+                continue
+            value = variable.get("value", "")
+            if "$(" in value:
+                self.refuse(f"{where}.value", f"write out what $(...) stands for in {variable['name']}")
+            env[variable["name"]] = value
+        return env
+
+    def _referred(self, source: Manifest, where: str) -> str:
+        if set(source) != {"configMapKeyRef"}:
+            self.refuse(where, "there are no Secrets here: export the variable before `heteroinfer up`")
+        reference = source["configMapKeyRef"]
+        config_map = self._config_maps.get(reference["name"], {})
+        value = config_map.get("data", {}).get(reference["key"])
+        if value is None:
+            self.refuse(where, f"there is no ConfigMap {reference['name']} with key {reference['key']} here")
+        return str(value)
+
+    def num_gpus(self, resources: Manifest) -> int:
+        limits: Mapping[str, Any] = resources.get("limits", {})
+        for name in sorted({*limits, *resources.get("requests", {})} - _ENFORCED_BY_NOBODY):
+            if name != DEFAULT_GPU_RESOURCE:
+                self.refuse(
+                    f"spec.containers[0].resources.limits[{name}]",
+                    f"this machine has cpu, memory and {DEFAULT_GPU_RESOURCE}; remove {name}",
+                )
+        return int(parse_quantity(str(limits.get(DEFAULT_GPU_RESOURCE, 0))))
+
+    def readiness(self, container: Manifest) -> tuple[int | None, str]:
+        probe = container.get("readinessProbe")
+        if probe is None:
+            return None, ""
+        if "httpGet" not in probe:
+            self.refuse("spec.containers[0].readinessProbe", "expected httpGet")
+        asked = probe["httpGet"]["port"]
+        ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+        return int(ports.get(asked, asked)), str(probe["httpGet"]["path"])

@@ -1,0 +1,199 @@
+"""The process tree of one pod: started, watched, and ended to the last process."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
+from heteroinfer_operator.cluster import ContainerTermination
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.local import orphans
+from heteroinfer_operator.local.pod import PodProcess
+
+WORKER_MODULE: Final = "vllm_heteroinfer.launch.cli"
+"""Run in place of the image's command `heteroinfer-worker`."""
+KILL_TIMEOUT_S: Final = 5.0
+"""After SIGKILL; a process in an uninterruptible wait takes longer, and is then told of."""
+_POLL_S: Final = 0.02
+_NOT_INHERITED: Final = ("HETEROINFER_", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
+"""Prefixes of variables of `heteroinfer up` that are of another Python, or of another pod."""
+
+
+class LeftoverProcessError(HeteroInferError):
+    """Processes of a pod live on after SIGKILL."""
+
+    reason = "LeftoverProcess"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodFolder:
+    """What a pod has to itself on disk; its processes are told by it.
+
+    Attributes:
+        path: private; removed with the pod.
+        log: standard output and error of all its processes.
+    """
+
+    path: Path
+    log: Path
+
+    @property
+    def termination_message(self) -> Path:
+        """Returns where the supervisor writes why it ended."""
+        return self.path / "termination-log"
+
+    @property
+    def temporary(self) -> Path:
+        """Returns the pod's TMPDIR."""
+        return self.path / "tmp"
+
+
+class RunningPod:
+    """A pod's processes, from the supervisor's start to the end of the last of them."""
+
+    def __init__(self, pod: PodProcess, process: asyncio.subprocess.Process, folder: PodFolder) -> None:
+        self.pod = pod
+        self.folder = folder
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls,
+        pod: PodProcess,
+        worker_python: Path,
+        folder: PodFolder,
+        gpus: Sequence[str],
+        env: Mapping[str, str],
+    ) -> "RunningPod":
+        """Returns the pod with its supervisor started.
+
+        It runs in a session of its own, so that Ctrl-C reaches `heteroinfer up` alone, in
+        its own folder, and dies with this process. Its environment is `env` less what
+        belongs to another Python or another pod, and the pod's own.
+
+        Args:
+            pod: what to run.
+            worker_python: the Python that has vLLM.
+            folder: made here.
+            gpus: what CUDA_VISIBLE_DEVICES shall name.
+            env: of this process.
+
+        Raises:
+            OSError: the program could not be started, or the folder not be made.
+        """
+        folder.temporary.mkdir(parents=True)
+        inherited = {name: value for name, value in env.items() if not name.startswith(_NOT_INHERITED)}
+        own = {
+            "TMPDIR": str(folder.temporary),
+            "PYTHONUNBUFFERED": "1",
+            # -1, not empty: vLLM takes an empty one for a GPU that does not answer.
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus) or "-1",
+            names.ENV_TERMINATION_MESSAGE_PATH: str(folder.termination_message),
+        }
+        guard = [str(worker_python), "-I", "-S", orphans.__file__, str(os.getpid())]
+        with folder.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *guard,
+                str(worker_python),
+                "-m",
+                WORKER_MODULE,
+                *pod.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**inherited, **pod.env, **own},
+                cwd=folder.path,
+                start_new_session=True,
+            )
+        return cls(pod, process, folder)
+
+    async def wait(self) -> ContainerTermination:
+        """Returns how the supervisor ended, once all other processes of the pod are gone too.
+
+        As in a container, nothing outlives its first process.
+
+        Raises:
+            LeftoverProcessError: something does.
+        """
+        code = await self._process.wait()
+        await self._kill_rest()
+        return ContainerTermination(
+            exit_code=code if code >= 0 else 128 - code,
+            reason="Completed" if code == 0 else "Error",
+            message=self._termination_message(),
+        )
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends the pod: SIGTERM to the supervisor, and SIGKILL to all of it after `grace_s`.
+
+        Returns once the supervisor is gone; raises LeftoverProcessError as wait().
+        """
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """Ends all processes of the pod by SIGKILL; raises LeftoverProcessError as wait()."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        await self._kill_rest()
+
+    def remove_folder(self) -> None:
+        """Removes what the pod had to itself on disk, but not its log."""
+        shutil.rmtree(self.folder.path, ignore_errors=True)
+
+    def _termination_message(self) -> str:
+        try:
+            text = self.folder.termination_message.read_bytes()
+        except FileNotFoundError:
+            return ""
+        return text[:MAX_TERMINATION_MESSAGE_BYTES].decode(errors="replace")
+
+    async def _kill_rest(self) -> None:
+        deadline = asyncio.get_running_loop().time() + KILL_TIMEOUT_S
+        while left := sorted(self._living()):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if asyncio.get_running_loop().time() > deadline:
+                raise LeftoverProcessError(
+                    f"pod {self.pod.name}: processes {', '.join(map(str, left))} live on {KILL_TIMEOUT_S:g} s "
+                    "after SIGKILL; look at /proc/PID/stack for what the kernel waits for"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _living(self) -> Iterator[int]:
+        """Yields the pod's processes: by session, folder or environment, whichever a process has kept."""
+        mark = f"{names.ENV_TERMINATION_MESSAGE_PATH}={self.folder.termination_message}".encode()
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                state, session = _state_and_session(entry)
+                belongs = (
+                    session == self._process.pid
+                    or (entry / "cwd").readlink() == self.folder.path
+                    or mark in (entry / "environ").read_bytes().split(b"\0")
+                )
+            except (OSError, ValueError):
+                continue  # it has just ended, or it is somebody else's
+            if belongs and state != "Z":
+                yield int(entry.name)
+
+
+def _state_and_session(entry: Path) -> tuple[str, int]:
+    # proc_pid_stat(5): the name in parentheses may hold anything; state and session follow it.
+    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[3])

@@ -1,0 +1,71 @@
+"""A pod in the memory of LocalCluster: what the API server would keep of it."""
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from heteroinfer_contract import names
+from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_operator.cluster import ContainerTermination, Manifest, PodView
+from heteroinfer_operator.local.process import RunningPod
+
+
+@dataclass(slots=True, kw_only=True)
+class StoredPod:
+    """One pod; changed by LocalCluster only.
+
+    Attributes:
+        manifest: as created.
+        uid: its identity.
+        running: its processes.
+        gpus: its own, as CUDA names them.
+        created: when.
+        deleting: whether it was told to end.
+        ready: what its readiness probe last said.
+        termination: how it ended, or None while it runs.
+        group_status: what it last said of its group, if it is a leader.
+    """
+
+    manifest: Manifest
+    uid: str
+    running: RunningPod
+    gpus: tuple[str, ...]
+    created: datetime = field(default_factory=lambda: datetime.now(UTC))
+    deleting: bool = False
+    ready: bool = False
+    termination: ContainerTermination | None = None
+    group_status: GroupStatus | None = None
+
+    @property
+    def name(self) -> str:
+        """Returns its name."""
+        return str(self.manifest["metadata"]["name"])
+
+    @property
+    def group_index(self) -> int | None:
+        """Returns the index of its group, or None for an inspect pod."""
+        index = self.manifest["metadata"].get("labels", {}).get(names.LABEL_GROUP)
+        return None if index is None else int(index)
+
+    @property
+    def leads(self) -> bool:
+        """Returns whether it is the pod of rank 0."""
+        return bool(self.manifest["metadata"].get("labels", {}).get(names.LABEL_LEADER) == "true")
+
+    def view(self, node: str) -> PodView:
+        """Returns it as decisions read it, on this node."""
+        return PodView(
+            name=self.name,
+            uid=self.uid,
+            labels=self.manifest["metadata"].get("labels", {}),
+            created=self.created,
+            deleting=self.deleting,
+            phase=self._phase(),
+            ready=self.ready,
+            node=node,
+            termination=self.termination,
+        )
+
+    def _phase(self) -> str:
+        if self.termination is None:
+            return "Running"
+        return "Succeeded" if self.termination.exit_code == 0 else "Failed"

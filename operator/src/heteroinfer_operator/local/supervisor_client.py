@@ -1,0 +1,79 @@
+"""What supervisors answer on their health ports: readiness, and the leader's view of its group."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_operator.local.addressing import LOOPBACK
+from heteroinfer_operator.local.stored_pod import StoredPod
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S: Final = 0.25
+TIMEOUT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a supervisor says now.
+
+    Attributes:
+        ready: whether its readiness probe succeeds.
+        group: the leader's group, or None from a follower, or while it does not answer.
+    """
+
+    ready: bool = False
+    group: GroupStatus | None = None
+
+
+class SupervisorClient:
+    """Asks the supervisors of running pods; nothing answers until a supervisor listens."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def watch(self, pod: StoredPod) -> AsyncIterator[Answer]:
+        """Yields what a pod answers, every PERIOD_S until it ends; nothing if it has no probe."""
+        process = pod.running.pod
+        while process.health_port is not None and pod.termination is None:
+            base = f"http://{LOOPBACK}:{process.health_port}"
+            ready = await self._get(base + process.readiness_path) is not None
+            group = await self._group(base) if pod.leads else None
+            # The pod may have ended while it was asked.
+            if pod.termination is None:
+                yield Answer(ready=ready, group=group)
+            await asyncio.sleep(PERIOD_S)
+
+    async def _group(self, base: str) -> GroupStatus | None:
+        text = await self._get(base + names.PATH_GROUP)
+        try:
+            return None if text is None else GroupStatus.from_json(text)
+        except ContractError as error:
+            logger.debug("%s%s: %s", base, names.PATH_GROUP, error)
+            return None
+
+    async def _get(self, url: str) -> str | None:
+        """Returns the body of a 200, or None: not listening yet, busy, or not ready."""
+        if self._session is None:
+            # Loopback is reached directly, whatever proxy the environment names.
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), trust_env=False
+            )
+        try:
+            async with self._session.get(url, allow_redirects=False) as response:
+                return await response.text() if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
+            logger.debug("%s: %r", url, error)
+            return None
