@@ -1,0 +1,78 @@
+"""`heteroinfer operator`: the process that runs in the cluster."""
+
+import argparse
+import asyncio
+import functools
+import logging
+import os
+import sys
+from typing import Final
+
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.kube.lease import LeaseLostError
+from heteroinfer_operator.main import Operator, check
+from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.reconcile import Options, reconcile
+from heteroinfer_operator.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+
+LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer operator`; everything else comes from the environment."""
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only tell whether the API server is reached, serves the resource and grants every right; "
+        "changes nothing",
+    )
+
+
+def build_options(settings: Settings) -> Options:
+    """Returns what an installation decides for all its resources."""
+    return Options(
+        addressing=ClusterAddressing(allow_host_paths=settings.allow_host_paths),
+        images=WorkerImages(cpu=settings.worker_image_cpu, gpu=settings.worker_image_gpu),
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the operator until SIGTERM; returns the exit code.
+
+    Raises:
+        HeteroInferError: the settings are wrong, or the API server cannot be reached at all.
+    """
+    settings = Settings.from_env(os.environ)
+    logging.basicConfig(level=settings.log_level, format=LOG_FORMAT, stream=sys.stderr)
+    logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
+    if arguments.check:
+        return _check(settings)
+    operator = Operator(settings, functools.partial(reconcile, options=build_options(settings)))
+    try:
+        asyncio.run(operator.run())
+    except* LeaseLostError as lost:
+        logger.error("%s", lost.exceptions[0])
+        return_code = EXIT_FAILED
+    except* HeteroInferError as failed:
+        for error in failed.exceptions:
+            logger.error("%s", error)
+        return_code = EXIT_FAILED
+    else:
+        return_code = EXIT_OK
+    return return_code
+
+
+def _check(settings: Settings) -> int:
+    problems = asyncio.run(check(settings))
+    for problem in problems:
+        sys.stdout.write(f"{problem}\n")
+    sys.stdout.write(
+        "not ready\n" if problems else "ok: the API server serves HeteroInference and grants every right\n"
+    )
+    return EXIT_FAILED if problems else EXIT_OK

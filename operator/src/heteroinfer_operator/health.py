@@ -1,0 +1,81 @@
+"""The operator's HTTP port: /healthz, /readyz and /metrics."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.metrics import OperatorMetrics
+
+
+@dataclass(slots=True, kw_only=True)
+class Health:
+    """How far the operator has come, and when it last showed that it works.
+
+    Attributes:
+        stale_s: working, but without a pass over all resources for so long: stuck.
+        waits_for: what it waits for in words; "" once it works.
+        standby: whether it waits for another replica, and so is as ready as it will be.
+        passed_at: when the last pass over all resources was tried, or work began; None before.
+        clock: seconds that never go back.
+    """
+
+    stale_s: float
+    waits_for: str = "the API server"
+    standby: bool = False
+    passed_at: float | None = None
+    clock: Callable[[], float] = field(default=time.monotonic)
+
+    def passed(self) -> None:
+        """Notes that a pass over all resources was tried."""
+        self.passed_at = self.clock()
+
+    def stuck(self) -> str:
+        """Returns why the process should be started again, or ""."""
+        if self.passed_at is None:
+            return ""
+        age_s = self.clock() - self.passed_at
+        return f"no pass over all resources for {age_s:.0f} s" if age_s > self.stale_s else ""
+
+
+@contextlib.asynccontextmanager
+async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIterator[int]:
+    """Serves as long as the context lasts; yields the port.
+
+    Raises:
+        HeteroInferError: the port is taken.
+    """
+
+    async def healthz(request: web.Request) -> web.Response:
+        stuck = health.stuck()
+        return web.Response(text=stuck or "ok", status=500 if stuck else 200)
+
+    async def readyz(request: web.Request) -> web.Response:
+        waiting = health.waits_for if not health.standby else ""
+        text = f"waiting for {health.waits_for}" if health.waits_for else "ok"
+        return web.Response(text=text, status=503 if waiting else 200)
+
+    async def exposition(request: web.Request) -> web.Response:
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    app = web.Application()
+    app.add_routes(
+        [web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)]
+    )
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        try:
+            site = web.TCPSite(runner, None, port)
+            await site.start()
+        except OSError as error:
+            raise HeteroInferError(
+                f"port {port} is taken ({error.strerror}): set HETEROINFER_HTTP_PORT to a free one",
+                reason="PortTaken",
+            ) from error
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,265 @@
+"""KubeCluster: the port of cluster.py on the API server."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import (
+    Action,
+    ApplyObject,
+    ConflictError,
+    CreateObject,
+    DeleteObject,
+    Manifest,
+    Observation,
+    PatchStatus,
+    RecordEvent,
+    ResourceKey,
+    ResourceView,
+    SetFinalizer,
+)
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.kube import trim
+from heteroinfer_operator.kube.caches import Caches
+from heteroinfer_operator.kube.events import EventRecorder
+from heteroinfer_operator.kube.groups import GroupClient
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, Kind, ObjectName, writable_kind
+from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
+
+ALREADY_EXISTS: Final = "AlreadyExists"
+
+OnObserved = Callable[[ResourceKey, Manifest | None], None]
+
+
+class NameTakenError(HeteroInferError):
+    """An object of a child's name exists and belongs to somebody else; it is left alone."""
+
+    reason = "NameTaken"
+
+
+class KubeCluster:
+    """What a reconcile needs of Kubernetes.
+
+    Args:
+        server: the API server.
+        caches: running and synced.
+        recorder: of events.
+        groups: asks leaders.
+        on_observed: told the stored status of each resource observed; None once it is gone.
+    """
+
+    def __init__(
+        self,
+        server: ApiServer,
+        caches: Caches,
+        *,
+        recorder: EventRecorder,
+        groups: GroupClient,
+        on_observed: OnObserved = lambda key, status: None,
+    ) -> None:
+        self._server = server
+        self._caches = caches
+        self._recorder = recorder
+        self._groups = groups
+        self._on_observed = on_observed
+
+    async def observe(self, key: ResourceKey) -> Observation | None:
+        """Returns the resource as stored now and its children as last seen, or None if it is gone.
+
+        Raises:
+            ApiError: the API server did not answer, or refused.
+        """
+        try:
+            stored = await self._server.get(HETERO_INFERENCE.path(key.namespace, key.name))
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            self._on_observed(key, None)
+            return None
+        resource = trim.resource_view(stored)
+        self._on_observed(key, resource.status)
+        groups = await self._groups.observe(self._caches.pods(key, resource.uid))
+        # Taken after the last await, so that all of it is of one moment.
+        pods = self._caches.pods(key, resource.uid)
+        return Observation(
+            resource=resource,
+            pods=tuple(pod.view for pod in pods),
+            objects=tuple(child.stored for child in self._caches.children(key, resource.uid)),
+            nodes=self._caches.nodes(key),
+            groups=groups,
+        )
+
+    async def run(self, observation: Observation, actions: Sequence[Action]) -> None:
+        """Runs actions in order; what they changed is in the caches when this returns.
+
+        Raises:
+            ConflictError: an action met another state than the decision was made on.
+            NameTakenError: a child's name is taken by an object of somebody else.
+            ApiError: the API server did not answer, or refused.
+        """
+        one_pass = _Pass(self._server, self._caches, self._recorder, observation.resource)
+        for action in actions:
+            await one_pass.run(action)
+
+
+class _Pass:
+    """The actions of one decision; follows the resourceVersion through its own writes."""
+
+    def __init__(
+        self, server: ApiServer, caches: Caches, recorder: EventRecorder, resource: ResourceView
+    ) -> None:
+        self._server = server
+        self._caches = caches
+        self._recorder = recorder
+        self._resource = resource
+        self._version = resource.resource_version
+        self._finalizers = resource.finalizers
+
+    async def run(self, action: Action) -> None:
+        """Runs one action; raises as KubeCluster.run."""
+        match action:
+            case CreateObject():
+                await self._create(action.manifest)
+            case ApplyObject():
+                await self._apply(action.manifest)
+            case DeleteObject():
+                await self._delete(action)
+            case PatchStatus():
+                await self._patch_status(action)
+            case SetFinalizer():
+                await self._set_finalizer(present=action.present)
+            case RecordEvent():
+                await self._recorder.record(self._resource, action)
+
+    async def _create(self, manifest: Manifest) -> None:
+        kind, name = self._address(manifest)
+        try:
+            stored = await self._server.create(
+                kind.path(name.namespace), manifest, {"fieldManager": names.MANAGER}
+            )
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+            if error.api_reason == ALREADY_EXISTS:
+                await self._meet(kind, name)
+            raise ConflictError(error.message) from error
+        self._caches.of(kind, name.namespace).note_written(stored)
+
+    async def _apply(self, manifest: Manifest) -> None:
+        kind, name = self._address(manifest)
+        kept = self._caches.child(kind, name) if kind is not POD else None
+        if kept is None or kept.owner_uid != self._resource.uid:
+            kept_uid = await self._meet(kind, name)
+        else:
+            kept_uid = str(kept.stored["metadata"]["uid"])
+        body: dict[str, Any] = {**manifest}
+        if kept_uid:  # never onto another object that took the name meanwhile
+            body["metadata"] = {**manifest["metadata"], "uid": kept_uid}
+        try:
+            stored = await self._server.apply(
+                kind.path(name.namespace, name.name), body, manager=names.MANAGER
+            )
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+            raise ConflictError(error.message) from error
+        self._caches.of(kind, name.namespace).note_written(stored)
+
+    async def _meet(self, kind: Kind, name: ObjectName) -> str:
+        """Takes an object that the cache does not know into it; returns its uid, "" if there is none.
+
+        Raises:
+            ConflictError: it belongs to an earlier resource of this name and will go.
+            NameTakenError: it belongs to somebody else.
+        """
+        try:
+            stored = await self._server.get(kind.path(name.namespace, name.name))
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            return ""
+        if trim.owner_uid(stored) == self._resource.uid:
+            self._caches.of(kind, name.namespace).note_written(stored)
+            return str(stored["metadata"]["uid"])
+        if "deletionTimestamp" in stored["metadata"] or _is_of_earlier(stored, self._resource.key):
+            raise ConflictError(f"{kind.name} {name} of an earlier {names.KIND} is not gone yet")
+        message = (
+            f"{kind.name} {name} exists and does not belong to this {names.KIND}: "
+            f"delete it, or give the {names.KIND} another name"
+        )
+        await self._recorder.record(
+            self._resource, RecordEvent(reason=NameTakenError.reason, message=message, warning=True)
+        )
+        raise NameTakenError(message)
+
+    async def _delete(self, action: DeleteObject) -> None:
+        kind = writable_kind(action.kind)
+        name = ObjectName(namespace=self._resource.key.namespace, name=action.name)
+        cache = self._caches.of(kind, name.namespace)
+        options: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": action.uid},
+        }
+        if action.grace_s is not None:
+            options["gracePeriodSeconds"] = action.grace_s
+        try:
+            stored = await self._server.delete(kind.path(name.namespace, action.name), options)
+        except ApiError as error:
+            if error.status not in (NOT_FOUND, CONFLICT):  # conflict: the name has another uid now
+                raise
+            cache.note_gone(name, action.uid)
+            return
+        if kind is POD:
+            metadata = {"deletionTimestamp": "", **stored["metadata"]}
+            cache.note_written({**stored, "metadata": metadata})
+        else:
+            cache.note_gone(name, action.uid)
+
+    async def _patch_status(self, action: PatchStatus) -> None:
+        observed = action.resource_version == self._resource.resource_version
+        body = {"status": action.status}
+        await self._write_resource("status", body, self._version if observed else action.resource_version)
+
+    async def _set_finalizer(self, *, present: bool) -> None:
+        others = tuple(f for f in self._finalizers if f != names.FINALIZER)
+        wanted = (*others, names.FINALIZER) if present else others
+        if wanted != self._finalizers:
+            await self._write_resource("", {"metadata": {"finalizers": list(wanted)}}, self._version)
+            self._finalizers = wanted
+
+    async def _write_resource(self, subresource: str, body: Manifest, version: str) -> None:
+        """Writes to the resource if it still has this version; its own writes count as unchanged."""
+        key = self._resource.key
+        path = HETERO_INFERENCE.path(key.namespace, key.name, subresource)
+        metadata = {
+            **body.get("metadata", {}),
+            "name": key.name,
+            "namespace": key.namespace,
+            "uid": self._resource.uid,
+            "resourceVersion": version,
+        }
+        whole = {
+            "apiVersion": HETERO_INFERENCE.api_version,
+            "kind": HETERO_INFERENCE.name,
+            **body,
+            "metadata": metadata,
+        }
+        write = self._server.update if subresource else self._server.merge
+        try:
+            stored = await write(path, whole)
+        except ApiError as error:
+            if error.status not in (CONFLICT, NOT_FOUND):
+                raise
+            raise ConflictError(error.message) from error
+        self._version = stored["metadata"]["resourceVersion"]
+
+    def _address(self, manifest: Manifest) -> tuple[Kind, ObjectName]:
+        return writable_kind(manifest["kind"]), ObjectName.of(manifest)
+
+
+def _is_of_earlier(stored: Manifest, key: ResourceKey) -> bool:
+    """Returns whether an object belongs to a resource that had this name before, and so will go."""
+    owners = stored["metadata"].get("ownerReferences") or ()
+    return any(o.get("controller") and o["kind"] == names.KIND and o["name"] == key.name for o in owners)

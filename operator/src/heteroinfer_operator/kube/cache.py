@@ -1,0 +1,219 @@
+"""A copy of one collection of the API server, kept by list and watch.
+
+kopf's index is not used: after a 410 and a relist it keeps objects that are gone
+(`kopf/_cogs/clients/watching.py@1.45.2`, lines 205-211). Here a relist replaces everything.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Generic, TypeVar
+
+from heteroinfer_operator.cluster import Manifest
+from heteroinfer_operator.kube.paths import ObjectName
+from heteroinfer_operator.kube.server import FORBIDDEN, GONE, ApiError, ApiServer
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+PAGE_OBJECTS: Final = 500
+WATCH_S: Final = 290
+"""The server ends a watch after this; the next goes on where it stopped."""
+SILENCE_S: Final = 100.0
+"""A server sends a bookmark each minute (`k8s.io/apiserver` defaultBookmarkFrequency): more means dead."""
+BACKOFF_FIRST_S: Final = 0.2
+BACKOFF_MOST_S: Final = 5.0
+UNCONFIRMED_S: Final = 60.0
+"""How long an object that we wrote survives relists that don't show it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[T]):
+    uid: str
+    version: int
+    value: T
+    unconfirmed_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """What a cache holds a copy of.
+
+    Attributes:
+        label: for people.
+        path: of the API server.
+        query: selectors.
+        watch_s: seconds after which the server is asked to end a watch.
+    """
+
+    label: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    watch_s: int = WATCH_S
+
+
+class WatchCache(Generic[T]):
+    """Objects of one collection, each trimmed to a value at once.
+
+    An object never goes back: of two states the one with the higher resourceVersion stands
+    (they are ordered numbers by KEP-5504), so that what `note_written` says is not undone by a
+    watch that lags behind.
+
+    Attributes:
+        collection: what it holds.
+        synced: set after the first full list.
+
+    Args:
+        server: where to read.
+        collection: what to hold.
+        trim: an object to its value; None for objects that don't belong here.
+        changed: called with the value before and after each change that `trim` shows.
+    """
+
+    def __init__(
+        self,
+        server: ApiServer,
+        collection: Collection,
+        *,
+        trim: Callable[[Manifest], T | None],
+        changed: Callable[[T | None, T | None], None],
+    ) -> None:
+        self.collection = collection
+        self.synced = asyncio.Event()
+        self._server = server
+        self._trim = trim
+        self._changed = changed
+        self._entries: dict[ObjectName, _Entry[T]] = {}
+        self._version = ""
+
+    def get(self, name: ObjectName) -> T | None:
+        """Returns the value of an object, or None if there is none."""
+        entry = self._entries.get(name)
+        return entry.value if entry else None
+
+    def values(self) -> list[T]:
+        """Returns all values, in order of their names."""
+        return [self._entries[name].value for name in sorted(self._entries)]
+
+    def note_written(self, stored: Manifest) -> None:
+        """Takes in the API server's answer to a write, unless the watch is past it already."""
+        value = self._trim(stored)
+        if value is not None and _version(stored) > int(self._version or 0):
+            self._put(ObjectName.of(stored), _Entry(_uid(stored), _version(stored), value, time.monotonic()))
+
+    def note_gone(self, name: ObjectName, uid: str) -> None:
+        """Takes in that the API server says that an object is gone; one of another uid stays."""
+        kept = self._entries.get(name)
+        if kept is not None and kept.uid == uid:
+            self._drop(name)
+
+    async def run(self) -> None:
+        """Lists and watches until cancelled; what goes wrong is logged and tried again."""
+        backoff_s = BACKOFF_FIRST_S
+        while True:
+            started = time.monotonic()
+            try:
+                if not self._version:
+                    await self._relist()
+                await self._follow()
+            except ApiError as error:
+                if error.status == GONE:
+                    self._version = ""
+                self._report(error)
+            if time.monotonic() - started > BACKOFF_MOST_S:
+                backoff_s = BACKOFF_FIRST_S
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, BACKOFF_MOST_S)
+
+    def _report(self, error: ApiError) -> None:
+        if error.status == GONE:
+            logger.info("%s: too old to go on watching, listing again", self.collection.label)
+        elif error.status == FORBIDDEN:
+            logger.error("%s: %s; the operator's role lacks this right", self.collection.label, error.message)
+        else:
+            logger.warning("%s: %s; trying again", self.collection.label, error.message)
+
+    async def _relist(self) -> None:
+        listed: dict[ObjectName, _Entry[T]] = {}
+        query: dict[str, str | int] = {**self.collection.query, "limit": PAGE_OBJECTS}
+        while True:
+            page = await self._server.get(self.collection.path, query)
+            for item in page.get("items") or ():
+                value = self._trim(item)
+                if value is not None:
+                    listed[ObjectName.of(item)] = _Entry(_uid(item), _version(item), value)
+            metadata = page["metadata"]
+            if not metadata.get("continue"):
+                break
+            query["continue"] = metadata["continue"]
+        self._replace(listed, int(metadata["resourceVersion"]))
+        self._version = metadata["resourceVersion"]
+        self.synced.set()
+
+    def _replace(self, listed: dict[ObjectName, _Entry[T]], version: int) -> None:
+        """Makes the list all there is, but for what we wrote after it was taken."""
+        now = time.monotonic()
+        for name in sorted(self._entries.keys() - listed.keys()):
+            entry = self._entries[name]
+            since = entry.unconfirmed_since
+            if since is None or entry.version <= version or now - since > UNCONFIRMED_S:
+                self._drop(name)
+        for name, entry in listed.items():
+            kept = self._entries.get(name)
+            ours = kept is not None and kept.unconfirmed_since is not None and kept.version > version
+            if not ours:
+                self._put(name, entry, always=True)
+
+    async def _follow(self) -> None:
+        query: dict[str, str | int] = {
+            **self.collection.query,
+            "resourceVersion": self._version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": self.collection.watch_s,
+        }
+        async for event in self._server.watch(self.collection.path, query, silence_s=SILENCE_S):
+            self._take(event["type"], event["object"])
+
+    def _take(self, kind: str, stored: dict[str, Any]) -> None:
+        self._version = stored["metadata"]["resourceVersion"]
+        if kind == "BOOKMARK":
+            return
+        name, version = ObjectName.of(stored), _version(stored)
+        kept = self._entries.get(name)
+        if kept is not None and kept.version > version:
+            return
+        value = self._trim(stored) if kind != "DELETED" else None
+        if value is None:
+            self._drop(name)
+        else:
+            self._put(name, _Entry(_uid(stored), version, value))
+
+    def _put(self, name: ObjectName, entry: _Entry[T], *, always: bool = False) -> None:
+        kept = self._entries.get(name)
+        if kept is not None and kept.version > entry.version and not always:
+            return
+        if kept is not None and kept.version == entry.version and kept.value == entry.value:
+            self._entries[name] = replace(
+                kept, unconfirmed_since=entry.unconfirmed_since and kept.unconfirmed_since
+            )
+            return
+        self._entries[name] = entry
+        before = kept.value if kept else None
+        if before != entry.value:
+            self._changed(before, entry.value)
+
+    def _drop(self, name: ObjectName) -> None:
+        kept = self._entries.pop(name, None)
+        if kept is not None:
+            self._changed(kept.value, None)
+
+
+def _uid(stored: Manifest) -> str:
+    return str(stored["metadata"]["uid"])
+
+
+def _version(stored: Manifest) -> int:
+    return int(stored["metadata"]["resourceVersion"])

@@ -1,0 +1,91 @@
+"""What running leaders say of their groups, over HTTP."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_operator.kube.trim import PodRecord
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S: Final = 1.0
+KEEP_S: Final = 10.0
+MOST_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    at_s: float
+    status: GroupStatus | None
+
+
+class GroupClient:
+    """Asks the leaders of groups, each at most once in KEEP_S.
+
+    A leader that does not answer gives nothing: readiness is judged by pods, this only adds
+    progress and step times.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._answers: dict[str, _Answer] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def observe(self, pods: Iterable[PodRecord]) -> dict[int, GroupStatus]:
+        """Returns by group index what each leader that is Ready says of its group."""
+        leaders = {index: pod for pod in pods if (index := _led_group(pod)) is not None}
+        self._forget_old()
+        answers = await asyncio.gather(*(self._ask(pod) for pod in leaders.values()))
+        return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
+
+    def _forget_old(self) -> None:
+        oldest = self._clock() - KEEP_S
+        self._answers = {uid: answer for uid, answer in self._answers.items() if answer.at_s > oldest}
+
+    async def _ask(self, pod: PodRecord) -> GroupStatus | None:
+        kept = self._answers.get(pod.view.uid)
+        if kept is not None:
+            return kept.status
+        status = await self._fetch(pod)
+        self._answers[pod.view.uid] = _Answer(self._clock(), status)
+        return status
+
+    async def _fetch(self, pod: PodRecord) -> GroupStatus | None:
+        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
+        url = f"http://{host}:{pod.health_port}{names.PATH_GROUP}"
+        if self._session is None:
+            # Pods are reached directly: no proxy of the environment, and no redirects below.
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), trust_env=False
+            )
+        try:
+            async with self._session.get(url, allow_redirects=False) as response:
+                response.raise_for_status()
+                text = await response.content.read(MOST_BYTES)
+                return GroupStatus.from_json(text.decode())
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError) as error:
+            logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
+            return None
+
+
+def _led_group(pod: PodRecord) -> int | None:
+    labels = pod.view.labels
+    leads = labels.get(names.LABEL_LEADER) == "true" and pod.view.ready and not pod.view.ended
+    index = labels.get(names.LABEL_GROUP, "")
+    return int(index) if leads and pod.ip and pod.health_port and index.isdigit() else None

@@ -1,0 +1,168 @@
+"""The Lease that one of several operators holds while it works.
+
+Safety rests on durations, not on clocks that agree: a holder stops `deadline_s` after its last
+renewal was sent, and another takes over only once it has itself seen the Lease unchanged for
+`duration_s`, which is longer (as `k8s.io/client-go/tools/leaderelection` does).
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from heteroinfer_operator.kube.paths import LEASE
+from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseLostError(Exception):
+    """The Lease could not be renewed in time, or another process holds it: stop all work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """Which Lease, for whom and how long.
+
+    Attributes:
+        namespace: of the Lease.
+        name: of the Lease.
+        identity: of this process.
+        duration_s: without a renewal for so long, another may take it.
+        renew_s: between renewals.
+        deadline_s: without a renewal for so long, this process has lost it; below duration_s.
+    """
+
+    namespace: str
+    name: str
+    identity: str
+    duration_s: int
+    renew_s: float
+    deadline_s: float
+
+
+class LeaderLease:
+    """One process's hold on a Lease.
+
+    Args:
+        server: where the Lease is stored.
+        terms: which, for whom and how long.
+    """
+
+    def __init__(self, server: ApiServer, terms: LeaseTerms) -> None:
+        self._server = server
+        self._terms = terms
+        self._held: dict[str, Any] | None = None
+        self._renewed_at = 0.0
+
+    async def acquire(self) -> None:
+        """Returns once this process holds the Lease; waits for as long as another does."""
+        seen, seen_at, holder = "", time.monotonic(), ""
+        while True:
+            try:
+                stored = await self._read()
+                version = stored["metadata"]["resourceVersion"] if stored else ""
+                if version != seen:
+                    seen, seen_at = version, time.monotonic()
+                if self._free(stored, time.monotonic() - seen_at) and await self._take(stored):
+                    return
+                if stored and stored["spec"].get("holderIdentity", "") != holder:
+                    holder = stored["spec"].get("holderIdentity", "")
+                    logger.info("waiting: %s holds lease %s", holder or "nobody", self._terms.name)
+            except ApiError as error:
+                logger.warning("lease %s: %s; trying again", self._terms.name, error.message)
+            await asyncio.sleep(self._terms.renew_s)
+
+    async def hold(self) -> None:
+        """Renews until cancelled.
+
+        Raises:
+            LeaseLostError: it was not renewed in time, or is another's.
+        """
+        while True:
+            await asyncio.sleep(self._terms.renew_s)
+            deadline = self._renewed_at + self._terms.deadline_s
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                    await self._renew()
+            except TimeoutError as error:
+                raise self._lost(f"not renewed in {self._terms.deadline_s:g} s") from error
+            except ApiError as error:
+                logger.warning("lease %s not renewed: %s; trying again", self._terms.name, error.message)
+
+    async def _renew(self) -> None:
+        if await self._take(self._held):
+            return
+        # Either another has it, or an earlier renewal of ours was stored and its answer lost.
+        self._held = await self._read()
+        holder = self._held["spec"].get("holderIdentity", "") if self._held else ""
+        if holder != self._terms.identity:
+            raise self._lost(f"held by {holder or 'nobody'} now")
+
+    def _lost(self, why: str) -> LeaseLostError:
+        self._held = None
+        return LeaseLostError(f"lease {self._terms.name}: {why}; this process stops work")
+
+    async def release(self) -> None:
+        """Gives the Lease up if it is held, so that another need not wait; a failure is logged."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        spec = {**held["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
+        try:
+            await self._server.update(self._path, {**held, "spec": spec})
+        except ApiError as error:
+            logger.warning("lease %s not released: %s", self._terms.name, error.message)
+
+    @property
+    def _path(self) -> str:
+        return LEASE.path(self._terms.namespace, self._terms.name)
+
+    async def _read(self) -> dict[str, Any] | None:
+        try:
+            return await self._server.get(self._path)
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            return None
+
+    def _free(self, stored: dict[str, Any] | None, unchanged_s: float) -> bool:
+        if stored is None or not stored["spec"].get("holderIdentity"):
+            return True
+        return unchanged_s > max(float(stored["spec"].get("leaseDurationSeconds", 0)), self._terms.duration_s)
+
+    async def _take(self, stored: dict[str, Any] | None) -> bool:
+        """Writes this process as holder over exactly this state; returns whether that worked."""
+        before = dict(stored["spec"]) if stored else {}
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {
+            **before,
+            "holderIdentity": self._terms.identity,
+            "leaseDurationSeconds": self._terms.duration_s,
+            "renewTime": now,
+        }
+        if before.get("holderIdentity") != self._terms.identity:
+            spec["acquireTime"] = now
+            spec["leaseTransitions"] = int(before.get("leaseTransitions", 0)) + 1
+        sent_at = time.monotonic()
+        metadata = {"namespace": self._terms.namespace, "name": self._terms.name}
+        body = {
+            "apiVersion": LEASE.api_version,
+            "kind": LEASE.name,
+            "metadata": metadata,
+            **(stored or {}),
+            "spec": spec,
+        }
+        try:
+            if stored is None:
+                self._held = await self._server.create(LEASE.path(self._terms.namespace), body)
+            else:
+                self._held = await self._server.update(self._path, body)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+            return False
+        self._renewed_at = sent_at
+        return True

@@ -1,0 +1,93 @@
+"""URL paths of the kinds of objects that the operator reads and writes. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+from urllib.parse import quote
+
+from heteroinfer_contract import names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of object.
+
+    Attributes:
+        name: as in `kind`.
+        api_version: as in `apiVersion`.
+        plural: as in URLs and RBAC rules.
+        namespaced: whether its objects live in namespaces.
+    """
+
+    name: str
+    api_version: str
+    plural: str
+    namespaced: bool = True
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
+        """Returns the path of a collection, an object or a subresource.
+
+        Args:
+            namespace: None for all namespaces, and for kinds without one.
+            name: of the object; None for the collection.
+            subresource: such as `status`.
+        """
+        root = "/api" if "/" not in self.api_version else "/apis"
+        parts = [root, self.api_version]
+        if self.namespaced and namespace is not None:
+            parts += ["namespaces", quote(namespace, safe="")]
+        parts.append(self.plural)
+        if name is not None:
+            parts.append(quote(name, safe=""))
+        if subresource:
+            parts.append(subresource)
+        return "/".join(parts)
+
+
+HETERO_INFERENCE: Final = Kind(
+    name=names.KIND, api_version=f"{names.API_GROUP}/{names.API_VERSION}", plural=names.PLURAL
+)
+POD: Final = Kind(name="Pod", api_version="v1", plural="pods")
+SERVICE: Final = Kind(name="Service", api_version="v1", plural="services")
+CONFIG_MAP: Final = Kind(name="ConfigMap", api_version="v1", plural="configmaps")
+NETWORK_POLICY: Final = Kind(
+    name="NetworkPolicy", api_version="networking.k8s.io/v1", plural="networkpolicies"
+)
+NODE: Final = Kind(name="Node", api_version="v1", plural="nodes", namespaced=False)
+EVENT: Final = Kind(name="Event", api_version="events.k8s.io/v1", plural="events")
+LEASE: Final = Kind(name="Lease", api_version="coordination.k8s.io/v1", plural="leases")
+
+CHILDREN: Final = (SERVICE, NETWORK_POLICY, CONFIG_MAP)
+"""Children besides pods: kept as stored, and written by server-side apply."""
+
+_WRITABLE: Final[Mapping[str, Kind]] = MappingProxyType({kind.name: kind for kind in (POD, *CHILDREN)})
+
+
+def writable_kind(name: str) -> Kind:
+    """Returns the kind of a child by its name.
+
+    Raises:
+        ValueError: an action names a kind that the operator has no rights to write.
+    """
+    if name not in _WRITABLE:
+        raise ValueError(f"got kind {name!r} in an action, expected one of {', '.join(_WRITABLE)}")
+    return _WRITABLE[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ObjectName:
+    """Where an object is kept: its namespace ("" for kinds without one) and name."""
+
+    namespace: str
+    name: str
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> "ObjectName":
+        """Returns the name of a stored object."""
+        metadata = stored["metadata"]
+        return cls(namespace=metadata.get("namespace", ""), name=metadata["name"])
+
+    def __str__(self) -> str:
+        """Returns `namespace/name`."""
+        return f"{self.namespace}/{self.name}"

@@ -1,0 +1,87 @@
+"""Every right that the operator uses, as data: the chart's roles say the same, and a test compares them.
+
+Why each verb: list and watch keep the caches; get meets an object that the caches do not show
+yet; create and delete are of pods; patch is server-side apply, which also needs create for an
+object that is not there; status is replaced by update under its resourceVersion; the finalizer
+is a patch of the resource.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube.server import ApiServer
+
+_REVIEW_PATH: Final = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Verbs on one resource.
+
+    Attributes:
+        group: API group; "" for core.
+        resource: plural, or plural/subresource.
+        verbs: as in RBAC.
+    """
+
+    group: str
+    resource: str
+    verbs: tuple[str, ...]
+
+
+SERVED: Final = (
+    Rule(group=names.API_GROUP, resource=names.PLURAL, verbs=("get", "list", "watch", "patch")),
+    Rule(group=names.API_GROUP, resource=f"{names.PLURAL}/status", verbs=("update",)),
+    # Children block their owner's deletion, which some clusters (OpenShift) grant only with this.
+    Rule(group=names.API_GROUP, resource=f"{names.PLURAL}/finalizers", verbs=("update",)),
+    Rule(group="", resource="pods", verbs=("get", "list", "watch", "create", "delete")),
+    Rule(group="", resource="services", verbs=("get", "list", "watch", "create", "patch", "delete")),
+    Rule(group="", resource="configmaps", verbs=("get", "list", "watch", "create", "patch", "delete")),
+    Rule(
+        group="networking.k8s.io",
+        resource="networkpolicies",
+        verbs=("get", "list", "watch", "create", "patch", "delete"),
+    ),
+    Rule(group="events.k8s.io", resource="events", verbs=("create", "patch")),
+)
+"""In every namespace that is served."""
+
+CLUSTER: Final = (Rule(group="", resource="nodes", verbs=("list", "watch")),)
+"""In cluster scope only: what plans read of the nodes."""
+
+LEASE: Final = (Rule(group="coordination.k8s.io", resource="leases", verbs=("get", "create", "update")),)
+"""In the operator's own namespace."""
+
+
+async def missing_rights(server: ApiServer, rules: tuple[Rule, ...], namespace: str | None) -> list[str]:
+    """Returns which of these rights this process lacks, in words.
+
+    Args:
+        server: asked about its caller (SelfSubjectAccessReview, open to everybody).
+        rules: the rights.
+        namespace: where; None for all namespaces.
+    """
+    missing: list[str] = []
+    for rule in rules:
+        for verb in rule.verbs:
+            if not await _allowed(server, rule, verb, namespace):
+                where = f"in namespace {namespace}" if namespace else "in the cluster"
+                missing.append(f"{verb} {rule.resource}{'.' * bool(rule.group)}{rule.group} {where}")
+    return missing
+
+
+async def _allowed(server: ApiServer, rule: Rule, verb: str, namespace: str | None) -> bool:
+    resource, _, subresource = rule.resource.partition("/")
+    attributes: dict[str, Any] = {"group": rule.group, "resource": resource, "verb": verb}
+    if subresource:
+        attributes["subresource"] = subresource
+    if namespace:
+        attributes["namespace"] = namespace
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": attributes},
+    }
+    answer = await server.create(_REVIEW_PATH, review)
+    return bool(answer["status"]["allowed"])

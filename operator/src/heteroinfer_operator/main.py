@@ -1,0 +1,314 @@
+"""The operator as a process: health first, then the Lease, then caches, workers and kopf.
+
+kopf runs in a thread with an event loop of its own: at its end it cancels every task of its
+loop that it does not know (`kopf/_core/reactor/running.py::run_tasks@1.45.2`), and in the main
+thread it takes over the signals.
+"""
+
+import asyncio
+import logging
+import secrets
+import signal
+import threading
+from collections.abc import Awaitable, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+import kopf
+from kubernetes.aio import client
+
+from heteroinfer_contract import names
+from heteroinfer_operator import handlers
+from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.health import Health, serve
+from heteroinfer_operator.kube import rights
+from heteroinfer_operator.kube.adapter import KubeCluster
+from heteroinfer_operator.kube.caches import Caches
+from heteroinfer_operator.kube.events import EventRecorder
+from heteroinfer_operator.kube.groups import GroupClient
+from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE
+from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer, load_configuration
+from heteroinfer_operator.metrics import OperatorMetrics
+from heteroinfer_operator.settings import Settings
+from heteroinfer_operator.workqueue import Decide, WorkQueue, build_process
+
+logger = logging.getLogger(__name__)
+
+NODES_SETTLE_S: Final = 5.0
+"""Changes of nodes are gathered for so long before all resources look again."""
+POLL_S: Final = 2.0
+KOPF_STOP_S: Final = 5.0
+
+
+class Operator:
+    """All parts of the operator, wired.
+
+    Args:
+        settings: of the installation.
+        decide: the pure decision.
+    """
+
+    def __init__(self, settings: Settings, decide: Decide) -> None:
+        self._settings = settings
+        self._decide = decide
+        self._metrics = OperatorMetrics()
+        self._health = Health(stale_s=3 * settings.resync_s)
+        self._known: set[ResourceKey] = set()
+        self._nodes_timer: asyncio.TimerHandle | None = None
+
+    async def run(self) -> None:
+        """Works until SIGTERM or SIGINT.
+
+        Raises:
+            HeteroInferError: it cannot start.
+            ExceptionGroup: a part failed, or the Lease was lost: the process must end.
+        """
+        stop = asyncio.Event()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+        async with serve(self._health, self._metrics, self._settings.http_port) as port:
+            logger.info("serving /healthz, /readyz and /metrics on port %d", port)
+            configuration = await load_configuration()
+            server = ApiServer(configuration, on_write=self._metrics.observe_write)
+            try:
+                await _until(stop, self._work(server, configuration))
+            finally:
+                await server.close()
+        logger.info("stopped")
+
+    async def _work(self, server: ApiServer, configuration: client.Configuration) -> None:
+        lease = self._build_lease(server)
+        try:
+            if lease is not None:
+                self._health.waits_for, self._health.standby = f"lease {self._settings.lease_name}", True
+                await lease.acquire()
+                logger.info("holding lease %s", self._settings.lease_name)
+                self._health.standby = False
+            async with asyncio.TaskGroup() as group:
+                if lease is not None:
+                    group.create_task(lease.hold(), name="lease")
+                await self._serve_resources(group, server, configuration)
+        finally:
+            if lease is not None:
+                await lease.release()
+
+    async def _serve_resources(
+        self, group: asyncio.TaskGroup, server: ApiServer, configuration: client.Configuration
+    ) -> None:
+        self._health.waits_for = f"the resource {names.PLURAL}.{names.API_GROUP}"
+        await wait_for_resource(server)
+        groups = GroupClient()
+        try:
+            caches, queue = self._build_queue(server, groups)
+            group.create_task(caches.run(), name="caches")
+            await self._wait_synced(caches)
+            group.create_task(queue.run(), name="workers")
+            group.create_task(self._watch(configuration, queue), name="kopf")
+            self._health.waits_for = ""
+            await self._pass_over_all(server, queue)
+        finally:
+            await groups.close()
+
+    def _build_queue(self, server: ApiServer, groups: GroupClient) -> tuple[Caches, WorkQueue]:
+        def touched(key: ResourceKey) -> None:  # the caches feed the queue, which works on the caches
+            queue.add(key)
+
+        caches = Caches(
+            server,
+            namespaces=self._settings.watch_namespaces,
+            touched=touched,
+            nodes_changed=lambda: self._nodes_changed(queue),
+        )
+        recorder = EventRecorder(server, reporter=self._settings.identity or names.MANAGER)
+        cluster = KubeCluster(server, caches, recorder=recorder, groups=groups, on_observed=self._observed)
+        process = build_process(cluster, self._decide)
+        queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)
+        return caches, queue
+
+    def _build_lease(self, server: ApiServer) -> LeaderLease | None:
+        settings = self._settings
+        if not settings.leader_election:
+            return None
+        terms = LeaseTerms(
+            namespace=settings.namespace,
+            name=settings.lease_name,
+            identity=f"{settings.identity}_{secrets.token_hex(4)}",  # a restarted container is another holder
+            duration_s=settings.lease_duration_s,
+            renew_s=settings.lease_renew_s,
+            deadline_s=settings.lease_deadline_s,
+        )
+        return LeaderLease(server, terms)
+
+    async def _wait_synced(self, caches: Caches) -> None:
+        """Returns once all caches are listed; says what is missing meanwhile, and in /readyz."""
+        synced = asyncio.ensure_future(caches.wait_synced())
+        try:
+            while not synced.done():
+                self._health.waits_for = f"the first list of {', '.join(caches.unsynced())}"
+                await asyncio.wait({synced}, timeout=POLL_S)
+        finally:
+            synced.cancel()
+
+    def _observed(self, key: ResourceKey, status: object) -> None:
+        self._metrics.observe_status(key, status if isinstance(status, dict) else None)
+        if status is None:
+            self._known.discard(key)
+        else:
+            self._known.add(key)
+
+    def _nodes_changed(self, queue: WorkQueue) -> None:
+        def look_again() -> None:
+            self._nodes_timer = None
+            for key in sorted(self._known):
+                queue.add(key)
+
+        if self._nodes_timer is None:
+            self._nodes_timer = asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
+
+    async def _pass_over_all(self, server: ApiServer, queue: WorkQueue) -> None:
+        """Reconciles every resource from time to time, whatever events said."""
+        self._health.passed()
+        while True:
+            try:
+                keys = await list_resources(server, self._settings.watch_namespaces)
+                async with asyncio.timeout(2 * self._settings.resync_s):
+                    await queue.process_all(keys)
+                self._metrics.last_pass.set(datetime.now(UTC).timestamp())
+            except ApiError as error:
+                logger.warning("pass over all resources: %s; trying again", error.message)
+            except TimeoutError:
+                logger.error("pass over all resources: not done in %g s", 2 * self._settings.resync_s)
+                await asyncio.sleep(POLL_S)
+                continue
+            self._health.passed()
+            await asyncio.sleep(self._settings.resync_s)
+
+    async def _watch(self, configuration: client.Configuration, queue: WorkQueue) -> None:
+        """Runs kopf until cancelled; raises what ended it."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        stop = threading.Event()
+
+        def enqueue(key: ResourceKey) -> None:
+            loop.call_soon_threadsafe(queue.add, key)
+
+        def report(error: BaseException | None) -> None:
+            if not ended.done():
+                ended.set_exception(error or HeteroInferError("kopf ended by itself", reason="KopfEnded"))
+
+        def run_kopf() -> None:
+            error: BaseException | None = None
+            try:
+                asyncio.run(_kopf(configuration, self._settings.watch_namespaces, enqueue, stop))
+            except BaseException as caught:  # handed over to the main thread
+                error = caught
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(report, error)
+
+        threading.Thread(target=run_kopf, name="kopf", daemon=True).start()
+        try:
+            await asyncio.shield(ended)
+        finally:
+            stop.set()
+            await asyncio.wait({ended}, timeout=KOPF_STOP_S)
+            if ended.done():
+                ended.exception()  # seen: what matters was raised above
+
+
+async def _kopf(
+    configuration: client.Configuration,
+    namespaces: Sequence[str],
+    enqueue: handlers.Enqueue,
+    stop: threading.Event,
+) -> None:
+    await kopf.operator(
+        registry=handlers.build_registry(configuration, enqueue),
+        settings=handlers.build_settings(),
+        standalone=True,
+        clusterwide=not namespaces,
+        namespaces=tuple(namespaces),
+        stop_flag=stop,
+    )
+
+
+async def _until(stop: asyncio.Event, work: Awaitable[None]) -> None:
+    """Runs work until it ends, or is told to stop and has cleaned up."""
+    working = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not working.done():
+            logger.info("stopping")
+            working.cancel()
+        await asyncio.wait({working})
+    if not working.cancelled():
+        working.result()
+
+
+async def wait_for_resource(server: ApiServer) -> None:
+    """Returns once the API server serves HeteroInference; logs what it waits for."""
+    told = ""
+    while True:
+        problem = await resource_problem(server)
+        if not problem:
+            return
+        if problem != told:
+            logger.warning("waiting: %s", problem)
+            told = problem
+        await asyncio.sleep(POLL_S)
+
+
+async def resource_problem(server: ApiServer) -> str:
+    """Returns why HeteroInference cannot be read now, with what to do, or ""."""
+    group_version = f"{names.API_GROUP}/{names.API_VERSION}"
+    try:
+        served = await server.get(f"/apis/{group_version}")
+    except ApiError as error:
+        if error.status != NOT_FOUND:
+            return error.message
+        served = {}
+    if any(resource["name"] == names.PLURAL for resource in served.get("resources", ())):
+        return ""
+    return (
+        f"the API server does not serve {names.PLURAL} of {group_version}: install the "
+        "CustomResourceDefinition (chart value crds.install=true, or "
+        "kubectl apply -f crds/heteroinference.yaml)"
+    )
+
+
+async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> list[ResourceKey]:
+    """Returns every resource that is served; raises ApiError."""
+    scopes: list[str | None] = [*namespaces] or [None]
+    found: list[ResourceKey] = []
+    for scope in scopes:
+        listed = await server.get(HETERO_INFERENCE.path(scope))
+        found += [
+            ResourceKey(namespace=item["metadata"]["namespace"], name=item["metadata"]["name"])
+            for item in listed["items"]
+        ]
+    return found
+
+
+async def check(settings: Settings) -> list[str]:
+    """Returns what an installation lacks, in words; changes nothing.
+
+    Raises:
+        HeteroInferError: the API server cannot be asked.
+    """
+    server = ApiServer(await load_configuration())
+    try:
+        problem = await resource_problem(server)
+        missing: list[str] = []
+        for namespace in settings.watch_namespaces or (None,):
+            missing += await rights.missing_rights(server, rights.SERVED, namespace)
+        if not settings.watch_namespaces:
+            missing += await rights.missing_rights(server, rights.CLUSTER, None)
+        if settings.leader_election:
+            missing += await rights.missing_rights(server, rights.LEASE, settings.namespace)
+    finally:
+        await server.close()
+    return [*([problem] if problem else []), *(f"missing right: {right}" for right in missing)]

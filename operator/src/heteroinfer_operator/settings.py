@@ -1,0 +1,133 @@
+"""Settings of the operator: one value, read from the environment once.
+
+The chart sets every one of these variables; each name stands here and there only.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from heteroinfer_operator.errors import HeteroInferError
+
+_NAMESPACE: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an installation sets.
+
+    Attributes:
+        watch_namespaces: HETEROINFER_WATCH_NAMESPACES, separated by commas: the namespaces
+            served; empty serves all, which also lets plans read nodes.
+        worker_image_cpu: HETEROINFER_WORKER_IMAGE_CPU: image of CPU pods whose spec names none.
+        worker_image_gpu: HETEROINFER_WORKER_IMAGE_GPU: image of GPU pods whose spec names none.
+        allow_host_paths: HETEROINFER_ALLOW_HOST_PATHS: whether `file://` may mount a path of
+            the node.
+        http_port: HETEROINFER_HTTP_PORT: of /healthz, /readyz and /metrics; 0 takes a free one.
+        workers: HETEROINFER_WORKERS: resources reconciled at once, at least 1.
+        resync_s: HETEROINFER_RESYNC_SECONDS: between passes over all resources, above 0.
+        leader_election: HETEROINFER_LEADER_ELECTION: whether to work only while holding the
+            Lease.
+        lease_name: HETEROINFER_LEASE_NAME.
+        lease_duration_s: HETEROINFER_LEASE_SECONDS: after so long without a sign of its holder
+            another takes the Lease; a whole number, at least 3.
+        namespace: HETEROINFER_NAMESPACE: the operator's own; of the Lease.
+        identity: HETEROINFER_IDENTITY: tells this process from other replicas.
+        log_level: HETEROINFER_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR.
+    """
+
+    watch_namespaces: tuple[str, ...] = ()
+    worker_image_cpu: str = ""
+    worker_image_gpu: str = ""
+    allow_host_paths: bool = False
+    http_port: int = 8080
+    workers: int = 4
+    resync_s: float = 300.0
+    leader_election: bool = False
+    lease_name: str = "heteroinfer-operator"
+    lease_duration_s: int = 15
+    namespace: str = ""
+    identity: str = ""
+    log_level: str = "INFO"
+
+    @property
+    def lease_renew_s(self) -> float:
+        """Returns the time between two renewals, in seconds."""
+        return self.lease_duration_s / 5
+
+    @property
+    def lease_deadline_s(self) -> float:
+        """Returns after how long without a renewal this process stops work, in seconds.
+
+        Below the duration, so that it has stopped before another process may start.
+        """
+        return self.lease_duration_s * 2 / 3
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "Settings":
+        """Returns the settings of an environment.
+
+        Raises:
+            HeteroInferError: a variable has a wrong value; the message names it.
+        """
+        read = _Reader(env)
+        settings = cls(
+            watch_namespaces=read.namespaces("WATCH_NAMESPACES"),
+            worker_image_cpu=read.text("WORKER_IMAGE_CPU", ""),
+            worker_image_gpu=read.text("WORKER_IMAGE_GPU", ""),
+            allow_host_paths=read.flag("ALLOW_HOST_PATHS", default=False),
+            http_port=read.number("HTTP_PORT", 8080, least=0, most=65535),
+            workers=read.number("WORKERS", 4, least=1, most=64),
+            resync_s=read.number("RESYNC_SECONDS", 300, least=1, most=86400),
+            leader_election=read.flag("LEADER_ELECTION", default=False),
+            lease_name=read.text("LEASE_NAME", "heteroinfer-operator"),
+            lease_duration_s=read.number("LEASE_SECONDS", 15, least=3, most=3600),
+            namespace=read.text("NAMESPACE", ""),
+            identity=read.text("IDENTITY", ""),
+            log_level=read.choice("LOG_LEVEL", ("INFO", "DEBUG", "WARNING", "ERROR")),
+        )
+        if settings.leader_election and not (settings.namespace and settings.identity):
+            raise HeteroInferError(
+                "HETEROINFER_LEADER_ELECTION is true, but HETEROINFER_NAMESPACE or HETEROINFER_IDENTITY "
+                "is not set; the chart takes both from the pod",
+                reason="BadSettings",
+            )
+        return settings
+
+
+class _Reader:
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def text(self, name: str, default: str) -> str:
+        return self._env.get(f"HETEROINFER_{name}", "").strip() or default
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        text = self.text(name, "true" if default else "false").lower()
+        if text not in {"true", "false"}:
+            raise _wrong(name, text, "true or false")
+        return text == "true"
+
+    def number(self, name: str, default: int, *, least: int, most: int) -> int:
+        text = self.text(name, str(default))
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise _wrong(name, text, f"a whole number from {least} to {most}")
+        return int(text)
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        text = self.text(name, choices[0]).upper()
+        if text not in choices:
+            raise _wrong(name, text, f"one of {', '.join(choices)}")
+        return text
+
+    def namespaces(self, name: str) -> tuple[str, ...]:
+        found = tuple(part.strip() for part in self.text(name, "").split(",") if part.strip())
+        for part in found:
+            if not _NAMESPACE.fullmatch(part):
+                raise _wrong(name, part, "names of namespaces, separated by commas")
+        return tuple(sorted(set(found)))
+
+
+def _wrong(name: str, got: str, expected: str) -> HeteroInferError:
+    return HeteroInferError(f"HETEROINFER_{name}: got {got!r}, expected {expected}", reason="BadSettings")

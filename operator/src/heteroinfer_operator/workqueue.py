@@ -1,0 +1,224 @@
+"""One coalescing queue of resources; one reconcile of a resource at a time.
+
+Knows nothing of Kubernetes: what is done with a key is passed in. Must not import kopf or a
+client.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Final, TypeAlias
+
+from heteroinfer_operator.cluster import Cluster, ConflictError, Decision, Observation, ResourceKey
+from heteroinfer_operator.errors import HeteroInferError, SpecError
+from heteroinfer_operator.metrics import OperatorMetrics
+
+logger = logging.getLogger(__name__)
+
+Process: TypeAlias = Callable[[ResourceKey], Awaitable[float | None]]
+"""Reconciles a resource; returns seconds until the next look, None to wait for a change."""
+Decide: TypeAlias = Callable[[Observation, datetime], Decision]
+"""The pure decision, as `reconcile.reconcile`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """How long to wait after failures of one resource.
+
+    Attributes:
+        first_s: after the first; doubled for each further one.
+        most_s: never longer.
+        conflicts_at_once: so many conflicts in a row are tried again at once; then as failures.
+    """
+
+    first_s: float = 0.2
+    most_s: float = 30.0
+    conflicts_at_once: int = 5
+
+    def delay_s(self, failures: int) -> float:
+        """Returns the wait after so many failures in a row, from 1."""
+        return min(self.first_s * 2.0 ** min(failures - 1, 32), self.most_s)
+
+
+PASS_TIMEOUT_S: Final = 120.0
+"""Of one reconcile: some dozens of requests at 30 s each never all hang."""
+
+
+def build_process(cluster: Cluster, decide: Decide) -> Process:
+    """Returns the reconcile of one resource: observe, decide, act."""
+
+    async def process(key: ResourceKey) -> float | None:
+        observation = await cluster.observe(key)
+        if observation is None:
+            return None
+        decision = decide(observation, datetime.now(UTC))
+        await cluster.run(observation, decision.actions)
+        return decision.look_again_s
+
+    return process
+
+
+@dataclass(slots=True)
+class _Key:
+    """What the queue knows of one resource while it has a reason to."""
+
+    waiting: bool = False
+    running: bool = False
+    again: bool = False
+    failures: int = 0
+    conflicts: int = 0
+    timer: asyncio.TimerHandle | None = None
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self.again or self.failures or self.timer or self.waiters)
+
+
+class WorkQueue:
+    """Runs `process` for each key that is added, never twice at once for the same key.
+
+    A key added many times before its turn is processed once; one added while it is being
+    processed is processed once more after that. Use from one event loop.
+
+    Args:
+        process: the reconcile of one resource.
+        workers: resources at work at once.
+        backoff: after failures.
+        pass_timeout_s: of one call of process.
+        metrics: where passes are counted.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        *,
+        workers: int = 4,
+        backoff: Backoff | None = None,
+        pass_timeout_s: float = PASS_TIMEOUT_S,
+        metrics: OperatorMetrics | None = None,
+    ) -> None:
+        self._process = process
+        self._workers = workers
+        self._backoff = backoff or Backoff()
+        self._pass_timeout_s = pass_timeout_s
+        self._metrics = metrics or OperatorMetrics()
+        self._ready: asyncio.Queue[ResourceKey] = asyncio.Queue()
+        self._keys: dict[ResourceKey, _Key] = {}
+
+    def add(self, key: ResourceKey) -> None:
+        """Has a resource reconciled as soon as a worker is free."""
+        state = self._keys.setdefault(key, _Key())
+        if state.running:
+            state.again = True
+        elif not state.waiting:
+            self._cancel_timer(state)
+            state.waiting = True
+            self._ready.put_nowait(key)
+            self._metrics.queue_length.set(self._ready.qsize())
+
+    def add_after(self, key: ResourceKey, delay_s: float) -> None:
+        """Has a resource reconciled after a delay, or earlier if it is added or due before."""
+        state = self._keys.setdefault(key, _Key())
+        loop = asyncio.get_running_loop()
+        due = loop.time() + max(delay_s, 0.0)
+        if state.waiting or (state.timer is not None and state.timer.when() <= due):
+            return
+        self._cancel_timer(state)
+        state.timer = loop.call_at(due, self._due, key)
+
+    async def run(self) -> None:
+        """Works until cancelled; a pass in work is then cancelled at its next await."""
+        async with asyncio.TaskGroup() as group:
+            for index in range(self._workers):
+                group.create_task(self._work(), name=f"reconcile worker {index}")
+
+    async def process_all(self, keys: Iterable[ResourceKey]) -> None:
+        """Has resources reconciled, and returns once each of them was; the caller sets the deadline."""
+        done: list[asyncio.Future[None]] = []
+        for key in keys:
+            self.add(key)
+            waiter = asyncio.get_running_loop().create_future()
+            self._keys[key].waiters.append(waiter)
+            done.append(waiter)
+        if done:
+            await asyncio.wait(done)
+
+    def _due(self, key: ResourceKey) -> None:
+        self._keys[key].timer = None
+        self.add(key)
+
+    def _cancel_timer(self, state: _Key) -> None:
+        if state.timer is not None:
+            state.timer.cancel()
+            state.timer = None
+
+    async def _work(self) -> None:
+        while True:
+            key = await self._ready.get()
+            state = self._keys[key]
+            state.waiting, state.running = False, True
+            waiters, state.waiters = state.waiters, []
+            self._metrics.queue_length.set(self._ready.qsize())
+            try:
+                await self._process_once(key, state)
+            finally:
+                state.running = False
+                if state.again and not state.failures:
+                    self.add(key)
+                # After a failure the back-off stands, whatever changed meanwhile: the change may
+                # be the failing pass's own.
+                state.again = False
+                if state.idle:
+                    del self._keys[key]
+                for waiter in waiters:
+                    if not waiter.done():
+                        waiter.set_result(None)
+
+    async def _process_once(self, key: ResourceKey, state: _Key) -> None:
+        """The one top-level boundary of reconciles: every error ends here, counted and logged."""
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._pass_timeout_s):
+                look_again_s = await self._process(key)
+        except ConflictError as error:
+            self._conflicted(key, state, error)
+        except SpecError as error:
+            self._count("InvalidSpec")
+            logger.warning("%s: %s; waiting for a change of the resource", key, error.message)
+            state.failures = state.conflicts = 0
+        except HeteroInferError as error:
+            self._failed(key, state, error.reason, error.message)
+        except TimeoutError:
+            self._failed(key, state, "PassTimeout", f"not done after {self._pass_timeout_s:g} s")
+        except Exception as error:
+            logger.exception("%s: reconcile failed; this is a defect of the operator, please report it", key)
+            self._failed(key, state, type(error).__name__, repr(error))
+        else:
+            state.failures = state.conflicts = 0
+            if look_again_s is not None:
+                self.add_after(key, look_again_s)
+        finally:
+            self._metrics.reconcile_seconds.observe(time.monotonic() - started)
+
+    def _conflicted(self, key: ResourceKey, state: _Key, error: ConflictError) -> None:
+        self._count("Conflict")
+        state.conflicts += 1
+        if state.conflicts > self._backoff.conflicts_at_once:
+            self._failed(key, state, "ConflictsInARow", str(error))
+        else:
+            logger.debug("%s: %s; observing again", key, error)
+            state.again = True
+
+    def _failed(self, key: ResourceKey, state: _Key, reason: str, message: str) -> None:
+        self._count(reason)
+        state.failures += 1
+        delay_s = self._backoff.delay_s(state.failures)
+        logger.warning("%s: %s: %s; trying again in %.1f s", key, reason, message, delay_s)
+        self.add_after(key, delay_s)
+
+    def _count(self, reason: str) -> None:
+        self._metrics.reconcile_errors.labels(reason).inc()
