@@ -11,7 +11,9 @@ import yaml
 from heteroinfer_contract import names
 from heteroinfer_operator.api import HeteroInference
 
-HEADER: Final = "# Generated from operator/src/heteroinfer_operator/api by `heteroinfer crd --write`; don't edit by hand.\n"
+HEADER: Final = (
+    "# Generated from heteroinfer_operator/api by `heteroinfer crd --write`; don't edit by hand.\n"
+)
 
 _DROPPED: Final = frozenset({"$defs", "title", "additionalProperties", "propertyNames", "default", "const"})
 """Keywords that are handled apart, or that a structural schema doesn't have."""

@@ -1,0 +1,144 @@
+"""Layers to stages. Pure."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from heteroinfer_contract.plan import Device
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.memory import Sizes, StageBudget, gib
+from heteroinfer_operator.planning.topology import Topology
+
+_CPU_LAYER_COST = 2**40
+"""Above any sum of squares of layers, so that no split with more CPU layers is better."""
+
+
+def explicit_layers(spec: HeteroInferenceSpec, topology: Topology) -> tuple[int, ...] | None:
+    """Returns the user's layers by stage, or None if the roles have none."""
+    result: list[int] = []
+    used: dict[str, int] = {}
+    for stage in topology.stages:
+        role = stage[0].placed.role
+        if role.layers is None:
+            return None
+        index = used.get(role.name, 0)
+        result.append(role.layers[index])
+        used[role.name] = index + 1
+    return tuple(result)
+
+
+def check_explicit(
+    layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int
+) -> None:
+    """Checks that the user's layers add up and fit.
+
+    Raises:
+        PlanError: they don't; the message says by how much.
+    """
+    have, want = sum(layers), sizes.profile.num_layers
+    if have != want:
+        change = f"add {want - have}" if have < want else f"remove {have - want}"
+        raise PlanError(
+            f"roles: layers sum to {have}, the model has {want}: {change}", reason="LayersMismatch"
+        )
+    ends = list(accumulate(layers))
+    for index, (stage, count, end) in enumerate(zip(budgets, layers, ends, strict=True)):
+        need = _cost(sizes, min_tokens, end - count, end)
+        if stage.room is not None and need > stage.room:
+            raise PlanError(
+                f"stage {index} (role {stage.role}): {count} layers need {gib(need + stage.tables)} with KV "
+                f"cache for {min_tokens} tokens, its ranks have {gib(stage.budget or 0)}: "
+                f"{gib(need - stage.room)} missing; "
+                "move layers to another stage, give the role more memory, or lower engine.maxModelLen",
+                reason="InsufficientMemory",
+            )
+
+
+def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) -> tuple[int, ...]:
+    """Returns layers by stage: as few as possible on CPUs, and apart from that as even as memory allows.
+
+    GPU stages are filled first, since a CPU rank adds capacity and not speed. Where no
+    stage's memory is known, all stages get the same number.
+
+    Args:
+        budgets: by stage.
+        sizes: of one rank's share.
+        min_tokens: tokens whose KV cache each stage must hold beside its layers.
+
+    Raises:
+        PlanError: there are fewer layers than stages, or the model doesn't fit; the
+            message says what is missing.
+    """
+    num_layers, num_stages = sizes.profile.num_layers, len(budgets)
+    if num_layers < num_stages:
+        raise PlanError(
+            f"roles: got {num_stages} stages, the model has {num_layers} layers and a stage needs one; "
+            "use fewer pods or ranksPerPod, or set parallelism.tensor",
+            reason="TooManyStages",
+        )
+    prefer_gpu = any(stage.budget is not None for stage in budgets)
+    # best[n]: cost and layers of the cheapest split of the first n layers over the stages so far.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in budgets:
+        dear = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
+        following: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for first, (cost, split) in best.items():
+            # Counted down, so that among equal splits earlier stages get more: the last has the head.
+            for count in range(_capacity(stage, sizes, min_tokens, first), 0, -1):
+                total = cost + dear * count + count * count
+                end = first + count
+                if end not in following or (total, _reverse(split)) < (
+                    following[end][0],
+                    _reverse(following[end][1]),
+                ):
+                    following[end] = (total, (*split, count))
+        best = following
+    if num_layers not in best:
+        raise _too_large(budgets, sizes, min_tokens)
+    return best[num_layers][1]
+
+
+def _reverse(split: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-count for count in split)
+
+
+def _cost(sizes: Sizes, min_tokens: int, first: int, end: int) -> int:
+    return sizes.layers(first, end) + (end - first) * sizes.kv_bytes * min_tokens
+
+
+def _capacity(stage: StageBudget, sizes: Sizes, min_tokens: int, first: int) -> int:
+    """Returns how many layers from `first` on the stage can hold."""
+    most = sizes.profile.num_layers - first
+    room = stage.room
+    if room is None:
+        return most
+    # Costs grow with the count: as many counts are within the room as layers are.
+    counts = range(1, most + 1)
+    return bisect_right(counts, room, key=lambda count: _cost(sizes, min_tokens, first, first + count))
+
+
+def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) -> PlanError:
+    remedy = "add pods or memory, or lower engine.maxModelLen"
+    held: list[str] = []
+    first = 0
+    for index, stage in enumerate(budgets):
+        # Layers that could sit elsewhere are left for the stages that follow.
+        count = _capacity(stage, sizes, min_tokens, min(first, sizes.profile.num_layers - 1))
+        if count == 0:
+            need = _cost(sizes, min_tokens, 0, 1) + stage.tables
+            return PlanError(
+                f"stage {index} (role {stage.role}): one layer needs {gib(need)} with embedding or head "
+                f"and KV cache for {min_tokens} tokens, its ranks have {gib(stage.budget or 0)}: "
+                f"{gib(need - (stage.budget or 0))} missing; {remedy}",
+                reason="InsufficientMemory",
+            )
+        held.append(f"{count} in stage {index} (role {stage.role})")
+        first += count
+    missing = sizes.profile.num_layers - first
+    size = _cost(sizes, min_tokens, first, sizes.profile.num_layers) * sizes.tensor
+    return PlanError(
+        f"the model does not fit: it has {sizes.profile.num_layers} layers, and with KV cache for "
+        f"{min_tokens} tokens {first} fit, {', '.join(held)}: {missing} layers ({gib(size)}) don't; {remedy}",
+        reason="InsufficientMemory",
+    )

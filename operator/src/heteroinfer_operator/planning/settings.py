@@ -1,0 +1,79 @@
+"""Engine settings that must agree between all ranks, each with its reason. Pure."""
+
+from typing import Final
+
+from heteroinfer_contract.engine_args import find_refused
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import EngineSettings
+from heteroinfer_operator.api import DType, HeteroInferenceSpec, When
+from heteroinfer_operator.errors import PlanError
+
+ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+BLOCK_SIZE: Final = 32
+"""Tokens of a KV block: the least that both devices take (vllm/platforms/cpu.py wants a multiple of 32)."""
+_DEFAULT_MAX_MODEL_LEN: Final = 8192
+"""KV room must hold one such sequence at least, which long-context models would not fit into."""
+
+
+def engine_settings(
+    spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: bool, served_name: str, model_path: str
+) -> EngineSettings:
+    """Returns the settings of every rank.
+
+    Args:
+        spec: what the user asks for.
+        profile: of the model.
+        has_cpu: whether any rank computes on a CPU.
+        served_name: name in the OpenAI API.
+        model_path: where the ranks find the model.
+
+    Raises:
+        PlanError: an argument belongs to the plan or isn't supported, or a setting doesn't fit the model.
+    """
+    refused = find_refused(spec.engine.args)
+    if refused is not None:
+        raise PlanError(str(refused), reason="RefusedArgument")
+    return EngineSettings(
+        model=model_path,
+        served_name=served_name,
+        dtype=_dtype(spec, profile),
+        max_model_len=_max_model_len(spec, profile),
+        # A CPU stage does about 2 TFLOP/s in bf16 (16 cores, 2026-11-20): 2048 tokens through
+        # 4 layers of an 8B model take about 2 s, and 8192 would block decoding for 8 s.
+        max_num_batched_tokens=2048 if has_cpu else 8192,
+        # Where vLLM's own defaults are 128 a CPU rank and 1024 on an H200; the CPU stage's
+        # step grows with the rows from about 64 on (same measurements).
+        max_num_seqs=64 if has_cpu else 256,
+        block_size=BLOCK_SIZE,
+        # Auto keeps CUDA graphs and torch.compile: no collective sits inside a stage's forward.
+        eager_gpu=spec.engine.eager is When.ALWAYS,
+        # Auto does not compile on CPUs: it needs a compiler in the image and 38 s once (2026-11-20).
+        eager_cpu=spec.engine.eager is not When.NEVER,
+        # Two halves of a batch in flight would read all weights twice.
+        batches_in_flight=1,
+        extra_args=spec.engine.args,
+    )
+
+
+def _dtype(spec: HeteroInferenceSpec, profile: ModelProfile) -> str:
+    # vLLM's own auto turns float32 into a 16-bit type, another one by device.
+    dtype = profile.dtype if spec.engine.dtype is DType.AUTO else spec.engine.dtype.value
+    if dtype not in ELEMENT_BYTES:
+        raise PlanError(
+            f"engine.dtype: the checkpoint's own is {dtype}, expected one of {', '.join(ELEMENT_BYTES)}; "
+            "set engine.dtype to one of these",
+            reason="UnsupportedDType",
+        )
+    return dtype
+
+
+def _max_model_len(spec: HeteroInferenceSpec, profile: ModelProfile) -> int:
+    asked, longest = spec.engine.max_model_len, profile.max_position_embeddings
+    if asked is None:
+        return min(longest, _DEFAULT_MAX_MODEL_LEN)
+    if asked > longest:
+        raise PlanError(
+            f"engine.maxModelLen: got {asked}, the model was made for {longest}; set {longest} or less",
+            reason="MaxModelLenTooLong",
+        )
+    return asked

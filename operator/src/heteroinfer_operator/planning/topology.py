@@ -1,0 +1,193 @@
+"""Which rank sits where: devices of the roles, order of the stages, seats in rank order. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from heteroinfer_contract.engine_args import TENSOR_MIXED_DEVICES
+from heteroinfer_contract.plan import Device, Mode
+from heteroinfer_operator.api import (
+    HeteroInferenceSpec,
+    RoleSpec,
+    ShortageAction,
+    StageOrder,
+    parse_duration_s,
+)
+from heteroinfer_operator.errors import PlanError, Shortage
+from heteroinfer_operator.planning.inventory import Inventory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRole:
+    """A role and what its ranks really compute on.
+
+    Attributes:
+        role: as the user wrote it.
+        device: the role's own, or CPU for a GPU role when GPUs are missing.
+    """
+
+    role: RoleSpec
+    device: Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A rank's place; its rank is its position among all seats.
+
+    Attributes:
+        pod: index of its pod.
+        local_rank: rank within the pod.
+        placed: its role and device.
+    """
+
+    pod: int
+    local_rank: int
+    placed: PlacedRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Who sits where, before anyone has layers.
+
+    Attributes:
+        tensor: ranks of a stage.
+        stages: the seats of each stage, in rank order.
+        notes: what the user should know about it.
+    """
+
+    tensor: int
+    stages: tuple[tuple[Seat, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_cpu(self) -> bool:
+        """Returns whether any rank computes on a CPU."""
+        return any(seat.placed.device is Device.CPU for stage in self.stages for seat in stage)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Returns whether GPUs and CPUs compute together."""
+        return len({seat.placed.device for stage in self.stages for seat in stage}) > 1
+
+
+def lay_out(spec: HeteroInferenceSpec, inventory: Inventory) -> Topology:
+    """Returns the seats of a group.
+
+    Pods number in rank order, so that pod 0 holds rank 0 and the ranks of a pod are
+    together; ranks number through the stages, then within a stage.
+
+    Raises:
+        Shortage: GPUs are missing, and the spec says to wait.
+        PlanError: the sizes don't fit the roles.
+    """
+    placed, notes = _place(spec, inventory)
+    if spec.parallelism.mode is Mode.TENSOR and len({p.device for p in placed}) > 1:
+        refused = TENSOR_MIXED_DEVICES
+        raise PlanError(
+            f"parallelism.mode: got {refused.feature}, but {refused.why}; {refused.remedy}",
+            reason="UnsupportedParallelism",
+        )
+    if spec.parallelism.stage_order is StageOrder.AUTO:
+        # The head (1 GB for an 8B model) is read each step: on the CPU that costs 16-20 ms
+        # more (H200 host, 2026-11-20), so that the last stage is a GPU's.
+        placed = sorted(placed, key=lambda p: p.device is Device.GPU)
+    tensor = tensor_size(spec)
+    pods = [p for p in placed for _ in range(p.role.pods)]
+    seats = [
+        Seat(pod=pod, local_rank=local_rank, placed=p)
+        for pod, p in enumerate(pods)
+        for local_rank in range(p.role.ranks_per_pod)
+    ]
+    stages = tuple(tuple(seats[i : i + tensor]) for i in range(0, len(seats), tensor))
+    return Topology(tensor=tensor, stages=stages, notes=notes)
+
+
+def tensor_size(spec: HeteroInferenceSpec) -> int:
+    """Returns the ranks of a stage: as given, or as follows from pipeline or layers, or by mode.
+
+    Raises:
+        PlanError: the sizes don't fit the roles.
+    """
+    sizes, world = spec.parallelism, spec.world_size
+    stages = sizes.pipeline or sum(len(role.layers or ()) for role in spec.roles)
+    tensor = Fraction(sizes.tensor or (Fraction(world, stages) if stages else 1))
+    if sizes.mode is Mode.TENSOR and not sizes.tensor and not stages:
+        tensor = Fraction(world)
+    if tensor.denominator != 1 or world % tensor:
+        raise PlanError(
+            f"roles: got {world} ranks for {stages or 'any number of'} stages"
+            f"{f' of {sizes.tensor} ranks' if sizes.tensor else ''}, expected stages x ranks a stage to be "
+            "the sum of pods x ranksPerPod; change roles, parallelism or the number of entries of layers",
+            reason="WorldSizeMismatch",
+        )
+    for role in spec.roles:
+        _check_role(role, int(tensor), sizes.mode)
+    return int(tensor)
+
+
+def _check_role(role: RoleSpec, tensor: int, mode: Mode) -> None:
+    if mode is Mode.PIPELINE and role.ranks_per_pod % tensor:
+        raise PlanError(
+            f"role {role.name}: got ranksPerPod {role.ranks_per_pod} with {tensor} ranks a stage, "
+            "expected a multiple, since the ranks of a stage are in one pod; "
+            "change ranksPerPod or parallelism.tensor",
+            reason="WorldSizeMismatch",
+        )
+    if role.layers is not None and len(role.layers) * tensor != role.num_ranks:
+        raise PlanError(
+            f"role {role.name}: got {len(role.layers)} entries of layers, "
+            f"expected {Fraction(role.num_ranks, tensor)}, one for each stage "
+            f"(pods x ranksPerPod / {tensor}); add or remove entries",
+            reason="LayersMismatch",
+        )
+
+
+def _place(spec: HeteroInferenceSpec, inventory: Inventory) -> tuple[list[PlacedRole], tuple[str, ...]]:
+    free = dict(inventory.gpus or {})
+    placed: list[PlacedRole] = []
+    short: list[RoleSpec] = []
+    for role in spec.roles:
+        device = role.device
+        if device is Device.GPU and inventory.gpus is not None:
+            if free.get(role.gpu_resource, 0) >= role.num_ranks:
+                free[role.gpu_resource] -= role.num_ranks
+            else:
+                short.append(role)
+                device = Device.CPU
+        placed.append(PlacedRole(role=role, device=device))
+    if not short:
+        return placed, ()
+    _allow_cpu_only(spec, inventory, short)
+    return placed, tuple(
+        f"role {role.name} runs on CPUs, since planning.onGPUShortage.action is CPUOnly: it asks for "
+        f"{role.num_ranks} {role.gpu_resource}, and there are {_available(inventory, role.gpu_resource)}"
+        for role in short
+    )
+
+
+def _available(inventory: Inventory, resource: str) -> int:
+    return (inventory.gpus or {}).get(resource, 0)
+
+
+def _allow_cpu_only(spec: HeteroInferenceSpec, inventory: Inventory, short: Sequence[RoleSpec]) -> None:
+    shortage = spec.planning.on_gpu_shortage
+    waits = inventory.shortage_age_s is not None and inventory.shortage_age_s < parse_duration_s(
+        shortage.after
+    )
+    if shortage.action is ShortageAction.CPU_ONLY and not waits:
+        return
+    resources = sorted({role.gpu_resource for role in short})
+    gpu_roles = [role for role in spec.roles if role.device is Device.GPU and role.gpu_resource in resources]
+    needed = sum(role.num_ranks for role in gpu_roles)
+    available = sum(_available(inventory, resource) for resource in resources)
+    remedy = (
+        f"the group runs on CPUs once they have been missing for {shortage.after}"
+        if shortage.action is ShortageAction.CPU_ONLY
+        else "the group waits for them; add GPUs, or set planning.onGPUShortage.action: CPUOnly"
+    )
+    raise Shortage(
+        f"role {', '.join(role.name for role in gpu_roles)}: got {available} {' and '.join(resources)}, "
+        f"expected {needed}: {needed - available} missing; {remedy}",
+        needed=needed,
+        available=available,
+    )
