@@ -9,6 +9,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.manifests.addressing import Addressing, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.planning import Planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +19,12 @@ class Options:
     Attributes:
         addressing: how pods reach each other and their model.
         images: of workers whose spec names none.
+        nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
     """
 
     addressing: Addressing
     images: WorkerImages
+    nodes_may_come: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,4 +49,4 @@ class Context:
     options: Options
     source: ModelSource
     plans: Mapping[str, Plan]
-    make_plan: Callable[[], Plan]
+    make_plan: Callable[[], Planned]

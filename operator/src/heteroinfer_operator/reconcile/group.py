@@ -35,7 +35,9 @@ class GroupDecision:
         events: for people.
         look_again_s: seconds until the next look, or None.
         plan: of its epoch, or None if it has none.
+        notes: on a plan made now, for people; None for an older plan.
         refusal: why there is no plan, or None.
+        unplaced: which pod has no node, and why, or "".
     """
 
     status: GroupStatus
@@ -44,7 +46,9 @@ class GroupDecision:
     events: tuple[RecordEvent, ...] = ()
     look_again_s: float | None = None
     plan: Plan | None = None
+    notes: tuple[str, ...] | None = None
     refusal: PlanError | None = None
+    unplaced: str = ""
 
 
 def epoch_of(pod: PodView) -> int:
@@ -197,10 +201,11 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
 
 def _start(context: Context, status: GroupStatus) -> GroupDecision:
     try:
-        plan = context.make_plan()
+        planned = context.make_plan()
     except PlanError as refusal:
         update: dict[str, Any] = {"phase": GroupPhase.PENDING, "message": refusal.message[:1024]}
         return GroupDecision(status=status.model_copy(update=update), refusal=refusal)
+    plan = planned.plan
     update = {
         "epoch": max(status.epoch, 1),
         "revision": context.revision,
@@ -223,6 +228,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
             ),
         ),
         plan=plan,
+        notes=planned.notes,
     )
 
 
@@ -248,13 +254,20 @@ def _living(context: Context, status: GroupStatus, current: Sequence[PodView], p
         creates=_creates(context, status, plan, missing),
         events=events,
         plan=plan,
+        unplaced=_unplaced(current),
+    )
+
+
+def _unplaced(pods: Sequence[PodView]) -> str:
+    return next(
+        (f"pod {pod.name} is not placed: {pod.unschedulable}"[:1024] for pod in pods if pod.unschedulable), ""
     )
 
 
 def _waits_for(pods: Sequence[PodView], expected: int) -> str:
+    if unplaced := _unplaced(pods):
+        return unplaced
     for pod in pods:
-        if pod.unschedulable:
-            return f"pod {pod.name} is not placed: {pod.unschedulable}"[:1024]
         if pod.waiting:
             return f"pod {pod.name} waits: {pod.waiting}"[:1024]
     ready = sum(pod.ready for pod in pods)

@@ -35,7 +35,7 @@ from heteroinfer_operator.errors import PlanError, SpecError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile import status as statuses
-from heteroinfer_operator.reconcile.capacity import make_planner
+from heteroinfer_operator.reconcile.capacity import GroupPlanner, free_gpus, shortage_age_s
 from heteroinfer_operator.reconcile.children import build_children, decide_children
 from heteroinfer_operator.reconcile.context import Context, Options
 from heteroinfer_operator.reconcile.group import GroupDecision, decide_group, stop_group
@@ -83,7 +83,14 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
         options=options,
         source=source,
         plans=_kept_plans(observation),
-        make_plan=make_planner(spec, model.profile, observation, status, source=source, now=now),
+        make_plan=GroupPlanner(
+            spec=spec,
+            profile=model.profile,
+            served_name=spec.model.served_name or resource.key.name,
+            model_path=source.path,
+            free_gpus=free_gpus(spec, observation),
+            shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
+        ).make,
     )
     return _act(observation, status, context, model)
 
@@ -194,6 +201,7 @@ def _next_status(
         *statuses.group_conditions(
             wanted, spec.replicas, suspended=spec.suspend, now=context.now, generation=generation
         ),
+        *statuses.plan_conditions(wanted, status, now=context.now, generation=generation),
     )
     plans = {d.plan.hash: statuses.plan_status(d.plan) for d in wanted if d.plan is not None}
     return HeteroInferenceStatus(

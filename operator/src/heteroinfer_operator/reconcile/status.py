@@ -1,6 +1,6 @@
 """The next status: conditions with reasons, the rank table, members and their times. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from heteroinfer_contract import names
@@ -13,6 +13,7 @@ from heteroinfer_operator.api import (
     ConditionType,
     GroupPhase,
     GroupStatus,
+    HeteroInferenceStatus,
     MemberStatus,
     PlanStatus,
     RankPlan,
@@ -21,6 +22,7 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.errors import Shortage
+from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.group import GroupDecision
 
 _MEASURE_EVERY = timedelta(seconds=60)
@@ -46,7 +48,7 @@ def condition(
 def group_conditions(
     decisions: Sequence[GroupDecision], wanted: int, *, suspended: bool, now: datetime, generation: int
 ) -> tuple[Condition, ...]:
-    """Returns Ready, Progressing, Degraded, Failed, Planned and CapacityAvailable of all wanted groups."""
+    """Returns Ready, Progressing, Degraded and Failed of all wanted groups."""
     groups = [decision.status for decision in decisions]
     ready = [group for group in groups if group.phase is GroupPhase.READY]
     failed = [group for group in groups if group.phase is GroupPhase.FAILED]
@@ -87,7 +89,6 @@ def group_conditions(
             "RestartsUsedUp" if failed else "NotFailed",
             words if failed else "",
         ),
-        *_plan_conditions(decisions, make),
     )
 
 
@@ -102,33 +103,40 @@ def _ready_reason(worst: GroupStatus) -> str:
     return worst.phase.value
 
 
-def _plan_conditions(
-    decisions: Sequence[GroupDecision], make: Callable[..., Condition]
+def plan_conditions(
+    decisions: Sequence[GroupDecision], before: HeteroInferenceStatus, *, now: datetime, generation: int
 ) -> tuple[Condition, ...]:
-    refusals = [decision.refusal for decision in decisions if decision.refusal is not None]
-    shortage = next((refusal for refusal in refusals if isinstance(refusal, Shortage)), None)
-    other = next((refusal for refusal in refusals if not isinstance(refusal, Shortage)), None)
-    unplaced = next((d.status for d in decisions if "is not placed" in (d.status.message or "")), None)
-    planned = any(decision.plan is not None for decision in decisions)
-    if shortage is not None:
-        capacity = make(ConditionType.CAPACITY_AVAILABLE, False, shortage.reason, shortage.message)
-    elif unplaced is not None:
-        capacity = make(ConditionType.CAPACITY_AVAILABLE, False, "Unschedulable", unplaced.message or "")
-    else:
-        capacity = make(
-            ConditionType.CAPACITY_AVAILABLE, True if planned else None, "Placed" if planned else "Unknown"
+    """Returns Planned and CapacityAvailable of all wanted groups."""
+
+    def make(kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
+        return condition(kind, holds, reason, message, now=now, generation=generation)
+
+    planned, capacity = ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE
+    refusal = next((decision.refusal for decision in decisions if decision.refusal is not None), None)
+    if isinstance(refusal, Shortage):
+        return (
+            make(planned, False, refusal.reason, refusal.message),
+            make(capacity, False, refusal.reason, refusal.message),
         )
-    if other is not None:
-        return (make(ConditionType.PLANNED, False, other.reason, other.message), capacity)
-    if planned:
-        return (make(ConditionType.PLANNED, True, "PlanReady"), capacity)
-    reason = shortage.reason if shortage else "Waiting"
+    if refusal is not None:
+        holds = None if refusal.reason == WAITING_FOR_MODEL else False
+        return (make(planned, holds, refusal.reason, refusal.message), make(capacity, None, refusal.reason))
+    if not any(decision.plan is not None for decision in decisions):
+        return (make(planned, None, "BetweenEpochs"), make(capacity, None, "BetweenEpochs"))
+    unplaced = next((decision.unplaced for decision in decisions if decision.unplaced), "")
     return (
-        make(
-            ConditionType.PLANNED, False if shortage else None, reason, shortage.message if shortage else ""
-        ),
-        capacity,
+        make(planned, True, "PlanReady", _notes(decisions, before)),
+        make(capacity, not unplaced, "Unschedulable" if unplaced else "Placed", unplaced),
     )
+
+
+def _notes(decisions: Sequence[GroupDecision], before: HeteroInferenceStatus) -> str:
+    """Returns the notes on plans made now, or else those that were told when the living ones were made."""
+    made = [decision.notes for decision in decisions if decision.notes is not None]
+    if made:
+        return "; ".join(dict.fromkeys(note for notes in made for note in notes))
+    old = before.condition(ConditionType.PLANNED.value)
+    return old.message if old is not None and old.status is ConditionStatus.TRUE else ""
 
 
 def plan_status(plan: Plan) -> PlanStatus:

@@ -1,0 +1,101 @@
+"""What there is to plan with, counted once a pass and used up by the groups it starts. Pure."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from heteroinfer_contract import names
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_operator.api import (
+    ConditionStatus,
+    ConditionType,
+    HeteroInferenceSpec,
+    HeteroInferenceStatus,
+)
+from heteroinfer_operator.cluster import Observation
+from heteroinfer_operator.errors import PlanError, Shortage
+from heteroinfer_operator.planning import Inventory, Planned, make_plan
+
+WAITING_FOR_MODEL = "WaitingForModel"
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupPlanner:
+    """Makes the plans of the groups that start in one pass.
+
+    Attributes:
+        spec: what the user asks for.
+        profile: of the model, or None while it is not known.
+        served_name: name in the OpenAI API.
+        model_path: where the ranks find the model.
+        free_gpus: by resource name, not yet promised to a group; None where unknown.
+        shortage_age_s: how long GPUs have been missing; None where waiting is of no use.
+    """
+
+    spec: HeteroInferenceSpec
+    profile: ModelProfile | None
+    served_name: str
+    model_path: str
+    free_gpus: Counter[str] | None
+    shortage_age_s: float | None
+    _roles: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Looks up the GPU resource of each role once."""
+        self._roles = {role.name: role.gpu_resource for role in self.spec.roles}
+
+    def make(self) -> Planned:
+        """Returns the plan of one more group; its GPUs are not given to the next.
+
+        Raises:
+            Shortage: GPUs are missing now.
+            PlanError: there is no plan, or the model is not known yet.
+        """
+        if self.profile is None:
+            raise PlanError("waiting for the model's profile", reason=WAITING_FOR_MODEL)
+        inventory = Inventory(gpus=self.free_gpus, shortage_age_s=self.shortage_age_s)
+        planned = make_plan(
+            self.spec, self.profile, inventory, served_name=self.served_name, model_path=self.model_path
+        )
+        if self.free_gpus is not None:
+            self.free_gpus.subtract(self._gpus(planned.plan))
+        return planned
+
+    def _gpus(self, plan: Plan) -> Counter[str]:
+        return Counter(self._roles[rank.role] for rank in plan.ranks if rank.device is Device.GPU)
+
+
+def free_gpus(spec: HeteroInferenceSpec, observation: Observation) -> Counter[str] | None:
+    """Returns the GPUs that a new group may take, by resource name; None if nodes are not known.
+
+    Allocatable on schedulable nodes, less what pods of others request, less what the
+    living pods of this resource hold, bound or not.
+    """
+    if observation.nodes is None:
+        return None
+    free: Counter[str] = Counter()
+    resources = {role.gpu_resource for role in spec.roles}
+    for node in observation.nodes:
+        if node.schedulable:
+            for resource in resources:
+                count = node.allocatable.get(resource, 0) - node.requested.get(resource, 0)
+                free[resource] += max(int(count), 0)
+    roles = {role.name: role for role in spec.roles}
+    for pod in observation.pods:
+        role = roles.get(pod.labels.get(names.LABEL_ROLE, ""))
+        holds_gpus = pod.labels.get(names.LABEL_DEVICE) == Device.GPU.value and pod.termination is None
+        if role is not None and holds_gpus:
+            free[role.gpu_resource] -= role.ranks_per_pod
+    return free
+
+
+def shortage_age_s(status: HeteroInferenceStatus, now: datetime) -> float:
+    """Returns how long GPUs have been missing, in seconds; 0 if they were not, as last written."""
+    capacity = status.condition(ConditionType.CAPACITY_AVAILABLE.value)
+    short = (
+        capacity is not None
+        and capacity.status is ConditionStatus.FALSE
+        and capacity.reason == Shortage.reason
+    )
+    return (now - capacity.last_transition_time).total_seconds() if capacity and short else 0.0
