@@ -1,0 +1,243 @@
+"""Groups of real supervisors with small real ranks, on loopback, with nothing left behind."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+
+SUPERVISOR = str(Path(__file__).parent / "tiny_supervisor.py")
+MARK = "TINY_MARK"
+START_TIMEOUT_S = 60.0
+
+
+def pipeline_plan(ranks_by_pod: Sequence[int]) -> Plan:
+    """Returns a pipeline of CPU ranks, one layer each."""
+    pods = [pod for pod, count in enumerate(ranks_by_pod) for _ in range(count)]
+    ranks = tuple(
+        RankAssignment(
+            rank=rank,
+            local_rank=rank - pods.index(pod),
+            pod=pod,
+            role="cpu",
+            device=Device.CPU,
+            stage=rank,
+            tensor_rank=0,
+            first_layer=rank,
+            end_layer=rank + 1,
+            kv_cache_bytes=1 << 20,
+        )
+        for rank, pod in enumerate(pods)
+    )
+    engine = EngineSettings(
+        model="/model",
+        served_name="tiny",
+        dtype="float32",
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        block_size=32,
+    )
+    return Plan(
+        mode=Mode.PIPELINE,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=len(ranks),
+        ranks=ranks,
+        engine=engine,
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that were free a moment ago, all different."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def addresses(pods: int) -> tuple[PodAddress, ...]:
+    """Returns an address on loopback for each pod, every port of its own."""
+    fields = [f.name for f in dataclasses.fields(PodAddress) if f.name != "host"]
+    ports = iter(free_ports(len(fields) * pods))
+    return tuple(PodAddress(host="127.0.0.1", **{name: next(ports) for name in fields}) for _ in range(pods))
+
+
+@dataclass
+class Pod:
+    """A supervisor that runs."""
+
+    process: subprocess.Popen[bytes]
+    address: PodAddress
+    log: Path
+    message: Path
+
+    def failure(self) -> Failure:
+        """Returns what it left as its termination message."""
+        failure = Failure.from_json(self.message.read_text())
+        assert failure is not None, self.message.read_text()
+        return failure
+
+    def is_ready(self) -> bool:
+        """Returns whether it says that it is ready."""
+        return self.get(names.PATH_READYZ)[0] == 200
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Returns status and body; status 0 if nobody listens."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.address.health_port}{path}", timeout=2) as r:
+                return r.status, r.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+
+@dataclass
+class TinyGroup:
+    """Supervisors of one group."""
+
+    plan: Plan
+    launches: list[PodLaunch]
+    directory: Path
+    env: dict[str, str]
+    pods: list[Pod] = field(default_factory=list)
+
+    def start_pod(self, index: int, launch: PodLaunch | None = None, plan: Plan | None = None) -> Pod:
+        """Starts the supervisor of a pod; with another launch or plan for a pod that doesn't belong."""
+        launch = launch or self.launches[index]
+        name = f"{index}-{len(self.pods)}"
+        log, message = self.directory / f"{name}.log", self.directory / f"{name}.termination"
+        env = {
+            **os.environ,
+            **(plan or self.plan).to_env(),
+            **launch.to_env(),
+            names.ENV_TERMINATION_MESSAGE_PATH: str(message),
+            **self.env,
+        }
+        with log.open("wb") as output:
+            process = subprocess.Popen([sys.executable, SUPERVISOR], env=env, stdout=output, stderr=output)
+        pod = Pod(process, launch.address, log, message)
+        self.pods.append(pod)
+        return pod
+
+    def start(self) -> None:
+        """Starts every pod."""
+        for index in range(len(self.plan.pods)):
+            self.start_pod(index)
+
+    def wait_ready(self) -> None:
+        """Returns once every pod answers 200."""
+        for pod in self.pods:
+            wait_until(pod.is_ready, START_TIMEOUT_S, self.logs)
+
+    def status(self) -> GroupStatus:
+        """Returns what the leader says of the group."""
+        return GroupStatus.from_json(self.pods[0].get(names.PATH_GROUP)[1])
+
+    def rank_pid(self, rank: int) -> int:
+        """Returns the process id of a rank."""
+        found = [pid for pid in self.marked() if f"{names.ENV_RANK}={rank}" in environ(pid)]
+        assert len(found) == 1, found
+        return found[0]
+
+    def wait_exits(self, deadline: float) -> list[int]:
+        """Returns every supervisor's exit code; fails if one runs past `deadline` (monotonic)."""
+        codes = []
+        for pod in self.pods:
+            try:
+                codes.append(pod.process.wait(max(0.01, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired as error:
+                raise AssertionError(f"pod {self.pods.index(pod)} runs on\n{self.logs()}") from error
+        return codes
+
+    def marked(self) -> list[int]:
+        """Returns the living processes of this group, supervisors too."""
+        mark = f"{MARK}={self.env[MARK]}"
+        return [
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit() and mark in environ(int(entry.name))
+        ]
+
+    def logs(self) -> str:
+        """Returns all output, for a failing test."""
+        return "\n".join(f"--- {pod.log.name}\n{pod.log.read_text()[-4000:]}" for pod in self.pods)
+
+
+def environ(pid: int) -> list[str]:
+    """Returns the environment of a process, nothing for one that is dead."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], str] = str) -> float:
+    """Returns the seconds until `condition` held; fails after `timeout_s`."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > timeout_s:
+            raise AssertionError(f"not within {timeout_s} s\n{explain()}")
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+@contextmanager
+def tiny_group(
+    directory: Path,
+    ranks_by_pod: Sequence[int] = (1, 1),
+    *,
+    do: Mapping[int, str] | None = None,
+    env: Mapping[str, str] | None = None,
+    startup_timeout_s: float = 60.0,
+) -> Iterator[TinyGroup]:
+    """Yields a group that is not started; at the end kills what still runs."""
+    plan = pipeline_plan(ranks_by_pod)
+    hosts = addresses(len(ranks_by_pod))
+    launches = [
+        PodLaunch(
+            group="default/tiny/0",
+            group_uid="uid-1",
+            epoch=2,
+            pod_index=index,
+            addresses=hosts,
+            startup_timeout_s=startup_timeout_s,
+        )
+        for index in range(len(ranks_by_pod))
+    ]
+    own = {
+        MARK: uuid.uuid4().hex,
+        "TINY_PORTS": json.dumps(free_ports(plan.world_size)),
+        "TINY_DO": json.dumps({str(rank): what for rank, what in (do or {}).items()}),
+        "TINY_TRIGGER": str(directory / "trigger"),
+        **(env or {}),
+    }
+    group = TinyGroup(plan, launches, directory, own)
+    try:
+        yield group
+    finally:
+        for pid in group.marked():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for pod in group.pods:
+            pod.process.wait(10)

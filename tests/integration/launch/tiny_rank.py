@@ -1,0 +1,155 @@
+"""A rank as far as the supervisor knows one: it reports, computes, talks with its peers, and dies on cue.
+
+Peers are chained by TCP (rank r connects to rank r - 1), so that a death is felt by its
+neighbours as a real ConnectionResetError or EOF, as in a process group.
+
+Environment:
+    TINY_PORTS: JSON list of a free port for each rank.
+    TINY_DO: JSON object from rank to what it does once ready: `idle` (default), `compute`,
+        `raise`, `exit3`, `hang`, `wait`, `late` (never ready), `grandchild`, `allocate`, `chat`.
+    TINY_TRIGGER: path of a file; `raise` and `exit3` act when it exists.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_status import RankPhase
+from vllm_heteroinfer.launch.channel import RankReporter
+
+
+def main() -> None:
+    reporter = RankReporter.from_env(os.environ)
+    rank = reporter.rank
+    assert rank is not None
+    do = json.loads(os.environ.get("TINY_DO", "{}")).get(str(rank), "idle")
+    reporter.phase(RankPhase.CONNECTING)
+    try:
+        peers = connect(rank, json.loads(os.environ["TINY_PORTS"]))
+        for peer in peers:
+            threading.Thread(target=watch_peer, args=(reporter, peer), daemon=True).start()
+        print(f"rank {rank} is connected", flush=True)
+        reporter.phase(RankPhase.LOADING, 50, 100)
+        if do != "late":
+            reporter.phase(RankPhase.READY, 100, 100)
+        act(do, reporter)
+    except OSError as error:
+        fail(reporter, error)
+
+
+def connect(rank: int, ports: list[int]) -> list[socket.socket]:
+    peers = []
+    with socket.create_server(("127.0.0.1", ports[rank])) as server:
+        if rank > 0:
+            peers.append(reach(ports[rank - 1]))
+        if rank + 1 < len(ports):
+            server.settimeout(60)
+            peers.append(server.accept()[0])
+    return peers
+
+
+def reach(port: int) -> socket.socket:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=60)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def watch_peer(reporter: RankReporter, peer: socket.socket) -> None:
+    """Raises as torch.distributed's gloo does when its peer is gone."""
+    peer.settimeout(None)
+    try:
+        ended = not peer.recv(1)
+    except OSError:
+        ended = True
+    if ended:
+        fail(reporter, RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"))
+
+
+def fail(reporter: RankReporter, error: Exception) -> None:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    reporter.failure(Failure(reason=FailureReason.RANK_RAISED, message=f"{type(error).__name__}: {error}"))
+    os._exit(1)
+
+
+def act(do: str, reporter: RankReporter) -> None:
+    acts[do](reporter)
+    while True:
+        time.sleep(1)
+
+
+def compute(reporter: RankReporter) -> None:
+    steps = 0
+    while True:
+        steps += 1
+        reporter.busy(f"step {steps}")
+        end = time.monotonic() + 0.05
+        while time.monotonic() < end:
+            pass
+        reporter.step(steps, 0.05, 0.04, 0.005, 0.005)
+        reporter.busy(None)
+
+
+def chat(reporter: RankReporter) -> None:
+    for number in range(200_000):
+        print(f"line {number} {'x' * 60}")
+    print("end of chat", flush=True)
+
+
+def raise_on_cue(reporter: RankReporter) -> None:
+    wait_for_trigger()
+    fail(reporter, ValueError("weights of layer 3 have shape [4, 4], expected [8, 4]"))
+
+
+def exit_on_cue(reporter: RankReporter) -> None:
+    wait_for_trigger()
+    print("about to leave", flush=True)
+    os._exit(3)
+
+
+def start_daemon(reporter: RankReporter) -> None:
+    # It leaves the process group on purpose, as daemons do.
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+
+
+def allocate(reporter: RankReporter) -> None:
+    memory = bytearray(2 << 30)
+    memory[::4096] = b"x" * len(memory[::4096])
+    print("allocated", flush=True)
+    while True:
+        time.sleep(len(memory))
+
+
+acts: dict[str, Callable[[RankReporter], None]] = {
+    "idle": lambda reporter: None,
+    "late": lambda reporter: None,
+    "compute": compute,
+    "chat": chat,
+    "raise": raise_on_cue,
+    "exit3": exit_on_cue,
+    "hang": lambda reporter: reporter.busy("step 7"),
+    "wait": lambda reporter: reporter.busy("step 7", waiting_for_rank=1),
+    "grandchild": start_daemon,
+    "allocate": allocate,
+}
+
+
+def wait_for_trigger() -> None:
+    path = Path(os.environ["TINY_TRIGGER"])
+    while not path.exists():
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

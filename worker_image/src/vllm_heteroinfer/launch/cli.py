@@ -1,0 +1,130 @@
+"""`heteroinfer-worker`: the entry point of a worker pod. Stdlib and the contract only.
+
+`run` (the default) supervises the pod that the environment describes; `inspect` reads a
+model's sizes and leaves them as the pod's termination message.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.model_files import read_profile
+from heteroinfer_contract.plan import Plan
+from vllm_heteroinfer.launch.orphans import adopt_orphans
+from vllm_heteroinfer.launch.output import BackgroundHandler
+from vllm_heteroinfer.launch.pod import Commands
+from vllm_heteroinfer.launch.supervisor import Settings, Supervisor
+
+LOG_FINISH_TIMEOUT_S = 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the command line; see `heteroinfer-worker --help`."""
+    parser = argparse.ArgumentParser(prog="heteroinfer-worker", description="Entry point of a worker pod.")
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("run", help="supervise the ranks of the pod that the environment describes (default)")
+    inspect = commands.add_parser("inspect", help="print a model's sizes, read from its own files")
+    inspect.add_argument("--model", type=Path, required=True, help="directory of the model")
+    inspect.add_argument(
+        "--termination-message-path", type=Path, help="where to leave the sizes, or the failure, as well"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.command == "inspect":
+        return inspect_model(arguments.model, arguments.termination_message_path)
+    return supervise(os.environ, Commands())
+
+
+def inspect_model(model: Path, termination_message_path: Path | None) -> int:
+    """Prints the profile of the model in the directory `model`; returns the exit code.
+
+    The same text, or a Failure in words, is left at `termination_message_path`.
+    """
+    try:
+        text, code = read_profile(model).to_json(), names.EXIT_STOPPED
+    except ContractError as error:
+        failure = Failure(
+            reason=FailureReason.MODEL_NOT_READABLE,
+            message=str(error),
+            exit_code=names.EXIT_USAGE,
+            time=time.time(),
+        )
+        text, code = failure.to_json(), names.EXIT_USAGE
+        print(f"heteroinfer-worker inspect: {error}", file=sys.stderr)  # noqa: T201 - a command prints
+    else:
+        print(text)  # noqa: T201 - a command prints
+    if termination_message_path is not None:
+        termination_message_path.write_text(text)
+    return code
+
+
+def supervise(env: Mapping[str, str], commands: Commands) -> int:
+    """Runs the supervisor of the pod that `env` describes; returns its exit code.
+
+    A mistake in the environment is left as the termination message, like any failure.
+    """
+    handler = BackgroundHandler()
+    _set_up_logging(handler, env)
+    path = Path(env.get(names.ENV_TERMINATION_MESSAGE_PATH) or names.TERMINATION_MESSAGE_PATH)
+    try:
+        plan, launch = Plan.from_env(env), PodLaunch.from_env(env)
+        settings = Settings(
+            base_env=env,
+            commands=commands,
+            termination_message_path=path,
+            step_timeout_s=_step_timeout_s(env),
+        )
+        _check(plan, launch)
+    except ContractError as error:
+        failure = Failure(reason=FailureReason.BAD_SETTINGS, message=str(error), time=time.time())
+        path.write_text(failure.to_json())
+        logging.getLogger(__name__).error("%s", error)
+        code = names.EXIT_USAGE
+    else:
+        adopt_orphans()
+        code = asyncio.run(_run(plan, launch, settings))
+    handler.finish(LOG_FINISH_TIMEOUT_S)
+    return code
+
+
+async def _run(plan: Plan, launch: PodLaunch, settings: Settings) -> int:
+    return await Supervisor(plan, launch, settings).run()
+
+
+def _check(plan: Plan, launch: PodLaunch) -> None:
+    pods = len(plan.pods)
+    if len(launch.addresses) != pods:
+        raise ContractError(
+            f"{names.ENV_ADDRESSES}: got {len(launch.addresses)} addresses, expected {pods}, one for each pod"
+        )
+    if not 0 <= launch.pod_index < pods:
+        raise ContractError(f"{names.ENV_POD_INDEX}: got {launch.pod_index}, expected 0..{pods - 1}")
+
+
+def _step_timeout_s(env: Mapping[str, str]) -> float:
+    text = env.get(names.ENV_STEP_TIMEOUT, str(names.DEFAULT_STEP_TIMEOUT_S))
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not timeout_s > 0:
+        raise ContractError(f"{names.ENV_STEP_TIMEOUT}: got {text!r}, expected seconds above 0")
+    return timeout_s
+
+
+def _set_up_logging(handler: logging.Handler, env: Mapping[str, str]) -> None:
+    pod = env.get(names.ENV_POD_INDEX, "?")
+    handler.setFormatter(logging.Formatter(f"[supervisor {pod}] %(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

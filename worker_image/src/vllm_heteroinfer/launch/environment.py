@@ -1,0 +1,144 @@
+"""The environment of each process of a pod. PURE: plan, identity and machine in, variables out.
+
+Everything here must be set before the process starts: thread pools, device visibility
+and vLLM's platform choice are fixed when its libraries load.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.plan import Device, Plan, RankAssignment
+
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+HIDE_GPUS = "-1"
+"""The empty string would keep Triton on, and the sampler dies without a driver (vLLM 0.32.0)."""
+ENGINE_CPUS_OF_BIG_LEADER = 2
+"""The engine core and the API server each spin on one CPU; 16 threads on 16 CPUs made a
+step take 258 ms instead of 56 (H200 host, 2026-11)."""
+BIG_POD_CPUS = 8
+"""From here on a leader gives the engine two CPUs; below, one; a single CPU is shared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """This pod's machine, as far as its processes' environment needs it.
+
+    Attributes:
+        cpus: ids of the CPUs this process may run on.
+        cpu_quota: CPUs' worth of time the cgroups allow; None without a limit.
+        machine_cpus: CPUs of the machine.
+        address: own IP address by which the leader is reached and reaches us.
+        interface: name of the network interface that has it.
+    """
+
+    cpus: tuple[int, ...]
+    cpu_quota: float | None
+    machine_cpus: int
+    address: str
+    interface: str
+
+    @property
+    def usable_cpus(self) -> int:
+        """Returns how many threads can really run at once, at least 1."""
+        quota = len(self.cpus) if self.cpu_quota is None else int(self.cpu_quota)
+        return max(1, min(len(self.cpus), quota))
+
+    @property
+    def has_whole_cores(self) -> bool:
+        """Returns whether its CPUs are its own, so that pinning can't hurt a neighbour or itself."""
+        return len(self.cpus) < self.machine_cpus and self.usable_cpus == len(self.cpus)
+
+
+def rank_environment(
+    plan: Plan, launch: PodLaunch, rank: RankAssignment, base_env: Mapping[str, str], host: Host
+) -> dict[str, str]:
+    """Returns the environment of one rank, less its channel.
+
+    `base_env` is the pod's own, with what the user set in `engine.env`; it wins over
+    tuning (threads), never over what the plan fixes.
+
+    Raises:
+        ContractError: the pod sees fewer GPUs than it has GPU ranks.
+    """
+    env = {**base_env, **_fixed(plan, rank.device, host), names.ENV_RANK: str(rank.rank)}
+    if rank.device is Device.GPU:
+        env[CUDA_VISIBLE_DEVICES] = _own_gpu(rank, base_env)
+        return env
+    env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
+    for name, value in _thread_settings(plan, launch, rank, host).items():
+        env.setdefault(name, value)
+    return env
+
+
+def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict[str, str]:
+    """Returns the environment of the API server and its engine core, which compute nothing.
+
+    It takes rank 0's platform, since the engine builds its configuration there.
+    """
+    device = plan.ranks[0].device
+    env = {**base_env, **_fixed(plan, device, host)}
+    env.pop(names.ENV_RANK, None)
+    if device is Device.CPU:
+        env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
+    env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:
+    """Returns how many compute threads each CPU rank of this pod gets, at least 1."""
+    ranks = len(plan.pods[launch.pod_index].ranks)
+    return max(1, (host.usable_cpus - _reserved_cpus(launch, host)) // ranks)
+
+
+def _reserved_cpus(launch: PodLaunch, host: Host) -> int:
+    if launch.pod_index != 0 or host.usable_cpus == 1:
+        return 0
+    return ENGINE_CPUS_OF_BIG_LEADER if host.usable_cpus >= BIG_POD_CPUS else 1
+
+
+def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
+    return {
+        names.ENV_HETEROGENEOUS_DEVICE: "cuda" if device is Device.GPU else "cpu",
+        # The model is on disk; a name that looks like one of the hub's must not be fetched.
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Its default differs by device, and the two runners exchange different tensors.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_HOST_IP": host.address,
+        "GLOO_SOCKET_IFNAME": host.interface,
+        "VLLM_PP_LAYER_PARTITION": ",".join(str(layers) for layers in plan.layers_by_stage),
+    }
+
+
+def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
+    listed = base_env.get(CUDA_VISIBLE_DEVICES)
+    if listed is None:
+        return str(rank.local_rank)
+    devices = [device.strip() for device in listed.split(",") if device.strip()]
+    if rank.local_rank >= len(devices):
+        raise ContractError(
+            f"rank {rank.rank}: got {CUDA_VISIBLE_DEVICES}={listed!r}, expected at least "
+            f"{rank.local_rank + 1} GPUs in pod {rank.pod}; give the role as many as it has ranks a pod"
+        )
+    return devices[rank.local_rank]
+
+
+def _thread_settings(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> dict[str, str]:
+    threads = threads_per_rank(plan, launch, host)
+    settings = {
+        "OMP_NUM_THREADS": str(threads),
+        # vLLM's own binding follows affinity only, never the quota, and refuses more
+        # ranks than NUMA nodes (vllm/utils/ompmultiprocessing.py::OMPProcessManager@v0.32.0).
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if host.has_whole_cores:
+        # The reserved CPUs are the first ones; one place for all threads of a rank, so
+        # that what its main thread starts later is not pinned to a single CPU.
+        first = len(host.cpus) - threads * (len(plan.pods[launch.pod_index].ranks) - rank.local_rank)
+        own = host.cpus[max(0, first) : max(0, first) + threads]
+        settings["OMP_PLACES"] = "{" + ",".join(str(cpu) for cpu in own) + "}"
+        settings["OMP_PROC_BIND"] = "true"
+    return settings

@@ -1,0 +1,160 @@
+"""What this pod's machine is: CPUs, quota, address and interface. Reads the kernel; Linux only."""
+
+import asyncio
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.launch import PodLaunch
+from vllm_heteroinfer.launch.environment import Host
+
+RESOLVE_INTERVAL_S = 0.5
+LOOPBACK_INTERFACE = "lo"
+SIOCGIFADDR = 0x8915
+"""linux/sockios.h: the IPv4 address of an interface."""
+
+
+def observe_host(launch: PodLaunch, address: str) -> Host:
+    """Returns this machine.
+
+    `address` is its own IP address as the group sees it; it is used unless the launch
+    names an interface.
+
+    Raises:
+        ContractError: the named interface is not there or has no IPv4 address, or no
+            interface has `address`.
+    """
+    if launch.network_interface == "auto":
+        interface = interface_of(address)
+    else:
+        interface = launch.network_interface
+        address = address_of(interface)
+    return Host(
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        cpu_quota=cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text()),
+        machine_cpus=os.cpu_count() or 1,
+        address=address,
+        interface=interface,
+    )
+
+
+def interface_of(address: str) -> str:
+    """Returns the name of the interface that has `address`.
+
+    Raises:
+        ContractError: none has.
+    """
+    ip = ipaddress.ip_address(address)
+    if ip.is_loopback:
+        return LOOPBACK_INTERFACE
+    for _, name in socket.if_nameindex():
+        if ip in _addresses(name):
+            return name
+    raise ContractError(
+        f"got {address} as own address, expected one of this pod's interfaces {_interfaces()}; "
+        f"set network.interface ({names.ENV_NETWORK_INTERFACE})"
+    )
+
+
+def address_of(interface: str) -> str:
+    """Returns the first address of an interface.
+
+    Raises:
+        ContractError: there is no such interface, or it has no address.
+    """
+    if interface not in _interfaces():
+        raise ContractError(
+            f"got network interface {interface!r} ({names.ENV_NETWORK_INTERFACE}), expected one of "
+            f"{', '.join(_interfaces())}, or auto"
+        )
+    for address in _addresses(interface):
+        return str(address)
+    raise ContractError(f"network interface {interface!r} has no address; choose another one, or auto")
+
+
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+        except OSError:
+            pass  # it has no IPv4 address
+        else:
+            yield ipaddress.IPv4Address(reply[20:24])
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        fields = line.split()
+        if fields[-1] == interface:
+            yield ipaddress.IPv6Address(int(fields[0], 16))
+
+
+def cpu_quota(root: Path, own_cgroups: str) -> float | None:
+    """Returns how many CPUs' worth of time the cgroups allow, None without a limit; v1 and v2.
+
+    Args:
+        root: where cgroups are mounted.
+        own_cgroups: text of /proc/self/cgroup.
+    """
+    quotas = [quota for directory in _cpu_directories(root, own_cgroups) if (quota := _quota(directory))]
+    return min(quotas, default=None)
+
+
+def _cpu_directories(root: Path, own_cgroups: str) -> Iterator[Path]:
+    for line in own_cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mounts = [root, root / "unified"]
+        elif "cpu" in controllers.split(","):
+            mounts = [root / controllers, root / "cpu"]
+        else:
+            continue
+        # Every ancestor limits as well; in a container the path may not be visible, its root is.
+        for level in [PurePosixPath(path), *PurePosixPath(path).parents]:
+            yield from (mount / level.relative_to("/") for mount in mounts)
+
+
+def _quota(directory: Path) -> float | None:
+    try:
+        if (directory / "cpu.max").exists():
+            quota, period = (directory / "cpu.max").read_text().split()
+        else:
+            quota = (directory / "cpu.cfs_quota_us").read_text()
+            period = (directory / "cpu.cfs_period_us").read_text()
+    except FileNotFoundError:
+        return None
+    if quota == "max" or int(quota) < 0:
+        return None
+    return int(quota) / int(period)
+
+
+async def own_address(launch: PodLaunch) -> str:
+    """Returns this pod's IP address on the way to its peers; the caller sets the deadline.
+
+    The leader resolves its own name, a follower asks the kernel by which address it
+    reaches the leader. A name in a cluster can take half a minute to appear.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            found = await loop.getaddrinfo(
+                launch.leader.host, launch.leader.control_port, type=socket.SOCK_DGRAM
+            )
+        except socket.gaierror:
+            await asyncio.sleep(RESOLVE_INTERVAL_S)
+            continue
+        family, kind, _, _, target = found[0]
+        if launch.pod_index == 0:
+            return str(target[0])
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # a datagram socket sends nothing; the kernel picks the route
+            return str(probe.getsockname()[0])

@@ -1,0 +1,95 @@
+"""Whether a group would answer a request now, and what it waits for if not. PURE."""
+
+from dataclasses import dataclass
+
+from heteroinfer_contract.group_status import GroupStatus, RankPhase, RankStatus
+from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.plan import Plan
+from vllm_heteroinfer.launch.culprit import Stuck
+from vllm_heteroinfer.launch.link import RankBeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """What a supervisor knows of the ranks now.
+
+    Attributes:
+        beats: the last word on each rank that has spoken.
+        missing_pods: pods that have not connected.
+        api_healthy: whether the API server answers, or there is none to ask.
+        only_pod: look at this pod's ranks only (a follower knows no others).
+    """
+
+    plan: Plan
+    beats: tuple[RankBeat, ...]
+    missing_pods: tuple[int, ...] = ()
+    api_healthy: bool = True
+    only_pod: int | None = None
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        """Returns the status of each rank by rank; Starting for those that have not spoken."""
+        spoken = {beat.status.rank: beat.status for beat in self.beats}
+        return tuple(
+            spoken.get(rank.rank, RankStatus(rank=rank.rank, pod=rank.pod))
+            for rank in self.plan.ranks
+            if self.only_pod in (None, rank.pod)
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether a request would be answered."""
+        return not self.message
+
+    @property
+    def message(self) -> str:
+        """Returns what is waited for, "" when nothing is."""
+        waits = [f"pod {pod} has not connected" for pod in self.missing_pods]
+        waits += [
+            f"rank {status.rank} (pod {status.pod}) is {status.phase}"
+            for status in self._not_ready()
+            if status.pod not in self.missing_pods
+        ]
+        if not waits and not self.api_healthy:
+            waits = ["the API server does not answer"]
+        return f"waiting: {', '.join(waits)}" if waits else ""
+
+    @property
+    def pod(self) -> int | None:
+        """Returns the first pod that is waited for, None if all are ready."""
+        first = [*self.missing_pods, *(status.pod for status in self._not_ready())]
+        return min(first, default=None if self.api_healthy else 0)
+
+    @property
+    def rank(self) -> int | None:
+        """Returns the first rank of that pod that is waited for; None if the whole pod is missing."""
+        if self.pod in self.missing_pods:
+            return None
+        return next((status.rank for status in self._not_ready() if status.pod == self.pod), None)
+
+    def busy_ranks(self) -> list[Stuck]:
+        """Returns the ranks that are doing something."""
+        return [
+            Stuck(
+                rank=beat.status.rank,
+                pod=beat.status.pod,
+                busy=beat.busy,
+                busy_s=beat.busy_s,
+                waiting_for_rank=beat.waiting_for_rank,
+            )
+            for beat in self.beats
+            if beat.busy is not None
+        ]
+
+    def status(self, launch: PodLaunch, message: str) -> GroupStatus:
+        """Returns the status that /group shows; `message` is "" when the group is ready."""
+        return GroupStatus(
+            group_uid=launch.group_uid,
+            epoch=launch.epoch,
+            plan_hash=self.plan.hash,
+            ready=not message,
+            message=message,
+            ranks=self.statuses(),
+        )
+
+    def _not_ready(self) -> list[RankStatus]:
+        return [status for status in self.statuses() if status.phase is not RankPhase.READY]

@@ -1,0 +1,330 @@
+"""PID 1 of a worker pod: starts its ranks, beats with the other supervisors, and names the culprit.
+
+One loop, one outcome: either this pod was asked to stop, or a failure ended the group.
+Whatever comes first decides; then everything is killed, the failure is written where
+the operator finds it, and the exit code says whose fault it was.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.plan import Plan
+from vllm_heteroinfer.launch import culprit
+from vllm_heteroinfer.launch.channel import BEAT_INTERVAL_S
+from vllm_heteroinfer.launch.control import ControlClient, ControlServer, Handlers, Refused
+from vllm_heteroinfer.launch.culprit import Evidence
+from vllm_heteroinfer.launch.health import Answer, HealthServer, probe_api
+from vllm_heteroinfer.launch.host import observe_host, own_address
+from vllm_heteroinfer.launch.link import Message
+from vllm_heteroinfer.launch.pod import Commands, PodProcesses
+from vllm_heteroinfer.launch.readiness import GroupView
+
+WATCH_INTERVAL_S = 0.05
+GATHER_S = 0.25
+"""From the first evidence to the leader's verdict: two watch intervals, a beat of delay on
+the network, and the time in which a death's consequences show."""
+STOP_GATHER_S = 0.7
+"""After a peer was asked to stop: if the whole group is being deleted, we are asked as well."""
+VERDICT_TIMEOUT_S = 1.5
+"""A follower waits so long for the leader's verdict, and then decides alone."""
+LATE_POD_S = 1.0
+"""For pods that have not connected yet to come and hear the verdict."""
+LATE_TICK_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a supervisor needs besides plan and launch.
+
+    Attributes:
+        base_env: environment of the pod; the ranks' is made from it.
+        commands: what to run.
+        termination_message_path: where a failure is written.
+        step_timeout_s: longest time a rank may be busy with one step, in seconds.
+    """
+
+    base_env: Mapping[str, str]
+    commands: Commands
+    termination_message_path: Path
+    step_timeout_s: float = names.DEFAULT_STEP_TIMEOUT_S
+
+
+class Supervisor:
+    """One pod's supervisor; run() it once."""
+
+    def __init__(self, plan: Plan, launch: PodLaunch, settings: Settings) -> None:
+        self._plan = plan
+        self._launch = launch
+        self._settings = settings
+        self._started_at_s = time.monotonic()
+        handlers = Handlers(
+            on_evidence=self._on_evidence, on_stopping=self._on_stopping, on_verdict=self._conclude
+        )
+        leads = launch.pod_index == 0
+        self._server = ControlServer(plan, launch, handlers) if leads else None
+        self._client = None if leads else ControlClient(plan, launch, handlers)
+        self._pod = PodProcesses(plan, launch, self._on_evidence)
+        self._health = HealthServer(self._answer)
+        self._api_healthy = not (leads and settings.commands.api_server)
+        self._was_ready = False
+        self._evidence: list[tuple[float, Evidence]] = []
+        self._stopping_pods: set[int] = set()
+        self._hurry = asyncio.Event()
+        self._outcome: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> int:
+        """Returns the exit code, once nothing of the pod is left."""
+        self._take_signals()
+        tasks: list[asyncio.Task[None]] = []
+        verdict: Failure | None = None
+        try:
+            await self._listen()
+            tasks = [asyncio.ensure_future(work) for work in self._work()]
+            verdict = await self._wait(tasks)
+        except ContractError as error:
+            verdict = self._own_failure(FailureReason.BAD_SETTINGS, str(error))
+        except Exception as error:
+            # The one boundary: a defect here must still end the group and be named.
+            log.exception("the supervisor failed")
+            verdict = self._own_failure(FailureReason.POD_LOST, f"the supervisor failed: {error!r}")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await self._end(verdict)
+        return names.EXIT_STOPPED if verdict is None else culprit.exit_code(verdict, self._launch.pod_index)
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    async def _listen(self) -> None:
+        address = self._launch.address
+        await self._health.start(address.host, address.health_port)
+        if self._server is not None:
+            await self._server.start()
+
+    def _work(self) -> list[Coroutine[Any, Any, None]]:
+        work = [self._start_pod(), self._beat_for_ever(), self._watch_for_ever()]
+        if self._launch.pod_index == 0 and self._settings.commands.api_server:
+            address = self._launch.address
+            work.append(probe_api(address.host, address.api_port, self._on_api_health))
+        return work
+
+    async def _wait(self, tasks: list[asyncio.Task[None]]) -> Failure | None:
+        """Returns the outcome; raises what a task raises, since the group cannot go on without it."""
+        pending: set[asyncio.Future[Any]] = {self._outcome, *tasks}
+        while not self._outcome.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {self._outcome}:
+                task.result()
+        return self._outcome.result()
+
+    async def _start_pod(self) -> None:
+        """Joins the group, starts the ranks, and then listens to the leader."""
+        try:
+            async with asyncio.timeout(self._launch.startup_timeout_s):
+                if self._client is not None:
+                    await self._client.connect()
+                address = await own_address(self._launch)
+        except TimeoutError:
+            self._conclude(self._startup_timeout("pod 0 (the leader) did not answer", pod=0))
+            return
+        except Refused as refusal:
+            self._conclude(refusal.failure)
+            return
+        host = observe_host(self._launch, address)
+        try:
+            self._pod.start(self._settings.commands, self._settings.base_env, host)
+        except OSError as error:
+            raise ContractError(f"a process cannot be started: {error}") from error
+        if self._client is not None:
+            await self._client.listen()
+
+    async def _watch_for_ever(self) -> None:
+        while True:
+            self._pod.watch()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def _beat_for_ever(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            late_s = time.monotonic() - due_s
+            self._beat(late_s if late_s > LATE_TICK_S else 0.0)
+            due_s = time.monotonic() + BEAT_INTERVAL_S
+            await asyncio.sleep(BEAT_INTERVAL_S)
+
+    def _beat(self, excused_s: float) -> None:
+        if self._client is not None:
+            self._client.send(Message(ranks=self._pod.beats()))
+            self._client.check_silence(excused_s)
+            self._pod.tell_age(self._client.news_age_s())
+        if self._server is not None:
+            self._server.beat()
+            self._server.check_silence(excused_s)
+            self._pod.tell_age(self._server.news_age_s())
+            self._check_deadlines(self._view())
+
+    def _check_deadlines(self, view: GroupView) -> None:
+        self._was_ready = self._was_ready or view.ready
+        if not self._was_ready:
+            if time.monotonic() - self._started_at_s > self._launch.startup_timeout_s:
+                self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
+            return
+        stuck = culprit.blame_stuck(view.busy_ranks(), self._settings.step_timeout_s)
+        if stuck is not None:
+            self._on_evidence(Evidence(failure=replace(stuck, time=time.time())))
+
+    def _own_failure(self, reason: FailureReason, message: str) -> Failure:
+        pod = self._launch.pod_index
+        return Failure(reason=reason, message=f"pod {pod}: {message}", pod=pod, time=time.time())
+
+    def _startup_timeout(self, message: str, *, pod: int | None, rank: int | None = None) -> Failure:
+        return Failure(
+            reason=FailureReason.STARTUP_TIMEOUT,
+            message=(
+                f"not ready within {self._launch.startup_timeout_s:g} s: {message}; "
+                "see the logs of that pod, or set a longer startup.timeout"
+            ),
+            pod=pod,
+            rank=rank,
+            time=time.time(),
+        )
+
+    # Decisions
+
+    def _on_evidence(self, evidence: Evidence) -> None:
+        failure = evidence.failure
+        known = {(e.failure.reason, e.failure.pod, e.failure.rank) for _, e in self._evidence}
+        if self._outcome.done() or (failure.reason, failure.pod, failure.rank) in known:
+            return
+        log.warning("%s: %s", failure.reason, failure.message)
+        self._evidence.append((time.monotonic() - evidence.age_s, evidence))
+        leader_lost = failure.reason is FailureReason.POD_LOST and failure.pod == 0
+        if self._client is not None and not leader_lost:
+            self._client.send(Message(evidence=evidence))
+        decides_alone = self._server is not None or leader_lost
+        wait_s = GATHER_S if decides_alone else VERDICT_TIMEOUT_S
+        asyncio.get_running_loop().call_later(wait_s, self._decide)
+
+    def _decide(self) -> None:
+        if self._outcome.done() or self._stopping_pods:
+            return
+        now_s = time.monotonic()
+        self._conclude(culprit.blame([replace(e, age_s=now_s - seen_s) for seen_s, e in self._evidence]))
+
+    def _on_stopping(self, pod: int) -> None:
+        self._stopping_pods.add(pod)
+        asyncio.get_running_loop().call_later(STOP_GATHER_S, self._decide_stopped, pod)
+
+    def _decide_stopped(self, pod: int) -> None:
+        self._conclude(
+            Failure(
+                reason=FailureReason.POD_LOST,
+                message=f"pod {pod} was asked to stop (SIGTERM); a group is whole or not at all",
+                pod=pod,
+                time=time.time(),
+            )
+        )
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._outcome.done():
+            self._hurry.set()
+            return
+        log.info("got %s: stopping", number.name)
+        self._outcome.set_result(None)
+
+    def _on_api_health(self, healthy: bool) -> None:
+        self._api_healthy = healthy
+
+    def _conclude(self, failure: Failure) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(failure)
+
+    # The end
+
+    async def _end(self, verdict: Failure | None) -> None:
+        """Tells the group, leaves the failure's trace, and ends what still runs; in this order."""
+        telling = asyncio.ensure_future(self._tell(verdict))
+        if verdict is None:
+            gone = await self._pod.stop(self._hurry)
+        else:
+            self._write_termination_message(verdict)
+            log.error("group %s ends: %s: %s", self._launch.group, verdict.reason, verdict.message)
+            gone = await self._pod.kill()
+        if not gone:
+            log.error("a killed process hangs in the kernel and is left behind; see the node's log")
+        await telling
+        self._health.close()
+        log.info("ended")
+
+    async def _tell(self, verdict: Failure | None) -> None:
+        if self._server is not None:
+            if verdict is None:
+                self._server.tell_stopping()
+            await self._server.end(verdict, LATE_POD_S)
+        if self._client is not None:
+            if verdict is None:
+                self._client.send(Message(stopping=True))
+            await self._client.end()
+
+    def _write_termination_message(self, verdict: Failure) -> None:
+        try:
+            self._settings.termination_message_path.write_text(verdict.to_json())
+        except OSError as error:
+            log.error("the termination message cannot be written: %s", error)
+
+    # Answers
+
+    def _view(self) -> GroupView:
+        assert self._server is not None
+        return GroupView(
+            plan=self._plan,
+            beats=(*self._pod.beats(), *self._server.ranks()),
+            missing_pods=tuple(self._server.missing_pods()),
+            api_healthy=self._api_healthy,
+        )
+
+    def _not_ready_because(self) -> str:
+        """Returns what this pod waits for, "" if it is ready."""
+        if self._outcome.done() or self._pod.failing() or self._evidence or self._stopping_pods:
+            verdict = self._outcome.result() if self._outcome.done() else None
+            words = verdict.message if verdict else ", ".join(e.failure.message for _, e in self._evidence)
+            return f"the group is ending: {words or 'asked to stop'}"
+        if self._server is not None:
+            return self._view().message
+        assert self._client is not None
+        if not self._client.connected():
+            return "waiting for the leader"
+        own = self._plan.pods[self._launch.pod_index]
+        view = GroupView(plan=self._plan, beats=self._pod.beats(), only_pod=own.index)
+        return view.message
+
+    def _answer(self, path: str) -> Answer:
+        if path == names.PATH_HEALTHZ:
+            return Answer(status=HTTPStatus.OK, body="ok")
+        if path == names.PATH_READYZ:
+            reason = self._not_ready_because()
+            status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
+            return Answer(status=status, body=reason or "ready")
+        if path == names.PATH_GROUP and self._server is not None:
+            status_json = self._view().status(self._launch, self._not_ready_because()).to_json()
+            return Answer(status=HTTPStatus.OK, body=status_json, content_type="application/json")
+        return Answer(
+            status=HTTPStatus.NOT_FOUND,
+            body=f"no {path} here; {names.PATH_HEALTHZ}, {names.PATH_READYZ}"
+            f", and {names.PATH_GROUP} on the leader's pod only",
+        )
