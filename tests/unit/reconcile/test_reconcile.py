@@ -1,12 +1,12 @@
 """One resource from apply to serving, through failures, changes and its end."""
 
 import pytest
+
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_status import GroupStatus as GroupReport
 from heteroinfer_contract.group_status import RankPhase, RankStatus
 from heteroinfer_operator.cluster import NodeView, PatchStatus
-
 from tests.unit.reconcile.world import World, cpu_pair
 
 CULPRIT = Failure(
@@ -68,9 +68,7 @@ def test_status_is_written_before_pods_are_created(world: World) -> None:
     kinds = [type(action).__name__ for action in decision.actions]
     patch = next(i for i, action in enumerate(decision.actions) if isinstance(action, PatchStatus))
     pods = [
-        i
-        for i, action in enumerate(decision.actions)
-        if getattr(action, "manifest", {}).get("kind") == "Pod"
+        i for i, action in enumerate(decision.actions) if getattr(action, "manifest", {}).get("kind") == "Pod"
     ]
     assert patch < min(pods), kinds
 
