@@ -28,7 +28,7 @@ PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "--kv-cache-memory-bytes": "set the memory of the role's pods; the plan gives each rank its KV room",
         "--gpu-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV room",
         "--device-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV room",
-        "--num-gpu-blocks-override": "set the memory of the role's pods; the plan gives each rank its KV room",
+        "--num-gpu-blocks-override": "set the memory of the role's pods; the plan gives out the KV room",
         "--enforce-eager": "set spec.engine.eager",
         "--no-enforce-eager": "set spec.engine.eager",
         "--distributed-executor-backend": "leave it out: HeteroInfer's executor runs the group",

@@ -1,1 +1,44 @@
-"""Out-of-tree vLLM plugin: GPU and CPU ranks in one group. Imports nothing of torch or vLLM here."""
+"""Out-of-tree vLLM plugin: GPU and CPU ranks in one group. Imports nothing of torch or vLLM here.
+
+The two functions are vLLM's entry points (`vllm.platform_plugins`, `vllm.general_plugins`).
+Without a plan in the environment both do nothing, and vLLM alone stays untouched.
+"""
+
+from heteroinfer_contract.errors import ContractError
+
+_PLATFORMS = {
+    "cpu": "vllm_heteroinfer.platform.cpu.HeteroCpuPlatform",
+    "cuda": "vllm_heteroinfer.platform.cuda.HeteroCudaPlatform",
+}
+
+
+def platform_plugin() -> str | None:
+    """Returns the platform class of this process's role, or None outside of a group.
+
+    The role decides, not the hardware: a CPU rank on a machine with GPUs stays a CPU rank.
+    Source: vllm/platforms/__init__.py::resolve_current_platform_cls_qualname@v0.32.0.
+
+    Raises:
+        ContractError: this process has a plan but no device.
+    """
+    import os
+
+    from heteroinfer_contract import names
+
+    if names.ENV_PLAN not in os.environ:
+        return None
+    device = os.environ.get(names.ENV_HETEROGENEOUS_DEVICE, "")
+    if device not in _PLATFORMS:
+        raise ContractError(
+            f"got {names.ENV_HETEROGENEOUS_DEVICE}={device!r}, expected one of {', '.join(_PLATFORMS)}; "
+            "the supervisor sets it for each process that it starts"
+        )
+    return _PLATFORMS[device]
+
+
+def general_plugin() -> None:
+    """Called by vLLM in every process of its own; nothing needs to be changed there.
+
+    Everything of HeteroInfer comes through the platform, the executor class, the worker
+    class and the scheduler class; see docs/patches.md.
+    """

@@ -1,0 +1,101 @@
+"""Communicators of vLLM's process groups, by what the group's ranks are.
+
+A pipeline group gets none: its hops are `distributed.transport`, and without a communicator
+neither side does hidden collectives, nor does CUDA graph capture look for one
+(vllm/distributed/parallel_state.py::GroupCoordinator.graph_capture@v0.32.0).
+"""
+
+import os
+import time
+from typing import Any
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import Device, Plan
+
+_wait_s = [0.0]
+"""Seconds spent in collectives since `take_wait_s`, by this process's one worker thread."""
+
+
+def take_wait_s() -> float:
+    """Returns the seconds that this process spent in collectives since the last call."""
+    seconds, _wait_s[0] = _wait_s[0], 0.0
+    return seconds
+
+
+def build_cpu_communicator(**kwargs: Any) -> Any:
+    """Returns the communicator of a CPU rank's group, or None for a pipeline group.
+
+    Called by vLLM in place of a communicator class, on every rank of the group.
+    """
+    if _is_pipeline(kwargs):
+        return None
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    class GroupCpuCommunicator(CpuCommunicator):
+        """CpuCommunicator that uses shared memory only where the plan says it is shared, and is timed."""
+
+        def _all_group_ranks_share_shm_group_name(self) -> bool:
+            """Returns whether the group's ranks are in one pod; equal on each of them.
+
+            vLLM compares names made of the rendezvous port, which are equal in every pod.
+            """
+            plan = Plan.from_env(os.environ)
+            return len({plan.ranks[rank].pod for rank in self.ranks}) == 1
+
+        def all_reduce(self, input_: Any) -> Any:
+            """Sums over the group; every rank calls it in the same order."""
+            with _Timed():
+                return super().all_reduce(input_)
+
+        def all_gather(self, input_: Any, dim: int = -1) -> Any:
+            """Concatenates over the group along `dim`; every rank calls it in the same order."""
+            with _Timed():
+                return super().all_gather(input_, dim)
+
+        def gather(self, input_: Any, dst: int = 0, dim: int = -1) -> Any:
+            """Concatenates on `dst` only; every rank calls it in the same order."""
+            with _Timed():
+                return super().gather(input_, dst, dim)
+
+    return GroupCpuCommunicator(**kwargs)
+
+
+def build_cuda_communicator(**kwargs: Any) -> Any:
+    """Returns the communicator of a GPU rank's group, or None for a pipeline group.
+
+    Raises:
+        ContractError: the group has CPU ranks too.
+    """
+    if _is_pipeline(kwargs):
+        return None
+    import torch.distributed
+
+    plan = Plan.from_env(os.environ)
+    ranks = torch.distributed.get_process_group_ranks(kwargs["cpu_group"])
+    if any(plan.ranks[rank].device is not Device.GPU for rank in ranks):
+        raise ContractError(
+            f"group {kwargs.get('unique_name')}: got GPU and CPU ranks {ranks}, expected one device; "
+            "set spec.parallelism.mode: Pipeline"
+        )
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+    return CudaCommunicator(**kwargs)
+
+
+def _is_pipeline(kwargs: dict[str, Any]) -> bool:
+    return str(kwargs.get("unique_name", "")).split(":")[0] == "pp"
+
+
+class _Timed:
+    """Adds the time of a collective to the wait for peers, outside of compiled graphs."""
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._compiling = torch.compiler.is_compiling()
+        if not self._compiling:
+            self._start = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._compiling:
+            _wait_s[0] += time.perf_counter() - self._start

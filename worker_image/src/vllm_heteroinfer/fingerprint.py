@@ -1,0 +1,147 @@
+"""Do all ranks serve the same model with the same settings? Asked before weights are read.
+
+Each rank builds its own configuration, and nothing in vLLM compares them between pods: a
+follower with another dtype or block size would answer nonsense, or hang. Pure but for
+`of_model`, which reads the model's files.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heteroinfer_contract.plan import Plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SAMPLE_BYTES = 64 * 1024
+_SAMPLES_PER_FILE = 8
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*.jinja",
+    "*.index.json",
+)
+
+_REMEDIES = {
+    "model": "mount the same files at spec.model in every pod",
+    "vllm": "use one worker image for every role",
+}
+_REMEDY = "every rank takes its settings from the plan: start all pods from one plan and one image"
+
+Fingerprint = Mapping[str, Any]
+"""Setting -> value; JSON scalars only."""
+
+
+class ConfigMismatchError(RuntimeError):
+    """Ranks do not agree; the text says which, in what, and what to do.
+
+    Attributes:
+        rank: the first rank that differs from rank 0.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
+    """Returns what must agree in a resolved configuration, model files included."""
+    import vllm
+
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    return {
+        "vllm": vllm.__version__.split("+")[0],  # the CPU and the CUDA build of one version agree
+        "model": of_model(Path(model.model)) if Path(model.model).is_dir() else model.model,
+        "revision": model.revision,
+        "architecture": ",".join(model.architectures),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        "max_model_len": model.max_model_len,
+        "seed": model.seed,
+        "enforce_eager": model.enforce_eager,
+        "block_size": cache.block_size,
+        "kv_cache_dtype": cache.cache_dtype,
+        "prefix_caching": cache.enable_prefix_caching,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "chunked_prefill": scheduler.enable_chunked_prefill,
+        "async_scheduling": bool(scheduler.async_scheduling),
+        "second_model_runner": bool(config.use_v2_model_runner),
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
+        "layer_partition": layer_partition,
+    }
+
+
+def of_model(directory: Path) -> str:
+    """Returns 16 hex digits of a model's files: small ones whole, weights by header and samples.
+
+    Cheap (8 x 64 KiB a weight file), so it tells models and revisions apart but is no
+    check for damage.
+    """
+    digest = hashlib.sha256()
+    small = {path for pattern in _SMALL_FILES for path in directory.glob(pattern)}
+    for path in sorted(small):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_bytes, size)))
+            for sample in range(_SAMPLES_PER_FILE):
+                file.seek(sample * max(0, size - _SAMPLE_BYTES) // max(1, _SAMPLES_PER_FILE - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
+    """Raises ConfigMismatchError, the same on every rank, unless all ranks agree with rank 0.
+
+    Args:
+        plan: names pods and roles; ranks of different devices may differ in `enforce_eager`.
+        fingerprints: by rank.
+    """
+    expected = fingerprints[0]
+    differences, first = [], None
+    for place, got in zip(plan.ranks, fingerprints, strict=True):
+        same_device = place.device is plan.ranks[0].device
+        for field in sorted(expected.keys() | got.keys()):
+            if field == "enforce_eager" and not same_device:
+                continue
+            if got.get(field) != expected.get(field):
+                first = place.rank if first is None else first
+                differences.append(
+                    f"rank {place.rank} (pod {place.pod}, role {place.role}): {field}: got {got.get(field)}, "
+                    f"expected {expected.get(field)} as rank 0 has: {_REMEDIES.get(field, _REMEDY)}"
+                )
+    if first is not None:
+        raise ConfigMismatchError(first, "the ranks of this group do not agree: " + "; ".join(differences))
+
+
+def to_json(fingerprint: Fingerprint) -> str:
+    """Returns the one JSON text of a fingerprint."""
+    return json.dumps(dict(fingerprint), sort_keys=True)
+
+
+def from_json(text: str) -> Fingerprint:
+    """Returns the fingerprint that `text` holds."""
+    value: dict[str, Any] = json.loads(text)
+    return value
+
+
+def compare_engine(plan: Plan, engine: Fingerprint, rank_0: Fingerprint) -> None:
+    """Raises ConfigMismatchError unless the engine's own settings are rank 0's."""
+    for field in sorted(engine.keys() | rank_0.keys()):
+        if engine.get(field) != rank_0.get(field):
+            raise ConfigMismatchError(
+                plan.ranks[0].rank,
+                f"the API server's engine: {field}: got {engine.get(field)}, expected {rank_0.get(field)} as "
+                f"rank 0 has: {_REMEDIES.get(field, _REMEDY)}",
+            )

@@ -1,0 +1,178 @@
+"""Metrics of one rank: where a step's time went, on its own HTTP port.
+
+Steps add up: step = compute + wait for peers + transfer, from the arrival of a step's call
+to its completion. Warm-up runs no steps of the engine, so it is not counted.
+Imports prometheus_client; not torch or vLLM.
+"""
+
+import http.server
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from heteroinfer_contract import metrics as names
+from heteroinfer_contract import names as paths
+from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.plan import RankAssignment
+from vllm_heteroinfer import process
+
+if TYPE_CHECKING:
+    from vllm_heteroinfer.launch.channel import RankReporter
+
+_logger = logging.getLogger(__name__)
+
+_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_SMOOTHING = 0.1
+"""Weight of the newest decode step in the moving averages that the supervisor gets."""
+
+
+class RankMetrics:
+    """One rank's metrics and the meter of its steps; used by the worker's thread only."""
+
+    def __init__(self, rank: RankAssignment, launch: PodLaunch, reporter: "RankReporter") -> None:
+        self.registry = CollectorRegistry()
+        self._reporter = reporter
+        self._labels = (launch.group, str(rank.rank), str(rank.stage), rank.role, rank.device.value)
+        by_phase, by_direction = (*names.RANK_LABELS, "phase"), (*names.RANK_LABELS, "direction")
+
+        def histogram(name: str, text: str, labels: tuple[str, ...]) -> Histogram:
+            return Histogram(name, text, labels, buckets=_BUCKETS_S, registry=self.registry)
+
+        self._step = histogram(names.STEP_SECONDS, "Wall time of a step on this rank", by_phase)
+        self._compute = histogram(names.COMPUTE_SECONDS, "This rank's own compute in a step", by_phase)
+        self._wait = histogram(names.WAIT_SECONDS, "Waiting for peers in a step", by_phase)
+        self._transfer = histogram(names.TRANSFER_SECONDS, "Copying and sending in a step", by_direction)
+        self._bytes = self._counter(names.TRANSFER_BYTES_TOTAL, "Bytes between ranks", by_direction)
+        self._tokens = self._counter(names.TOKENS_TOTAL, "Tokens that passed this rank", by_phase)
+        self.kv_cache_bytes = self._gauge(names.KV_CACHE_BYTES, "Size of this rank's KV cache")
+        self.kv_blocks = self._gauge(names.KV_BLOCKS, "KV blocks of the group")
+        self.weight_bytes = self._gauge(names.WEIGHT_BYTES, "Size of this rank's weights as loaded")
+        self._gauge(names.HEARTBEAT_AGE_SECONDS, "Since the group was last known whole").set_function(
+            reporter.heartbeat_age_s
+        )
+        self._steps = 0
+        self._averages: tuple[float, ...] = ()
+        self._busy: str | None = None
+        self._begin_step()
+
+    def waited(self, seconds: float) -> None:
+        """Adds time of this step spent waiting for a peer."""
+        self._wait_s += seconds
+
+    def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
+        """Adds time and bytes of this step spent copying and sending; direction is `send` or `recv`."""
+        self._transfer_s[direction] += seconds
+        self._transfer_bytes[direction] += num_bytes
+
+    def waiting_for(self, rank: int | None) -> None:
+        """Tells the supervisor for whose message this rank waits now."""
+        self._reporter.busy(self._busy, waiting_for_rank=rank)
+
+    def enter(self) -> None:
+        """Begins, or goes on with, the step that the worker was called for."""
+        self._entered = time.perf_counter()
+        self._busy = f"step {self._steps + 1}"
+        self._reporter.busy(self._busy)
+
+    def leave(self) -> None:
+        """Ends one call of a step; between two calls of a step this rank is idle."""
+        self._step_s += time.perf_counter() - self._entered
+        self._reporter.busy(None)
+
+    def finish_step(self, *, prefill_tokens: int, decode_tokens: int) -> None:
+        """Records the step whose calls have all been left.
+
+        Args:
+            prefill_tokens: prompt tokens of the step; a step with any is a prefill.
+            decode_tokens: others.
+        """
+        phase = names.PHASE_PREFILL if prefill_tokens else names.PHASE_DECODE
+        transfer_s = sum(self._transfer_s.values())
+        compute_s = max(0.0, self._step_s - self._wait_s - transfer_s)
+        self._step.labels(*self._labels, phase).observe(self._step_s)
+        self._compute.labels(*self._labels, phase).observe(compute_s)
+        self._wait.labels(*self._labels, phase).observe(self._wait_s)
+        for direction in ("send", "recv"):
+            if self._transfer_bytes[direction]:
+                self._transfer.labels(*self._labels, direction).observe(self._transfer_s[direction])
+                self._bytes.labels(*self._labels, direction).inc(self._transfer_bytes[direction])
+        for label, tokens in ((names.PHASE_PREFILL, prefill_tokens), (names.PHASE_DECODE, decode_tokens)):
+            if tokens:
+                self._tokens.labels(*self._labels, label).inc(tokens)
+        self._steps += 1
+        if phase == names.PHASE_DECODE:
+            self._average(self._step_s, compute_s, self._wait_s, transfer_s)
+        self._reporter.step(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
+        self._begin_step()
+
+    def _average(self, *newest: float) -> None:
+        old = self._averages or newest
+        self._averages = tuple(a + _SMOOTHING * (b - a) for a, b in zip(old, newest, strict=True))
+
+    def _begin_step(self) -> None:
+        self._step_s = self._wait_s = 0.0
+        self._busy = None
+        self._transfer_s = {"send": 0.0, "recv": 0.0}
+        self._transfer_bytes = {"send": 0, "recv": 0}
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, names.RANK_LABELS, registry=self.registry).labels(*self._labels)
+
+
+def serve(
+    registry: CollectorRegistry, launch: PodLaunch, rank: RankAssignment, healthy: Callable[[], bool]
+) -> bool:
+    """Serves /metrics and /healthz of a rank in a thread; returns whether the port was free.
+
+    A taken port is logged and never stops the rank.
+
+    Args:
+        registry: of the rank.
+        launch: its pod's address says where.
+        rank: its local rank is added to the port.
+        healthy: whether /healthz answers 200 (else 503).
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+            elif self.path == paths.PATH_HEALTHZ:
+                good = healthy()
+                self._answer(200 if good else 503, b"ok\n" if good else b"group lost\n", "text/plain")
+            else:
+                self._answer(404, b"expected /metrics or /healthz\n", "text/plain")
+
+        def _answer(self, status: int, body: bytes, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing: a scrape every few seconds is no news."""
+
+    port = launch.address.metrics_port + rank.local_rank
+    try:
+        server = http.server.ThreadingHTTPServer((process.bind_host(launch.address.host), port), Handler)
+    except OSError as error:
+        _logger.error(
+            "rank %d: metrics port %d: %s; this rank runs on without metrics, free the port and restart the "
+            "group to have them",
+            rank.rank,
+            port,
+            error,
+        )
+        return False
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="heteroinfer-metrics", daemon=True).start()
+    return True

@@ -1,0 +1,24 @@
+"""The platform of a CPU rank; subclasses vLLM's, so that dispatch by `is_cpu()` stays as it is."""
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms.cpu import CpuPlatform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class HeteroCpuPlatform(CpuPlatform):
+    """CpuPlatform with our worker and communicators."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        """Applies vLLM's CPU rules, with our worker class."""
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.worker.cpu.HeteroCpuWorker"
+        super().check_and_update_config(vllm_config)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """Returns what builds the communicator of a group with more than one rank."""
+        return "vllm_heteroinfer.distributed.communicators.build_cpu_communicator"

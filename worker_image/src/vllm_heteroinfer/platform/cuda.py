@@ -1,0 +1,28 @@
+"""The platform of a GPU rank; subclasses vLLM's, so that dispatch by `is_cuda()` stays as it is."""
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms.cuda import CudaPlatform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class HeteroCudaPlatform(CudaPlatform):
+    """CudaPlatform with our worker and communicators, and process groups that CPU ranks can join."""
+
+    # Every rank must name the same backend. GPU-only groups talk by NCCL all the same: PyNccl
+    # is built from a group's gloo side (vllm/distributed/device_communicators/cuda_communicator.py).
+    dist_backend = "gloo"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        """Applies vLLM's CUDA rules, with our worker class."""
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.worker.gpu.HeteroGpuWorker"
+        super().check_and_update_config(vllm_config)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """Returns what builds the communicator of a group with more than one rank."""
+        return "vllm_heteroinfer.distributed.communicators.build_cuda_communicator"

@@ -1,0 +1,163 @@
+"""Entry point of a rank: `python -m vllm_heteroinfer.rank_main`, started by a pod's supervisor.
+
+At import it needs the standard library only; torch and vLLM come once the environment is right.
+"""
+
+import logging
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_status import RankPhase
+from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.plan import Plan, RankAssignment
+from vllm_heteroinfer import process
+from vllm_heteroinfer.launch.channel import RankReporter
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_heteroinfer.rendezvous import Deadline, GroupStore
+
+_logger = logging.getLogger(__name__)
+
+_PEER_LOST_GRACE_S = 1.0
+"""How much longer than the heart beat's time-out a rank that lost a peer waits to be ended."""
+
+
+def main() -> NoReturn:
+    """Runs a rank until its supervisor ends it, or it fails."""
+    plan, launch, rank = place(os.environ)
+    process.preload("vllm_heteroinfer.rank_main", rank)
+    reporter = RankReporter.from_env(os.environ)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # A supervisor stops its pod by SIGTERM; nothing here is worth a long good-bye.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+
+    def fail(error: BaseException) -> NoReturn:
+        traceback.print_exception(error)
+        if is_peer_lost(error):
+            # The peer's own supervisor names the culprit, and ours then ends this process.
+            time.sleep(launch.heartbeat_timeout_s + _PEER_LOST_GRACE_S)
+        reporter.failure(failure(error, rank))
+        _logger.error("rank %d failed, and ends its group: %s", rank.rank, error)
+        os._exit(names.EXIT_RANK_FAILED)
+
+    try:
+        run(plan, launch, rank, reporter, fail)
+    except BaseException as error:
+        fail(error)
+    fail(RuntimeError("the executor's calls ended; did the API server exit?"))
+
+
+def place(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
+    """Returns plan, launch and rank of an environment; raises ContractError naming what is wrong."""
+    plan, launch = Plan.from_env(env), PodLaunch.from_env(env)
+    text = env.get(names.ENV_RANK, "")
+    if not text.isdecimal() or int(text) >= plan.world_size:
+        raise ContractError(
+            f"got {names.ENV_RANK}={text!r}, expected 0..{plan.world_size - 1}; ranks are started by "
+            "`heteroinfer-worker`"
+        )
+    rank = plan.ranks[int(text)]
+    if rank.pod != launch.pod_index:
+        raise ContractError(f"rank {rank.rank} belongs to pod {rank.pod}, not to this pod {launch.pod_index}")
+    return plan, launch, rank
+
+
+def run(
+    plan: Plan,
+    launch: PodLaunch,
+    rank: RankAssignment,
+    reporter: RankReporter,
+    fail: Callable[[BaseException], NoReturn],
+) -> None:
+    """Builds this rank's configuration, agrees with the others, loads, and serves calls."""
+    from vllm_heteroinfer import engine_args, metrics
+    from vllm_heteroinfer.rendezvous import Deadline, GroupStore
+
+    startup = Deadline.after(launch.startup_timeout_s)
+    step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
+    meter = metrics.RankMetrics(rank, launch, reporter)
+    metrics.serve(
+        meter.registry, launch, rank, healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s
+    )
+    store = GroupStore.host(launch, startup) if rank.rank == 0 else None
+    config = engine_args.build_config(plan, launch, rank)
+    reporter.phase(RankPhase.CONNECTING)
+    store = store or GroupStore.connect(launch, startup)
+    agree(plan, rank, config, store, startup)
+
+    from vllm_heteroinfer.rank_process import RankProcess
+    from vllm_heteroinfer.worker.common import RankContext
+
+    context = RankContext(
+        plan=plan,
+        launch=launch,
+        rank=rank,
+        reporter=reporter,
+        store=store,
+        metrics=meter,
+        startup=startup,
+        step_timeout_s=step_timeout_s,
+        fail=fail,
+    )
+    RankProcess(config, context).worker_busy_loop()
+
+
+def agree(
+    plan: Plan, rank: RankAssignment, config: "VllmConfig", store: "GroupStore", startup: "Deadline"
+) -> None:
+    """Publishes this rank's settings and compares everybody's.
+
+    Raises:
+        ConfigMismatchError: they differ; every rank raises the same text.
+        TimeoutError: a rank did not publish its own in time.
+    """
+    from vllm_heteroinfer import fingerprint
+
+    ours = fingerprint.of_config(config, layer_partition=os.environ["VLLM_PP_LAYER_PARTITION"])
+    store.put(f"fingerprint/{rank.rank}", fingerprint.to_json(ours))
+    fingerprints = [
+        fingerprint.from_json(store.get(f"fingerprint/{r.rank}", startup, what=f"settings of rank {r.rank}"))
+        for r in plan.ranks
+    ]
+    fingerprint.compare(plan, fingerprints)
+
+
+def failure(error: BaseException, rank: RankAssignment) -> Failure:
+    """Returns what to tell the supervisor of an error in a rank."""
+    from vllm_heteroinfer.fingerprint import ConfigMismatchError
+
+    if isinstance(error, ConfigMismatchError):
+        reason, culprit = FailureReason.CONFIG_MISMATCH, error.rank
+    elif isinstance(error, ContractError):
+        reason, culprit = FailureReason.BAD_SETTINGS, rank.rank
+    elif isinstance(error, TimeoutError):
+        reason, culprit = FailureReason.STARTUP_TIMEOUT, rank.rank
+    else:
+        reason, culprit = FailureReason.RANK_RAISED, rank.rank
+    text = " ".join(str(error).split()) or type(error).__name__
+    if reason is FailureReason.RANK_RAISED:
+        text = f"{type(error).__name__}: {text}"
+    return Failure(reason=reason, message=text, rank=culprit, time=time.time())
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Returns whether an error only says that another rank went away."""
+    text = str(error)
+    return (
+        type(error).__name__ == "PeerLostError"
+        or "Connection closed by peer" in text
+        or "Connection reset" in text
+    )
+
+
+if __name__ == "__main__":
+    main()

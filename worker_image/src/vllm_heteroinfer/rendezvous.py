@@ -1,0 +1,131 @@
+"""The group's small store: fingerprints, hop schemas and message queue handles, by key.
+
+Rank 0 hosts it, so that ranks meet and load without waiting for the API server's process.
+Every wait has a deadline. Imports torch.
+"""
+
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from heteroinfer_contract.launch import PodLaunch
+from vllm_heteroinfer import process
+
+_POLL_S = 1.0
+"""How long one look for a key may block; between looks a signal is seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """A moment after which waiting is pointless.
+
+    Attributes:
+        at: on time.monotonic()'s clock, in seconds.
+        total_s: how long the whole wait was to be, for messages.
+    """
+
+    at: float
+    total_s: float
+
+    @classmethod
+    def after(cls, seconds: float) -> "Deadline":
+        """Returns the deadline `seconds` from now."""
+        return cls(at=time.monotonic() + seconds, total_s=seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Returns the time left, at least 0."""
+        return max(0.0, self.at - time.monotonic())
+
+
+class GroupStore:
+    """Keys of one epoch of one group, on the leader's executor port."""
+
+    def __init__(self, store: TCPStore, launch: PodLaunch) -> None:
+        self._store = store
+        self._launch = launch
+        self._prefix = f"{launch.group_uid}/{launch.epoch}/"
+
+    @classmethod
+    def host(cls, launch: PodLaunch, deadline: Deadline) -> "GroupStore":
+        """Returns the store, served by this process (rank 0).
+
+        Raises:
+            OSError: the port is taken.
+        """
+        leader = launch.leader
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((process.bind_host(leader.host), leader.executor_port))
+        except OSError as error:
+            raise OSError(
+                f"executor port {leader.executor_port}: {error}; the leader needs this port for its group"
+            ) from error
+        listener.listen(1024)
+        store = TCPStore(
+            leader.host,
+            leader.executor_port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=deadline.left_s),
+            master_listen_fd=listener.detach(),
+        )
+        return cls(store, launch)
+
+    @classmethod
+    def connect(cls, launch: PodLaunch, deadline: Deadline) -> "GroupStore":
+        """Returns the store that rank 0 serves, waiting for it.
+
+        Raises:
+            TimeoutError: it was not there by the deadline.
+        """
+        leader = launch.leader
+        address = (process.resolve(leader.host), leader.executor_port)
+        while True:
+            try:
+                socket.create_connection(address, timeout=min(_POLL_S, deadline.left_s or 0.001)).close()
+                break
+            except OSError as error:
+                if deadline.left_s == 0:
+                    raise TimeoutError(
+                        f"rank 0 did not open {leader.host}:{leader.executor_port} within "
+                        f"{deadline.total_s:.0f} s ({error}); look at the leader's log"
+                    ) from error
+                time.sleep(min(0.05, deadline.left_s))
+        store = TCPStore(
+            leader.host,
+            leader.executor_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(1.0, deadline.left_s)),
+        )
+        return cls(store, launch)
+
+    def put(self, key: str, value: str) -> None:
+        """Stores text under a key; every process of the group can read it."""
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, deadline: Deadline, *, what: str) -> str:
+        """Returns the text under a key, waiting for it.
+
+        Args:
+            key: as given to `put`.
+            deadline: of the wait.
+            what: what is waited for and from whom, for the error.
+
+        Raises:
+            TimeoutError: it was not there by the deadline.
+            RuntimeError: rank 0, which serves the store, is gone.
+        """
+        full = self._prefix + key
+        while not self._store.check([full]):
+            if deadline.left_s == 0:
+                raise TimeoutError(
+                    f"got no {what} within {deadline.total_s:.0f} s; look at that process's log"
+                )
+            time.sleep(min(0.02, deadline.left_s))
+        return str(self._store.get(full).decode())

@@ -1,0 +1,205 @@
+"""What a rank's worker adds to vLLM's, on either device.
+
+Mixed into vLLM's CPU or GPU worker; must not import either, since importing the CPU worker
+in a GPU process replaces functions of torch (facts: Platform).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm.distributed.parallel_state import get_pp_group
+
+from heteroinfer_contract.group_status import RankPhase
+from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.plan import Plan, RankAssignment
+from vllm_heteroinfer.distributed import communicators
+from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
+from vllm_heteroinfer.metrics import RankMetrics
+from vllm_heteroinfer.rendezvous import Deadline, GroupStore
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_heteroinfer.launch.channel import RankReporter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What a rank knows besides vLLM's configuration.
+
+    Attributes:
+        plan: of the group.
+        launch: of its pod.
+        rank: its own place.
+        reporter: its channel to the supervisor.
+        store: of the group.
+        metrics: its meter.
+        startup: by when the group must be ready.
+        step_timeout_s: after which a silent neighbour is given up, in seconds.
+        fail: reports an error and ends this process.
+    """
+
+    plan: Plan
+    launch: PodLaunch
+    rank: RankAssignment
+    reporter: "RankReporter"
+    store: GroupStore
+    metrics: RankMetrics
+    startup: Deadline
+    step_timeout_s: float
+    fail: Callable[[BaseException], NoReturn]
+
+
+class GroupWorkerMixin:
+    """Phases, hops and metrics around vLLM's worker; comes before it in the bases."""
+
+    context: RankContext
+    _loaded_bytes = 0
+    _transport: PipelineTransport | None = None
+
+    def attach(self, context: RankContext) -> None:
+        """Gives the worker its context; called once, before `init_device`."""
+        self.context = context
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Loads this stage's weights, then agrees with its neighbours on what a hop carries."""
+        context = self.context
+        context.reporter.phase(RankPhase.LOADING, 0, context.rank.weight_bytes)
+        super().load_model(**kwargs)  # type: ignore[misc]
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        self._loaded_bytes = weight_bytes(model)
+        context.metrics.weight_bytes.set(self._loaded_bytes)
+        context.reporter.phase(RankPhase.LOADING, self._loaded_bytes, self._loaded_bytes)
+        if get_pp_group().world_size > 1:
+            self._build_transport(model)
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Returns the one layout that CPU attention reads; the lists of all ranks must be equal.
+
+        Source: vllm/v1/attention/backends/utils.py::resolve_kv_cache_layout@v0.32.0.
+        """
+        return ["LBHNC"]
+
+    def determine_available_memory(self) -> int:
+        """Returns the room for this rank's KV cache, in bytes, after one run of the largest batch."""
+        self.context.reporter.phase(RankPhase.WARMING_UP, self._loaded_bytes, self._loaded_bytes)
+        self.warm_up()
+        return int(super().determine_available_memory())  # type: ignore[misc]
+
+    def warm_up(self) -> None:
+        """Runs what this device's worker does not run by itself before the first step."""
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocates the KV cache: as many blocks as the rank with the least room has."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        metrics = self.context.metrics
+        metrics.kv_blocks.set(kv_cache_config.num_blocks)
+        metrics.kv_cache_bytes.set(sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors))
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Compiles and warms up; after it this rank is ready."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self.context.reporter.phase(RankPhase.READY, self._loaded_bytes, self._loaded_bytes)
+        return times
+
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
+        """Runs a step's forward pass; the last stage's step ends with `sample_tokens`."""
+        rows = scheduler_output.total_num_scheduled_tokens
+        if not rows:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        metrics = self.context.metrics
+        metrics.enter()
+        communicators.take_wait_s()
+        if self._transport is not None:
+            self._transport.expect(rows)
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        metrics.waited(communicators.take_wait_s())
+        metrics.leave()
+        self._step_tokens = count_tokens(scheduler_output)
+        if not get_pp_group().is_last_rank or output is not None:
+            self._finish_step()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Samples on the last stage; elsewhere there is nothing to do."""
+        if self._step_tokens is None:
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        metrics = self.context.metrics
+        metrics.enter()
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        metrics.waited(communicators.take_wait_s())
+        metrics.leave()
+        self._finish_step()
+        return output
+
+    _step_tokens: tuple[int, int] | None = None
+
+    def _finish_step(self) -> None:
+        assert self._step_tokens is not None
+        prefill, decode = self._step_tokens
+        self._step_tokens = None
+        self.context.metrics.finish_step(prefill_tokens=prefill, decode_tokens=decode)
+
+    def _build_transport(self, model: Any) -> None:
+        context, group = self.context, get_pp_group()
+        runner = self.model_runner  # type: ignore[attr-defined]
+        dtype = self.model_config.dtype  # type: ignore[attr-defined]
+        device = self.device  # type: ignore[attr-defined]
+        empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=dtype, device=device)
+        schema = HopSchema.of(empty.tensors)
+        self._agree_on(schema)
+        self._transport = PipelineTransport(
+            group=group,
+            schema=schema,
+            max_rows=runner.max_num_tokens,
+            device=device,
+            timeout_s=context.step_timeout_s,
+            meter=context.metrics,
+            on_error=context.fail,
+        )
+        self._transport.attach()
+
+    def _agree_on(self, schema: HopSchema) -> None:
+        """Compares the schema with the stage before; raises RuntimeError if they differ."""
+        context, group = self.context, get_pp_group()
+        ours = schema.to_json()
+        context.store.put(f"hop/{context.rank.rank}", ours)
+        if group.is_first_rank:
+            return
+        peer = group.prev_rank
+        theirs = context.store.get(f"hop/{peer}", context.startup, what=f"hop schema of rank {peer}")
+        if theirs != ours:
+            raise RuntimeError(
+                f"rank {context.rank.rank} expects hidden states {ours}, but rank {peer} sends {theirs}; "
+                "mount the same model in every pod"
+            )
+
+
+def count_tokens(output: "SchedulerOutput") -> tuple[int, int]:
+    """Returns a step's prompt tokens and its other tokens."""
+    cached = output.scheduled_cached_reqs
+    decode = sum(
+        1
+        for request, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True)
+        if outputs > 0 and output.num_scheduled_tokens[request] == 1
+    )
+    return output.total_num_scheduled_tokens - decode, decode
+
+
+def weight_bytes(model: Any) -> int:
+    """Returns the size of a loaded model's weights, in bytes.
+
+    A CPU linear layer hands its weight to oneDNN, packed, and keeps an empty tensor, so it is
+    counted by its shape. Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0.
+    """
+    total = sum(
+        tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    )
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.numel() == 0 and hasattr(module, "output_size_per_partition"):
+            total += (
+                module.input_size_per_partition * module.output_size_per_partition * weight.element_size()
+            )
+    return total
