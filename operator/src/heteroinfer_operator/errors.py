@@ -36,6 +36,12 @@ class SpecError(HeteroInferError):
         super().__init__("\n".join(self.problems))
 
 
+class ModelError(HeteroInferError):
+    """The model's files are missing, unreadable or no model; permanent until they or the URI change."""
+
+    reason = "ModelNotReadable"
+
+
 class PlanError(HeteroInferError):
     """There is no plan for this spec and model; permanent until one of them changes."""
 

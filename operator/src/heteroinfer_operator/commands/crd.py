@@ -1,0 +1,46 @@
+"""`heteroinfer crd`: the CustomResourceDefinition, printed or written where it is kept."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+from heteroinfer_operator.crd import render_crd
+from heteroinfer_operator.errors import HeteroInferError
+
+COPIES: Final = ("crds/heteroinference.yaml", "charts/heteroinfer/files/heteroinference.yaml")
+"""Where the generated text is kept in the source tree; the chart's template includes its copy."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer crd`."""
+    parser.add_argument(
+        "--write",
+        metavar="DIR",
+        nargs="?",
+        const=".",
+        help=f"write {' and '.join(COPIES)} of the source tree in DIR (default: here) instead of printing",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints or writes the CRD; returns 0.
+
+    Raises:
+        HeteroInferError: the directory to write to is no source tree of HeteroInfer.
+    """
+    text = render_crd()
+    if arguments.write is None:
+        sys.stdout.write(text)
+        return 0
+    root = Path(arguments.write)
+    if not (root / "operator" / "src" / "heteroinfer_operator").is_dir():
+        raise HeteroInferError(
+            f"--write: {root.resolve()} is not the source tree of HeteroInfer; run it there, or give its path"
+        )
+    for copy in COPIES:
+        path = root / copy
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        sys.stderr.write(f"wrote {path}\n")
+    return 0

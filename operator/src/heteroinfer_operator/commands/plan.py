@@ -1,0 +1,151 @@
+"""`heteroinfer plan`: the rank table of a resource, without a cluster."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model_files import read_profile
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from heteroinfer_operator.api import HeteroInference, parse_bytes
+from heteroinfer_operator.errors import ModelError
+from heteroinfer_operator.planning import Inventory, Planned, make_plan
+from heteroinfer_operator.planning.memory import gib
+from heteroinfer_operator.resource_file import load_resource
+
+_FILE_SCHEME = "file://"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer plan`."""
+    parser.add_argument(
+        "-f", "--filename", required=True, metavar="FILE", help="a HeteroInference; - for stdin"
+    )
+    parser.add_argument(
+        "--model-dir", type=Path, help="the model's directory; needed unless model.uri is file://"
+    )
+    parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table")
+    parser.add_argument(
+        "--gpus", type=_count, help="GPUs there are; as many as the roles ask for if not given"
+    )
+    parser.add_argument(
+        "--gpu-memory", type=_size, help="memory of one GPU, such as 80Gi, for roles without deviceMemory"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan; returns 0.
+
+    Raises:
+        HeteroInferError: the file is no good, the model can't be read, or there is no plan.
+    """
+    resource = load_resource(arguments.filename)
+    planned = make_plan(
+        resource.spec,
+        _profile(resource, arguments.model_dir),
+        _inventory(resource, arguments.gpus, arguments.gpu_memory),
+        served_name=resource.served_name,
+        model_path=names.MODEL_MOUNT,
+    )
+    sys.stdout.write(_render(planned, arguments.output, resource.metadata.name))
+    return 0
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number of GPUs, 0 or more")
+    return count
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _profile(resource: HeteroInference, model_dir: Path | None) -> ModelProfile:
+    uri = resource.spec.model.uri
+    if model_dir is None and not uri.startswith(_FILE_SCHEME):
+        raise ModelError(
+            f"model.uri: got {uri}, which is not on this machine; give its files with --model-dir DIR"
+        )
+    directory = model_dir or Path(uri.removeprefix(_FILE_SCHEME))
+    try:
+        return read_profile(directory)
+    except ContractError as error:
+        raise ModelError(f"{'--model-dir' if model_dir else 'model.uri'}: {error}") from error
+
+
+def _inventory(resource: HeteroInference, gpus: int | None, gpu_memory_bytes: int | None) -> Inventory:
+    roles = [role for role in resource.spec.roles if role.device is Device.GPU]
+    return Inventory(
+        gpus=None if gpus is None else {role.gpu_resource: gpus for role in roles},
+        gpu_memory_bytes={} if gpu_memory_bytes is None else {role.name: gpu_memory_bytes for role in roles},
+    )
+
+
+def _render(planned: Planned, output: str, name: str) -> str:
+    if output == "table":
+        return _table(planned, name)
+    value = {
+        "hash": planned.plan.hash,
+        "plan": json.loads(planned.plan.to_json()),
+        "notes": list(planned.notes),
+    }
+    if output == "json":
+        return json.dumps(value, indent=2) + "\n"
+    return yaml.safe_dump(value, sort_keys=False)
+
+
+_HEADINGS = ("RANK", "POD", "ROLE", "DEVICE", "STAGE", "LAYERS", "WEIGHTS", "KV CACHE", "STEP")
+
+
+def _table(planned: Planned, name: str) -> str:
+    plan, engine = planned.plan, planned.plan.engine
+    rows = [_HEADINGS, *map(_row, plan.ranks)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    settings = {
+        field.name: value
+        for field in dataclasses.fields(engine)
+        if (value := getattr(engine, field.name)) != () and field.name != "model"
+    }
+    head = (
+        f"{name}: mode {plan.mode}, {plan.pipeline_parallel_size} stages of {plan.tensor_parallel_size} ranks, "
+        f"{len(plan.pods)} pods, plan {plan.hash}"
+    )
+    step = f"predicted decode step of one request: {_step_s(plan) * 1e3:.1f} ms, and transfers between stages"
+    every = "every rank: " + ", ".join(f"{key} {value}" for key, value in settings.items())
+    return "\n".join([head, *lines, step, every, *(f"note: {note}" for note in planned.notes), ""])
+
+
+def _row(rank: RankAssignment) -> tuple[str, ...]:
+    return (
+        str(rank.rank),
+        str(rank.pod),
+        rank.role,
+        rank.device.value,
+        str(rank.stage),
+        f"{rank.num_layers} ({rank.first_layer}-{rank.end_layer - 1})",
+        gib(rank.weight_bytes),
+        gib(rank.kv_cache_bytes),
+        f"{rank.predicted_step_s * 1e3:.2f} ms",
+    )
+
+
+def _step_s(plan: Plan) -> float:
+    """Returns the compute of one step through all stages, in seconds: one batch is in flight."""
+    return sum(
+        max(rank.predicted_step_s for rank in plan.ranks if rank.stage == stage)
+        for stage in range(plan.pipeline_parallel_size)
+    )
