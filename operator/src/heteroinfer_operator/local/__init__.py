@@ -6,15 +6,18 @@ kept and compared as any child, but nothing acts on it: all listens on loopback.
 """
 
 from heteroinfer_operator.local.addressing import LocalAddressing, PortsTakenError
-from heteroinfer_operator.local.cluster import LocalCluster
+from heteroinfer_operator.local.cluster import LocalCluster, LocalOptions
+from heteroinfer_operator.local.inventory import observe_node
 from heteroinfer_operator.local.pod import UnsupportedPodFieldError
 from heteroinfer_operator.local.worker_python import WorkerPythonError, find_worker_python
 
 __all__ = [
     "LocalAddressing",
     "LocalCluster",
+    "LocalOptions",
     "PortsTakenError",
     "UnsupportedPodFieldError",
     "WorkerPythonError",
     "find_worker_python",
+    "observe_node",
 ]

@@ -2,7 +2,6 @@
 
 import random
 import socket
-from pathlib import Path
 from typing import Final
 
 from heteroinfer_contract.launch import PodAddress
@@ -33,13 +32,11 @@ class LocalAddressing:
 
     Args:
         api_port: of group 0; group i serves on this plus i.
-        model_dir: where the model is, whatever the spec's uri says; None takes file:// only.
         rng: chooses ports.
     """
 
-    def __init__(self, *, api_port: int, model_dir: Path | None, rng: random.Random | None = None) -> None:
+    def __init__(self, *, api_port: int, rng: random.Random | None = None) -> None:
         self._api_port = api_port
-        self._model_dir = model_dir
         self._rng = rng or random.Random()  # noqa: S311 - ports are no secret
         self._given: dict[tuple[int, int, str], tuple[PodAddress, ...]] = {}
         self._taken = set(range(api_port, api_port + MAX_GROUPS))
@@ -61,8 +58,6 @@ class LocalAddressing:
         Raises:
             PlanError: the spec names a place that this machine has not.
         """
-        if self._model_dir is not None:
-            return ModelSource(path=str(self._model_dir), volume=None)
         scheme, _, path = spec.model.uri.partition("://")
         if scheme != "file":
             raise PlanError(
@@ -79,6 +74,11 @@ class LocalAddressing:
     def group_endpoint(self, index: int) -> str:
         """Returns the base URL of a group's OpenAI API."""
         return f"http://{LOOPBACK}:{self._api_port + index}/v1"
+
+    def current(self) -> dict[int, tuple[PodAddress, ...]]:
+        """Returns by group index the addresses of its newest epoch's pods."""
+        newest = sorted(self._given.items(), key=lambda item: item[0][:2])
+        return {index: addresses for (index, _, _), addresses in newest}
 
     def check_api_ports(self, groups: int) -> None:
         """Checks that every group can serve.

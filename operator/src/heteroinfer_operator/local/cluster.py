@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -25,6 +26,7 @@ from heteroinfer_operator.cluster import (
     SetFinalizer,
 )
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.local.cores import share_cores
 from heteroinfer_operator.local.inventory import observe_gpus
 from heteroinfer_operator.local.pod import parse_pod
 from heteroinfer_operator.local.process import PodFolder, RunningPod
@@ -109,6 +111,12 @@ class LocalCluster:
         """Returns by group index what each running leader last said of its group."""
         said = ((pod.group_index, pod.group_status) for pod in self._pods.values())
         return {index: status for index, status in said if index is not None and status is not None}
+
+    def plans(self) -> dict[str, Plan]:
+        """Returns the plans in use, by hash."""
+        texts = (stored.get("data", {}).get(names.PLAN_KEY) for stored in self._objects.values())
+        plans = [Plan.from_json(text) for text in texts if text is not None]
+        return {plan.hash: plan for plan in plans}
 
     def request_deletion(self) -> None:
         """Has the resource deleted, as `kubectl delete` does; `gone` is set when it is."""
@@ -236,7 +244,12 @@ class LocalCluster:
 
     async def _start(self, manifest: Manifest) -> StoredPod:
         config_maps = {name: stored for (kind, name), stored in self._objects.items() if kind == "ConfigMap"}
-        pod = parse_pod(manifest, config_maps)
+        pod = share_cores(
+            parse_pod(manifest, config_maps),
+            cores=self._options.node.allocatable["cpu"],
+            groups=self._spec.get("replicas", 1),
+            env=self._options.env,
+        )
         if pod.num_gpus > len(self._free_gpus):
             raise LocalPodError(
                 f"pod {pod.name}: got {len(self._free_gpus)} free GPUs, expected {pod.num_gpus}; "

@@ -169,8 +169,8 @@ class RunningPod:
                     os.kill(pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() > deadline:
                 raise LeftoverProcessError(
-                    f"pod {self.pod.name}: processes {', '.join(map(str, left))} live on {KILL_TIMEOUT_S:g} s "
-                    "after SIGKILL; look at /proc/PID/stack for what the kernel waits for"
+                    f"pod {self.pod.name}: processes {', '.join(map(str, left))} live on "
+                    f"{KILL_TIMEOUT_S:g} s after SIGKILL; /proc/PID/stack tells what they wait for"
                 )
             await asyncio.sleep(_POLL_S)
 

@@ -1,0 +1,101 @@
+"""`heteroinfer up`: serves one HeteroInference on this machine."""
+
+import argparse
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.local import LocalOptions, find_worker_python, observe_node
+from heteroinfer_operator.up import Session, SessionOptions, read_resource
+from heteroinfer_operator.up.display import Display
+
+EXIT_OK: Final = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer up`."""
+    parser.add_argument(
+        "-f", "--filename", type=Path, required=True, metavar="FILE", help="a HeteroInference"
+    )
+    parser.add_argument(
+        "--model-dir", type=Path, metavar="DIR", help="the model's folder, in place of the file's model.uri"
+    )
+    parser.add_argument(
+        "--port", type=_port, help="of the OpenAI API on 127.0.0.1, in place of the file's engine.port"
+    )
+    parser.add_argument(
+        "--worker-python",
+        type=Path,
+        metavar="PYTHON",
+        help="the Python that has vLLM; default: HETEROINFER_WORKER_PYTHON, or .venv-worker/bin/python",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep each pod's output there, as POD.log; default: a temporary folder, kept after a failure",
+    )
+    parser.add_argument("--no-table", action="store_true", help="lines of text instead of a live table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until Ctrl-C; returns the exit code.
+
+    Raises:
+        HeteroInferError: the file is wrong, the resource failed, or it cannot run here.
+    """
+    resource = read_resource(arguments.filename, model_dir=arguments.model_dir)
+    worker_python = find_worker_python(arguments.worker_python)
+    console = Console()
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+    )
+    with _folders(arguments.log_dir) as (scratch, log_dir):
+        options = SessionOptions(
+            resource=resource,
+            api_port=arguments.port or parse_spec(resource["spec"]).engine.port,
+            local=LocalOptions(
+                worker_python=worker_python,
+                scratch=scratch,
+                log_dir=log_dir,
+                node=observe_node(),
+                env=dict(os.environ),
+            ),
+        )
+        with Display(console, live=console.is_terminal and not arguments.no_table) as display:
+            display.line(f"output of each pod: {log_dir}/POD.log")
+            asyncio.run(_serve(options, display))
+    return EXIT_OK
+
+
+async def _serve(options: SessionOptions, display: Display) -> None:
+    await Session(options, display).run()
+
+
+@contextmanager
+def _folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
+    """Yields the pods' scratch folder and the folder of logs; what is temporary goes after a success."""
+    with tempfile.TemporaryDirectory(prefix="heteroinfer-") as scratch:
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            yield Path(scratch), log_dir.resolve()
+            return
+        temporary = Path(tempfile.mkdtemp(prefix="heteroinfer-logs-"))
+        yield Path(scratch), temporary
+        shutil.rmtree(temporary)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port, 1-65535")
+    return int(text)

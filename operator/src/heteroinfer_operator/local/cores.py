@@ -1,0 +1,43 @@
+"""The cores of this machine, shared between pods that each would take all of them. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_operator.local.pod import PodProcess
+
+ENV_THREADS: Final = "OMP_NUM_THREADS"
+_ENGINE_CORES: Final = 2
+"""Of each group, on a machine that has enough: engine core and API server spin on one each
+(as in vllm_heteroinfer.launch.environment, for a leader that has a machine to itself)."""
+_BIG_MACHINE_CORES: Final = 8
+
+
+def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str, str]) -> PodProcess:
+    """Returns the pod with its ranks' threads limited to their share of this machine.
+
+    On a cluster each pod counts its own node's or its quota's cores; here all of them
+    would count the same ones, and ranks that wait for each other while spinning are many
+    times slower. What the user set, in engine.env or around `heteroinfer up`, stays.
+
+    Args:
+        pod: to start.
+        cores: of this machine.
+        groups: that run on it.
+        env: around `heteroinfer up`.
+    """
+    if names.ENV_PLAN not in pod.env or ENV_THREADS in {**env, **pod.env}:
+        return pod
+    plan = Plan.from_json(pod.env[names.ENV_PLAN])
+    return replace(pod, env={**pod.env, ENV_THREADS: str(threads_per_rank(plan, cores=cores, groups=groups))})
+
+
+def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
+    """Returns the threads of each CPU rank, at least 1: what is left of a group's cores, evenly."""
+    own = int(cores / groups)
+    gpu_ranks = sum(rank.device is Device.GPU for rank in plan.ranks)
+    cpu_ranks = plan.world_size - gpu_ranks
+    reserved = (_ENGINE_CORES if own >= _BIG_MACHINE_CORES else 1) + gpu_ranks
+    return max(1, (own - reserved) // max(1, cpu_ranks))

@@ -1,0 +1,208 @@
+"""One run of `heteroinfer up`: the reconcile of the operator on this machine, until Ctrl-C or failure."""
+
+import asyncio
+import functools
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.launch import PodAddress
+from heteroinfer_operator.api import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    HeteroInferenceStatus,
+    parse_spec,
+    parse_status,
+)
+from heteroinfer_operator.cluster import RecordEvent, ResourceKey
+from heteroinfer_operator.errors import HeteroInferError, Shortage
+from heteroinfer_operator.local import LocalAddressing, LocalCluster, LocalOptions
+from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.reconcile import Options, reconcile
+from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
+from heteroinfer_operator.up.display import Display
+from heteroinfer_operator.up.view import RankRow, build_rows
+from heteroinfer_operator.workqueue import WorkQueue, build_process
+
+REFRESH_S: Final = 0.5
+STOP_TIMEOUT_S: Final = 45.0
+"""Pods have 30 s to stop; what is left then is killed."""
+_IMAGES: Final = WorkerImages(cpu="none", gpu="none")
+"""Nothing is pulled here: the worker's Python stands for every image."""
+_TOLD: Final = (ConditionType.CAPACITY_AVAILABLE, ConditionType.READY)
+_FINAL: Final = (
+    (ConditionType.FAILED, ConditionStatus.TRUE),
+    (ConditionType.MODEL_READY, ConditionStatus.FALSE),
+    (ConditionType.PLANNED, ConditionStatus.FALSE),
+)
+"""Conditions that only a change of the resource, which cannot happen here, would end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What the command line decides.
+
+    Attributes:
+        resource: valid, as JSON values.
+        api_port: of group 0's OpenAI API.
+        local: of the cluster.
+    """
+
+    resource: dict[str, Any]
+    api_port: int
+    local: LocalOptions
+
+
+class SessionFailedError(HeteroInferError):
+    """The resource came to an end by itself; the message is its culprit's."""
+
+    reason = "Failed"
+
+
+class Session:
+    """Starts the groups, tells what happens, and ends them all."""
+
+    def __init__(self, options: SessionOptions, display: Display) -> None:
+        self._display = display
+        self._spec = parse_spec(options.resource["spec"])
+        self._addressing = LocalAddressing(api_port=options.api_port)
+        self._cluster = LocalCluster(
+            options.resource, options.local, on_change=self._look, on_event=self._tell_event
+        )
+        decide = functools.partial(reconcile, options=Options(addressing=self._addressing, images=_IMAGES))
+        self._reconcile = build_process(self._cluster, decide)
+        self._queue = WorkQueue(self._pass, workers=1)
+        self._told: dict[str, tuple[str, str]] = {}
+        self._endpoint_told = False
+        self._stops = 0
+        self._stop = asyncio.Event()
+        self._kill = asyncio.Event()
+        self._failure: HeteroInferError | None = None
+
+    async def run(self) -> None:
+        """Serves until SIGINT or SIGTERM; nothing is left when it returns or raises.
+
+        Raises:
+            HeteroInferError: the resource failed, or cannot be run here.
+        """
+        self._addressing.check_api_ports(self._spec.replicas)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        tasks = [loop.create_task(work) for work in (self._stop.wait(), self._queue.run(), self._refresh())]
+        try:
+            self._look()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # the queue and the display end by a defect only, which is raised here
+            self._display.table(self._rows())
+            await self._tear_down()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await self._cluster.close()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _tear_down(self) -> None:
+        self._display.line("stopping; Ctrl-C again kills")
+        self._cluster.request_deletion()
+        ends = [asyncio.ensure_future(end.wait()) for end in (self._cluster.gone, self._kill)]
+        done, pending = await asyncio.wait(ends, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        for end in pending:
+            end.cancel()
+        if not done:
+            self._display.line(f"not stopped after {STOP_TIMEOUT_S:g} s: killing", warning=True)
+
+    def _on_signal(self) -> None:
+        self._stops += 1
+        self._stop.set()
+        if self._stops > 1:
+            self._kill.set()
+
+    def _look(self) -> None:
+        self._queue.add(self._cluster.key)
+
+    async def _pass(self, key: ResourceKey) -> float | None:
+        """One reconcile; what the operator would tell the user and try again ends this run."""
+        try:
+            look_again_s = await self._reconcile(key)
+        except HeteroInferError as error:
+            if self._stop.is_set():
+                self._kill.set()
+            self._fail(error)
+            return None
+        self._tell_status(parse_status(self._cluster.status))
+        return look_again_s
+
+    def _fail(self, error: HeteroInferError) -> None:
+        self._failure = self._failure or error
+        self._stop.set()
+
+    def _tell_status(self, status: HeteroInferenceStatus) -> None:
+        if self._stop.is_set():
+            return
+        for kind in _TOLD:
+            self._tell_condition(status.condition(kind.value))
+        ready = status.condition(ConditionType.READY.value)
+        serves = ready is not None and ready.status is ConditionStatus.TRUE
+        if serves and not self._endpoint_told:
+            self._tell_endpoints()
+        self._endpoint_told = serves
+        for kind, state in _FINAL:
+            condition = status.condition(kind.value)
+            if condition is not None and condition.status is state and not serves and _is_final(condition):
+                self._fail(SessionFailedError(condition.message, reason=condition.reason))
+                return
+
+    def _tell_condition(self, condition: Condition | None) -> None:
+        if condition is None or condition.status is ConditionStatus.UNKNOWN:
+            return
+        told = (condition.status.value, condition.message)
+        if self._told.get(condition.type) != told:
+            self._told[condition.type] = told
+            message = f": {condition.message}" if condition.message else ""
+            self._display.line(f"{condition.type}={condition.status} {condition.reason}{message}")
+
+    def _tell_event(self, event: RecordEvent) -> None:
+        kind = "Warning" if event.warning else "Normal"
+        self._display.line(f"{kind} {event.reason}: {event.message}", warning=event.warning)
+
+    def _tell_endpoints(self) -> None:
+        model = self._spec.model.served_name or self._cluster.key.name
+        self._display.table(self._rows())
+        for index, pods in sorted(self._addressing.current().items()):
+            url = self._addressing.group_endpoint(index)
+            self._display.plain(f"OpenAI API of group {index}: {url} (model {model})")
+            for line in _urls(pods, self._rows(), index):
+                self._display.plain(line)
+        self._display.plain(
+            f"  curl {self._addressing.group_endpoint(0)}/completions -H 'Content-Type: application/json' "
+            f'-d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 16}}\''
+        )
+
+    def _rows(self) -> tuple[RankRow, ...]:
+        status = parse_status(self._cluster.status)
+        return build_rows(status, self._cluster.plans(), self._cluster.groups())
+
+    async def _refresh(self) -> None:
+        while True:
+            self._display.show(self._rows())
+            await asyncio.sleep(REFRESH_S)
+
+
+def _urls(pods: tuple[PodAddress, ...], rows: Iterable[RankRow], group: int) -> Iterable[str]:
+    yield f"  status: http://{pods[0].host}:{pods[0].health_port}{names.PATH_GROUP}"
+    for row in rows:
+        if row.group == group:
+            pod = pods[row.place.pod]
+            port = pod.metrics_port + row.place.local_rank
+            yield f"  metrics of rank {row.place.rank}: http://{pod.host}:{port}/metrics"
+
+
+def _is_final(condition: Condition) -> bool:
+    """Returns whether waiting cannot help; for GPUs the user chose to wait."""
+    return condition.reason not in {Shortage.reason, WAITING_FOR_MODEL}

@@ -1,0 +1,108 @@
+"""What is shown of a resource that runs here: a row a rank. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.plan import Plan, RankAssignment
+from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceStatus
+
+HEADINGS = (
+    "group",
+    "rank",
+    "stage",
+    "role",
+    "device",
+    "layers",
+    "state",
+    "steps",
+    "step ms",
+    "compute ms",
+    "wait ms",
+    "seen s ago",
+)
+"""Of the cells of a row. step = compute + wait + transfer: a straggler is a rank whose
+compute is long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRow:
+    """One rank now.
+
+    Attributes:
+        group: index of its group.
+        place: its place in the plan.
+        status: what its leader says of it, or None while the leader doesn't answer.
+        group_phase: of its group.
+    """
+
+    group: int
+    place: RankAssignment
+    status: RankStatus | None
+    group_phase: GroupPhase
+
+    @property
+    def name(self) -> str:
+        """Returns the rank in words, for lines of text."""
+        group = f"group {self.group} " if self.group else ""
+        return f"{group}rank {self.place.rank} ({self.place.role}, {self.place.device}, layers {self.layers})"
+
+    @property
+    def layers(self) -> str:
+        """Returns the layers it holds, first and last."""
+        return f"{self.place.first_layer}-{self.place.end_layer - 1}"
+
+    @property
+    def state(self) -> str:
+        """Returns how far it has come, with the share of its weights that is read."""
+        if self.status is None:
+            return self.group_phase.value
+        if self.status.phase is RankPhase.LOADING and self.status.total_bytes:
+            return f"{self.status.phase} {100 * self.status.loaded_bytes // self.status.total_bytes} %"
+        return self.status.phase.value
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Returns the row's text under each of HEADINGS."""
+        place, status = self.place, self.status
+        head = (
+            str(self.group),
+            str(place.rank),
+            str(place.stage),
+            place.role,
+            place.device.value,
+            self.layers,
+            self.state,
+        )
+        if status is None:
+            return (*head, "", "", "", "", "")
+        times = (status.step_s, status.compute_s, status.wait_s)
+        measured = tuple(f"{1e3 * seconds:.1f}" if status.steps else "" for seconds in times)
+        return (*head, str(status.steps), *measured, f"{status.heartbeat_age_s:.1f}")
+
+
+def build_rows(
+    status: HeteroInferenceStatus, plans: Mapping[str, Plan], reports: Mapping[int, GroupReport]
+) -> tuple[RankRow, ...]:
+    """Returns a row for each rank of each group that has a plan.
+
+    Args:
+        status: of the resource.
+        plans: in use, by hash.
+        reports: by group: what its leader says; one of an older epoch is left out.
+    """
+    return tuple(row for group in status.groups for row in _group_rows(group, plans, reports))
+
+
+def _group_rows(
+    group: GroupStatus, plans: Mapping[str, Plan], reports: Mapping[int, GroupReport]
+) -> Iterable[RankRow]:
+    plan = plans.get(group.plan_hash or "")
+    if plan is None:
+        return
+    report = reports.get(group.index)
+    current = report is not None and report.epoch == group.epoch
+    told = {rank.rank: rank for rank in report.ranks} if report is not None and current else {}
+    for place in plan.ranks:
+        yield RankRow(group=group.index, place=place, status=told.get(place.rank), group_phase=group.phase)
