@@ -35,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect = commands.add_parser("inspect", help="print a model's sizes, read from its own files")
     inspect.add_argument("--model", type=Path, required=True, help="directory of the model")
     inspect.add_argument(
-        "--termination-message-path", type=Path, help="where to leave the sizes, or the failure, as well"
+        "--termination-message-path",
+        type=Path,
+        default=_inspect_message_path(os.environ),
+        help=f"where to leave the sizes, or the failure, as well; default: {names.ENV_TERMINATION_MESSAGE_PATH}, "
+        f"or {names.TERMINATION_MESSAGE_PATH} in a pod",
     )
     arguments = parser.parse_args(argv)
     if arguments.command == "inspect":
@@ -64,6 +68,12 @@ def inspect_model(model: Path, termination_message_path: Path | None) -> int:
     if termination_message_path is not None:
         termination_message_path.write_text(text)
     return code
+
+
+def _inspect_message_path(env: Mapping[str, str]) -> Path | None:
+    path = Path(env.get(names.ENV_TERMINATION_MESSAGE_PATH) or names.TERMINATION_MESSAGE_PATH)
+    # The kubelet makes the file before the container starts; without one nobody would read it.
+    return path if names.ENV_TERMINATION_MESSAGE_PATH in env or path.exists() else None
 
 
 def supervise(env: Mapping[str, str], commands: Commands) -> int:
