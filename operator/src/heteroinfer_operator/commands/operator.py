@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings.from_env(os.environ)
     logging.basicConfig(level=settings.log_level, format=LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
+    # Its only warning is that it leaves signals alone in a thread, as it should.
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     if arguments.check:
         return _check(settings)
     operator = Operator(settings, functools.partial(reconcile, options=build_options(settings)))

@@ -91,7 +91,7 @@ class EventRecorder:
             "apiVersion": EVENT.api_version,
             "kind": EVENT.name,
             "metadata": {
-                "generateName": f"{resource.key.name[:200]}.",
+                "generateName": f"{resource.key.name[:200]}-",
                 "namespace": resource.key.namespace,
                 "labels": {names.LABEL_RESOURCE: resource.key.name},
             },

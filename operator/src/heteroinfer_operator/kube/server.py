@@ -48,8 +48,11 @@ class ApiError(HeteroInferError):
         self.api_reason = api_reason
 
 
-async def load_configuration() -> client.Configuration:
+async def load_configuration(kubeconfig: str | None = None) -> client.Configuration:
     """Returns how to reach the API server: in a pod its service account, else the kubeconfig.
+
+    Args:
+        kubeconfig: a file to use instead of KUBECONFIG's.
 
     Raises:
         HeteroInferError: neither is there, or the kubeconfig cannot be read.
@@ -63,7 +66,7 @@ async def load_configuration() -> client.Configuration:
     except ConfigException as in_cluster:
         try:
             # Nothing may be written beside the user's file (a refreshed token would be).
-            await load_kubeconfig(client_configuration=configuration, persist_config=False)
+            await load_kubeconfig(kubeconfig, client_configuration=configuration, persist_config=False)
         except ConfigException as error:
             raise HeteroInferError(
                 f"no way to the API server: not in a pod ({in_cluster}), and no kubeconfig ({error}); "

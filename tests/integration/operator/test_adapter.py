@@ -1,0 +1,234 @@
+"""The port on a real API server: what each action does, and what it refuses to do."""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import (
+    Action,
+    ApplyObject,
+    ConflictError,
+    CreateObject,
+    DeleteObject,
+    Observation,
+    PatchStatus,
+    RecordEvent,
+    ResourceKey,
+    SetFinalizer,
+)
+from heteroinfer_operator.kube.adapter import NameTakenError
+from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
+from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.manifests.identity import Owner
+from tests.integration.operator.support import Watched, child, create_resource, pod, until, watching
+
+
+async def observe(watched: Watched, owner: Owner) -> Observation:
+    observation = await watched.cluster.observe(owner.key)
+    assert observation is not None
+    return observation
+
+
+async def act(watched: Watched, owner: Owner, *actions: Action) -> Observation:
+    await watched.cluster.run(await observe(watched, owner), actions)
+    return await observe(watched, owner)
+
+
+def service(owner: Owner, name: str, port: int = 80) -> dict[str, Any]:
+    return child(owner, "Service", name, spec={"selector": {"app": "x"}, "ports": [{"port": port}]})
+
+
+async def test_what_is_written_is_observed_at_once(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    async with watching(server) as watched:
+        after = await act(
+            watched,
+            owner,
+            CreateObject(manifest=pod(owner, "tiny-0-1-0", epoch="1")),
+            ApplyObject(manifest=service(owner, "tiny")),
+            ApplyObject(manifest=child(owner, "ConfigMap", "tiny-plan", data={"a": "1"}, immutable=True)),
+        )
+        assert [(p.name, p.labels[names.LABEL_EPOCH], p.phase) for p in after.pods] == [
+            ("tiny-0-1-0", "1", "Pending")
+        ]
+        assert sorted(o["kind"] for o in after.objects) == ["ConfigMap", "Service"]
+        assert after.nodes == ()
+        gone = await act(
+            watched,
+            owner,
+            *(DeleteObject(kind="Pod", name=p.name, uid=p.uid, grace_s=0) for p in after.pods),
+            *(
+                DeleteObject(kind=o["kind"], name=o["metadata"]["name"], uid=o["metadata"]["uid"])
+                for o in after.objects
+            ),
+        )
+        assert gone.objects == ()
+        assert all(p.ended for p in gone.pods)
+        await until("the pod is gone from the cache", lambda: not watched.caches.pods(owner.key, owner.uid))
+        assert set(watched.touched) == {owner.key}
+
+
+async def test_a_pod_whose_name_exists_is_a_conflict_and_seen_next(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    async with watching(server) as watched:
+        observation = await observe(watched, owner)
+        await server.create(POD.path(namespace), pod(owner, "tiny-0-1-0"))
+        with pytest.raises(ConflictError, match="already exists"):
+            await watched.cluster.run(
+                observation,
+                [
+                    CreateObject(manifest=pod(owner, "tiny-0-1-0")),
+                    ApplyObject(manifest=service(owner, "later")),
+                ],
+            )
+        after = await observe(watched, owner)
+        assert [p.name for p in after.pods] == ["tiny-0-1-0"]
+        assert after.objects == (), "actions after a conflict were not run"
+
+
+async def test_a_stranger_of_the_same_name_is_left_alone_and_named(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    theirs = {**service(owner, "tiny", port=5432), "metadata": {"name": "tiny", "namespace": namespace}}
+    await server.create(SERVICE.path(namespace), theirs)
+    async with watching(server) as watched:
+        with pytest.raises(NameTakenError, match=f"Service {namespace}/tiny exists .* delete it, or give"):
+            await act(watched, owner, ApplyObject(manifest=service(owner, "tiny")))
+        events = await server.get(EVENT.path(namespace))
+        assert [e["reason"] for e in events["items"]] == ["NameTaken"]
+    stored = await server.get(SERVICE.path(namespace, "tiny"))
+    assert stored["spec"]["ports"][0]["port"] == 5432
+    assert "ownerReferences" not in stored["metadata"]
+
+
+async def test_children_of_an_earlier_resource_of_that_name_are_waited_for(
+    server: ApiServer, namespace: str
+) -> None:
+    owner = await create_resource(server, namespace)
+    earlier = Owner(key=owner.key, uid="11111111-2222-3333-4444-555555555555")
+    async with watching(server) as watched:
+        before = await observe(watched, owner)
+        await server.create(SERVICE.path(namespace), service(earlier, "tiny"))
+        with pytest.raises(ConflictError, match="earlier"):
+            await watched.cluster.run(before, [ApplyObject(manifest=service(owner, "tiny"))])
+        # The garbage collector sees that its owner is gone; of a new kind it takes up to 30 s to.
+        await until(
+            "apply works",
+            lambda: applied(watched, before, ApplyObject(manifest=service(owner, "tiny"))),
+            timeout_s=60,
+        )
+
+
+async def applied(watched: Watched, observation: Observation, action: Action) -> bool:
+    try:
+        await watched.cluster.run(observation, [action])
+    except ConflictError:
+        return False
+    return True
+
+
+async def test_apply_repairs_drift_and_removes_what_is_no_longer_asked_for(
+    server: ApiServer, namespace: str
+) -> None:
+    owner = await create_resource(server, namespace)
+    async with watching(server) as watched:
+        wanted = service(owner, "tiny")
+        wanted["metadata"]["labels"]["once"] = "yes"
+        await act(watched, owner, ApplyObject(manifest=wanted))
+        await server.merge(SERVICE.path(namespace, "tiny"), {"spec": {"selector": {"app": "hijacked"}}})
+        del wanted["metadata"]["labels"]["once"]
+        after = await act(watched, owner, ApplyObject(manifest=wanted))
+        (stored,) = after.objects
+        assert stored["spec"]["selector"] == {"app": "x"}
+        assert "once" not in stored["metadata"]["labels"]
+        assert "managedFields" not in stored["metadata"]
+
+
+async def test_a_delete_spares_an_object_of_another_uid(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    async with watching(server) as watched:
+        await act(
+            watched,
+            owner,
+            CreateObject(manifest=pod(owner, "tiny-0-1-0")),
+            DeleteObject(kind="Pod", name="tiny-0-1-0", uid="not-this-one"),
+            DeleteObject(kind="Pod", name="never-was", uid="x"),
+        )
+        after = await observe(watched, owner)
+        assert [(p.name, p.ended) for p in after.pods] == [("tiny-0-1-0", False)]
+    assert "deletionTimestamp" not in (await server.get(POD.path(namespace, "tiny-0-1-0")))["metadata"]
+
+
+async def test_a_status_decided_on_an_old_state_is_a_conflict(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    path = HETERO_INFERENCE.path(namespace, "tiny")
+    defaults = {"readyReplicas": 0, "updatedReplicas": 0}
+    async with watching(server) as watched:
+        old = await observe(watched, owner)
+        version = old.resource.resource_version
+        await watched.cluster.run(
+            old, [PatchStatus(status={"replicas": 1, "selector": "a=b"}, resource_version=version)]
+        )
+        with pytest.raises(ConflictError, match="modified"):
+            await watched.cluster.run(old, [PatchStatus(status={"replicas": 7}, resource_version=version)])
+        assert (await server.get(path))["status"] == {**defaults, "replicas": 1, "selector": "a=b"}
+        # The whole status is replaced: what is left out is gone; the spec stays.
+        now = await observe(watched, owner)
+        await watched.cluster.run(
+            now, [PatchStatus(status={"replicas": 2}, resource_version=now.resource.resource_version)]
+        )
+        stored = await server.get(path)
+        assert stored["status"] == {**defaults, "replicas": 2}
+        assert stored["spec"]["roles"][0]["name"] == "front"
+
+
+async def test_finalizer_and_status_of_one_pass_do_not_conflict(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    path = HETERO_INFERENCE.path(namespace, "tiny")
+    await server.merge(path, {"metadata": {"finalizers": ["example.com/theirs"]}})
+    async with watching(server) as watched:
+        first = await observe(watched, owner)
+        after = await act(
+            watched,
+            owner,
+            SetFinalizer(present=True),
+            PatchStatus(status={"replicas": 1}, resource_version=first.resource.resource_version),
+        )
+        assert after.resource.finalizers == ("example.com/theirs", names.FINALIZER)
+        await server.delete(path, {})
+        deleting = await observe(watched, owner)
+        assert deleting.resource.deleting
+        after = await act(watched, owner, SetFinalizer(present=False))
+        assert after.resource.finalizers == ("example.com/theirs",)
+        with pytest.raises(ConflictError):
+            await watched.cluster.run(deleting, [SetFinalizer(present=False)])
+        await server.merge(path, {"metadata": {"finalizers": []}})
+        assert await watched.cluster.observe(owner.key) is None
+
+
+async def test_the_same_event_in_a_loop_is_one_event(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    async with watching(server) as watched:
+        for _ in range(20):
+            await act(watched, owner, RecordEvent(reason="GroupFailed", message="rank 1", warning=True))
+        await act(watched, owner, RecordEvent(reason="GroupFailed", message="rank 2", warning=True))
+    events = (await server.get(EVENT.path(namespace)))["items"]
+    assert sorted((e["reason"], e["note"], e["type"]) for e in events) == [
+        ("GroupFailed", "rank 1", "Warning"),
+        ("GroupFailed", "rank 2", "Warning"),
+    ]
+    assert {e["regarding"]["uid"] for e in events} == {owner.uid}
+
+
+async def test_pods_of_other_resources_and_uids_are_not_observed(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    other = await create_resource(server, namespace, "other")
+    async with watching(server, namespace) as watched:
+        await act(watched, other, CreateObject(manifest=pod(other, "other-0-1-0")))
+        stranger = Owner(key=owner.key, uid=other.uid)
+        await server.create(POD.path(namespace), pod(stranger, "impostor"))
+        await until("the impostor is touched", lambda: owner.key in watched.touched)
+        observation = await observe(watched, owner)
+        assert observation.pods == ()
+        assert observation.nodes is None, "nodes may not be read in namespaced mode"
+        assert await watched.cluster.observe(ResourceKey(namespace=namespace, name="no-such")) is None
