@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--termination-message-path",
         type=Path,
         default=_inspect_message_path(os.environ),
-        help=f"where to leave the sizes, or the failure, as well; default: {names.ENV_TERMINATION_MESSAGE_PATH}, "
+        help=f"where to leave the sizes, or the failure, too; default: {names.ENV_TERMINATION_MESSAGE_PATH}, "
         f"or {names.TERMINATION_MESSAGE_PATH} in a pod",
     )
     arguments = parser.parse_args(argv)
