@@ -111,20 +111,10 @@ async def test_children_of_an_earlier_resource_of_that_name_are_waited_for(
         await server.create(SERVICE.path(namespace), service(earlier, "tiny"))
         with pytest.raises(ConflictError, match="earlier"):
             await watched.cluster.run(before, [ApplyObject(manifest=service(owner, "tiny"))])
-        # The garbage collector sees that its owner is gone; of a new kind it takes up to 30 s to.
-        await until(
-            "apply works",
-            lambda: applied(watched, before, ApplyObject(manifest=service(owner, "tiny"))),
-            timeout_s=60,
-        )
-
-
-async def applied(watched: Watched, observation: Observation, action: Action) -> bool:
-    try:
-        await watched.cluster.run(observation, [action])
-    except ConflictError:
-        return False
-    return True
+        await server.delete(SERVICE.path(namespace, "tiny"), {})  # as the garbage collector will
+        await watched.cluster.run(before, [ApplyObject(manifest=service(owner, "tiny"))])
+        (stored,) = (await observe(watched, owner)).objects
+        assert stored["metadata"]["ownerReferences"][0]["uid"] == owner.uid
 
 
 async def test_apply_repairs_drift_and_removes_what_is_no_longer_asked_for(

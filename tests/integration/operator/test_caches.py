@@ -1,0 +1,229 @@
+"""Caches on a real API server that is cut off, started again, and forgets: no ghosts, nothing missed."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from heteroinfer_operator.cluster import CreateObject, ResourceKey
+from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.kube.caches import Caches
+from heteroinfer_operator.kube.paths import NODE, POD
+from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
+from tests.cluster import processes
+from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.integration.operator.support import DEADLINE_S, child, create_resource, pod, until, watching
+
+
+class Wire:
+    """A TCP relay to the API server that can be cut and joined again."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._open = True
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        self.cut()
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+
+    def cut(self) -> None:
+        self._open = False
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def join(self) -> None:
+        self._open = True
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._open:
+            writer.transport.abort()
+            return
+        with contextlib.suppress(OSError):
+            back_reader, back_writer = await asyncio.open_connection(*self._target)
+            self._writers |= {writer, back_writer}
+            await asyncio.gather(self._pump(reader, back_writer), self._pump(back_reader, writer))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := await reader.read(65536):
+                writer.write(chunk)
+                await writer.drain()
+        self._writers.discard(writer)
+        writer.transport.abort()
+
+
+@pytest.fixture(scope="module")
+def own_plane() -> Iterator[Cluster]:
+    """A control plane whose API server this module may kill."""
+    with start_control_plane_only() as cluster:
+        cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
+        yield cluster
+
+
+@pytest_asyncio.fixture
+async def wired(own_plane: Cluster) -> AsyncIterator[tuple[ApiServer, Wire]]:
+    """The API server behind a wire that can be cut."""
+    configuration = await load_configuration(str(own_plane.kubeconfig))
+    target = urlsplit(configuration.host)
+    wire = Wire(str(target.hostname), int(target.port or 0))
+    configuration.host = f"https://127.0.0.1:{await wire.start()}"
+    server = ApiServer(configuration)
+    yield server, wire
+    await server.close()
+    await wire.stop()
+
+
+@pytest_asyncio.fixture
+async def direct(own_plane: Cluster) -> AsyncIterator[ApiServer]:
+    server = ApiServer(await load_configuration(str(own_plane.kubeconfig)))
+    await until("the resource is served", lambda: served(server))
+    yield server
+    await server.close()
+
+
+async def served(server: ApiServer) -> bool:
+    with contextlib.suppress(ApiError):
+        return bool(await server.get("/apis/heteroinfer.dev/v1alpha1/heteroinferences"))
+    return False
+
+
+def restart_api_server(cluster: Cluster) -> None:
+    """Kills the API server of this cluster and starts it again by the same command line."""
+    folder = cluster.state.folder
+    (old,) = [pid for pid in processes.marked_pids(folder) if program(pid) == "kube-apiserver"]
+    command = Path(f"/proc/{old}/cmdline").read_text().rstrip("\0").split("\0")
+    identity = processes.ProcessIdentity.of(old)
+    assert identity is not None
+    os.kill(old, signal.SIGKILL)
+    processes.wait_until("the API server's end", lambda: not identity.alive(), timeout_s=DEADLINE_S)
+    processes.spawn(command, mark=folder, log=cluster.state.log("kube-apiserver"))
+    processes.wait_until("the API server's return", lambda: answers(cluster), timeout_s=60)
+
+
+def program(pid: int) -> str:
+    return Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]).name
+
+
+def answers(cluster: Cluster) -> bool:
+    with contextlib.suppress(Exception):
+        return "ok" in cluster.kubectl("get", "--raw", "/readyz", timeout_s=5)
+    return False
+
+
+def names_of(caches: Caches, key: ResourceKey, uid: str) -> list[str]:
+    return [record.view.name for record in caches.pods(key, uid)]
+
+
+async def test_after_an_outage_and_a_410_the_list_replaces_everything(
+    own_plane: Cluster, wired: tuple[ApiServer, Wire], direct: ApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, wire = wired
+    caplog.set_level(logging.INFO)
+    owner = await create_resource(direct, "default", "ghosts")
+    for name in ("ghosts-a", "ghosts-b"):
+        await direct.create(POD.path("default"), pod(owner, name))
+    async with watching(server) as watched:
+        assert names_of(watched.caches, owner.key, owner.uid) == ["ghosts-a", "ghosts-b"]
+        wire.cut()
+        await direct.delete(POD.path("default", "ghosts-a"), {"gracePeriodSeconds": 0})
+        await direct.create(POD.path("default"), pod(owner, "ghosts-c"))
+        with pytest.raises(ApiError, match="no answer"):
+            await watched.cluster.observe(owner.key)
+        # A new API server remembers no events: to go on from the old version is 410 Gone.
+        await asyncio.to_thread(restart_api_server, own_plane)
+        watched.touched.clear()
+        wire.join()
+        await until(
+            "the cache says what is stored",
+            lambda: names_of(watched.caches, owner.key, owner.uid) == ["ghosts-b", "ghosts-c"],
+        )
+        assert owner.key in watched.touched
+        assert "too old to go on watching, listing again" in caplog.text
+        # And it watches again.
+        await direct.create(POD.path("default"), pod(owner, "ghosts-d"))
+        await until("the new pod", lambda: "ghosts-d" in names_of(watched.caches, owner.key, owner.uid))
+
+
+async def test_what_was_written_during_an_outage_of_the_watch_survives_until_it_is_seen(
+    wired: tuple[ApiServer, Wire], direct: ApiServer
+) -> None:
+    server, wire = wired
+    owner = await create_resource(direct, "default", "written")
+    async with watching(server) as watched:
+        observation = await watched.cluster.observe(owner.key)
+        assert observation is not None
+        await watched.cluster.run(observation, [CreateObject(manifest=pod(owner, "written-0"))])
+        assert names_of(watched.caches, owner.key, owner.uid) == ["written-0"]
+        wire.cut()
+        await direct.delete(POD.path("default", "written-0"), {"gracePeriodSeconds": 0})
+        wire.join()
+        await until("the deletion is seen", lambda: not watched.caches.pods(owner.key, owner.uid))
+
+
+async def test_nodes_carry_what_others_request_and_changes_of_readiness_alone_are_told(
+    direct: ApiServer,
+) -> None:
+    owner = await create_resource(direct, "default", "capacity")
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "big"}}
+    await direct.create(NODE.path(), node)
+    status: dict[str, Any] = {
+        "allocatable": {"cpu": "8", "memory": "32Gi", "nvidia.com/gpu": "2", "pods": "110"},
+        "conditions": [{"type": "Ready", "status": "True", "reason": "Up", "message": ""}],
+    }
+    await patch_node(direct, status)
+    requests = {"resources": {"requests": {"cpu": "1500m", "memory": "4Gi"}}}
+    for name, holder in (("mine", owner), ("theirs", None)):
+        manifest = pod(owner, name)
+        manifest["spec"]["nodeName"] = "big"
+        manifest["spec"]["containers"][0] |= requests
+        if holder is None:
+            del manifest["metadata"]["labels"], manifest["metadata"]["ownerReferences"]
+        await direct.create(POD.path("default"), manifest)
+    async with watching(direct) as watched:
+        (view,) = watched.caches.nodes(owner.key) or ()
+        assert view.schedulable
+        assert view.allocatable == {"cpu": 8, "memory": 32 * 2**30, "nvidia.com/gpu": 2, "pods": 110}
+        assert view.requested == {"cpu": 1.5, "memory": 4 * 2**30}
+        before = watched.node_changes
+        status["conditions"][0]["lastHeartbeatTime"] = "2026-01-01T00:00:00Z"
+        await patch_node(direct, status)  # a heartbeat: nothing that a plan reads
+        status["conditions"][0] |= {"status": "False"}
+        await patch_node(direct, status)
+        await until(
+            "the node is not ready", lambda: not (watched.caches.nodes(owner.key) or ())[0].schedulable
+        )
+        assert watched.node_changes == before + 1
+
+
+async def patch_node(server: ApiServer, status: dict[str, Any]) -> None:
+    await server.merge(NODE.path(None, "big", "status"), {"status": status})
+
+
+async def test_an_object_that_loses_its_label_is_no_child_any_more(direct: ApiServer) -> None:
+    owner = await create_resource(direct, "default", "label")
+    await direct.create("/api/v1/namespaces/default/configmaps", child(owner, "ConfigMap", "label-plan"))
+    async with watching(direct, "default") as watched:
+        assert len(watched.caches.children(owner.key, owner.uid)) == 1
+        assert watched.caches.nodes(owner.key) is None
+        await direct.merge(
+            "/api/v1/namespaces/default/configmaps/label-plan",
+            {"metadata": {"labels": {"heteroinfer.dev/resource": None}}},
+        )
+        await until("it is gone", lambda: not watched.caches.children(owner.key, owner.uid))
