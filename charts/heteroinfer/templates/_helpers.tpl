@@ -1,0 +1,65 @@
+{{- define "heteroinfer.name" -}}
+{{- if contains "heteroinfer" .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}{{ else }}{{ printf "%s-heteroinfer" (.Release.Name | trunc 40 | trimSuffix "-") }}{{ end }}
+{{- end }}
+
+{{- define "heteroinfer.selector" -}}
+app.kubernetes.io/name: heteroinfer-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "heteroinfer.labels" -}}
+{{ include "heteroinfer.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "heteroinfer.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{ .Values.serviceAccount.name | default (include "heteroinfer.name" .) }}
+{{- else -}}
+{{ required "serviceAccount.name: needed with serviceAccount.create=false" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{- define "heteroinfer.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{/* The namespaces served, separated by commas; empty in cluster scope. */}}
+{{- define "heteroinfer.watchNamespaces" -}}
+{{- if eq .Values.scope "Namespaced" -}}
+{{ join "," (.Values.watchNamespaces | default (list .Release.Namespace)) }}
+{{- else if .Values.watchNamespaces -}}
+{{ fail "watchNamespaces: needs scope=Namespaced; leave it empty to serve all namespaces" }}
+{{- end }}
+{{- end }}
+
+{{/* The environment that settings.py reads; the helm test runs with the same. */}}
+{{- define "heteroinfer.env" -}}
+- {name: HETEROINFER_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+- {name: HETEROINFER_IDENTITY, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+- {name: HETEROINFER_WATCH_NAMESPACES, value: {{ include "heteroinfer.watchNamespaces" . | quote }}}
+- {name: HETEROINFER_WORKER_IMAGE_CPU, value: {{ .Values.workerImages.cpu | default (printf "heteroinfer/worker-cpu:%s" .Chart.AppVersion) | quote }}}
+- {name: HETEROINFER_WORKER_IMAGE_GPU, value: {{ .Values.workerImages.gpu | default (printf "heteroinfer/worker:%s" .Chart.AppVersion) | quote }}}
+- {name: HETEROINFER_ALLOW_HOST_PATHS, value: {{ .Values.allowHostPaths | quote }}}
+- {name: HETEROINFER_LEADER_ELECTION, value: {{ .Values.leaderElection.enabled | quote }}}
+- {name: HETEROINFER_LEASE_NAME, value: {{ include "heteroinfer.name" . | quote }}}
+- {name: HETEROINFER_LEASE_SECONDS, value: {{ .Values.leaderElection.leaseSeconds | quote }}}
+- {name: HETEROINFER_WORKERS, value: {{ .Values.workers | quote }}}
+- {name: HETEROINFER_LOG_LEVEL, value: {{ .Values.logLevel | quote }}}
+- {name: HETEROINFER_HTTP_PORT, value: "8080"}
+{{- end }}
+
+{{- define "heteroinfer.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "heteroinfer.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
