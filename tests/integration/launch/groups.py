@@ -98,6 +98,10 @@ class Pod:
         """Returns whether it says that it is ready."""
         return self.get(names.PATH_READYZ)[0] == 200
 
+    def is_alive(self) -> bool:
+        """Returns whether it answers at all."""
+        return self.get(names.PATH_HEALTHZ)[0] == 200
+
     def get(self, path: str) -> tuple[int, str]:
         """Returns status and body; status 0 if nobody listens."""
         try:
@@ -120,8 +124,13 @@ class TinyGroup:
     env: dict[str, str]
     pods: list[Pod] = field(default_factory=list)
 
-    def start_pod(self, index: int, launch: PodLaunch | None = None, plan: Plan | None = None) -> Pod:
-        """Starts the supervisor of a pod; with another launch or plan for a pod that doesn't belong."""
+    def start_pod(
+        self, index: int, launch: PodLaunch | None = None, plan: Plan | None = None, stdout: int | None = None
+    ) -> Pod:
+        """Starts the supervisor of a pod; with another launch or plan for a pod that doesn't belong.
+
+        Its output goes to a file, or to `stdout` as subprocess has it.
+        """
         launch = launch or self.launches[index]
         name = f"{index}-{len(self.pods)}"
         log, message = self.directory / f"{name}.log", self.directory / f"{name}.termination"
@@ -133,7 +142,9 @@ class TinyGroup:
             **self.env,
         }
         with log.open("wb") as output:
-            process = subprocess.Popen([sys.executable, SUPERVISOR], env=env, stdout=output, stderr=output)
+            process = subprocess.Popen(
+                [sys.executable, SUPERVISOR], env=env, stdout=stdout or output, stderr=output
+            )
         pod = Pod(process, launch.address, log, message)
         self.pods.append(pod)
         return pod

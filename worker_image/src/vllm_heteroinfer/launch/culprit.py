@@ -109,7 +109,7 @@ def exit_code(failure: Failure, own_pod: int) -> int:
             return names.EXIT_REFUSED
         case FailureReason.STARTUP_TIMEOUT:
             return names.EXIT_STARTUP_TIMEOUT
-        case FailureReason.BAD_SETTINGS if failure.rank is None and failure.exit_code is None:
+        case FailureReason.BAD_SETTINGS if failure.pod in (None, own_pod) and failure.exit_code is None:
             return names.EXIT_USAGE
         case _:
             return names.EXIT_RANK_FAILED if failure.pod == own_pod else names.EXIT_PEER_FAILED

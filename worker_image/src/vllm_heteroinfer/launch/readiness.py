@@ -55,9 +55,12 @@ class GroupView:
 
     @property
     def pod(self) -> int | None:
-        """Returns the first pod that is waited for, None if all are ready."""
-        first = [*self.missing_pods, *(status.pod for status in self._not_ready())]
-        return min(first, default=None if self.api_healthy else 0)
+        """Returns the first pod that is waited for, None if all are ready.
+
+        A pod that has not come holds up the ranks of the others, so it comes first.
+        """
+        waited_for = [*self.missing_pods, *(status.pod for status in self._not_ready())]
+        return next(iter(waited_for), None if self.api_healthy else 0)
 
     @property
     def rank(self) -> int | None:

@@ -1,0 +1,58 @@
+"""Runs a group of one pod again and again in one process; prints what it held before and after.
+
+Leaks that a supervisor of one life hides (descriptors, threads, zombies) add up here.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+from heteroinfer_contract.launch import PodLaunch
+from tests.integration.launch.groups import addresses, pipeline_plan
+from vllm_heteroinfer.launch.orphans import adopt_orphans
+from vllm_heteroinfer.launch.pod import Commands
+from vllm_heteroinfer.launch.processes import child_pids
+from vllm_heteroinfer.launch.supervisor import Settings, Supervisor
+
+LIFE_TIMEOUT_S = 10.0
+
+
+async def one_life(directory: Path, *, failing: bool) -> int:
+    launch = PodLaunch(group="default/churn/0", group_uid="uid", epoch=1, pod_index=0, addresses=addresses(1))
+    settings = Settings(
+        base_env=os.environ,
+        commands=Commands(
+            rank=("/bin/sh", "-c", "exit 3") if failing else ("/bin/sleep", "600"), api_server=()
+        ),
+        termination_message_path=directory / "termination",
+    )
+    async with asyncio.timeout(LIFE_TIMEOUT_S):
+        running = asyncio.ensure_future(Supervisor(pipeline_plan((2,)), launch, settings).run())
+        if not failing:
+            while len(child_pids()) < 2:
+                await asyncio.sleep(0.005)
+            os.kill(os.getpid(), 15)
+        return await running
+
+
+def held() -> dict[str, int]:
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "children": len(child_pids()),
+    }
+
+
+def main(lives: int, directory: Path) -> None:
+    adopt_orphans()
+    codes = [asyncio.run(one_life(directory, failing=False))]
+    before = held()
+    codes += [asyncio.run(one_life(directory, failing=life % 4 == 0)) for life in range(lives)]
+    print(json.dumps({"codes": sorted(set(codes)), "before": before, "after": held()}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

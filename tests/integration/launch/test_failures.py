@@ -1,0 +1,162 @@
+"""A group of real supervisors loses a member: all end within 2 s, and name the same culprit."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
+from tests.integration.launch.groups import TinyGroup, tiny_group, wait_until
+
+LIMIT_S = 2.0
+"""From a death to the exit of every supervisor of the group."""
+
+
+def end_of(group: TinyGroup, death: float, limit_s: float = LIMIT_S) -> list[int]:
+    """Returns the exit codes; checks that all name one culprit and that nothing is left."""
+    codes = group.wait_exits(death + limit_s)
+    assert all(codes), group.logs()
+    failures = [pod.failure() for pod in group.pods]
+    assert len({(f.reason, f.pod, f.rank, f.message, f.exit_code) for f in failures}) == 1, group.logs()
+    assert group.marked() == []
+    return codes
+
+
+@pytest.mark.parametrize("do", ["idle", "compute"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_killed_rank(tmp_path: Path, victim: int, do: str) -> None:
+    with tiny_group(tmp_path, (1, 2), do=dict.fromkeys(range(3), do)) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        os.kill(group.rank_pid(victim), signal.SIGKILL)
+        wait_until(lambda: not any(pod.is_ready() for pod in group.pods), 1.0, group.logs)
+        codes = end_of(group, death)
+    failure = group.pods[0].failure()
+    pod = group.plan.ranks[victim].pod
+    assert (failure.reason, failure.rank, failure.pod) == (FailureReason.RANK_EXITED, victim, pod)
+    assert failure.exit_code == -signal.SIGKILL
+    assert "SIGKILL" in failure.message
+    assert failure.last_log == f"rank {victim} is connected"
+    assert codes[pod] == names.EXIT_RANK_FAILED
+    assert codes[1 - pod] == names.EXIT_PEER_FAILED
+
+
+def test_killed_rank_with_2_gib_is_seen_before_its_memory_is_freed(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do={1: "allocate"}) as group:
+        group.start()
+        group.wait_ready()
+        wait_until(lambda: "allocated" in group.pods[1].log.read_text(), 60, group.logs)
+        death = time.monotonic()
+        os.kill(group.rank_pid(1), signal.SIGKILL)
+        wait_until(lambda: not any(pod.is_ready() for pod in group.pods), 1.0, group.logs)
+        end_of(group, death)
+    assert group.pods[0].failure().exit_code == -signal.SIGKILL
+
+
+def test_stopped_rank(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        os.kill(group.rank_pid(1), signal.SIGSTOP)
+        end_of(group, death, limit_s=3.0)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.rank) == (FailureReason.RANK_STOPPED, 1)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_rank_that_raises_is_quoted(tmp_path: Path, culprit: int) -> None:
+    with tiny_group(tmp_path, do={culprit: "raise"}) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        (tmp_path / "trigger").touch()
+        end_of(group, death)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.rank) == (FailureReason.RANK_RAISED, culprit)
+    assert "ValueError: weights of layer 3 have shape [4, 4], expected [8, 4]" in failure.message
+    assert failure.exit_code == 1
+    assert failure.last_log.startswith("ValueError: weights")
+
+
+def test_rank_that_leaves_without_a_word(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do={1: "exit3"}) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        (tmp_path / "trigger").touch()
+        end_of(group, death)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.rank, failure.exit_code) == (FailureReason.RANK_EXITED, 1, 3)
+    assert failure.last_log == "about to leave"
+
+
+def test_killed_api_server(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        (api,) = [
+            pid for pid in group.marked() if b"tiny_api.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(api, signal.SIGKILL)
+        end_of(group, death)
+    failure = group.pods[1].failure()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path: Path, victim: int) -> None:
+    with tiny_group(tmp_path, (1, 2, 1)) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        group.pods[victim].process.kill()
+        codes = group.wait_exits(death + LIMIT_S)
+        wait_until(lambda: group.marked() == [], death + LIMIT_S - time.monotonic(), group.logs)
+    assert codes.pop(victim) == -signal.SIGKILL
+    assert codes == [names.EXIT_PEER_FAILED] * 2
+    for index in {0, 1, 2} - {victim}:
+        failure = group.pods[index].failure()
+        assert (failure.reason, failure.pod) == (FailureReason.POD_LOST, victim), group.logs()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_silent_supervisor_is_named_and_ends_once_it_goes_on(tmp_path: Path, victim: int) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        os.kill(group.pods[victim].process.pid, signal.SIGSTOP)
+        other = group.pods[1 - victim]
+        # 1.5 s of silence is the setting; then the usual 2 s.
+        assert other.process.wait(1.5 + LIMIT_S) == names.EXIT_PEER_FAILED
+        failure = other.failure()
+        assert (failure.reason, failure.pod) == (FailureReason.POD_LOST, victim)
+        assert "was silent for" in failure.message
+        os.kill(group.pods[victim].process.pid, signal.SIGCONT)
+        assert group.pods[victim].process.wait(LIMIT_S + 1.0) != 0
+        assert group.marked() == []
+
+
+def test_rank_stuck_in_a_step_is_told_from_the_one_that_waits(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do={0: "wait", 1: "hang"}, env={names.ENV_STEP_TIMEOUT: "1"}) as group:
+        group.start()
+        # The deadline counts from the step's start, so readiness may be too short to be seen.
+        end_of(group, time.monotonic(), limit_s=20.0)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.rank) == (FailureReason.STEP_TIMEOUT, 1)
+    assert "step 7" in failure.message
+
+
+def test_process_that_left_its_group_is_killed_too(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do={1: "grandchild"}) as group:
+        group.start()
+        group.wait_ready()
+        wait_until(lambda: len(group.marked()) == 6, 10, group.logs)
+        death = time.monotonic()
+        os.kill(group.rank_pid(0), signal.SIGKILL)
+        end_of(group, death)

@@ -1,0 +1,219 @@
+"""Groups of real supervisors start, refuse, time out and stop."""
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_status import RankPhase
+from heteroinfer_contract.launch import PodLaunch
+from tests.integration.launch.groups import TinyGroup, tiny_group, wait_until
+
+STOP_LIMIT_S = 5.0
+
+
+def stop(group: TinyGroup, *pods: int) -> float:
+    """Asks pods to stop; returns when."""
+    for index in pods:
+        group.pods[index].process.terminate()
+    return time.monotonic()
+
+
+def test_ready_group_tells_its_ranks(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (2, 1), do=dict.fromkeys(range(3), "compute")) as group:
+        group.start()
+        group.wait_ready()
+        wait_until(lambda: all(rank.steps > 2 for rank in group.status().ranks), 10, group.logs)
+        status = group.status()
+        assert (status.ready, status.message, status.epoch) == (True, "", 2)
+        assert [(rank.rank, rank.pod) for rank in status.ranks] == [(0, 0), (1, 0), (2, 1)]
+        assert all(rank.phase is RankPhase.READY and rank.compute_s == 0.04 for rank in status.ranks)
+        assert all(rank.heartbeat_age_s < 1.0 for rank in status.ranks)
+        assert group.pods[1].get(names.PATH_HEALTHZ) == (200, "ok\n")
+        assert group.pods[1].get(names.PATH_GROUP)[0] == 404
+
+
+def test_not_ready_says_what_it_waits_for(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do={1: "late"}) as group:
+        group.start_pod(0)
+        wait_until(lambda: "pod 1 has not connected" in group.pods[0].get(names.PATH_READYZ)[1], 20)
+        group.start_pod(1)
+        wait_until(lambda: "rank 1 (pod 1) is Loading" in group.pods[0].get(names.PATH_READYZ)[1], 20)
+        assert group.status().ranks[1].loaded_bytes == 50
+        assert not group.status().ready
+
+
+@pytest.mark.parametrize("when", ["ready", "starting", "at once"])
+def test_stopped_group_exits_with_0_and_leaves_nothing(tmp_path: Path, when: str) -> None:
+    with tiny_group(tmp_path, (1, 2), do={} if when == "ready" else {2: "late"}) as group:
+        group.start()
+        if when == "ready":
+            group.wait_ready()
+        elif when == "starting":
+            wait_until(lambda: all(pod.is_alive() for pod in group.pods), 20, group.logs)
+        else:
+            # Its interpreter has not come to our code yet, so SIGTERM itself ends it.
+            wait_until(lambda: len(group.marked()) == 2, 20, group.logs)
+        asked = stop(group, 0, 1)
+        codes = group.wait_exits(asked + STOP_LIMIT_S)
+        assert group.marked() == []
+    assert codes == [0, 0] if when != "at once" else set(codes) <= {0, -signal.SIGTERM}, group.logs()
+    assert not any(pod.message.exists() for pod in group.pods)
+    if when == "ready":
+        assert "[api] api server stops in order" in group.pods[0].log.read_text()
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_one_pod_stopped_ends_the_group_and_is_named(tmp_path: Path, stopped: int) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        asked = stop(group, stopped)
+        codes = group.wait_exits(asked + STOP_LIMIT_S)
+        assert group.marked() == []
+    assert codes[stopped] == 0
+    assert codes[1 - stopped] == names.EXIT_PEER_FAILED
+    failure = group.pods[1 - stopped].failure()
+    assert (failure.reason, failure.pod) == (FailureReason.POD_LOST, stopped)
+    assert "was asked to stop" in failure.message
+
+
+def test_follower_with_another_plan_is_refused_by_all(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        other = dataclasses.replace(
+            group.plan, engine=dataclasses.replace(group.plan.engine, dtype="bfloat16")
+        )
+        group.start_pod(0)
+        group.start_pod(1, plan=other)
+        codes = group.wait_exits(time.monotonic() + 20)
+        assert group.marked() == []
+    assert codes == [names.EXIT_REFUSED] * 2
+    for pod in group.pods:
+        failure = pod.failure()
+        assert (failure.reason, failure.pod) == (FailureReason.PLAN_MISMATCH, 1)
+        assert f"got plan {other.hash}, expected {group.plan.hash}" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("epoch", "group_uid", "difference"),
+    [(1, "uid-1", "got epoch 1, expected 2"), (2, "uid-0", "got group uid uid-0, expected uid-1")],
+)
+def test_stray_pod_is_sent_away_and_the_group_lives_on(
+    tmp_path: Path, epoch: int, group_uid: str, difference: str
+) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        beside = with_free_health_port(group.launches[1])
+        other = group.start_pod(1, launch=dataclasses.replace(beside, epoch=epoch, group_uid=group_uid))
+        assert other.process.wait(20) == names.EXIT_REFUSED
+        assert difference in other.failure().message
+        assert [pod.is_ready() for pod in group.pods[:2]] == [True, True]
+
+
+def test_stranger_on_the_control_port_is_sent_away(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        with socket.create_connection(("127.0.0.1", group.launches[0].leader.control_port), 5) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            stranger.settimeout(10)
+            assert stranger.recv(100) == b""
+        assert group.pods[0].is_ready()
+
+
+def test_startup_timeout_names_the_rank_and_its_phase(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do={1: "late"}, startup_timeout_s=5) as group:
+        group.start()
+        codes = group.wait_exits(time.monotonic() + 20)
+        assert group.marked() == []
+    assert codes == [names.EXIT_STARTUP_TIMEOUT] * 2
+    failure = group.pods[1].failure()
+    assert (failure.reason, failure.rank, failure.pod) == (FailureReason.STARTUP_TIMEOUT, 1, 1)
+    assert "rank 1 (pod 1) is Loading" in failure.message
+
+
+@pytest.mark.parametrize(("alone", "missing"), [(0, 1), (1, 0)])
+def test_startup_timeout_names_the_pod_that_never_came(tmp_path: Path, alone: int, missing: int) -> None:
+    with tiny_group(tmp_path, startup_timeout_s=2) as group:
+        group.start_pod(alone)
+        assert group.wait_exits(time.monotonic() + 20) == [names.EXIT_STARTUP_TIMEOUT]
+        assert group.marked() == []
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.pod) == (FailureReason.STARTUP_TIMEOUT, missing)
+
+
+def test_follower_that_tries_while_the_leader_ends_hears_why(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start_pod(1)
+        wait_until(lambda: "waiting for the leader" in group.pods[0].log.read_text(), 20, group.logs)
+        group.start_pod(0, launch=dataclasses.replace(group.launches[0], network_interface="eth77"))
+        codes = group.wait_exits(time.monotonic() + 20)
+    assert codes == [names.EXIT_PEER_FAILED, names.EXIT_USAGE]
+    assert [pod.failure().reason for pod in group.pods] == [FailureReason.BAD_SETTINGS] * 2
+
+
+@pytest.mark.parametrize("port", ["health_port", "control_port"])
+def test_taken_port_is_a_clear_error_and_nothing_is_started(tmp_path: Path, port: str) -> None:
+    with tiny_group(tmp_path) as group:
+        number = getattr(group.launches[0].address, port)
+        with socket.create_server(("127.0.0.1", number)):
+            group.start_pod(0)
+            assert group.wait_exits(time.monotonic() + 20) == [names.EXIT_USAGE]
+        assert group.marked() == []
+    failure = group.pods[0].failure()
+    assert failure.reason is FailureReason.BAD_SETTINGS
+    assert f"{port.replace('_', ' ')} {number} cannot be used" in failure.message
+    assert "started rank" not in group.pods[0].log.read_text()
+
+
+def test_unknown_network_interface_is_a_clear_error(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (1,)) as group:
+        group.start_pod(0, launch=dataclasses.replace(group.launches[0], network_interface="eth77"))
+        assert group.wait_exits(time.monotonic() + 20) == [names.EXIT_USAGE]
+    assert "got network interface 'eth77'" in group.pods[0].failure().message
+
+
+def test_worker_without_environment_says_which_variable(tmp_path: Path) -> None:
+    message = tmp_path / "termination"
+    env = {**os.environ, names.ENV_TERMINATION_MESSAGE_PATH: str(message)}
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_heteroinfer.launch.cli"], env=env, timeout=20, check=False
+    )
+    assert done.returncode == names.EXIT_USAGE
+    failure = Failure.from_json(message.read_text())
+    assert failure is not None
+    assert (failure.reason, names.ENV_PLAN in failure.message) == (FailureReason.BAD_SETTINGS, True)
+
+
+def test_worker_starts_in_less_than_300_ms_of_cpu_and_imports_no_torch() -> None:
+    probe = (
+        "import sys, vllm_heteroinfer.launch.cli; loaded = {m.split('.')[0] for m in sys.modules}; "
+        "print(sorted({'torch', 'vllm', 'numpy', 'prometheus_client'} & loaded))"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=20
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert json.loads(done.stdout) == []
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
+def with_free_health_port(launch: PodLaunch) -> PodLaunch:
+    """Returns the launch with a health port of its own, so that a second pod can stand beside the first."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    own = dataclasses.replace(launch.address, health_port=port)
+    hosts = tuple(own if i == launch.pod_index else host for i, host in enumerate(launch.addresses))
+    return dataclasses.replace(launch, addresses=hosts)

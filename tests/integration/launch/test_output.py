@@ -1,0 +1,61 @@
+"""Output passes through the supervisor: whole, prefixed, without holding it up or filling its memory."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.integration.launch.groups import Pod, tiny_group, wait_until
+
+LINES = 200_000
+ROOT = Path(__file__).parents[3]
+
+
+def memory_bytes(pid: int) -> int:
+    """Returns the most memory a process has held, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} has no memory")
+
+
+def chat_of(pod: Pod) -> list[str]:
+    return [line for line in pod.log.read_text().splitlines() if line.startswith("[rank 1] line ")]
+
+
+def test_no_line_is_lost_and_memory_stays(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do={1: "chat"}) as group:
+        group.start()
+        group.wait_ready()
+        wait_until(lambda: "[rank 1] end of chat" in group.pods[1].log.read_text(), 60, group.logs)
+        lines = chat_of(group.pods[1])
+        assert memory_bytes(group.pods[1].process.pid) < 100 << 20
+    assert [int(line.split()[3]) for line in lines] == list(range(LINES))
+
+
+def test_reader_that_stalls_holds_up_the_rank_and_not_the_supervisor(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do={1: "chat"}) as group:
+        group.start_pod(0)
+        stalled = group.start_pod(1, stdout=subprocess.PIPE)
+        group.wait_ready()
+        # Four times the heart-beat deadline.
+        end = time.monotonic() + 6.0
+        wait_until(lambda: time.monotonic() > end or not group.pods[0].is_ready(), 10)
+        assert [pod.is_ready() for pod in group.pods] == [True, True], group.pods[0].log.read_text()
+        assert memory_bytes(stalled.process.pid) < 100 << 20
+        stalled.process.terminate()
+        output, _ = stalled.process.communicate(timeout=20)
+    numbers = [int(line.split()[3]) for line in output.splitlines() if line.startswith(b"[rank 1] line ")]
+    assert numbers == list(range(len(numbers)))
+    assert 100 < len(numbers) < LINES
+
+
+def test_200_lives_leave_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.launch.churn", "200", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT, env=env)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["codes"] == [0, 70]
+    assert result["after"] == result["before"]
