@@ -14,7 +14,6 @@ from typing import Final
 from rich.console import Console
 from rich.logging import RichHandler
 
-from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.local import LocalOptions, find_worker_python, observe_node
 from heteroinfer_operator.up import Session, SessionOptions, read_resource
 from heteroinfer_operator.up.display import Display
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         HeteroInferError: the file is wrong, the resource failed, or it cannot run here.
     """
-    resource = read_resource(arguments.filename, model_dir=arguments.model_dir)
+    document, resource = read_resource(arguments.filename, model_dir=arguments.model_dir)
     worker_python = find_worker_python(arguments.worker_python)
     console = Console()
     logging.basicConfig(
@@ -62,8 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with _folders(arguments.log_dir) as (scratch, log_dir):
         options = SessionOptions(
+            document=document,
             resource=resource,
-            api_port=arguments.port or parse_spec(resource["spec"]).engine.port,
+            api_port=arguments.port or resource.spec.engine.port,
             local=LocalOptions(
                 worker_python=worker_python,
                 scratch=scratch,

@@ -13,8 +13,8 @@ from heteroinfer_operator.api import (
     Condition,
     ConditionStatus,
     ConditionType,
+    HeteroInference,
     HeteroInferenceStatus,
-    parse_spec,
     parse_status,
 )
 from heteroinfer_operator.cluster import RecordEvent, ResourceKey
@@ -32,7 +32,7 @@ STOP_TIMEOUT_S: Final = 45.0
 """Pods have 30 s to stop; what is left then is killed."""
 _IMAGES: Final = WorkerImages(cpu="none", gpu="none")
 """Nothing is pulled here: the worker's Python stands for every image."""
-_TOLD: Final = (ConditionType.CAPACITY_AVAILABLE, ConditionType.READY)
+_TOLD: Final = (ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE, ConditionType.READY)
 _FINAL: Final = (
     (ConditionType.FAILED, ConditionStatus.TRUE),
     (ConditionType.MODEL_READY, ConditionStatus.FALSE),
@@ -46,12 +46,14 @@ class SessionOptions:
     """What the command line decides.
 
     Attributes:
-        resource: valid, as JSON values.
+        document: the resource as JSON values.
+        resource: the same, as its models read it.
         api_port: of group 0's OpenAI API.
         local: of the cluster.
     """
 
-    resource: dict[str, Any]
+    document: dict[str, Any]
+    resource: HeteroInference
     api_port: int
     local: LocalOptions
 
@@ -67,10 +69,11 @@ class Session:
 
     def __init__(self, options: SessionOptions, display: Display) -> None:
         self._display = display
-        self._spec = parse_spec(options.resource["spec"])
+        self._served_name = options.resource.served_name
+        self._spec = options.resource.spec
         self._addressing = LocalAddressing(api_port=options.api_port)
         self._cluster = LocalCluster(
-            options.resource, options.local, on_change=self._look, on_event=self._tell_event
+            options.document, options.local, on_change=self._look, on_event=self._tell_event
         )
         decide = functools.partial(reconcile, options=Options(addressing=self._addressing, images=_IMAGES))
         self._reconcile = build_process(self._cluster, decide)
@@ -172,7 +175,7 @@ class Session:
         self._display.line(f"{kind} {event.reason}: {event.message}", warning=event.warning)
 
     def _tell_endpoints(self) -> None:
-        model = self._spec.model.served_name or self._cluster.key.name
+        model = self._served_name
         self._display.table(self._rows())
         for index, pods in sorted(self._addressing.current().items()):
             url = self._addressing.group_endpoint(index)
