@@ -1,0 +1,126 @@
+"""Hand-shake, readiness, the kernel's words on a process, and exits in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from heteroinfer_contract.group_status import RankPhase, RankStatus
+from tests.unit.launch.test_environment import FOLLOWER, LEADER, PLAN
+from vllm_heteroinfer.launch.link import Hello, RankBeat, bind_host, check_hello
+from vllm_heteroinfer.launch.pod import describe_exit
+from vllm_heteroinfer.launch.processes import Life, Observation, parse_stat
+from vllm_heteroinfer.launch.readiness import GroupView
+
+HELLO = Hello(group_uid="u", epoch=1, plan_hash=PLAN.hash, pod=1)
+
+
+@pytest.mark.parametrize(
+    ("hello", "connected", "difference", "ends_group"),
+    [
+        (HELLO, set(), "", False),
+        (replace(HELLO, group_uid="v"), set(), "got group uid v, expected u", False),
+        (replace(HELLO, epoch=0), set(), "got epoch 0, expected 1", False),
+        (replace(HELLO, epoch=2), set(), "got epoch 2, expected 1", True),
+        (replace(HELLO, plan_hash="0"), set(), f"got plan 0, expected {PLAN.hash}", True),
+        (replace(HELLO, pod=0), set(), "got pod index 0, expected 1..1", True),
+        (replace(HELLO, pod=2), set(), "got pod index 2, expected 1..1", True),
+        (HELLO, {1}, "pod 1 is connected already", False),
+    ],
+)
+def test_hello(hello: Hello, connected: set[int], difference: str, ends_group: bool) -> None:
+    assert check_hello(hello, plan=PLAN, launch=LEADER, connected=connected) == (difference, ends_group)
+
+
+def beat(rank: int, pod: int, phase: RankPhase = RankPhase.READY) -> RankBeat:
+    return RankBeat(status=RankStatus(rank=rank, pod=pod, phase=phase))
+
+
+ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("view", "message", "pod", "rank"),
+    [
+        (GroupView(plan=PLAN, beats=ALL), "", None, None),
+        (
+            GroupView(plan=PLAN, beats=ALL, api_healthy=False),
+            "waiting: the API server does not answer",
+            0,
+            None,
+        ),
+        (
+            GroupView(plan=PLAN, beats=(*ALL[:2], beat(2, 1, RankPhase.LOADING), ALL[3])),
+            "waiting: rank 2 (pod 1) is Loading",
+            1,
+            2,
+        ),
+        (
+            GroupView(plan=PLAN, beats=(beat(0, 0, RankPhase.CONNECTING), ALL[1]), missing_pods=(1,)),
+            "waiting: pod 1 has not connected, rank 0 (pod 0) is Connecting",
+            1,
+            None,
+        ),
+        (GroupView(plan=PLAN, beats=ALL[2:], only_pod=1), "", None, None),
+        (
+            GroupView(plan=PLAN, beats=ALL[2:3], only_pod=1),
+            "waiting: rank 3 (pod 1) is Starting",
+            1,
+            3,
+        ),
+    ],
+)
+def test_readiness(view: GroupView, message: str, pod: int | None, rank: int | None) -> None:
+    assert (view.message, view.pod, view.rank) == (message, pod, rank)
+    assert view.ready is not bool(message)
+
+
+def test_status_has_every_rank() -> None:
+    status = GroupView(plan=PLAN, beats=ALL[1:2], missing_pods=(1,)).status(FOLLOWER, "waiting")
+    assert [(r.rank, r.pod) for r in status.ranks] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert [r.phase for r in status.ranks] == [RankPhase.STARTING, RankPhase.READY] + [RankPhase.STARTING] * 2
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "status", "seen"),
+    [
+        ("S", 0x400040, 0, Observation(life=Life.RUNNING)),
+        ("R", 0x400004, 9, Observation(life=Life.ENDED, exit_code=-9)),
+        ("D", 0x4, 3 << 8, Observation(life=Life.ENDED, exit_code=3)),
+        ("D", 0x4, 0, Observation(life=Life.ENDED, exit_code=None)),
+        ("Z", 0x400044, 0, Observation(life=Life.ENDED, exit_code=None)),
+        ("T", 0x400040, 19, Observation(life=Life.STOPPED)),
+        ("t", 0x400040, 5, Observation(life=Life.STOPPED)),
+    ],
+)
+def test_stat_of_a_process_with_an_ugly_name(state: str, flags: int, status: int, seen: Observation) -> None:
+    # Field 3 is the state, 9 the flags, 52 the exit code (proc_pid_stat(5)).
+    fields = [state, *["0"] * 5, str(flags), *["0"] * 42, str(status)]
+    assert parse_stat(f"77 (a) S ((b) {' '.join(fields)}\n") == seen
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "was killed by SIGKILL while Ready; if nobody killed it, the pod's memory limit was reached"),
+        (-11, "was killed by SIGSEGV while Ready"),
+        (-99, "was killed by signal 99 while Ready"),
+        (0, "exited with code 0 while Ready; expected it to run; see its log"),
+        (None, "ended while Ready; its exit code is not known"),
+    ],
+)
+def test_exit_in_words(code: int | None, words: str) -> None:
+    assert describe_exit(code, RankPhase.READY) == words
+
+
+@pytest.mark.parametrize(
+    ("host", "listens"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("localhost", "127.0.0.1"),
+        ("10.0.0.7", None),
+        ("llama-0-e1-p0.llama-0.ns.svc", None),
+    ],
+)
+def test_where_to_listen(host: str, listens: str | None) -> None:
+    assert bind_host(host) == listens

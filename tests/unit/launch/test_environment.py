@@ -1,0 +1,173 @@
+"""The environment of each process, and what the cgroups allow."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+from vllm_heteroinfer.launch.environment import Host, api_environment, rank_environment, threads_per_rank
+from vllm_heteroinfer.launch.host import cpu_quota
+
+HOST = Host(cpus=tuple(range(16)), cpu_quota=None, machine_cpus=64, address="10.0.0.7", interface="eth0")
+
+
+def rank(number: int, pod: int, local: int, device: Device, layers: int) -> RankAssignment:
+    return RankAssignment(
+        rank=number,
+        local_rank=local,
+        pod=pod,
+        role=device.lower(),
+        device=device,
+        stage=number,
+        tensor_rank=0,
+        first_layer=0,
+        end_layer=layers,
+        kv_cache_bytes=1,
+    )
+
+
+PLAN = Plan(
+    mode=Mode.PIPELINE,
+    tensor_parallel_size=1,
+    pipeline_parallel_size=4,
+    ranks=(
+        rank(0, 0, 0, Device.CPU, 3),
+        rank(1, 0, 1, Device.CPU, 5),
+        rank(2, 1, 0, Device.GPU, 20),
+        rank(3, 1, 1, Device.GPU, 20),
+    ),
+    engine=EngineSettings(
+        model="/model",
+        served_name="m",
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        block_size=32,
+    ),
+)
+LEADER = PodLaunch(
+    group="ns/m/0",
+    group_uid="u",
+    epoch=1,
+    pod_index=0,
+    addresses=(PodAddress(host="a"), PodAddress(host="b")),
+)
+FOLLOWER = replace(LEADER, pod_index=1)
+
+
+def test_cpu_rank() -> None:
+    env = rank_environment(PLAN, LEADER, PLAN.ranks[1], {"HOME": "/tmp", "CUDA_VISIBLE_DEVICES": "0"}, HOST)
+    assert env == {
+        "HOME": "/tmp",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "HETEROINFER_RANK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "7",
+        "OMP_PLACES": "{9,10,11,12,13,14,15}",
+        "OMP_PROC_BIND": "true",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_HETEROGENEOUS_DEVICE": "cpu",
+        "VLLM_HOST_IP": "10.0.0.7",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PP_LAYER_PARTITION": "3,5,20,20",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
+
+
+@pytest.mark.parametrize(("listed", "expected"), [(None, "1"), ("4,7", "7"), ("GPU-aa, GPU-bb", "GPU-bb")])
+def test_gpu_rank_sees_its_own_device_only(listed: str | None, expected: str) -> None:
+    base = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    env = rank_environment(PLAN, FOLLOWER, PLAN.ranks[3], base, HOST)
+    assert env["CUDA_VISIBLE_DEVICES"] == expected
+    assert env[names.ENV_HETEROGENEOUS_DEVICE] == "cuda"
+    assert "OMP_NUM_THREADS" not in env
+
+
+def test_pod_with_too_few_gpus_is_told() -> None:
+    with pytest.raises(
+        ContractError, match=r"got CUDA_VISIBLE_DEVICES='4', expected at least 2 GPUs in pod 1"
+    ):
+        rank_environment(PLAN, FOLLOWER, PLAN.ranks[3], {"CUDA_VISIBLE_DEVICES": "4"}, HOST)
+
+
+def test_users_variables_win_over_tuning_and_not_over_the_plan() -> None:
+    users = {"OMP_NUM_THREADS": "3", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PP_LAYER_PARTITION": "1,1,1,1"}
+    env = rank_environment(PLAN, LEADER, PLAN.ranks[0], users, HOST)
+    assert env["OMP_NUM_THREADS"] == "3"
+    assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert env["VLLM_PP_LAYER_PARTITION"] == "3,5,20,20"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "quota", "launch", "threads"),
+    [
+        (16, None, LEADER, 7),
+        (16, None, FOLLOWER, 8),
+        (64, 16.0, LEADER, 7),
+        (64, 3.5, LEADER, 1),
+        (4, None, LEADER, 1),
+        (5, None, LEADER, 2),
+        (1, None, LEADER, 1),
+        (8, 0.5, LEADER, 1),
+    ],
+)
+def test_threads(cpus: int, quota: float | None, launch: PodLaunch, threads: int) -> None:
+    host = replace(HOST, cpus=tuple(range(cpus)), cpu_quota=quota)
+    assert threads_per_rank(PLAN, launch, host) == threads
+
+
+@pytest.mark.parametrize(("cpus", "quota", "pinned"), [(16, None, True), (64, None, False), (16, 8.0, False)])
+def test_pinned_only_with_whole_cores(cpus: int, quota: float | None, pinned: bool) -> None:
+    host = replace(HOST, cpus=tuple(range(cpus)), cpu_quota=quota)
+    assert ("OMP_PLACES" in rank_environment(PLAN, LEADER, PLAN.ranks[0], {}, host)) is pinned
+
+
+def test_ranks_of_a_pod_are_pinned_to_different_cpus() -> None:
+    places = [rank_environment(PLAN, LEADER, PLAN.ranks[i], {}, HOST)["OMP_PLACES"] for i in (0, 1)]
+    first, second = (set(place.strip("{}").split(",")) for place in places)
+    assert not first & second
+    assert not {"0", "1"} & (first | second)
+
+
+def test_api_server_takes_the_leaders_platform() -> None:
+    env = api_environment(PLAN, {"HETEROINFER_RANK": "9"}, HOST)
+    assert (env["VLLM_HETEROGENEOUS_DEVICE"], env["CUDA_VISIBLE_DEVICES"]) == ("cpu", "-1")
+    assert names.ENV_RANK not in env
+    assert "VLLM_TARGET_DEVICE" not in env
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_quota_v2_is_the_least_of_all_ancestors(tmp_path: Path) -> None:
+    write(tmp_path / "kubepods/pod1/cpu.max", "250000 100000\n")
+    write(tmp_path / "kubepods/cpu.max", "max 100000\n")
+    write(tmp_path / "kubepods/pod1/box/cpu.max", "400000 100000\n")
+    assert cpu_quota(tmp_path, "0::/kubepods/pod1/box\n") == 2.5
+
+
+def test_quota_v2_in_a_container(tmp_path: Path) -> None:
+    write(tmp_path / "cpu.max", "1600000 100000\n")
+    assert cpu_quota(tmp_path, "0::/\n") == 16.0
+
+
+@pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
+def test_quota_v1(tmp_path: Path, mount: str) -> None:
+    # The path is the host's; the container sees its own group at the root.
+    write(tmp_path / mount / "cpu.cfs_quota_us", "150000\n")
+    write(tmp_path / mount / "cpu.cfs_period_us", "100000\n")
+    assert cpu_quota(tmp_path, "4:memory:/x\n3:cpu,cpuacct:/kubepods/pod1\n0::/\n") == 1.5
+
+
+def test_no_quota(tmp_path: Path) -> None:
+    write(tmp_path / "cpu" / "cpu.cfs_quota_us", "-1\n")
+    write(tmp_path / "cpu" / "cpu.cfs_period_us", "100000\n")
+    assert cpu_quota(tmp_path, "1:cpu:/\n0::/\n") is None
