@@ -3,6 +3,7 @@
 Pure: no file is read or written here (commands/crd.py writes). Imports no Kubernetes client.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -57,6 +58,7 @@ def build_crd() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def render_crd() -> str:
     """Returns the CRD as the YAML text that is kept in crds/ and in the chart."""
     return HEADER + yaml.dump(

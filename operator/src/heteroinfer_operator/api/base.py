@@ -184,6 +184,10 @@ Port = Annotated[int, Field(ge=1024, le=65535)]
 """A TCP port that a process without privileges may open."""
 
 
+ATOMIC: Final = {"x-kubernetes-list-type": "atomic"}
+"""The field setting of a list of objects without a key of their own."""
+
+
 def map_list(*keys: str) -> Any:
     """Returns the field setting of a list of objects merged by `keys` (x-kubernetes-list-map-keys)."""
     return {"x-kubernetes-list-type": "map", LIST_MAP_KEYS: list(keys)}

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api.base import Model, ObjectName, Rule, Text, cel_text, map_list
+from heteroinfer_operator.api.base import ATOMIC, Model, ObjectName, Rule, Text, cel_text, map_list
 
 LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
 """A label or annotation key: an optional prefix of 253 and a name of 63 characters."""
@@ -78,19 +78,24 @@ class NodeRequirement(Model):
     """Values to compare with."""
 
 
+NodeRequirements = Annotated[tuple[NodeRequirement, ...], Field(max_length=16, json_schema_extra=ATOMIC)]
+
+
 class NodeSelectorTerm(Model):
     """A node matches if all of its requirements hold."""
 
-    match_expressions: Annotated[tuple[NodeRequirement, ...], Field(max_length=16)] | None = None
+    match_expressions: NodeRequirements | None = None
     """Requirements on labels."""
-    match_fields: Annotated[tuple[NodeRequirement, ...], Field(max_length=16)] | None = None
+    match_fields: NodeRequirements | None = None
     """Requirements on fields."""
 
 
 class NodeSelector(Model):
     """A node matches if any of its terms does."""
 
-    node_selector_terms: Annotated[tuple[NodeSelectorTerm, ...], Field(min_length=1, max_length=16)]
+    node_selector_terms: Annotated[
+        tuple[NodeSelectorTerm, ...], Field(min_length=1, max_length=16, json_schema_extra=ATOMIC)
+    ]
     """Terms."""
 
 
@@ -109,7 +114,7 @@ class NodeAffinity(Model):
     required_during_scheduling_ignored_during_execution: NodeSelector | None = None
     """Nodes that are allowed."""
     preferred_during_scheduling_ignored_during_execution: (
-        Annotated[tuple[PreferredNodeTerm, ...], Field(max_length=16)] | None
+        Annotated[tuple[PreferredNodeTerm, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None
     ) = None
     """Nodes that are preferred."""
 
@@ -125,12 +130,15 @@ class LabelRequirement(Model):
     """Values to compare with."""
 
 
+LabelRequirements = Annotated[tuple[LabelRequirement, ...], Field(max_length=16, json_schema_extra=ATOMIC)]
+
+
 class LabelSelector(Model):
     """Which objects are meant."""
 
     match_labels: Labels | None = None
     """Labels that must be equal."""
-    match_expressions: Annotated[tuple[LabelRequirement, ...], Field(max_length=16)] | None = None
+    match_expressions: LabelRequirements | None = None
     """Requirements that must hold."""
 
 
@@ -160,11 +168,11 @@ class PodAffinity(Model):
     """Which pods the role's pods must or should be near to, or away from."""
 
     required_during_scheduling_ignored_during_execution: (
-        Annotated[tuple[PodAffinityTerm, ...], Field(max_length=16)] | None
+        Annotated[tuple[PodAffinityTerm, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None
     ) = None
     """Terms that must hold."""
     preferred_during_scheduling_ignored_during_execution: (
-        Annotated[tuple[WeightedPodAffinityTerm, ...], Field(max_length=16)] | None
+        Annotated[tuple[WeightedPodAffinityTerm, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None
     ) = None
     """Terms that are preferred."""
 
@@ -212,7 +220,9 @@ class PodTemplate(Model):
     """Added to the pods."""
     node_selector: Labels | None = None
     """Labels that a node must have."""
-    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] | None = None
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32, json_schema_extra=ATOMIC)] | None = (
+        None
+    )
     """Taints that the pods tolerate."""
     affinity: Affinity | None = None
     """Scheduling constraints."""

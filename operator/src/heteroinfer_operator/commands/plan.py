@@ -121,8 +121,8 @@ def _table(planned: Planned, name: str) -> str:
         if (value := getattr(engine, field.name)) != () and field.name != "model"
     }
     head = (
-        f"{name}: mode {plan.mode}, {plan.pipeline_parallel_size} stages of {plan.tensor_parallel_size} ranks, "
-        f"{len(plan.pods)} pods, plan {plan.hash}"
+        f"{name}: mode {plan.mode}, {plan.pipeline_parallel_size} stages of "
+        f"{plan.tensor_parallel_size} ranks, {len(plan.pods)} pods, plan {plan.hash}"
     )
     step = f"predicted decode step of one request: {_step_s(plan) * 1e3:.1f} ms, and transfers between stages"
     every = "every rank: " + ", ".join(f"{key} {value}" for key, value in settings.items())

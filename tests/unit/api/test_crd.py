@@ -1,0 +1,112 @@
+"""The generated CRD: equal to its copies, structural, and bounded everywhere."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_operator.commands.crd import COPIES
+from heteroinfer_operator.crd import build_crd, build_schema, render_crd
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_the_copies_are_what_the_models_give(copy: str) -> None:
+    assert (ROOT / copy).read_text() == render_crd(), f"{copy} is stale: run `heteroinfer crd --write`"
+
+
+def test_the_text_is_the_value() -> None:
+    # The C loader: the same values in a tenth of the time.
+    assert yaml.load(render_crd(), Loader=yaml.CSafeLoader) == build_crd()
+
+
+def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, schema
+    for name, child in schema.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    for key, suffix in (("items", "[]"), ("additionalProperties", "{}")):
+        if key in schema:
+            yield from nodes(schema[key], path + suffix)
+
+
+NODES = [
+    (path, node) for path, node in nodes(build_schema()) if path not in {".apiVersion", ".kind", ".metadata"}
+]
+
+
+def test_every_text_list_and_map_has_a_bound() -> None:
+    unbounded = [
+        path
+        for path, node in NODES
+        if (
+            node.get("type") == "string"
+            and not {"maxLength", "enum"} & node.keys()
+            and node.get("format") != "date-time"
+        )
+        or (node.get("type") == "array" and "maxItems" not in node)
+        or ("additionalProperties" in node and "maxProperties" not in node)
+        or (node.get("type") in {"integer", "number"} and not {"minimum", "maximum"} <= node.keys())
+    ]
+    assert unbounded == []
+
+
+def test_every_list_of_objects_says_how_it_is_merged() -> None:
+    silent = [
+        path
+        for path, node in NODES
+        if node.get("type") == "array"
+        and node["items"].get("type") == "object"
+        and "x-kubernetes-list-type" not in node
+    ]
+    assert silent == []
+
+
+def test_map_keys_are_required_fields() -> None:
+    for path, node in NODES:
+        for key in node.get("x-kubernetes-list-map-keys", ()):
+            assert key in node["items"]["required"], path
+
+
+def test_every_field_has_a_description() -> None:
+    silent = [path for path, node in NODES if path and path[-1] not in "]}" and not node.get("description")]
+    assert silent == []
+
+
+def test_nothing_is_left_of_what_structural_schemas_lack() -> None:
+    lacking = {"$ref", "$defs", "title", "const", "propertyNames", "nullable"}
+    assert [path for path, node in NODES if lacking & node.keys()] == []
+    assert [path for path, node in NODES if node.get("additionalProperties") is False] == []
+
+
+def test_every_rule_is_in_words() -> None:
+    rules = [rule for _, node in NODES for rule in node.get("x-kubernetes-validations", ())]
+    assert len(rules) > 15
+    assert all(rule["message"] and "\n" not in rule["message"] for rule in rules)
+
+
+def test_columns() -> None:
+    (version,) = build_crd()["spec"]["versions"]
+    columns = version["additionalPrinterColumns"]
+    assert [c["name"] for c in columns if not c.get("priority")] == [
+        "Ready",
+        "Reason",
+        "Groups",
+        "GPU",
+        "CPU",
+        "StepMs",
+        "SlowestRank",
+        "Age",
+    ]
+    assert [c["name"] for c in columns if c.get("priority")] == ["Model", "Restarts", "Plan"]
+    fields = {path for path, _ in NODES}
+    for column in columns:
+        path = column["jsonPath"].split("[?")[0]
+        assert path in fields or path == ".metadata.creationTimestamp", column
+
+
+def test_scale_paths_exist() -> None:
+    (version,) = build_crd()["spec"]["versions"]
+    assert set(version["subresources"]["scale"].values()) <= {path for path, _ in NODES}

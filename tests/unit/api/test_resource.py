@@ -1,0 +1,266 @@
+"""The resource: what is taken, what is refused, and in which words."""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_operator.api import (
+    Device,
+    HeteroInferenceSpec,
+    ModelSpec,
+    RoleSpec,
+    parse_resource,
+    parse_spec,
+)
+from heteroinfer_operator.errors import SpecError
+
+
+def cpu(**fields: Any) -> dict[str, Any]:
+    return {"name": "cpu", "device": "CPU", **fields}
+
+
+def gpu(**fields: Any) -> dict[str, Any]:
+    return {"name": "gpu", "device": "GPU", **fields}
+
+
+def spec(**fields: Any) -> dict[str, Any]:
+    return {"model": {"uri": "hf://org/model"}, "roles": [cpu(), gpu()], **fields}
+
+
+def resource(name: str = "llama", **fields: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "heteroinfer.dev/v1alpha1",
+        "kind": "HeteroInference",
+        "metadata": {"name": name},
+        "spec": spec(**fields),
+    }
+
+
+def problems(raw: dict[str, Any]) -> str:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(raw)
+    return caught.value.message
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    parsed = parse_spec(spec())
+    assert (parsed.replicas, parsed.suspend, parsed.engine.port, parsed.engine.shm_size) == (
+        1,
+        False,
+        8000,
+        "8Gi",
+    )
+    assert (parsed.parallelism.mode, parsed.parallelism.stage_order, parsed.engine.dtype) == (
+        "Pipeline",
+        "Auto",
+        "auto",
+    )
+    assert (parsed.planning.on_gpu_shortage.action, parsed.planning.on_gpu_shortage.after) == ("Wait", "10m")
+    assert (parsed.restart.max_restarts, parsed.restart.window, parsed.restart.backoff_max) == (5, "1h", "5m")
+    assert (parsed.startup.timeout, parsed.drain_timeout, parsed.network.rendezvous_port) == (
+        "30m",
+        "60s",
+        29500,
+    )
+    assert [role.num_ranks for role in parsed.roles] == [1, 1]
+    assert parsed.roles[1].gpu_resource == "nvidia.com/gpu"
+
+
+def test_a_dump_is_the_resources_own_spelling_without_nulls() -> None:
+    dumped = parse_resource(resource(planning={"onGPUShortage": {"action": "CPUOnly"}})).dump()
+    assert dumped["spec"]["planning"] == {"onGPUShortage": {"action": "CPUOnly", "after": "10m"}}
+    assert "layers" not in dumped["spec"]["roles"][0]
+    assert parse_resource(dumped).dump() == dumped
+
+
+def test_models_are_built_by_their_python_names() -> None:
+    built = HeteroInferenceSpec(
+        model=ModelSpec(uri="hf://org/model"),
+        roles=(RoleSpec(name="cpu", device=Device.CPU, ranks_per_pod=2),),
+    )
+    assert parse_spec(built.dump()) == built
+
+
+def test_null_is_as_absent() -> None:
+    assert parse_spec(spec(replicas=None, engine=None, restartedAt=None)) == parse_spec(spec())
+
+
+def test_an_integer_is_a_quantity() -> None:
+    parsed = parse_spec(spec(roles=[cpu(resources={"limits": {"cpu": 4, "memory": "8Gi"}})]))
+    assert parsed.roles[0].resources is not None
+    assert parsed.roles[0].resources.limits == {"cpu": "4", "memory": "8Gi"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        # The issue's own list.
+        (
+            spec(parallelism={"tensor": 2, "pipeline": 3}, roles=[cpu(ranksPerPod=2), gpu(ranksPerPod=2)]),
+            (
+                "spec: parallelism: expected tensor x pipeline to be the number of ranks, the sum of pods x "
+                "ranksPerPod "
+                "over roles; change roles, or leave tensor and pipeline out: got tensor 2 x pipeline 3 and "
+                "roles with 4 ranks"
+            ),
+        ),
+        (
+            spec(parallelism={"pipeline": 3}),
+            (
+                "spec: parallelism: expected the number of ranks, the sum of pods x ranksPerPod over roles, "
+                "to be a multiple "
+                "of pipeline; change roles, or leave pipeline out: got pipeline 3 and roles with 2 ranks"
+            ),
+        ),
+        (
+            spec(roles=[cpu(layer=[1])]),
+            "spec.roles[0].layer: unknown field; check its spelling against `heteroinfer crd` or remove it",
+        ),
+        (
+            spec(roles=[cpu(pods=0)]),
+            "spec.roles[0]: a role has at least 1 pod; remove the role or set pods: got cpu with pods 0",
+        ),
+        # The other rules.
+        (
+            spec(roles=[cpu(ranksPerPod=0)]),
+            "spec.roles[0]: a pod has at least 1 rank; set ranksPerPod: got cpu with ranksPerPod 0",
+        ),
+        (
+            spec(roles=[cpu(layers=[3, 0], pods=2)]),
+            "spec.roles[0]: a stage has at least 1 layer; set each entry of layers to 1 or more: got cpu",
+        ),
+        (
+            spec(roles=[cpu(deviceMemory="8Gi")]),
+            (
+                "spec.roles[0]: deviceResourceName and deviceMemory are for device GPU; remove them "
+                "(the memory of a CPU role is that of its resources): got cpu with device CPU"
+            ),
+        ),
+        (
+            spec(roles=[cpu(), cpu()]),
+            "spec: roles: expected each name once, rename or remove one: got cpu twice",
+        ),
+        (spec(roles=[cpu(layers=[1]), gpu()]), "spec: roles: give layers for all roles, or for none"),
+        (
+            spec(parallelism={"tensor": 2}, roles=[cpu(pods=2)]),
+            (
+                "spec: parallelism.tensor: the ranks of a stage are in one pod; make each role's ranksPerPod "
+                "a multiple of it: "
+                "got 2"
+            ),
+        ),
+        (
+            spec(parallelism={"tensor": 1}, roles=[cpu(layers=[1, 2])]),
+            (
+                "spec: roles: layers has one entry for each stage of the role, pods x ranksPerPod / tensor; "
+                "add or remove entries"
+            ),
+        ),
+        (
+            spec(roles=[cpu(name=f"r{i}", pods=64, ranksPerPod=16) for i in range(2)]),
+            "spec: roles: a group has at most 256 ranks; use fewer pods or ranksPerPod: got 2048",
+        ),
+        (
+            spec(engine={"port": 29500}),
+            (
+                "spec: engine.port and network.rendezvousPort: expected two ports that workers don't use, "
+                "not 8081, 29499, 29501 or 9400-9415; choose others: got 29500 and 29500"
+            ),
+        ),
+        (
+            spec(model={"uri": "s3://bucket/model"}),
+            (
+                "spec.model: uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH: got "
+                "s3://bucket/model"
+            ),
+        ),
+        (
+            spec(model={"uri": "file:///models/../etc"}),
+            "spec.model: uri: expected a path without '..'; write it out: got file:///models/../etc",
+        ),
+        (
+            spec(model={"uri": "pvc://claim", "revision": "main"}),
+            (
+                "spec.model: revision, tokenSecretRef and cache are for hf:// models; remove them: got "
+                "pvc://claim"
+            ),
+        ),
+        (
+            spec(model={"uri": "hf://a/b", "cache": {"claimName": "x", "size": "1Gi"}}),
+            "spec.model.cache: give either claimName (an existing claim) or size (a claim to make)",
+        ),
+        (
+            spec(model={"uri": "hf://a/b", "cache": {"claimName": "x", "accessMode": "ReadWriteMany"}}),
+            (
+                "spec.model.cache: storageClassName and accessMode are of a claim to make; remove them, or "
+                "claimName"
+            ),
+        ),
+        (
+            spec(engine={"env": [{"name": "HETEROINFER_PLAN", "value": "x"}]}),
+            (
+                "spec.engine.env[0]: a variable that the plan or the operator sets; remove it, and set "
+                "roles[].device, "
+                "roles[].layers or network instead: got HETEROINFER_PLAN"
+            ),
+        ),
+        (
+            spec(engine={"env": [{"name": "X"}]}),
+            "spec.engine.env[0]: give exactly one of value and valueFrom: got X",
+        ),
+        (
+            spec(engine={"env": [{"name": "X", "valueFrom": {}}]}),
+            "spec.engine.env[0].valueFrom: valueFrom: give exactly one of secretKeyRef and configMapKeyRef",
+        ),
+        (
+            spec(roles=[cpu(template={"labels": {"heteroinfer.dev/group": "1"}})]),
+            (
+                "spec.roles[0].template: labels: heteroinfer.dev/* and app.kubernetes.io/managed-by are set "
+                "by the operator; "
+                "remove them"
+            ),
+        ),
+        ({"roles": [cpu()]}, "spec.model: missing; add it"),
+        (spec(replicas="2"), "spec.replicas: Input should be a valid integer: got '2'"),
+        (spec(roles=[cpu(device="TPU")]), "spec.roles[0].device: Input should be 'CPU' or 'GPU': got 'TPU'"),
+    ],
+)
+def test_bad_input_is_refused_in_words(raw: dict[str, Any], expected: str) -> None:
+    assert problems(raw) == expected
+
+
+def test_every_problem_has_its_line() -> None:
+    raw = spec(replica=2, roles=[cpu(pods=0), gpu(device="TPU")])
+    assert [line.split(":")[0] for line in problems(raw).splitlines()] == [
+        "spec.roles[0]",
+        "spec.roles[1].device",
+        "spec.replica",
+    ]
+
+
+def test_a_name_that_makes_host_names_too_long_is_refused() -> None:
+    assert parse_resource(resource("a" * 40)).metadata.name == "a" * 40
+    with pytest.raises(SpecError) as caught:
+        parse_resource(resource("a" * 41))
+    assert caught.value.message == (
+        "resource: metadata.name: expected at most 40 characters, since pod names, NAME-GROUP-EPOCH-POD, "
+        "have at most 63; choose a shorter name: got 41 characters"
+    )
+
+
+@pytest.mark.parametrize("name", ["1llama", "llama.3", "-x", "Llama", "x-"])
+def test_a_name_that_is_no_service_name_is_refused(name: str) -> None:
+    with pytest.raises(
+        SpecError, match="expected lower-case letters, digits and '-', beginning with a letter"
+    ):
+        parse_resource(resource(name))
+
+
+def test_another_kind_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"^kind: Input should be 'HeteroInference': got 'Deployment'$"):
+        parse_resource({**resource(), "kind": "Deployment"})
+
+
+def test_a_longest_name_fits_every_host_name() -> None:
+    # 64 groups, 16 roles of 64 pods; a billion epochs are 31 years of one a second.
+    assert len(f"{'a' * 40}-{63}-{10**9}-{16 * 64 - 1}") <= 63

@@ -1,0 +1,82 @@
+"""The status: built from pure code, dumped without nulls, read back as it was."""
+
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+from pydantic import ValidationError
+
+from heteroinfer_operator.api import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    FailureStatus,
+    GroupStatus,
+    HeteroInferenceStatus,
+    merge_conditions,
+    parse_status,
+)
+
+NOW = datetime(2026, 11, 21, 12, 0, 0, 999_999, tzinfo=UTC)
+
+
+def condition(
+    kind: ConditionType, status: ConditionStatus, reason: str = "Some", at: datetime = NOW
+) -> Condition:
+    return Condition(type=kind, status=status, reason=reason, last_transition_time=at)
+
+
+def test_a_status_is_read_back_as_it_was() -> None:
+    failure = FailureStatus(
+        epoch=1, time=NOW, reason="RankExited", message="rank 1 (cpu) exited", rank=1, exit_code=-9
+    )
+    status = HeteroInferenceStatus(
+        replicas=1,
+        groups=(GroupStatus(index=0, epoch=2, failures=(failure,)),),
+        conditions=(condition(ConditionType.READY, ConditionStatus.TRUE),),
+    )
+    dumped = status.dump()
+    assert dumped["groups"][0]["failures"][0] == {
+        "epoch": 1,
+        "time": "2026-11-21T12:00:00Z",
+        "reason": "RankExited",
+        "message": "rank 1 (cpu) exited",
+        "rank": 1,
+        "exitCode": -9,
+        "counted": True,
+    }
+    assert parse_status(dumped) == status
+
+
+def test_an_empty_status_is_one() -> None:
+    assert parse_status(None) == parse_status({}) == HeteroInferenceStatus()
+
+
+def test_a_newer_operators_fields_are_dropped() -> None:
+    assert parse_status({"replicas": 1, "fromTheFuture": {}}) == HeteroInferenceStatus(replicas=1)
+
+
+def test_times_are_utc() -> None:
+    east = NOW.astimezone(timezone(timedelta(hours=9)))
+    assert condition(ConditionType.READY, ConditionStatus.TRUE, at=east).dump()["lastTransitionTime"] == (
+        "2026-11-21T12:00:00Z"
+    )
+    with pytest.raises(ValidationError, match="expected UTC"):
+        condition(ConditionType.READY, ConditionStatus.TRUE, at=NOW.replace(tzinfo=None))
+
+
+def test_a_condition_keeps_its_time_while_its_status_is_the_same() -> None:
+    later = NOW + timedelta(minutes=1)
+    before = (
+        condition(ConditionType.READY, ConditionStatus.FALSE, "Starting"),
+        condition(ConditionType.PLANNED, ConditionStatus.TRUE),
+        condition(ConditionType.FAILED, ConditionStatus.FALSE),
+    )
+    wanted = (
+        condition(ConditionType.READY, ConditionStatus.FALSE, "Waiting", at=later),
+        condition(ConditionType.PLANNED, ConditionStatus.FALSE, at=later),
+    )
+    merged = merge_conditions(before, wanted, now=later)
+    assert [(c.type, c.reason, c.last_transition_time) for c in merged] == [
+        ("Planned", "Some", later.replace(microsecond=0)),
+        ("Ready", "Waiting", NOW.replace(microsecond=0)),
+    ]

@@ -1,0 +1,174 @@
+"""`heteroinfer plan`: the table, and one clear message for each refusal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_contract import codec
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.cli import main
+from tests.unit.cli.model_files import write_model
+
+CPU_ONLY = {"onGPUShortage": {"action": "CPUOnly"}}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+def write(tmp_path: Path, directory: Path, **fields: Any) -> str:
+    spec = {
+        "model": {"uri": f"file://{directory}"},
+        "roles": [{"name": "gpu", "device": "GPU"}, {"name": "cpu", "device": "CPU"}],
+        **fields,
+    }
+    file = tmp_path / "llama.yaml"
+    body = {
+        "apiVersion": "heteroinfer.dev/v1alpha1",
+        "kind": "HeteroInference",
+        "metadata": {"name": "llama"},
+    }
+    file.write_text(yaml.safe_dump({**body, "spec": spec}))
+    return str(file)
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, model, planning=CPU_ONLY)
+    assert main(["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi"]) == 0
+    head, columns, first, last, step, every, note, *rest = capsys.readouterr().out.splitlines()
+    assert head.startswith("llama: mode Pipeline, 2 stages of 1 ranks, 2 pods, plan ")
+    assert columns.split() == [
+        "RANK",
+        "POD",
+        "ROLE",
+        "DEVICE",
+        "STAGE",
+        "LAYERS",
+        "WEIGHTS",
+        "KV",
+        "CACHE",
+        "STEP",
+    ]
+    assert first.split()[:7] == ["0", "0", "cpu", "CPU", "0", "1", "(0-0)"]
+    assert last.split()[:7] == ["1", "1", "gpu", "GPU", "1", "3", "(1-3)"]
+    assert step.startswith("predicted decode step of one request: ")
+    assert "dtype float32" in every
+    assert "max_model_len 512" in every
+    assert note.startswith("note: the model (")
+    assert rest == []
+
+
+@pytest.mark.parametrize(("output", "parse"), [("json", json.loads), ("yaml", yaml.safe_load)])
+def test_json_and_yaml_hold_the_plan(
+    output: str, parse: Any, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, model, planning=CPU_ONLY)
+    assert main(["plan", "-f", file, "--gpus", "0", "-o", output]) == 0
+    value = parse(capsys.readouterr().out)
+    plan = codec.from_mapping(Plan, value["plan"])
+    assert plan.hash == value["hash"]
+    assert [rank.device for rank in plan.ranks] == ["CPU", "CPU"]
+    assert "runs on CPUs" in value["notes"][0]
+
+
+def test_a_model_directory_stands_for_the_uri(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, model, model={"uri": "hf://org/model"})
+    assert error(capsys, "-f", file) == (
+        "error: model.uri: got hf://org/model, which is not on this machine; give its files with "
+        "--model-dir DIR\n"
+    )
+    assert main(["plan", "-f", file, "--model-dir", str(model)]) == 0
+
+
+# Bad input: each is one clear message and a non-zero exit code
+
+
+def test_world_size_does_not_match(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, model, parallelism={"tensor": 1, "pipeline": 3})
+    assert error(capsys, "-f", file) == (
+        f"error: {file}: spec: parallelism: expected tensor x pipeline to be the number of ranks, the sum of "
+        "pods x ranksPerPod over roles; change roles, or leave tensor and pipeline out: "
+        "got tensor 1 x pipeline 3 and roles with 2 ranks\n"
+    )
+
+
+def test_layers_do_not_sum_up(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    roles = [{"name": "a", "device": "CPU", "layers": [1]}, {"name": "b", "device": "CPU", "layers": [2]}]
+    file = write(tmp_path, model, roles=roles)
+    assert error(capsys, "-f", file) == "error: roles: layers sum to 3, the model has 4: add 1\n"
+
+
+def test_unknown_field(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, model, engine={"maxModelLenght": 1})
+    assert error(capsys, "-f", file) == (
+        f"error: {file}: spec.engine.maxModelLenght: unknown field; "
+        "check its spelling against `heteroinfer crd` or remove it\n"
+    )
+
+
+def test_model_path_is_missing(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, model / "nowhere")
+    message = error(capsys, "-f", file)
+    assert message.startswith(f"error: model.uri: {model}/nowhere: no such directory")
+    assert message.count("\n") == 1
+
+
+def test_model_path_is_not_a_model(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "config.json").unlink()
+    message = error(capsys, "-f", write(tmp_path, model), "--model-dir", str(model))
+    assert message.startswith(f"error: --model-dir: {model}: ")
+    assert "config.json" in message
+
+
+def test_an_argument_belongs_to_the_plan(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, model, engine={"args": ["--block-size", "16"]})
+    assert error(capsys, "-f", file) == (
+        "error: engine.args: got '--block-size', but --block-size belongs to the plan: "
+        "leave it to the plan: it must be equal on GPU and CPU ranks\n"
+    )
+
+
+def test_the_name_is_too_long(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(write(tmp_path, model))
+    file.write_text(file.read_text().replace("name: llama", f"name: {'a' * 41}"))
+    assert "expected at most 40 characters" in error(capsys, "-f", str(file))
+
+
+def test_a_role_has_no_pods(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, model, roles=[{"name": "cpu", "device": "CPU", "pods": 0}])
+    assert error(capsys, "-f", file) == (
+        f"error: {file}: spec.roles[0]: a role has at least 1 pod; remove the role or set pods: got cpu "
+        f"with pods 0\n"
+    )
+
+
+def test_a_gpu_role_and_no_gpu_anywhere(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error(capsys, "-f", write(tmp_path, model), "--gpus", "0") == (
+        "error: role gpu: got 0 nvidia.com/gpu, expected 1: 1 missing; the group waits for them; add GPUs, "
+        "or set planning.onGPUShortage.action: CPUOnly\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--gpus", "-1"], ["--gpus", "x"], ["--gpu-memory", "80GB"]])
+def test_a_bad_option_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "-f", "x.yaml", *arguments])
+    assert caught.value.code == 2
+    assert arguments[0] in capsys.readouterr().err

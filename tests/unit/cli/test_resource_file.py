@@ -1,0 +1,81 @@
+"""Files are read as strictly as `kubectl apply` reads them."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.resource_file import load_document, load_resource
+
+GOOD = """\
+apiVersion: heteroinfer.dev/v1alpha1
+kind: HeteroInference
+metadata: {name: llama}
+spec:
+  restartedAt: 2026-11-21T12:00:00Z
+  model: {uri: hf://org/model}
+  roles: [{name: cpu, device: CPU}]
+"""
+
+
+def refused(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load_resource(str(file))
+    return caught.value.message.removeprefix(f"{file}: ")
+
+
+def test_a_timestamp_stays_text(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(GOOD)
+    assert load_resource(str(file)).spec.restarted_at == "2026-11-21T12:00:00Z"
+
+
+def test_other_kinds_may_stand_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(f"kind: Secret\n---\n{GOOD}---\n")
+    assert load_document(str(file))["metadata"] == {"name": "llama"}
+
+
+def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(GOOD))
+    assert load_resource("-").metadata.name == "llama"
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(SpecError, match=r"^/nowhere\.yaml: No such file or directory; give the path"):
+        load_resource("/nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "got nothing, expected one document of kind HeteroInference"),
+        ("kind: Deployment", "got Deployment, expected one document of kind HeteroInference"),
+        (
+            f"{GOOD}---\n{GOOD}",
+            "got HeteroInference, HeteroInference, expected one document of kind HeteroInference",
+        ),
+        ("- 1", "got list, expected a document with apiVersion and kind"),
+    ],
+)
+def test_what_is_not_one_resource_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    assert refused(tmp_path, text) == message
+
+
+def test_what_is_not_yaml_is_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path, "a: [").startswith("not YAML: ")
+
+
+def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, GOOD + "  model: {uri: hf://org/other}\n")
+    assert message.startswith("not YAML: key 'model' occurs twice; remove one")
+    assert "line 8" in message
+
+
+def test_problems_name_file_and_field(tmp_path: Path) -> None:
+    assert refused(tmp_path, GOOD.replace("device: CPU", "device: TPU")) == (
+        "spec.roles[0].device: Input should be 'CPU' or 'GPU': got 'TPU'"
+    )

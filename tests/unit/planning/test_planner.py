@@ -1,0 +1,406 @@
+"""Plans: where ranks sit, which layers and settings they get, and why there is none."""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.plan import Device
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.errors import PlanError, Shortage
+from heteroinfer_operator.planning import Inventory
+from tests.unit.planning.models import GIB, cpu, gpu, plan, profile, spec
+
+
+def refusal(parsed: HeteroInferenceSpec, **arguments: Any) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        plan(parsed, **arguments)
+    return caught.value
+
+
+# Who sits where
+
+
+def test_cpu_stages_come_first_and_the_gpu_last() -> None:
+    ranks = plan(spec(gpu(), cpu(pods=2))).plan.ranks
+    assert [(r.role, r.pod, r.stage) for r in ranks] == [("cpu", 0, 0), ("cpu", 1, 1), ("gpu", 2, 2)]
+
+
+def test_the_listed_order_is_honoured() -> None:
+    ranks = plan(spec(gpu(), cpu(), parallelism={"stageOrder": "AsListed"})).plan.ranks
+    assert [r.role for r in ranks] == ["gpu", "cpu"]
+
+
+def test_pods_of_different_sizes() -> None:
+    parsed = spec(cpu(name="big", ranksPerPod=2), cpu(name="small"))
+    ranks = plan(parsed).plan.ranks
+    assert [(r.pod, r.local_rank, r.stage) for r in ranks] == [(0, 0, 0), (0, 1, 1), (1, 0, 2)]
+
+
+def test_tensor_and_pipeline_combine() -> None:
+    planned = plan(spec(cpu(pods=2, ranksPerPod=2), parallelism={"tensor": 2})).plan
+    assert (planned.tensor_parallel_size, planned.pipeline_parallel_size) == (2, 2)
+    assert [(r.stage, r.tensor_rank, r.pod, r.local_rank) for r in planned.ranks] == [
+        (0, 0, 0, 0),
+        (0, 1, 0, 1),
+        (1, 0, 1, 0),
+        (1, 1, 1, 1),
+    ]
+    assert [(r.first_layer, r.end_layer) for r in planned.ranks] == [(0, 16), (0, 16), (16, 32), (16, 32)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallelism": {"pipeline": 2}, "roles": [gpu(ranksPerPod=4)]},
+        {"roles": [gpu(ranksPerPod=4, layers=[16, 16])]},
+    ],
+)
+def test_what_is_left_out_follows_from_the_rest(fields: dict[str, Any]) -> None:
+    planned = plan(spec(*fields.pop("roles"), **fields)).plan
+    assert (planned.tensor_parallel_size, planned.pipeline_parallel_size) == (2, 2)
+
+
+def test_tensor_mode_takes_all_ranks_of_one_device_for_one_stage() -> None:
+    planned = plan(spec(gpu(pods=2, ranksPerPod=2), parallelism={"mode": "Tensor"})).plan
+    assert (planned.tensor_parallel_size, planned.pipeline_parallel_size) == (4, 1)
+
+
+def test_tensor_mode_over_both_devices_is_refused() -> None:
+    error = refusal(spec(gpu(), cpu(), parallelism={"mode": "Tensor"}))
+    assert error.reason == "UnsupportedParallelism"
+    assert "not built yet" in error.message
+    assert "set spec.parallelism.mode: Pipeline" in error.message
+
+
+def test_world_size_that_does_not_match_is_refused() -> None:
+    error = refusal(spec(gpu(ranksPerPod=3, layers=[16, 16])))
+    assert (error.reason, error.message) == (
+        "WorldSizeMismatch",
+        (
+            "roles: got 3 ranks for 2 stages, expected stages x ranks a stage to be the sum of pods x "
+            "ranksPerPod; "
+            "change roles, parallelism or the number of entries of layers"
+        ),
+    )
+
+
+def test_a_stage_across_pods_is_refused() -> None:
+    error = refusal(spec(cpu(pods=2), parallelism={"pipeline": 1}))
+    assert error.message == (
+        "role cpu: got ranksPerPod 1 with 2 ranks a stage, expected a multiple, since the ranks of a stage "
+        "are in "
+        "one pod; change ranksPerPod or parallelism.tensor"
+    )
+
+
+def test_entries_of_layers_are_one_for_each_stage_of_the_role() -> None:
+    error = refusal(spec(cpu(layers=[8, 8, 8]), gpu(pods=3, layers=[8]), parallelism={"pipeline": 4}))
+    assert error.message == (
+        "role cpu: got 3 entries of layers, expected 1, one for each stage (pods x ranksPerPod / 1); "
+        "add or remove entries"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"), [(3, "32 attention heads"), (16, None), (32, None), (64, "32 attention")]
+)
+def test_a_tensor_size_must_split_the_model(tensor: int, what: str | None) -> None:
+    parsed = spec(gpu(pods=tensor), parallelism={"mode": "Tensor"})
+    if what is None:
+        # 8 key/value heads on more ranks: each head is held by several.
+        (kv_bytes,) = {rank.kv_cache_bytes for rank in plan(parsed).plan.ranks}
+        assert kv_bytes == 4 * 8192 * 32 * (2 * 1 * 128 * 2)
+    else:
+        assert what in refusal(parsed).message
+
+
+# Layers
+
+
+def test_explicit_layers_are_honoured_by_stage() -> None:
+    planned = plan(spec(gpu(layers=[28]), cpu(pods=2, layers=[1, 3]))).plan
+    assert [(r.role, r.first_layer, r.end_layer) for r in planned.ranks] == [
+        ("cpu", 0, 1),
+        ("cpu", 1, 4),
+        ("gpu", 4, 32),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (2, "roles: layers sum to 30, the model has 32: add 2"),
+        (5, "roles: layers sum to 33, the model has 32: remove 1"),
+    ],
+)
+def test_layers_that_do_not_sum_up_are_refused(layers: int, message: str) -> None:
+    error = refusal(spec(gpu(layers=[28]), cpu(layers=[layers])))
+    assert (error.reason, error.message) == ("LayersMismatch", message)
+
+
+def test_explicit_layers_that_do_not_fit_say_by_how_much() -> None:
+    error = refusal(spec(gpu(layers=[28], deviceMemory="8Gi"), cpu(layers=[4])))
+    # 28 x 416 MiB + the head of 1002 MiB + 28 x 4 KiB x 8224 tokens, against 0.9 x 8 GiB.
+    need = 28 * 416 / 1024 + 1002 / 1024 + 28 * 4096 * 8224 / GIB
+    assert f"28 layers need {need:.2f} GiB" in error.message
+    assert f"{need - 7.2:.2f} GiB missing" in error.message
+    assert "move layers to another stage" in error.message
+
+
+def test_the_gpu_is_filled_first() -> None:
+    planned = plan(spec(gpu(deviceMemory="12Gi"), cpu(memory="64Gi"))).plan
+    on_cpu, on_gpu = planned.layers_by_stage
+    gpu_rank = planned.ranks[1]
+    assert on_cpu + on_gpu == 32
+    assert gpu_rank.weight_bytes + gpu_rank.kv_cache_bytes <= 12 * GIB * 9 // 10
+    per_layer = 416 * 2**20 + 4096 * 8224
+    assert gpu_rank.weight_bytes + on_gpu * 4096 * 8224 + per_layer > 12 * GIB * 9 // 10, "one more would fit"
+
+
+def test_a_model_that_fits_the_gpu_leaves_the_cpu_one_layer_and_says_so() -> None:
+    planned = plan(spec(gpu(deviceMemory="80Gi"), cpu(memory="64Gi")))
+    assert planned.plan.layers_by_stage == (1, 31)
+    assert planned.notes == (
+        "the model (14.96 GiB) fits the GPUs alone; CPU ranks add capacity, not speed: remove them",
+    )
+
+
+def test_stages_of_one_device_are_even() -> None:
+    assert plan(spec(cpu(pods=3, memory="32Gi"))).plan.layers_by_stage == (11, 11, 10)
+
+
+def test_layers_are_even_where_nothing_is_known() -> None:
+    planned = plan(spec(gpu(), cpu()))
+    assert planned.plan.layers_by_stage == (16, 16)
+    assert planned.notes == ("the GPUs' memory is unknown; set deviceMemory to have layers planned by it",)
+
+
+def test_layers_of_different_sizes_are_counted_in_bytes() -> None:
+    sizes = (4 * GIB,) + (GIB,) * 7
+    model = profile(num_layers=8, layer_bytes=sizes, embedding_bytes=0, head_bytes=0)
+    planned = plan(spec(cpu(pods=2, memory="9Gi"), engine={"maxModelLen": 32}), model).plan
+    # 9 GiB less 2 (rank, API server) hold the large layer and 2 others.
+    assert planned.layers_by_stage == (3, 5)
+
+
+def test_a_model_that_does_not_fit_says_by_how_much() -> None:
+    error = refusal(spec(gpu(deviceMemory="12Gi"), cpu(memory="6Gi")))
+    assert error.reason == "InsufficientMemory"
+    assert error.message == (
+        "the model does not fit: it has 32 layers, and with KV cache for 8224 tokens 26 fit, 4 in stage 0 "
+        "(role cpu), "
+        "22 in stage 1 (role gpu): 6 layers (2.63 GiB) don't; add pods or memory, or lower engine.maxModelLen"
+    )
+
+
+def test_a_stage_without_room_for_a_layer_says_by_how_much() -> None:
+    error = refusal(spec(gpu(deviceMemory="80Gi"), cpu(memory="4Gi")))
+    need = (416 + 2 * 1002) / 1024 + 4096 * 8224 / GIB
+    assert error.message.startswith(
+        f"stage 0 (role cpu): one layer needs {need:.2f} GiB with embedding or head"
+    )
+    assert f"its ranks have 2.00 GiB: {need - 2:.2f} GiB missing" in error.message
+
+
+def test_a_pod_smaller_than_its_processes_is_refused() -> None:
+    error = refusal(spec(cpu(memory="2Gi")))
+    assert error.message == (
+        "role cpu: got 2.00 GiB of memory a pod, expected more than the 2.00 GiB that 1 ranks and the API "
+        "server "
+        "take without a model; raise resources.limits.memory"
+    )
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    error = refusal(spec(cpu(pods=3)), model=profile(num_layers=2))
+    assert error.reason == "TooManyStages"
+    assert error.message.startswith("roles: got 3 stages, the model has 2 layers")
+
+
+# Memory
+
+
+def test_weights_count_embedding_first_and_head_last() -> None:
+    first, last = plan(spec(gpu(pods=2, layers=[16, 16]))).plan.ranks
+    assert (first.weight_bytes, last.weight_bytes) == (
+        (16 * 416 + 1002) * 2**20,
+        (16 * 416 + 1002) * 2**20 + 8192,
+    )
+
+
+def test_a_tied_head_is_a_copy_on_another_stage_only() -> None:
+    tied = profile(tied_head=True, head_bytes=0, other_bytes=0)
+    (whole,) = plan(spec(gpu()), tied).plan.ranks
+    _, last = plan(spec(gpu(pods=2)), tied).plan.ranks
+    assert whole.weight_bytes == (32 * 416 + 1002) * 2**20
+    assert last.weight_bytes == (16 * 416 + 1002) * 2**20
+
+
+def test_cpu_ranks_keep_embedding_and_head_twice() -> None:
+    (whole,) = plan(spec(cpu()), profile(other_bytes=0)).plan.ranks
+    assert whole.weight_bytes == (32 * 416 + 2 * 2 * 1002) * 2**20
+
+
+def test_another_dtype_scales_weights_and_kv() -> None:
+    bf16, f32 = (plan(spec(gpu(), engine={"dtype": d})).plan.ranks[0] for d in ("auto", "float32"))
+    assert f32.weight_bytes == 2 * bf16.weight_bytes
+    assert f32.kv_cache_bytes == 2 * bf16.kv_cache_bytes
+
+
+def test_quantized_weights_do_not_scale() -> None:
+    quantized = profile(quantization="awq")
+    bf16, f32 = (plan(spec(gpu(), engine={"dtype": d}), quantized).plan.ranks[0] for d in ("auto", "float32"))
+    assert f32.weight_bytes == bf16.weight_bytes
+
+
+def test_kv_room_is_the_same_number_of_whole_blocks_everywhere() -> None:
+    planned = plan(spec(gpu(deviceMemory="24Gi"), cpu(memory="24Gi"))).plan
+    blocks = {rank.kv_cache_bytes / (rank.num_layers * 4096 * 32) for rank in planned.ranks}
+    assert len(blocks) == 1
+    assert blocks.pop() % 1 == 0
+
+
+def test_kv_room_is_no_more_than_can_be_used() -> None:
+    (rank,) = plan(spec(gpu(deviceMemory="999Gi"), engine={"maxModelLen": 64})).plan.ranks
+    assert rank.kv_cache_bytes == (256 * 64 + 32) * 32 * 4096
+
+
+def test_a_pods_memory_is_shared_by_its_ranks() -> None:
+    one = plan(spec(cpu(memory="66Gi", layers=[32]))).plan.ranks[0]
+    two = plan(spec(cpu(memory="67Gi", ranksPerPod=2, layers=[32]), parallelism={"tensor": 2})).plan.ranks
+    assert [r.kv_cache_bytes * 2 for r in two] == [one.kv_cache_bytes] * 2
+
+
+# GPUs
+
+
+def test_missing_gpus_are_waited_for() -> None:
+    with pytest.raises(Shortage) as caught:
+        plan(spec(gpu(pods=2), cpu()), inventory=Inventory(gpus={"nvidia.com/gpu": 1}))
+    assert (caught.value.reason, caught.value.needed, caught.value.available) == ("InsufficientGPU", 2, 1)
+    assert caught.value.message == (
+        "role gpu: got 1 nvidia.com/gpu, expected 2: 1 missing; the group waits for them; add GPUs, or set "
+        "planning.onGPUShortage.action: CPUOnly"
+    )
+
+
+def test_no_gpu_anywhere() -> None:
+    with pytest.raises(Shortage, match=r"got 0 nvidia.com/gpu, expected 1: 1 missing"):
+        plan(spec(gpu()), inventory=Inventory(gpus={}))
+
+
+CPU_ONLY = {"onGPUShortage": {"action": "CPUOnly", "after": "10m"}}
+
+
+def test_cpu_only_runs_the_role_on_cpus_and_says_so() -> None:
+    planned = plan(spec(gpu(), cpu(), planning=CPU_ONLY), inventory=Inventory(gpus={}))
+    assert [(r.role, r.device) for r in planned.plan.ranks] == [("gpu", Device.CPU), ("cpu", Device.CPU)]
+    assert planned.notes == (
+        (
+            "role gpu runs on CPUs, since planning.onGPUShortage.action is CPUOnly: it asks for 1 "
+            "nvidia.com/gpu, "
+            "and there are 0"
+        ),
+    )
+
+
+@pytest.mark.parametrize(("age_s", "waits"), [(0.0, True), (599.0, True), (600.0, False), (None, False)])
+def test_cpu_only_waits_as_long_as_it_was_told(age_s: float | None, waits: bool) -> None:
+    parsed, inventory = spec(gpu(), planning=CPU_ONLY), Inventory(gpus={}, shortage_age_s=age_s)
+    if waits:
+        with pytest.raises(Shortage, match="the group runs on CPUs once they have been missing for 10m"):
+            plan(parsed, inventory=inventory)
+    else:
+        assert plan(parsed, inventory=inventory).plan.ranks[0].device is Device.CPU
+
+
+def test_gpus_of_other_kinds_do_not_help() -> None:
+    amd = gpu(deviceResourceName="amd.com/gpu")
+    assert plan(spec(amd), inventory=Inventory(gpus={"amd.com/gpu": 1})).plan.ranks[0].device is Device.GPU
+    with pytest.raises(Shortage, match=r"got 0 amd\.com/gpu"):
+        plan(spec(amd), inventory=Inventory(gpus={"nvidia.com/gpu": 8}))
+
+
+# Settings
+
+
+def test_settings_of_a_group_with_cpus() -> None:
+    engine = plan(spec(gpu(), cpu())).plan.engine
+    assert (engine.dtype, engine.max_model_len, engine.max_num_batched_tokens, engine.max_num_seqs) == (
+        "bfloat16",
+        8192,
+        2048,
+        64,
+    )
+    assert (engine.block_size, engine.eager_gpu, engine.eager_cpu, engine.batches_in_flight) == (
+        32,
+        False,
+        True,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("eager", "gpu_is_eager", "cpu_is_eager"),
+    [("Auto", False, True), ("Always", True, True), ("Never", False, False)],
+)
+def test_eager(eager: str, gpu_is_eager: bool, cpu_is_eager: bool) -> None:
+    engine = plan(spec(gpu(), cpu(), engine={"eager": eager})).plan.engine
+    assert (engine.eager_gpu, engine.eager_cpu) == (gpu_is_eager, cpu_is_eager)
+
+
+def test_float32_stays_float32() -> None:
+    assert plan(spec(cpu()), profile(dtype="float32")).plan.engine.dtype == "float32"
+
+
+def test_an_unknown_checkpoint_dtype_asks_for_one() -> None:
+    odd = profile(dtype="float8_e4m3fn")
+    assert "set engine.dtype" in refusal(spec(cpu()), model=odd).message
+    assert plan(spec(cpu(), engine={"dtype": "bfloat16"}), odd).plan.engine.dtype == "bfloat16"
+
+
+def test_the_models_length_bounds_ours() -> None:
+    assert plan(spec(cpu()), profile(max_position_embeddings=2048)).plan.engine.max_model_len == 2048
+    error = refusal(spec(cpu(), engine={"maxModelLen": 4096}), model=profile(max_position_embeddings=2048))
+    assert error.message == "engine.maxModelLen: got 4096, the model was made for 2048; set 2048 or less"
+
+
+@pytest.mark.parametrize(
+    ("args", "remedy"),
+    [
+        (["--max-num-seqs=8"], "leave it to the plan"),
+        (["--tensor_parallel_size", "2"], "set spec.parallelism.tensor"),
+        (["--speculative-config", "{}"], "leave it out"),
+    ],
+)
+def test_an_argument_that_the_plan_owns_is_refused(args: list[str], remedy: str) -> None:
+    error = refusal(spec(cpu(), engine={"args": args}))
+    assert error.reason == "RefusedArgument"
+    assert error.message.startswith(f"engine.args: got {args[0]!r}")
+    assert remedy in error.message
+
+
+def test_other_arguments_pass() -> None:
+    args = ["--enable-prefix-caching", "--tokenizer", "x"]
+    assert plan(spec(cpu(), engine={"args": args})).plan.engine.extra_args == tuple(args)
+
+
+# Speed
+
+
+def test_predicted_steps_are_bytes_by_rate() -> None:
+    on_cpu, on_gpu = plan(spec(gpu(layers=[28]), cpu(layers=[4]))).plan.ranks
+    # Measured: 29-31 ms for 4 layers (1.75 GB) at 14 threads, 4 ms for 28 layers and the head on an H200.
+    assert on_cpu.predicted_step_s == pytest.approx(0.029, rel=0.05)
+    assert on_gpu.predicted_step_s == pytest.approx(0.004, rel=0.1)
+
+
+def test_ranks_of_a_cpu_pod_share_its_bandwidth() -> None:
+    (one,) = plan(spec(cpu())).plan.ranks
+    two = plan(spec(cpu(ranksPerPod=2), parallelism={"tensor": 2})).plan.ranks
+    assert [rank.predicted_step_s for rank in two] == pytest.approx([one.predicted_step_s] * 2)
+
+
+def test_equal_arguments_give_an_equal_plan() -> None:
+    parsed = spec(gpu(deviceMemory="12Gi"), cpu(memory="64Gi"))
+    assert plan(parsed) == plan(parsed)
