@@ -150,7 +150,7 @@ def _print_ranks(up: RunningUp) -> None:
             *(f"{1e3 * seconds:.2f}" for seconds in times),
             *(f"{seconds:.2f}" for seconds in totals),
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def _sum(text: str, histogram: str) -> float:

@@ -19,6 +19,8 @@ from heteroinfer_operator.up import Session, SessionOptions, read_resource
 from heteroinfer_operator.up.display import Display
 
 EXIT_OK: Final = 0
+_WIDTH_OF_FILES: Final = 120
+"""Columns where the output is no terminal and has none of its own: a whole row of the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     document, resource = read_resource(arguments.filename, model_dir=arguments.model_dir)
     worker_python = find_worker_python(arguments.worker_python)
     console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from heteroinfer_operator.up.view import HEADINGS, RankRow
 
-_NUMBERS = frozenset({"group", "rank", "stage", "steps", "step ms", "compute ms", "wait ms", "seen s ago"})
+_NUMBERS = frozenset({"rank", "stage", "steps", "step", "compute", "wait", "seen"})
+_CAPTION = "step, compute, wait: ms, moving averages; seen: s since the last heart-beat"
 
 
 class Display:
@@ -74,7 +75,7 @@ class Display:
 
 def build_table(rows: Sequence[RankRow]) -> Table:
     """Returns the table of ranks."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, caption=_CAPTION, caption_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
     for row in rows:

@@ -8,22 +8,9 @@ from heteroinfer_contract.group_status import RankPhase, RankStatus
 from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceStatus
 
-HEADINGS = (
-    "group",
-    "rank",
-    "stage",
-    "role",
-    "device",
-    "layers",
-    "state",
-    "steps",
-    "step ms",
-    "compute ms",
-    "wait ms",
-    "seen s ago",
-)
-"""Of the cells of a row. step = compute + wait + transfer: a straggler is a rank whose
-compute is long."""
+HEADINGS = ("rank", "stage", "role", "device", "layers", "state", "steps", "step", "compute", "wait", "seen")
+"""Of the cells of a row; times in milliseconds, `seen` in seconds since the last heart-beat.
+step = compute + wait + transfer: a straggler is a rank whose compute is long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +54,7 @@ class RankRow:
         """Returns the row's text under each of HEADINGS."""
         place, status = self.place, self.status
         head = (
-            str(self.group),
-            str(place.rank),
+            f"{self.group}/{place.rank}" if self.group else str(place.rank),
             str(place.stage),
             place.role,
             place.device.value,
