@@ -1,0 +1,334 @@
+"""Starts a whole group on this machine's processes, and stops it without a trace.
+
+The one place that knows how a group's processes are started; see `start_group`.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+from vllm_heteroinfer.launch.channel import RankChannel
+from vllm_heteroinfer.launch.environment import rank_environment
+from vllm_heteroinfer.launch.host import observe_host
+
+REPOSITORY = Path(__file__).parents[3]
+WORKER_PYTHON = REPOSITORY / ".venv-worker/bin/python"
+READY_TIMEOUT_S = 300.0
+KV_CACHE_BYTES = 64 << 20
+
+
+def build_plan(
+    model: Path,
+    *,
+    layers: Sequence[int],
+    pods: Sequence[int],
+    tensor: int = 1,
+    **engine: Any,
+) -> Plan:
+    """Returns a plan of CPU ranks.
+
+    Args:
+        model: folder of the model.
+        layers: of each stage.
+        pods: ranks of each pod.
+        tensor: ranks of each stage.
+        **engine: fields of EngineSettings to change.
+    """
+    ranks = []
+    pod_of = [pod for pod, count in enumerate(pods) for _ in range(count)]
+    for rank, pod in enumerate(pod_of):
+        stage = rank // tensor
+        first = sum(layers[:stage])
+        ranks.append(
+            RankAssignment(
+                rank=rank,
+                local_rank=rank - pod_of.index(pod),
+                pod=pod,
+                role=f"role-{pod}",
+                device=Device.CPU,
+                stage=stage,
+                tensor_rank=rank % tensor,
+                first_layer=first,
+                end_layer=first + layers[stage],
+                kv_cache_bytes=KV_CACHE_BYTES,
+            )
+        )
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "served_name": "tiny",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 16,
+        "block_size": 32,
+    }
+    return Plan(
+        mode=Mode.PIPELINE,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=len(layers),
+        ranks=tuple(ranks),
+        engine=EngineSettings(**{**settings, **engine}),
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of loopback that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def build_addresses(plan: Plan) -> tuple[PodAddress, ...]:
+    """Returns loopback addresses with ports of their own for every pod."""
+    addresses = []
+    for pod in plan.pods:
+        ports = free_ports(6)
+        metrics = contiguous_ports(len(pod.ranks))
+        addresses.append(
+            PodAddress(
+                host="127.0.0.1",
+                api_port=ports[0],
+                health_port=ports[1],
+                control_port=ports[2],
+                rendezvous_port=ports[3],
+                executor_port=ports[4],
+                metrics_port=metrics,
+            )
+        )
+    return tuple(addresses)
+
+
+def contiguous_ports(count: int) -> int:
+    """Returns the first of `count` neighbouring ports that were free a moment ago."""
+    while True:
+        (first,) = free_ports(1)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process that was started here: a pod's supervisor, or a rank without one."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+class Group:
+    """A running group; use through `start_group`."""
+
+    def __init__(self, plan: Plan, addresses: tuple[PodAddress, ...], log_dir: Path) -> None:
+        self.plan = plan
+        self.addresses = addresses
+        self.log_dir = log_dir
+        self.members: list[Member] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.addresses[0].api_port}"
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
+        """Returns after how many seconds a request would be answered; raises when a pod ends."""
+        start = time.monotonic()
+        url = f"http://127.0.0.1:{self.addresses[0].health_port}{names.PATH_READYZ}"
+        while time.monotonic() - start < timeout_s:
+            for member in self.members:
+                if member.ended():
+                    raise AssertionError(f"{member.name} exited {member.process.returncode}:\n{self.logs()}")
+            if fetch(url) is not None:
+                return time.monotonic() - start
+            time.sleep(0.1)
+        raise AssertionError(f"not ready within {timeout_s} s:\n{self.logs()}")
+
+    def status(self) -> GroupStatus:
+        """Returns the group as its leader sees it."""
+        text = fetch(f"http://127.0.0.1:{self.addresses[0].health_port}{names.PATH_GROUP}")
+        assert text is not None
+        return GroupStatus.from_json(text)
+
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return json.load(answer)
+
+    def complete(self, prompt_token_ids: Sequence[int], max_tokens: int = 32, **options: Any) -> list[int]:
+        """Returns the greedy tokens after a prompt."""
+        body = {
+            "model": self.plan.engine.served_name,
+            "prompt": list(prompt_token_ids),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        token_ids: list[int] = self.post("/v1/completions", {**body, **options})["choices"][0]["token_ids"]
+        return token_ids
+
+    def metrics_url(self, rank: int) -> str:
+        place = self.plan.ranks[rank]
+        return f"http://127.0.0.1:{self.addresses[place.pod].metrics_port + place.local_rank}"
+
+    def failure(self, pod: int) -> Failure | None:
+        """Returns the failure that a pod's supervisor left."""
+        path = self.log_dir / f"termination-{pod}"
+        return Failure.from_json(path.read_text()) if path.exists() else None
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {m.name}\n{m.log.read_text(errors='replace')[-6000:]}" for m in self.members)
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        for member in self.members:
+            member.process.send_signal(signal.SIGTERM)
+        for member in self.members:
+            try:
+                member.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(member.process.pid, signal.SIGKILL)
+                member.process.wait(timeout_s)
+                raise AssertionError(f"{member.name} did not stop within {timeout_s} s") from None
+
+
+def fetch(url: str, timeout_s: float = 5.0) -> str | None:
+    """Returns what a URL answers, or None as long as it does not answer 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return bytes(answer.read()).decode()
+    except (urllib.error.URLError, OSError):
+        return None
+
+
+@contextlib.contextmanager
+def start_group(
+    plan: Plan,
+    log_dir: Path,
+    *,
+    addresses: tuple[PodAddress, ...] | None = None,
+    env: Mapping[str, str] | None = None,
+    directories: Mapping[int, Path] | None = None,
+    startup_timeout_s: float = READY_TIMEOUT_S,
+) -> Iterator[Group]:
+    """Starts every pod of a group, each with its supervisor; stops them all at the end.
+
+    Args:
+        plan: of the group.
+        log_dir: a file for each pod's output, and its termination message.
+        addresses: of the pods; fresh ones by default.
+        env: added to every pod's environment.
+        directories: where some pods run, by index: what they see at a relative path.
+        startup_timeout_s: of the pods' launch.
+    """
+    launch = _launch(plan, log_dir, addresses, startup_timeout_s)
+    group = Group(plan, launch.addresses, log_dir)
+    try:
+        for pod in plan.pods:
+            environment = {
+                **os.environ,
+                **plan.to_env(),
+                **replace(launch, pod_index=pod.index).to_env(),
+                names.ENV_TERMINATION_MESSAGE_PATH: str(log_dir / f"termination-{pod.index}"),
+                **(env or {}),
+            }
+            command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.launch.cli", "run"]
+            where = (directories or {}).get(pod.index, log_dir)
+            group.members.append(_start(f"pod-{pod.index}", command, environment, log_dir, cwd=where))
+        yield group
+    finally:
+        group.stop()
+
+
+@contextlib.contextmanager
+def start_ranks(plans: Mapping[int, Plan], log_dir: Path, *, startup_timeout_s: float) -> Iterator[Group]:
+    """Starts the ranks of a group without supervisors, so that pods with different plans meet.
+
+    Supervisors would refuse each other first, by the plan's hash.
+
+    Args:
+        plans: by pod; all with the same ranks.
+        log_dir: a file for each rank's output.
+        startup_timeout_s: of the pods' launch.
+    """
+    launch = _launch(plans[0], log_dir, None, startup_timeout_s)
+    group = Group(plans[0], launch.addresses, log_dir)
+    channels = []
+    try:
+        for rank in plans[0].ranks:
+            own = replace(launch, pod_index=rank.pod)
+            base = {**os.environ, **plans[rank.pod].to_env(), **own.to_env()}
+            channel, theirs = RankChannel.open_pair()
+            channels.append(channel)
+            host = observe_host(own, "127.0.0.1")
+            environment = rank_environment(plans[rank.pod], own, plans[rank.pod].ranks[rank.rank], base, host)
+            environment[names.ENV_RANK_CHANNEL_FD] = str(theirs.fileno())
+            command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.rank_main"]
+            group.members.append(
+                _start(f"rank-{rank.rank}", command, environment, log_dir, cwd=log_dir, fds=[theirs.fileno()])
+            )
+            theirs.close()
+        yield group
+    finally:
+        group.stop()
+        for channel in channels:
+            channel.close()
+
+
+def _launch(
+    plan: Plan, log_dir: Path, addresses: tuple[PodAddress, ...] | None, startup_timeout_s: float
+) -> PodLaunch:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    return PodLaunch(
+        group="test/tiny/0",
+        group_uid=log_dir.name,
+        epoch=1,
+        pod_index=0,
+        addresses=addresses or build_addresses(plan),
+        startup_timeout_s=startup_timeout_s,
+    )
+
+
+def _start(
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    log_dir: Path,
+    *,
+    cwd: Path,
+    fds: Sequence[int] = (),
+) -> Member:
+    log = log_dir / f"{name}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            env=dict(env),
+            cwd=cwd,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+            start_new_session=True,
+        )
+    return Member(name=name, process=process, log=log)
