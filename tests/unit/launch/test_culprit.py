@@ -53,7 +53,7 @@ def test_weight(failure: Failure, weight: Weight) -> None:
     "message",
     [
         "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242",
-        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation",
+        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv",
         "ConnectionResetError: [Errno 104] Connection reset by peer",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
         "DistBackendError: NCCL communicator was aborted on rank 0",

@@ -15,7 +15,7 @@ from vllm_heteroinfer.launch.host import cpu_quota
 HOST = Host(cpus=tuple(range(16)), cpu_quota=None, machine_cpus=64, address="10.0.0.7", interface="eth0")
 
 
-def rank(number: int, pod: int, local: int, device: Device, layers: int) -> RankAssignment:
+def rank(number: int, pod: int, local: int, device: Device, first: int, end: int) -> RankAssignment:
     return RankAssignment(
         rank=number,
         local_rank=local,
@@ -24,8 +24,8 @@ def rank(number: int, pod: int, local: int, device: Device, layers: int) -> Rank
         device=device,
         stage=number,
         tensor_rank=0,
-        first_layer=0,
-        end_layer=layers,
+        first_layer=first,
+        end_layer=end,
         kv_cache_bytes=1,
     )
 
@@ -35,10 +35,10 @@ PLAN = Plan(
     tensor_parallel_size=1,
     pipeline_parallel_size=4,
     ranks=(
-        rank(0, 0, 0, Device.CPU, 3),
-        rank(1, 0, 1, Device.CPU, 5),
-        rank(2, 1, 0, Device.GPU, 20),
-        rank(3, 1, 1, Device.GPU, 20),
+        rank(0, 0, 0, Device.CPU, 0, 3),
+        rank(1, 0, 1, Device.CPU, 3, 8),
+        rank(2, 1, 0, Device.GPU, 8, 28),
+        rank(3, 1, 1, Device.GPU, 28, 48),
     ),
     engine=EngineSettings(
         model="/model",

@@ -39,12 +39,12 @@ def from_json(cls: type[T], text: str, *, where: str = "") -> T:
         raw = json.loads(text)
     except ValueError as error:
         raise ContractError(f"{where}: not JSON: {error}") from error
-    return typing.cast(T, _decode(cls, raw, where))
+    return typing.cast("T", _decode(cls, raw, where))
 
 
 def from_mapping(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
     """Returns the dataclass `cls` that a parsed JSON object holds; raises as from_json."""
-    return typing.cast(T, _decode(cls, raw, where or cls.__name__))
+    return typing.cast("T", _decode(cls, raw, where or cls.__name__))
 
 
 def _decode(kind: Any, raw: Any, where: str) -> Any:

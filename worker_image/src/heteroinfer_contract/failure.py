@@ -3,6 +3,7 @@
 Stdlib only.
 """
 
+import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -11,6 +12,10 @@ from heteroinfer_contract.errors import ContractError
 
 MAX_TERMINATION_MESSAGE_BYTES = 4096
 """Kubernetes keeps no more of a container's termination message (KEP: pod termination message)."""
+
+MESSAGE_BYTES = 2600
+LAST_LOG_BYTES = 1000
+"""Room in it, as JSON; what is left holds the numbers."""
 
 
 class FailureReason(StrEnum):
@@ -60,11 +65,16 @@ class Failure:
     time: float = 0.0
 
     def to_json(self) -> str:
-        """Returns JSON of at most MAX_TERMINATION_MESSAGE_BYTES: long texts are cut at their front or end."""
+        """Returns JSON of at most MAX_TERMINATION_MESSAGE_BYTES.
+
+        What is too long is cut: the message at its end, the log at its front.
+        """
         text = codec.to_json(self)
-        if len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
+        if len(text) <= MAX_TERMINATION_MESSAGE_BYTES:
             return text
-        return codec.to_json(replace(self, message=self.message[:600], last_log=self.last_log[-300:]))
+        message = _fit(self.message, MESSAGE_BYTES, keep_end=False)
+        last_log = _fit(self.last_log, LAST_LOG_BYTES, keep_end=True)
+        return codec.to_json(replace(self, message=message, last_log=last_log))
 
     @classmethod
     def from_json(cls, text: str) -> "Failure | None":
@@ -73,3 +83,11 @@ class Failure:
             return codec.from_json(cls, text)
         except ContractError:
             return None
+
+
+def _fit(text: str, room_bytes: int, *, keep_end: bool) -> str:
+    """Returns as much of `text` as fits as JSON; escapes make one character 12 bytes long."""
+    while (size_bytes := len(json.dumps(text))) > room_bytes:
+        keep = len(text) * room_bytes // (size_bytes + 1)
+        text = text[len(text) - keep :] if keep_end else text[:keep]
+    return text

@@ -5,8 +5,9 @@ Stdlib only.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError
@@ -90,21 +91,23 @@ class PodLaunch:
         Raises:
             ContractError: a variable is missing or malformed; the message names it.
         """
-        try:
-            raw = {
-                "group": env[names.ENV_GROUP],
-                "group_uid": env[names.ENV_GROUP_UID],
-                "epoch": int(env[names.ENV_EPOCH]),
-                "pod_index": int(env[names.ENV_POD_INDEX]),
-                "addresses": json.loads(env[names.ENV_ADDRESSES]),
-                "startup_timeout_s": float(env[names.ENV_STARTUP_TIMEOUT]),
-                "heartbeat_timeout_s": float(env[names.ENV_HEARTBEAT_TIMEOUT]),
-                "network_interface": env[names.ENV_NETWORK_INTERFACE],
-            }
-        except KeyError as error:
-            raise ContractError(
-                f"{error.args[0]} is not set; workers are started by the operator or `heteroinfer up`"
-            ) from error
-        except ValueError as error:
-            raise ContractError(f"environment of the pod: {error}") from error
+        raw = {
+            "group": _variable(env, names.ENV_GROUP, str),
+            "group_uid": _variable(env, names.ENV_GROUP_UID, str),
+            "epoch": _variable(env, names.ENV_EPOCH, int),
+            "pod_index": _variable(env, names.ENV_POD_INDEX, int),
+            "addresses": _variable(env, names.ENV_ADDRESSES, json.loads),
+            "startup_timeout_s": _variable(env, names.ENV_STARTUP_TIMEOUT, float),
+            "heartbeat_timeout_s": _variable(env, names.ENV_HEARTBEAT_TIMEOUT, float),
+            "network_interface": _variable(env, names.ENV_NETWORK_INTERFACE, str),
+        }
         return codec.from_mapping(cls, raw)
+
+
+def _variable(env: Mapping[str, str], name: str, parse: Callable[[str], Any]) -> Any:
+    if name not in env:
+        raise ContractError(f"{name} is not set; workers are started by the operator or `heteroinfer up`")
+    try:
+        return parse(env[name])
+    except ValueError as error:
+        raise ContractError(f"{name}: got {env[name]!r}: {error}") from error

@@ -27,7 +27,7 @@ KV_BLOCKS: Final = "heteroinfer_rank_kv_blocks"
 WEIGHT_BYTES: Final = "heteroinfer_rank_weight_bytes"
 """Gauge: size of this rank's weights as loaded."""
 HEARTBEAT_AGE_SECONDS: Final = "heteroinfer_rank_heartbeat_age_seconds"
-"""Gauge: since this rank's supervisor last heard from the leader's (or, on the leader, from the oldest follower)."""
+"""Gauge: since this rank's supervisor heard from the leader's; on the leader, from the oldest follower."""
 PHASE_PREFILL: Final = "prefill"
 PHASE_DECODE: Final = "decode"
 
@@ -36,6 +36,6 @@ OPERATOR_RECONCILE_ERRORS_TOTAL: Final = "heteroinfer_operator_reconcile_errors_
 OPERATOR_QUEUE_LENGTH: Final = "heteroinfer_operator_queue_length"
 OPERATOR_WRITES_TOTAL: Final = "heteroinfer_operator_writes_total"
 """Counter, labels verb and kind: writes to the API server."""
-OPERATOR_LAST_PASS_TIMESTAMP_SECONDS: Final = "heteroinfer_operator_last_pass_timestamp_seconds"
+OPERATOR_LAST_PASS_TIMESTAMP_SECONDS: Final = "heteroinfer_operator_last_pass_timestamp_seconds"  # noqa: S105 - "pass" is no password
 OPERATOR_GROUPS: Final = "heteroinfer_operator_groups"
 """Gauge, label phase."""

@@ -138,7 +138,8 @@ class Plan:
 
         Raises:
             ContractError: ranks are not 0..world_size-1 in order, a pod's ranks are
-                not together, or sizes do not multiply to the world size.
+                not together, sizes do not multiply to the world size, a rank is not in
+                the place that its number says, or the stages' layers leave a gap.
         """
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
             raise ContractError("Plan.ranks: expected ranks 0..world_size-1 in order")
@@ -149,6 +150,9 @@ class Plan:
             )
         if [pod.index for pod in self.pods] != list(range(len(self.pods))):
             raise ContractError("Plan.ranks: expected pods 0..n-1, each with adjacent ranks")
+        for pod in self.pods:
+            for local_rank, rank in enumerate(pod.ranks):
+                self._check_place(rank, local_rank)
 
     @property
     def world_size(self) -> int:
@@ -194,6 +198,22 @@ class Plan:
                 f"{names.ENV_PLAN} is not set; workers are started by the operator or `heteroinfer up`"
             )
         return cls.from_json(env[names.ENV_PLAN])
+
+    def _check_place(self, rank: RankAssignment, local_rank: int) -> None:
+        stage, tensor_rank = divmod(rank.rank, self.tensor_parallel_size)
+        where = f"Plan.ranks[{rank.rank}]"
+        if (rank.stage, rank.tensor_rank, rank.local_rank) != (stage, tensor_rank, local_rank):
+            raise ContractError(
+                f"{where}: got stage {rank.stage}, tensor_rank {rank.tensor_rank}, "
+                f"local_rank {rank.local_rank}, expected {stage}, {tensor_rank}, {local_rank}"
+            )
+        before = self.ranks[(stage - 1) * self.tensor_parallel_size].end_layer if stage else 0
+        same_stage = self.ranks[stage * self.tensor_parallel_size]
+        if rank.first_layer != before or not before < rank.end_layer == same_stage.end_layer:
+            raise ContractError(
+                f"{where}: got layers {rank.first_layer}..{rank.end_layer}, expected them to begin at "
+                f"{before}, where the stage before ends, and to be the same in the whole stage"
+            )
 
     def _by_pod(self) -> Iterator[tuple[int, tuple[RankAssignment, ...]]]:
         for index, members in groupby(self.ranks, key=lambda r: r.pod):

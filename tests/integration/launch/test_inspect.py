@@ -1,0 +1,44 @@
+"""`heteroinfer-worker inspect` as a pod runs it: output, exit code, termination message."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
+from heteroinfer_contract.model_files import read_profile
+from heteroinfer_contract.model_profile import ModelProfile
+from tests.unit.contract.test_model_files import CONFIG, write_model
+
+NUM_LAYERS = 128
+"""More than the largest dense models have (126)."""
+
+
+def inspect(model: Path, message: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vllm_heteroinfer.launch.cli", "inspect", "--model", str(model)]
+    command += ["--termination-message-path", str(message)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_profile_is_printed_and_left_as_the_termination_message(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.w": [1 << 12] for i in range(NUM_LAYERS)}
+    model = write_model(tmp_path / "m", config={**CONFIG, "num_hidden_layers": NUM_LAYERS}, tensors=tensors)
+    done = inspect(model, tmp_path / "message")
+    assert done.returncode == 0, done.stderr
+    assert ModelProfile.from_json(done.stdout) == read_profile(model)
+    text = (tmp_path / "message").read_text()
+    assert text == done.stdout.strip()
+    assert len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize(("name", "words"), [("nowhere", "no such directory"), (".", "not a model")])
+def test_failure_is_told_in_words(tmp_path: Path, name: str, words: str) -> None:
+    done = inspect(tmp_path / name, tmp_path / "message")
+    assert done.returncode == names.EXIT_USAGE
+    assert words in done.stderr
+    failure = Failure.from_json((tmp_path / "message").read_text())
+    assert failure is not None
+    assert failure.reason is FailureReason.MODEL_NOT_READABLE
+    assert words in failure.message

@@ -1,0 +1,144 @@
+"""Random values of the contract."""
+
+from hypothesis import strategies as st
+
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_status import GroupStatus, RankPhase, RankStatus
+from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+counts = st.integers(0, 1 << 50)
+positive = st.integers(1, 1 << 20)
+seconds = st.floats(0, 1e9, allow_nan=False)
+ports = st.integers(1, 65535)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Draws a plan of any topology: stages of one size, cut into pods anywhere."""
+    tensor = draw(st.integers(1, 4))
+    layers = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    world = tensor * len(layers)
+    cuts = sorted(draw(st.sets(st.integers(1, world - 1)))) if world > 1 else []
+    starts = [0, *cuts]
+    devices = draw(st.lists(st.sampled_from(Device), min_size=len(starts), max_size=len(starts)))
+    ranks = []
+    for rank in range(world):
+        pod = sum(start <= rank for start in starts) - 1
+        stage, tensor_rank = divmod(rank, tensor)
+        ranks.append(
+            RankAssignment(
+                rank=rank,
+                local_rank=rank - starts[pod],
+                pod=pod,
+                role=f"role-{pod}",
+                device=devices[pod],
+                stage=stage,
+                tensor_rank=tensor_rank,
+                first_layer=sum(layers[:stage]),
+                end_layer=sum(layers[: stage + 1]),
+                kv_cache_bytes=draw(counts),
+                weight_bytes=draw(counts),
+                predicted_step_s=draw(seconds),
+            )
+        )
+    return Plan(
+        mode=draw(st.sampled_from(Mode)),
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=len(layers),
+        ranks=tuple(ranks),
+        engine=draw(engines),
+    )
+
+
+engines = st.builds(
+    EngineSettings,
+    model=texts,
+    served_name=texts,
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    max_model_len=positive,
+    max_num_batched_tokens=positive,
+    max_num_seqs=positive,
+    block_size=positive,
+    seed=counts,
+    eager_gpu=st.booleans(),
+    eager_cpu=st.booleans(),
+    batches_in_flight=positive,
+    extra_args=st.lists(texts, max_size=4).map(tuple),
+)
+addresses = st.builds(
+    PodAddress,
+    host=texts,
+    api_port=ports,
+    health_port=ports,
+    control_port=ports,
+    rendezvous_port=ports,
+    executor_port=ports,
+    metrics_port=ports,
+)
+# An environment holds no NUL.
+env_texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
+launches = st.builds(
+    PodLaunch,
+    group=env_texts,
+    group_uid=env_texts,
+    epoch=positive,
+    pod_index=st.integers(0, 8),
+    addresses=st.lists(addresses, min_size=1, max_size=5).map(tuple),
+    startup_timeout_s=seconds,
+    heartbeat_timeout_s=seconds,
+    network_interface=env_texts,
+)
+failures = st.builds(
+    Failure,
+    reason=st.sampled_from(FailureReason),
+    message=st.text(max_size=9000),
+    pod=st.none() | st.integers(0, 1000),
+    rank=st.none() | st.integers(0, 1000),
+    exit_code=st.none() | st.integers(-255, 255),
+    last_log=st.text(max_size=9000),
+    time=seconds,
+)
+rank_statuses = st.builds(
+    RankStatus,
+    rank=counts,
+    pod=counts,
+    phase=st.sampled_from(RankPhase),
+    loaded_bytes=counts,
+    total_bytes=counts,
+    steps=counts,
+    step_s=seconds,
+    compute_s=seconds,
+    wait_s=seconds,
+    transfer_s=seconds,
+    heartbeat_age_s=seconds,
+)
+group_statuses = st.builds(
+    GroupStatus,
+    group_uid=texts,
+    epoch=positive,
+    plan_hash=texts,
+    ready=st.booleans(),
+    message=texts,
+    ranks=st.lists(rank_statuses, max_size=5).map(tuple),
+)
+profiles = st.builds(
+    ModelProfile,
+    architecture=texts,
+    dtype=texts,
+    num_layers=positive,
+    hidden_size=positive,
+    num_attention_heads=positive,
+    num_kv_heads=positive,
+    head_dim=positive,
+    vocab_size=positive,
+    max_position_embeddings=positive,
+    layer_bytes=st.lists(counts, max_size=20).map(tuple),
+    embedding_bytes=counts,
+    head_bytes=counts,
+    tied_head=st.booleans(),
+    other_bytes=counts,
+    quantization=texts,
+)

@@ -1,0 +1,206 @@
+"""Every value of the contract survives its text, and every mistake in one is named."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
+from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Plan
+from tests.unit.contract.strategies import failures, group_statuses, launches, plans, profiles
+
+
+@given(plans())
+def test_plan_round_trip(plan: Plan) -> None:
+    assert Plan.from_env(plan.to_env()) == plan
+    assert Plan.from_json(plan.to_json()).hash == plan.hash
+
+
+@given(launches)
+def test_launch_round_trip(launch: PodLaunch) -> None:
+    assert PodLaunch.from_env(launch.to_env()) == launch
+
+
+@given(group_statuses)
+def test_group_status_round_trip(status: GroupStatus) -> None:
+    assert GroupStatus.from_json(status.to_json()) == status
+
+
+@given(profiles)
+def test_profile_round_trip(profile: ModelProfile) -> None:
+    assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+@given(failures)
+@example(Failure(reason=FailureReason.STARTUP_TIMEOUT, message="\U0001f600" * 5000, last_log="\0" * 5000))
+@example(Failure(reason=FailureReason.RANK_RAISED, message="", last_log="end" * 5000))
+def test_failure_always_fits_and_keeps_what_counts(failure: Failure) -> None:
+    text = failure.to_json()
+    assert len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES
+    back = Failure.from_json(text)
+    assert back is not None
+    assert dataclasses.replace(back, message="", last_log="") == dataclasses.replace(
+        failure, message="", last_log=""
+    )
+    assert failure.message.startswith(back.message)
+    assert failure.last_log.endswith(back.last_log)
+    if len(failure.message) + len(failure.last_log) < 250:
+        assert back == failure
+
+
+def test_cut_failure_uses_its_room() -> None:
+    back = Failure.from_json(
+        Failure(reason=FailureReason.RANK_RAISED, message="m" * 9000, last_log="l" * 9000).to_json()
+    )
+    assert back is not None
+    assert len(back.message) > 2500
+    assert len(back.last_log) > 900
+
+
+@given(plans())
+def test_plan_has_each_rank_once_one_leader_and_all_layers(plan: Plan) -> None:
+    assert [rank.rank for pod in plan.pods for rank in pod.ranks] == list(range(plan.world_size))
+    assert [pod.index for pod in plan.pods if any(rank.rank == 0 for rank in pod.ranks)] == [0]
+    assert sum(plan.layers_by_stage) == plan.ranks[-1].end_layer
+    assert len(plan.layers_by_stage) == plan.pipeline_parallel_size
+    for stage in range(plan.pipeline_parallel_size):
+        members = [rank for rank in plan.ranks if rank.stage == stage]
+        assert [rank.tensor_rank for rank in members] == list(range(plan.tensor_parallel_size))
+    for pod in plan.pods:
+        assert [rank.local_rank for rank in pod.ranks] == list(range(len(pod.ranks)))
+
+
+@given(plans(), st.data())
+def test_rank_out_of_place_is_refused(plan: Plan, data: st.DataObject) -> None:
+    number = data.draw(st.integers(0, plan.world_size - 1))
+    field = data.draw(st.sampled_from(["rank", "stage", "tensor_rank", "local_rank", "first_layer"]))
+    rank = dataclasses.replace(plan.ranks[number], **{field: getattr(plan.ranks[number], field) + 1})
+    with pytest.raises(ContractError, match=r"Plan\.ranks"):
+        dataclasses.replace(plan, ranks=(*plan.ranks[:number], rank, *plan.ranks[number + 1 :]))
+
+
+@given(plans(), st.sampled_from(["seed", "max_model_len", "block_size"]))
+def test_hash_tells_plans_apart(plan: Plan, field: str) -> None:
+    engine = dataclasses.replace(plan.engine, **{field: getattr(plan.engine, field) + 1})
+    assert dataclasses.replace(plan, engine=engine).hash != plan.hash
+
+
+PLAN = json.loads(
+    Plan.from_json(
+        json.dumps(
+            {
+                "mode": "Pipeline",
+                "tensor_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "ranks": [
+                    {
+                        "rank": 0,
+                        "local_rank": 0,
+                        "pod": 0,
+                        "role": "cpu",
+                        "device": "CPU",
+                        "stage": 0,
+                        "tensor_rank": 0,
+                        "first_layer": 0,
+                        "end_layer": 4,
+                        "kv_cache_bytes": 1,
+                    }
+                ],
+                "engine": {
+                    "model": "/model",
+                    "served_name": "m",
+                    "dtype": "float32",
+                    "max_model_len": 1,
+                    "max_num_batched_tokens": 1,
+                    "max_num_seqs": 1,
+                    "block_size": 32,
+                },
+            }
+        )
+    ).to_json()
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("mode",), "Both", "Plan.mode: got 'Both', expected one of Pipeline, Tensor"),
+        (("ranks",), {}, "Plan.ranks: got dict, expected a list"),
+        (("ranks", 0), 1, r"Plan.ranks\[0\]: got int, expected an object"),
+        (("ranks", 0, "kv_cache_bytes"), "1", r"Plan.ranks\[0\].kv_cache_bytes: got '1', expected int"),
+        (("ranks", 0, "stage"), True, r"Plan.ranks\[0\].stage: got True, expected int"),
+        (("ranks", 0, "colour"), 1, r"Plan.ranks\[0\]: unknown field 'colour'"),
+        (("engine", "eager_gpu"), 1, "Plan.engine.eager_gpu: got 1, expected bool"),
+        (("engine", "extra_args"), [1], r"Plan.engine.extra_args\[0\]: got 1, expected str"),
+        (("tensor_parallel_size",), 2, "got 1 ranks, expected tensor_parallel_size 2 x"),
+        (("ranks",), [], r"expected ranks 0..world_size-1"),
+    ],
+)
+def test_mistake_in_a_plan_is_named(path: tuple[str | int, ...], value: object, message: str) -> None:
+    raw: Any = json.loads(json.dumps(PLAN))
+    inner = raw
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(ContractError, match=message):
+        Plan.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("field", ["model", "block_size"])
+def test_missing_field_is_named(field: str) -> None:
+    raw = json.loads(json.dumps(PLAN))
+    del raw["engine"][field]
+    with pytest.raises(ContractError, match=f"Plan.engine: field '{field}' is missing"):
+        Plan.from_json(json.dumps(raw))
+
+
+LAUNCH = PodLaunch(
+    group="ns/m/0", group_uid="u", epoch=1, pod_index=0, addresses=(PodAddress(host="127.0.0.1"),)
+)
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCH.to_env()))
+def test_missing_variable_is_named(name: str) -> None:
+    env = LAUNCH.to_env()
+    del env[name]
+    with pytest.raises(ContractError, match=f"{name} is not set"):
+        PodLaunch.from_env(env)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (names.ENV_EPOCH, "one", f"{names.ENV_EPOCH}: got 'one'"),
+        (names.ENV_STARTUP_TIMEOUT, "", f"{names.ENV_STARTUP_TIMEOUT}: got ''"),
+        (names.ENV_ADDRESSES, "[", f"{names.ENV_ADDRESSES}: got '\\['"),
+        (names.ENV_ADDRESSES, '[{"host": 1}]', r"PodLaunch.addresses\[0\].host: got 1, expected str"),
+    ],
+)
+def test_mistake_in_the_environment_is_named(name: str, text: str, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        PodLaunch.from_env({**LAUNCH.to_env(), name: text})
+
+
+def test_plan_that_is_not_set_is_named() -> None:
+    with pytest.raises(ContractError, match=names.ENV_PLAN):
+        Plan.from_env({})
+
+
+@pytest.mark.parametrize("text", ["", "OOMKilled", "{}", '{"reason": "New", "message": "x"}', "[1]"])
+def test_termination_message_that_is_none_of_ours(text: str) -> None:
+    assert Failure.from_json(text) is None
+
+
+@given(profiles)
+def test_profile_adds_up(profile: ModelProfile) -> None:
+    parts = profile.embedding_bytes + profile.head_bytes + profile.other_bytes
+    assert profile.total_bytes == parts + sum(profile.layer_bytes)
+    assert profile.kv_bytes_per_token_and_layer(2) == 4 * profile.num_kv_heads * profile.head_dim

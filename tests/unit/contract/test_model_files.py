@@ -1,0 +1,238 @@
+"""A model's sizes from real files: written here byte by byte, as safetensors' format says."""
+
+import json
+import multiprocessing
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.model_files import INDEX_FILE, ModelFilesError, read_profile
+
+LAYERS, HIDDEN, VOCAB = 3, 8, 16
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+TENSORS: dict[str, list[int]] = {
+    "model.embed_tokens.weight": [VOCAB, HIDDEN],
+    **{f"model.layers.{i}.mlp.up_proj.weight": [HIDDEN, HIDDEN + i] for i in range(LAYERS)},
+    **{f"model.layers.{i}.input_layernorm.weight": [HIDDEN] for i in range(LAYERS)},
+    "model.norm.weight": [HIDDEN],
+    "lm_head.weight": [VOCAB, HIDDEN],
+}
+ELEMENT_BYTES = {"BF16": 2, "F32": 4, "U8": 1}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, list[int]], dtype: str = "BF16") -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in tensors.items():
+        begin, size = end, ELEMENT_BYTES[dtype]
+        for length in shape:
+            size *= length
+        end = begin + size
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+
+
+def write_model(
+    directory: Path,
+    *,
+    config: Mapping[str, Any] = CONFIG,
+    tensors: Mapping[str, list[int]] = TENSORS,
+    dtype: str = "BF16",
+) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    write_safetensors(directory / "model.safetensors", tensors, dtype)
+    return directory
+
+
+def test_single_file(tmp_path: Path) -> None:
+    profile = read_profile(write_model(tmp_path))
+    assert profile.layer_bytes == tuple(2 * (HIDDEN * (HIDDEN + i) + HIDDEN) for i in range(LAYERS))
+    assert (profile.embedding_bytes, profile.head_bytes, profile.other_bytes) == (256, 256, 16)
+    assert (profile.tied_head, profile.dtype, profile.num_layers) == (False, "bfloat16", LAYERS)
+    assert (profile.head_dim, profile.num_kv_heads, profile.vocab_size) == (2, 2, VOCAB)
+    assert profile.architecture == "LlamaForCausalLM"
+    assert profile.quantization == ""
+
+
+def test_shards_are_the_same_model(tmp_path: Path) -> None:
+    whole = read_profile(write_model(tmp_path / "whole"))
+    sharded = write_model(tmp_path / "sharded", tensors={})
+    (sharded / "model.safetensors").unlink()
+    shards = {
+        "a.safetensors": dict(list(TENSORS.items())[:4]),
+        "b.safetensors": dict(list(TENSORS.items())[4:]),
+    }
+    for name, tensors in shards.items():
+        write_safetensors(sharded / name, tensors)
+    weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    (sharded / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert read_profile(sharded) == whole
+
+
+@pytest.mark.parametrize("keeps_copy", [True, False])
+def test_tied_head_counts_once(tmp_path: Path, keeps_copy: bool) -> None:
+    tensors = {name: shape for name, shape in TENSORS.items() if keeps_copy or name != "lm_head.weight"}
+    profile = read_profile(
+        write_model(tmp_path, config={**CONFIG, "tie_word_embeddings": True}, tensors=tensors)
+    )
+    assert (profile.tied_head, profile.head_bytes, profile.embedding_bytes) == (True, 0, 256)
+
+
+def test_nested_text_config_and_a_vision_tower(tmp_path: Path) -> None:
+    text = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    tensors = {f"language_model.{name}": shape for name, shape in TENSORS.items()}
+    tensors["vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = [100]
+    profile = read_profile(write_model(tmp_path, config=config, tensors=tensors))
+    assert profile.layer_bytes[0] == 2 * (HIDDEN * HIDDEN + HIDDEN)
+    assert profile.other_bytes == 16 + 200
+    assert profile.head_bytes == 256
+    assert profile.architecture == "LlavaForConditionalGeneration"
+
+
+@pytest.mark.parametrize(
+    ("key", "named", "stored", "expected"),
+    [
+        ("dtype", "float16", "BF16", "float16"),
+        ("torch_dtype", "float32", "BF16", "float32"),
+        ("torch_dtype", None, "F32", "float32"),
+        ("torch_dtype", "auto", "BF16", "bfloat16"),
+    ],
+)
+def test_dtype(tmp_path: Path, key: str, named: str | None, stored: str, expected: str) -> None:
+    config = {**{k: v for k, v in CONFIG.items() if k != "torch_dtype"}, key: named}
+    assert read_profile(write_model(tmp_path, config=config, dtype=stored)).dtype == expected
+
+
+def test_layers_for_speculation_are_not_served(tmp_path: Path) -> None:
+    tensors = {**TENSORS, f"model.layers.{LAYERS}.mlp.up_proj.weight": [50]}
+    profile = read_profile(write_model(tmp_path, tensors=tensors))
+    assert len(profile.layer_bytes) == LAYERS
+
+
+def test_quantization_is_named(tmp_path: Path) -> None:
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    assert read_profile(write_model(tmp_path, config=config)).quantization == "fp8"
+
+
+def test_path_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match=r"nowhere: no such directory"):
+        read_profile(tmp_path / "nowhere")
+
+
+def test_path_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelFilesError, match=r"got a file, expected the directory that holds config.json"):
+        read_profile(tmp_path / "file")
+
+
+def test_directory_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ModelFilesError, match=r"not a model: expected config.json in it, got notes.txt"):
+        read_profile(tmp_path)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    (write_model(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(ModelFilesError, match=r"expected weights as \*.safetensors, got none"):
+        read_profile(tmp_path)
+
+
+def test_index_names_a_missing_shard(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / INDEX_FILE).write_text(
+        json.dumps({"weight_map": {"x": "model.safetensors", "y": "model-2.safetensors"}})
+    )
+    with pytest.raises(ModelFilesError, match=r"names 2 files, of which model-2.safetensors is missing"):
+        read_profile(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 20, -1])
+def test_cut_shard(tmp_path: Path, keep: int) -> None:
+    path = write_model(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ModelFilesError, match=r"model.safetensors: got \d+ bytes, expected"):
+        read_profile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header", [b"{", b"[]", b'{"x": 1}', b'{"x": {"dtype": "F32", "data_offsets": [0]}}']
+)
+def test_header_that_is_none(tmp_path: Path, header: bytes) -> None:
+    path = write_model(tmp_path) / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(ModelFilesError, match=r"model.safetensors: .*download it again"):
+        read_profile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_hidden_layers", None, "num_hidden_layers: got None, expected a number above 0"),
+        ("hidden_size", "8", "hidden_size: got '8', expected a number above 0"),
+        ("num_hidden_layers", LAYERS + 2, r"no weights of layers 3, 4, expected layers 0..4"),
+    ],
+)
+def test_config_does_not_fit(tmp_path: Path, field: str, value: object, message: str) -> None:
+    write_model(tmp_path, config={**CONFIG, field: value})
+    with pytest.raises(ModelFilesError, match=message):
+        read_profile(tmp_path)
+
+
+def test_config_that_is_no_json(tmp_path: Path) -> None:
+    (write_model(tmp_path) / "config.json").write_text("{")
+    with pytest.raises(ModelFilesError, match=r"config.json: expected JSON"):
+        read_profile(tmp_path)
+
+
+def test_weights_of_no_known_dtype(tmp_path: Path) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "torch_dtype"}
+    write_model(tmp_path, config=config, dtype="U8")
+    with pytest.raises(ModelFilesError, match=r"got weights of U8, expected some of BF16, F16, F32"):
+        read_profile(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "."])
+def test_file_without_permission(tmp_path: Path, name: str) -> None:
+    """Runs the reader as another user, since root reads everything."""
+    path = write_model(tmp_path / "model") / name
+    path.chmod(0)
+    tmp_path.chmod(0o755)
+    try:
+        with multiprocessing.get_context("fork").Pool(1, leave_root, (tmp_path,)) as pool:
+            message = pool.apply(error_of, (Path("model"),))
+    finally:
+        path.chmod(0o755)
+    assert "cannot be read as user" in message
+    assert "chmod -R a+rX" in message
+
+
+def leave_root(directory: Path) -> None:
+    # By a relative path the directories above, which only root may enter, do not matter.
+    os.chdir(directory)
+    if os.getuid() == 0:
+        os.setuid(65534)
+
+
+def error_of(directory: Path) -> str:
+    try:
+        read_profile(directory)
+    except ModelFilesError as error:
+        return str(error)
+    return ""
