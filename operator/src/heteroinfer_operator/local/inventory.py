@@ -13,7 +13,7 @@ _PROC: Final = Path("/proc")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP) -> NodeView:
+def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP, env: Mapping[str, str] = os.environ) -> NodeView:
     """Returns what is free on this machine now: cores, bytes of memory, GPUs.
 
     Cores are those this process may run on, and no more than its CPU quota; memory is what
@@ -22,10 +22,11 @@ def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP) -> NodeView:
     Args:
         proc: procfs.
         cgroup: the mount of cgroup v2; where it is not, there is no limit.
+        env: of this process.
     """
     memory_bytes = min([_available_bytes(proc), *_limits(proc, cgroup, _memory_left)])
     cores = min([float(len(os.sched_getaffinity(0))), *_limits(proc, cgroup, _cpu_quota)])
-    gpus = len(observe_gpus(proc))
+    gpus = len(observe_gpus(proc, env))
     devices = {DEFAULT_GPU_RESOURCE: float(gpus)} if gpus else {}
     return NodeView(name=NODE_NAME, allocatable={"cpu": cores, "memory": memory_bytes, **devices})
 

@@ -1,0 +1,50 @@
+"""The model that `heteroinfer up` serves in tests, made by the worker's Python."""
+
+import json
+import socket
+import subprocess
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running_up import REPOSITORY
+
+WORKER_PYTHON = REPOSITORY / ".venv-worker/bin/python"
+MAKE_TIMEOUT_S = 300.0
+
+
+def _tests_models(*arguments: str) -> str:
+    return subprocess.run(
+        [WORKER_PYTHON, "-m", "tests.models", *arguments],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=MAKE_TIMEOUT_S,
+        check=True,
+    ).stdout
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with random weights."""
+    folder = tmp_path_factory.mktemp("model")
+    _tests_models(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def references(model_dir: Path) -> dict[str, Any]:
+    """Transformers' greedy tokens for it, by prompt."""
+    answers: dict[str, Any] = json.loads(_tests_models("reference", str(model_dir)))
+    return answers
+
+
+@pytest.fixture
+def port() -> str:
+    """A free port for the OpenAI API."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = probe.getsockname()[1]
+    return str(number)

@@ -1,0 +1,100 @@
+"""A group of two real vLLM ranks under `heteroinfer up`: served, killed, served again, and ended."""
+
+import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.group_status import RankPhase
+from tests.integration.up.resources import resource, write
+from tests.running_up import READY_TIMEOUT_S, RunningUp
+
+GONE_TIMEOUT_S = 2.0
+FELL = re.compile(r"Warning RankExited: group 0 epoch (?P<epoch>\d+) ended: rank (?P<rank>\d+): ")
+DOWN = re.compile(r"Ready=False RankExited")
+_RANK_PID = re.compile(r"started rank \d+ as process (\d+)")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def _rank_pid(log_dir: Path, epoch: int, pod: int) -> int:
+    """Returns the process of the one rank of a pod, as its supervisor logged it."""
+    found = _RANK_PID.search((log_dir / f"tiny-0-{epoch}-{pod}.log").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def _check_tokens(up: RunningUp, url: str, references: dict[str, Any]) -> None:
+    def ask(wanted: dict[str, Any]) -> list[int]:
+        answer = up.complete(url, wanted["prompt_token_ids"], len(wanted["token_ids"]))
+        token_ids: list[int] = answer["token_ids"]
+        return token_ids
+
+    with ThreadPoolExecutor(len(references)) as pool:
+        got = list(pool.map(ask, references.values()))
+    assert got == [wanted["token_ids"] for wanted in references.values()]
+
+
+def test_group_is_served_falls_as_a_whole_is_served_again_and_then_fails_for_good(
+    tmp_path: Path, model_dir: Path, references: dict[str, Any], port: str
+) -> None:
+    """Right tokens; a killed rank is named and a new epoch serves; the second kill is one too many."""
+    file = write(tmp_path, resource(model_dir, restart={"maxRestarts": 1}))
+    logs = tmp_path / "logs"
+    with RunningUp(["-f", file, "--port", port, "--log-dir", logs]) as up:
+        url = up.wait_ready()
+        _check_tokens(up, url, references)
+        status = up.group_status()
+        assert (status.epoch, status.ready) == (1, True)
+        assert [rank.phase for rank in status.ranks] == [RankPhase.READY, RankPhase.READY]
+        assert all(rank.steps > 0 and rank.compute_s > 0 for rank in status.ranks)
+        assert "heteroinfer_rank_step_seconds_count" in up.metrics()[1]
+
+        first, told = up.processes(), len(up.lines)
+        os.kill(_rank_pid(logs, epoch=1, pod=1), signal.SIGKILL)
+        fell = up.wait_line(FELL, GONE_TIMEOUT_S + 5.0, after=told)
+        assert (fell["epoch"], fell["rank"]) == ("1", "1")
+        up.wait_line(DOWN, 1.0, after=told)
+        assert up.wait_ready(READY_TIMEOUT_S, after=told) == url
+        assert first.living() == []
+        assert up.group_status().epoch == 2
+        _check_tokens(up, url, references)
+
+        second, told = up.processes(), len(up.lines)
+        os.kill(_rank_pid(logs, epoch=2, pod=0), signal.SIGKILL)
+        fell = up.wait_line(FELL, GONE_TIMEOUT_S + 5.0, after=told)
+        assert (fell["epoch"], fell["rank"]) == ("2", "0")
+        assert up.wait_exit() == 1
+        assert second.wait_gone(GONE_TIMEOUT_S) == []
+        assert "error: group 0: RankExited: rank 0" in up.tail(3)
+
+
+def test_killed_up_leaves_no_process(tmp_path: Path, model_dir: Path, port: str) -> None:
+    """SIGKILL of `heteroinfer up` itself takes supervisors, ranks, engine and API server along."""
+    file = write(tmp_path, resource(model_dir))
+    with RunningUp(["-f", file, "--port", port, "--log-dir", tmp_path / "logs"]) as up:
+        up.wait_ready()
+        started = up.processes()
+        # Two supervisors, two ranks, the API server and its engine core at the least.
+        assert len(started.living()) >= 6
+        up.process.kill()
+        up.process.wait()
+        assert started.wait_gone(GONE_TIMEOUT_S) == []
+
+
+def test_ctrl_c_while_loading_leaves_no_process(tmp_path: Path, model_dir: Path, port: str) -> None:
+    """Ctrl-C is a success at any time, and no folder of the pods stays either."""
+    file = write(tmp_path, resource(model_dir))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with RunningUp(["-f", file, "--port", port], env={"TMPDIR": str(temporary)}) as up:
+        up.wait_line(re.compile(r"rank 1 \(cpu, CPU, layers 4-7\): "), 60.0)
+        started = up.processes()
+        assert len(started.living()) >= 2
+        assert up.stop() == 0
+        assert started.wait_gone(GONE_TIMEOUT_S) == []
+    assert list(temporary.iterdir()) == []

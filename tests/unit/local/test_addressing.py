@@ -1,0 +1,75 @@
+"""Loopback addresses: stable for an epoch, never shared, and refused when there is no such place."""
+
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from heteroinfer_contract.launch import PodAddress
+from heteroinfer_contract.plan import Device
+from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
+from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.local.addressing import LOOPBACK, LocalAddressing, PortsTakenError
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from tests.unit.local.plans import plan
+
+OWNER = Owner(key=ResourceKey(namespace="default", name="x"), uid="u")
+PLAN = plan(("a", Device.CPU, 1), ("b", Device.GPU, 3))
+
+
+def _spec(uri: str = "file:///m") -> HeteroInferenceSpec:
+    return parse_spec({"model": {"uri": uri}, "roles": [{"name": "cpu", "device": "CPU", "pods": 2}]})
+
+
+def _group(index: int = 0, epoch: int = 1) -> GroupRef:
+    return GroupRef(owner=OWNER, index=index, epoch=epoch)
+
+
+def _ports(address: PodAddress, ranks: int) -> Iterator[int]:
+    yield from (address.health_port, address.control_port, address.rendezvous_port, address.executor_port)
+    yield from range(address.metrics_port, address.metrics_port + ranks)
+
+
+def test_epoch_keeps_its_addresses_and_another_gets_others() -> None:
+    addressing = LocalAddressing(api_port=8000, rng=random.Random(1))
+    first = addressing.pods(_spec(), _group(), PLAN)
+    assert addressing.pods(_spec(), _group(), PLAN) == first
+    second = addressing.pods(_spec(), _group(epoch=2), PLAN)
+    other_group = addressing.pods(_spec(), _group(index=1), PLAN)
+    ports = [
+        port
+        for addresses in (first, second, other_group)
+        for address, pod in zip(addresses, PLAN.pods, strict=True)
+        for port in _ports(address, len(pod.ranks))
+    ]
+    assert len(set(ports)) == len(ports)
+    assert addressing.current() == {0: second, 1: other_group}
+
+
+def test_api_port_is_the_users_for_the_first_group() -> None:
+    addressing = LocalAddressing(api_port=8000)
+    assert [a.api_port for a in addressing.pods(_spec(), _group(index=2), PLAN)] == [8002, 8002]
+    assert addressing.endpoint(_spec(), OWNER) == "http://127.0.0.1:8000/v1"
+
+
+def test_taken_api_port_is_told() -> None:
+    with socket.socket() as other:
+        other.bind((LOOPBACK, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(PortsTakenError, match=f"port {port} on 127.0.0.1 is in use.*--port"):
+            LocalAddressing(api_port=port - 1).check_api_ports(2)
+    LocalAddressing(api_port=port).check_api_ports(1)
+
+
+def test_model_is_a_folder_of_this_machine() -> None:
+    source = LocalAddressing(api_port=8000).model(_spec("file:///models/m"))
+    assert (source.path, source.volume) == ("/models/m", None)
+
+
+@pytest.mark.parametrize("uri", ["hf://org/model", "pvc://claim/path"])
+def test_model_elsewhere_is_refused_with_the_remedy(uri: str) -> None:
+    with pytest.raises(PlanError, match="--model-dir DIR"):
+        LocalAddressing(api_port=8000).model(_spec(uri))

@@ -1,0 +1,50 @@
+"""Every Pod that the manifests build from an example runs here: the two rooms agree."""
+
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.local.addressing import LocalAddressing
+from heteroinfer_operator.local.pod import parse_pod
+from heteroinfer_operator.manifests.identity import GroupRef, Owner, revision
+from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
+from heteroinfer_operator.manifests.pod import WorkerImages, WorkerPods, build_inspect_pod
+from heteroinfer_operator.up import read_resource
+from tests.unit.local.plans import plan_of
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
+IMAGES = WorkerImages(cpu="none", gpu="none")
+OWNER = Owner(key=ResourceKey(namespace="default", name="x"), uid="u")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_example_is_valid_and_its_pods_run_here(example: Path, tmp_path: Path) -> None:
+    _, resource = read_resource(str(example), model_dir=tmp_path)
+    spec, plan = resource.spec, plan_of(resource.spec)
+    group = GroupRef(owner=OWNER, index=0, epoch=1)
+    addressing = LocalAddressing(api_port=8000)
+    pods = WorkerPods(
+        spec=spec,
+        group=group,
+        plan=plan,
+        revision=revision(spec),
+        addresses=addressing.pods(spec, group, plan),
+        source=addressing.model(spec),
+        images=IMAGES,
+    )
+    stored = build_plan_config_map(OWNER, plan)
+    config_maps = {stored["metadata"]["name"]: stored}
+    for pod in plan.pods:
+        process = parse_pod(pods.build(pod), config_maps)
+        assert process.arguments == ("run",)
+        assert Plan.from_env(process.env) == plan
+        launch = PodLaunch.from_env(process.env)
+        assert launch.address.health_port == process.health_port
+        assert process.readiness_path == names.PATH_READYZ
+        assert process.num_gpus == sum(rank.device == "GPU" for rank in pod.ranks)
+    inspect = parse_pod(build_inspect_pod(spec, OWNER, addressing.model(spec), IMAGES), {})
+    assert inspect.arguments == ("inspect", "--model", str(tmp_path))
