@@ -84,17 +84,17 @@ def _fill_seed(seed: Path, images: Sequence[Image]) -> None:
 
 
 def _nearest_seed(seeds: Path, images: Sequence[Image]) -> Path | None:
-    """Returns the seed that shares the most bytes with these images, None when none shares any."""
+    """Returns the seed worth starting from: it holds more bytes of these images than of others. Or None."""
     layout = oci.layout()
-    sizes = {d: layout.blob(d).stat().st_size for image in images for d in layout.needs(image)}
+    wanted = {digest.partition(":")[2] for image in images for digest in layout.needs(image)}
 
-    def shared(seed: Path) -> int:
-        blobs = seed / CONTENT / "blobs"
-        return sum(size for digest, size in sizes.items() if (blobs / digest.replace(":", "/", 1)).exists())
+    def gain(seed: Path) -> int:
+        blobs = (seed / CONTENT / "blobs" / "sha256").iterdir()
+        return sum(blob.stat().st_size * (1 if blob.name in wanted else -1) for blob in blobs)
 
     made = [folder for folder in seeds.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
-    best = max(made, key=shared, default=None)
-    return best if best is not None and shared(best) else None
+    best = max(made, key=gain, default=None)
+    return best if best is not None and gain(best) > 0 else None
 
 
 def _import_into(state: State, root: Path, images: Sequence[Image]) -> int:
