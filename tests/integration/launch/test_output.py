@@ -55,7 +55,7 @@ def test_reader_that_stalls_holds_up_the_rank_and_not_the_supervisor(tmp_path: P
 def test_200_lives_leave_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.integration.launch.churn", "200", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT, env=env)
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["codes"] == [0, 70]
     assert result["after"] == result["before"]

@@ -118,6 +118,8 @@ def stuck(rank: int, busy_s: float, waiting_for: int | None = None) -> Stuck:
         ([stuck(0, 301.0), stuck(1, 1.0)], 0),
         ([stuck(0, 310.0, 1), stuck(1, 301.0)], 1),
         ([stuck(2, 310.0, 1), stuck(1, 310.0, 0), stuck(0, 305.0)], 0),
+        # It began to wait before the other began to compute.
+        ([stuck(0, 301.0, 1), stuck(1, 299.0)], 1),
         # Its message is lost: nobody else is late.
         ([stuck(0, 310.0, 1), stuck(1, 3.0)], 0),
         # Each waits for the other; one must be named, and the search must end.

@@ -137,20 +137,22 @@ class Stuck:
 def blame_stuck(stuck: Sequence[Stuck], step_timeout_s: float) -> Failure | None:
     """Returns the failure that names the rank which holds up the others, or None.
 
-    A rank that waits for another stuck rank passes the blame on; one that waits for a
-    rank which is not stuck keeps it, since its message is lost.
+    A rank that waits for one which has been busy for more than half the deadline passes
+    the blame on (it may have begun to wait first); one that waits for a rank which is
+    not busy, or only just, keeps it, since its message is lost.
 
     Args:
         stuck: every busy rank, however short.
         step_timeout_s: the deadline, in seconds.
     """
     late = {s.rank: s for s in stuck if s.busy_s > step_timeout_s}
+    slow = {s.rank: s for s in stuck if s.busy_s > step_timeout_s / 2}
     if not late:
         return None
     culprit = min(late.values(), key=lambda s: (s.waiting_for_rank is not None, -s.busy_s, s.rank))
     seen = {culprit.rank}
-    while culprit.waiting_for_rank in late and culprit.waiting_for_rank not in seen:
-        culprit = late[culprit.waiting_for_rank]
+    while culprit.waiting_for_rank in slow and culprit.waiting_for_rank not in seen:
+        culprit = slow[culprit.waiting_for_rank]
         seen.add(culprit.rank)
     waiting = f", waiting for rank {culprit.waiting_for_rank}" if culprit.waiting_for_rank is not None else ""
     others = sorted(set(late) - {culprit.rank})
