@@ -1,6 +1,7 @@
 """The operator's HTTP port: /healthz, /readyz and /metrics."""
 
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -41,6 +42,13 @@ class Health:
         return f"no pass over all resources for {age_s:.0f} s" if age_s > self.stale_s else ""
 
 
+def _listen(port: int) -> socket.socket:
+    """Returns a socket for IPv4 and IPv6 alike, on one port also when that is left open (0)."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
 @contextlib.asynccontextmanager
 async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIterator[int]:
     """Serves as long as the context lasts; yields the port.
@@ -69,8 +77,7 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
     await runner.setup()
     try:
         try:
-            site = web.TCPSite(runner, None, port)
-            await site.start()
+            await web.SockSite(runner, _listen(port)).start()
         except OSError as error:
             raise HeteroInferError(
                 f"port {port} is taken ({error.strerror}): set HETEROINFER_HTTP_PORT to a free one",

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 NODES_SETTLE_S: Final = 5.0
 """Changes of nodes are gathered for so long before all resources look again."""
 POLL_S: Final = 2.0
+RETRY_S: Final = 5.0
 KOPF_STOP_S: Final = 5.0
 
 
@@ -171,19 +172,22 @@ class Operator:
         """Reconciles every resource from time to time, whatever events said."""
         self._health.passed()
         while True:
+            pause_s = self._settings.resync_s
             try:
                 keys = await list_resources(server, self._settings.watch_namespaces)
                 async with asyncio.timeout(2 * self._settings.resync_s):
                     await queue.process_all(keys)
                 self._metrics.last_pass.set(datetime.now(UTC).timestamp())
+                self._health.passed()
             except ApiError as error:
+                # An API server that is away is no reason to start this process again.
                 logger.warning("pass over all resources: %s; trying again", error.message)
+                self._health.passed()
+                pause_s = min(pause_s, RETRY_S)
             except TimeoutError:
                 logger.error("pass over all resources: not done in %g s", 2 * self._settings.resync_s)
-                await asyncio.sleep(POLL_S)
-                continue
-            self._health.passed()
-            await asyncio.sleep(self._settings.resync_s)
+                pause_s = min(pause_s, RETRY_S)
+            await asyncio.sleep(pause_s)
 
     async def _watch(self, configuration: client.Configuration, queue: WorkQueue) -> None:
         """Runs kopf until cancelled; raises what ended it."""
@@ -308,7 +312,9 @@ async def check(settings: Settings) -> list[str]:
         if not settings.watch_namespaces:
             missing += await rights.missing_rights(server, rights.CLUSTER, None)
         if settings.leader_election:
-            missing += await rights.missing_rights(server, rights.LEASE, settings.namespace)
+            missing += await rights.missing_rights(
+                server, rights.lease_rules(settings.lease_name), settings.namespace
+            )
     finally:
         await server.close()
     return [*([problem] if problem else []), *(f"missing right: {right}" for right in missing)]

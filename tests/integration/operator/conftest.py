@@ -1,7 +1,8 @@
 """A control plane with the resource installed, a namespace for each test, and ways to speak to it."""
 
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -10,6 +11,7 @@ import yaml
 from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.cluster import Cluster
+from tests.cluster.folders import REPOSITORY
 from tests.integration.operator.support import CrdName
 
 _NUMBERS = itertools.count(1)
@@ -41,3 +43,40 @@ async def server(control_plane: Cluster, crd: str) -> AsyncIterator[ApiServer]:
     api_server = ApiServer(await load_configuration(str(control_plane.kubeconfig)))
     yield api_server
     await api_server.close()
+
+
+CHART = REPOSITORY / "charts" / "heteroinfer"
+
+
+class Installation:
+    """The chart as a release without an operator pod, and its service account's own kubeconfig."""
+
+    def __init__(self, cluster: Cluster, release: str, kubeconfig: Path) -> None:
+        self.account = f"system:serviceaccount:{release}:{release}-heteroinfer"
+        self.release = release
+        self.kubeconfig = kubeconfig
+        token = cluster.kubectl("create", "token", "-n", release, f"{release}-heteroinfer", "--duration=1h")
+        config = yaml.safe_load(cluster.kubeconfig.read_text())
+        config["users"][0]["user"] = {"token": token.strip()}
+        kubeconfig.write_text(yaml.safe_dump(config))
+        kubeconfig.chmod(0o600)
+
+
+@pytest.fixture
+def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callable[..., Installation]]:
+    """Installs the chart, in a namespace named like the release; uninstalled with the test."""
+    releases: list[str] = []
+
+    def install_chart(*values: str) -> Installation:
+        release = f"rel{next(_NUMBERS)}"
+        options = [
+            option for value in ("replicas=0", "crds.install=false", *values) for option in ("--set", value)
+        ]
+        control_plane.helm("install", release, str(CHART), "-n", release, "--create-namespace", *options)
+        releases.append(release)
+        return Installation(control_plane, release, tmp_path / f"{release}.kubeconfig")
+
+    yield install_chart
+    for release in releases:
+        control_plane.helm("uninstall", release, "-n", release)
+        control_plane.kubectl("delete", "namespace", release, "--wait=false")

@@ -2,9 +2,17 @@
 
 import asyncio
 import contextlib
+import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ResourceKey
@@ -12,7 +20,7 @@ from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.caches import Caches
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.groups import GroupClient
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.manifests.identity import Owner
 
@@ -29,8 +37,13 @@ SPEC: dict[str, Any] = {
 }
 
 
-async def until(what: str, check: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
-    """Returns what `check` gives as soon as that is true; a coroutine is awaited."""
+async def until(
+    what: str, check: Callable[[], Any], timeout_s: float = DEADLINE_S, said: Callable[[], str] = str
+) -> Any:
+    """Returns what `check` gives as soon as that is true; a coroutine is awaited.
+
+    `said` is what to show when the time is up.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         found = check()
@@ -38,7 +51,7 @@ async def until(what: str, check: Callable[[], Any], timeout_s: float = DEADLINE
             found = await found
         if found:
             return found
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{said()}"
         await asyncio.sleep(0.05)
 
 
@@ -112,3 +125,136 @@ async def watching(server: ApiServer, *namespaces: str) -> AsyncIterator[Watched
         running.cancel()
         await asyncio.wait({running})
         await watched.groups.close()
+
+
+PROFILE: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM",
+    "dtype": "float32",
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "layer_bytes": [200_000] * 4,
+    "embedding_bytes": 131_072,
+    "head_bytes": 131_072,
+    "tied_head": False,
+}
+"""What an inspect pod says of a small model."""
+
+
+class OperatorProcess:
+    """`heteroinfer operator` as a process of its own, as in its container."""
+
+    def __init__(self, kubeconfig: Path, log: Path, **settings: str) -> None:
+        variables = {f"HETEROINFER_{name.upper()}": value for name, value in settings.items()}
+        environment = {
+            "PATH": os.environ["PATH"],
+            "KUBECONFIG": str(kubeconfig),
+            "NO_PROXY": "*",
+            "HETEROINFER_HTTP_PORT": "0",
+            "HETEROINFER_WORKER_IMAGE_CPU": "worker-cpu:none",
+            "HETEROINFER_WORKER_IMAGE_GPU": "worker:none",
+            **variables,
+        }
+        self.log = log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "heteroinfer_operator.cli", "operator"], env=environment, stderr=output
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    async def http(self, path: str) -> tuple[int, str]:
+        """Returns status and text of a path of its HTTP port; status 0 while nobody answers."""
+        found = re.search(r"on port (\d+)", self.said)
+        if found is None:
+            return 0, ""
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"http://127.0.0.1:{found[1]}{path}") as response,
+            ):
+                return response.status, await response.text()
+        except aiohttp.ClientError:
+            return 0, ""
+
+    async def working(self) -> None:
+        """Returns once it reconciles."""
+        await until("the operator works", self._works, timeout_s=60, said=lambda: self.said)
+
+    async def _works(self) -> bool:
+        assert self.process.poll() is None, self.said
+        return await self.http("/readyz") == (200, "ok")
+
+    async def metric(self, name: str) -> float:
+        """Returns the sum of a metric over its labels."""
+        status, text = await self.http("/metrics")
+        assert status == 200
+        lines = [line for line in text.splitlines() if re.match(rf"{name}(\{{| )", line)]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def ended(self, timeout_s: float = 15) -> int:
+        """Returns its exit code once it has ended by itself or by a signal sent before."""
+        await until("the operator's end", lambda: self.process.poll() is not None, timeout_s)
+        return int(self.process.returncode)
+
+    async def stop(self) -> int:
+        self.process.terminate()
+        return await self.ended()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=10)
+
+
+@contextlib.asynccontextmanager
+async def operator(kubeconfig: Path, log: Path, **settings: str) -> AsyncIterator[OperatorProcess]:
+    """Runs an operator for as long as the context lasts, or until the test ends it."""
+    process = OperatorProcess(kubeconfig, log, **settings)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+async def run_pod(server: ApiServer, namespace: str, name: str, *, ready: bool = True) -> None:
+    """Says for the kubelet, which is not here, that a pod runs."""
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    condition = {"type": "Ready", "status": str(ready), "lastTransitionTime": now}
+    state = {
+        "name": names.CONTAINER_WORKER,
+        "image": "worker:none",
+        "imageID": "",
+        "restartCount": 0,
+        "ready": ready,
+        "state": {"running": {"startedAt": now}},
+    }
+    status = {
+        "phase": "Running",
+        "podIP": "127.0.0.1",
+        "conditions": [condition],
+        "containerStatuses": [state],
+    }
+    await server.merge(POD.path(namespace, name, "status"), {"status": status})
+
+
+async def end_pod(server: ApiServer, namespace: str, name: str, *, exit_code: int, message: str) -> None:
+    """Says for the kubelet that a pod's worker container ended."""
+    ended = {"exitCode": exit_code, "reason": "Completed" if exit_code == 0 else "Error", "message": message}
+    state = {
+        "name": names.CONTAINER_WORKER,
+        "image": "worker:none",
+        "imageID": "",
+        "restartCount": 0,
+        "ready": False,
+        "state": {"terminated": ended},
+    }
+    phase = "Succeeded" if exit_code == 0 else "Failed"
+    status = {"phase": phase, "containerStatuses": [state]}
+    await server.merge(POD.path(namespace, name, "status"), {"status": status})

@@ -23,11 +23,13 @@ class Rule:
         group: API group; "" for core.
         resource: plural, or plural/subresource.
         verbs: as in RBAC.
+        name: of the only object; "" for all.
     """
 
     group: str
     resource: str
     verbs: tuple[str, ...]
+    name: str = ""
 
 
 SERVED: Final = (
@@ -50,8 +52,14 @@ SERVED: Final = (
 CLUSTER: Final = (Rule(group="", resource="nodes", verbs=("list", "watch")),)
 """In cluster scope only: what plans read of the nodes."""
 
-LEASE: Final = (Rule(group="coordination.k8s.io", resource="leases", verbs=("get", "create", "update")),)
-"""In the operator's own namespace."""
+
+def lease_rules(name: str) -> tuple[Rule, ...]:
+    """Returns what holding the Lease of this name takes, in the operator's own namespace."""
+    group = "coordination.k8s.io"
+    return (
+        Rule(group=group, resource="leases", verbs=("create",)),
+        Rule(group=group, resource="leases", verbs=("get", "update"), name=name),
+    )
 
 
 async def missing_rights(server: ApiServer, rules: tuple[Rule, ...], namespace: str | None) -> list[str]:
@@ -78,6 +86,8 @@ async def _allowed(server: ApiServer, rule: Rule, verb: str, namespace: str | No
         attributes["subresource"] = subresource
     if namespace:
         attributes["namespace"] = namespace
+    if rule.name:
+        attributes["name"] = rule.name
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SelfSubjectAccessReview",
