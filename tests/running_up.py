@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -174,6 +174,14 @@ class Processes:
             generation = {child for child, (_, parent, _) in parents.items() if parent in generation}
             found |= {child: parents[child][2] for child in generation}
         return cls(found)
+
+    @classmethod
+    def of(cls, pids: Iterable[int]) -> "Processes":
+        """Returns those of these processes that live now."""
+        return cls({pid: fields[2] for pid in pids if (fields := _stat(pid)) is not None})
+
+    def __bool__(self) -> bool:
+        return bool(self.started)
 
     def living(self) -> list[int]:
         """Returns those that have not ended; a zombie has."""

@@ -1,0 +1,262 @@
+"""The port on this machine's processes, with small programs in the worker's place.
+
+What is started, told and ended is real; only what runs in a pod is not vLLM.
+"""
+
+import asyncio
+import os
+import stat
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import (
+    ApplyObject,
+    ConflictError,
+    CreateObject,
+    DeleteObject,
+    NodeView,
+    Observation,
+    PatchStatus,
+    PodView,
+    SetFinalizer,
+)
+from heteroinfer_operator.local.cluster import LocalCluster, LocalOptions, LocalPodError
+from heteroinfer_operator.local.process import PodFolder
+from tests.running_up import Processes
+from tests.unit.local.pods import pod
+
+TIMEOUT_S = 20.0
+RESOURCE = {"metadata": {"name": "x"}, "spec": {}}
+
+EXITS = "import sys; print('to the log'); sys.exit(3)"
+TELLS = f"import os; open(os.environ['{names.ENV_TERMINATION_MESSAGE_PATH}'], 'w').write('why' * 4000)"
+SLEEPS = "import time; open('started', 'w'); time.sleep(600)"
+IGNORES_SIGTERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
+LEAVES_CHILDREN = """
+    import os, subprocess, sys
+    sleep = [sys.executable, '-c', 'import time; time.sleep(600)']
+    # In another session, without the pod's environment, elsewhere: one trace less each time.
+    subprocess.Popen(sleep)
+    subprocess.Popen(sleep, start_new_session=True, env={})
+    subprocess.Popen(sleep, start_new_session=True, cwd='/')
+    open('started', 'w')
+    if os.environ['STAY'] == 'yes':
+        import time; time.sleep(600)
+"""
+SERVES = """
+    import http.server, os, pathlib
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if pathlib.Path('ready').exists() else 503)
+            self.end_headers()
+    open('started', 'w')
+    http.server.HTTPServer(('127.0.0.1', int(os.environ['PORT'])), Handler).serve_forever()
+"""
+
+
+def _worker(folder: Path, program: str) -> Path:
+    """Returns an executable in the place of the worker's Python: as `-m MODULE`, it runs `program`."""
+    script = folder / "program.py"
+    script.write_text(textwrap.dedent(program))
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$1" = -m ]; then exec {sys.executable} {script}; fi\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return python
+
+
+class Running:
+    """A LocalCluster with its only pod's folder."""
+
+    def __init__(self, cluster: LocalCluster, folder: Path, log_dir: Path) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.log_dir = log_dir
+
+    async def observe(self) -> Observation:
+        observation = await self.cluster.observe(self.cluster.key)
+        assert observation is not None
+        return observation
+
+    async def run(self, *actions: Any) -> None:
+        await self.cluster.run(await self.observe(), actions)
+
+    async def wait(self, holds: Callable[[tuple[PodView, ...]], bool]) -> tuple[PodView, ...]:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not holds(pods := (await self.observe()).pods):
+                await asyncio.sleep(0.02)
+        return pods
+
+    async def wait_started(self) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not (self.folder / "started").exists():
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def _cluster(tmp_path: Path, program: str, **env: str) -> AsyncIterator[Running]:
+    scratch, log_dir = tmp_path / "scratch", tmp_path / "logs"
+    scratch.mkdir()
+    log_dir.mkdir()
+    options = LocalOptions(
+        worker_python=_worker(tmp_path, program),
+        scratch=scratch,
+        log_dir=log_dir,
+        node=NodeView(name="here", allocatable={"cpu": 2.0, "memory": 2.0**30}),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **env},
+    )
+    cluster = LocalCluster(RESOURCE, options, on_change=lambda: None, on_event=lambda event: None)
+    try:
+        yield Running(cluster, scratch / "p1", log_dir)
+    finally:
+        await cluster.close()
+        assert list(scratch.iterdir()) == []
+
+
+def _ended(pods: tuple[PodView, ...]) -> bool:
+    return all(pod.termination is not None for pod in pods)
+
+
+def _gone(pods: tuple[PodView, ...]) -> bool:
+    return not pods
+
+
+async def test_exit_code_and_output_are_kept(tmp_path: Path) -> None:
+    async with _cluster(tmp_path, EXITS) as running:
+        await running.run(CreateObject(manifest=pod()))
+        (ended,) = await running.wait(_ended)
+        assert ended.termination is not None
+        assert (ended.phase, ended.termination.exit_code, ended.termination.reason) == ("Failed", 3, "Error")
+        assert (running.log_dir / "p-0-1-0.log").read_text() == "to the log\n"
+
+
+async def test_termination_message_is_cut_as_kubernetes_cuts_it(tmp_path: Path) -> None:
+    async with _cluster(tmp_path, TELLS) as running:
+        await running.run(CreateObject(manifest=pod()))
+        (ended,) = await running.wait(_ended)
+        assert ended.termination is not None
+        assert (ended.phase, ended.termination.exit_code) == ("Succeeded", 0)
+        assert ended.termination.message == ("why" * 4000)[:4096]
+
+
+async def test_killed_pod_has_the_exit_code_of_its_signal(tmp_path: Path) -> None:
+    async with _cluster(tmp_path, SLEEPS) as running:
+        await running.run(CreateObject(manifest=pod()))
+        await running.wait_started()
+        (pid,) = Processes.below(os.getpid()).living()
+        os.kill(pid, 9)
+        (ended,) = await running.wait(_ended)
+        assert ended.termination is not None
+        assert ended.termination.exit_code == 137
+
+
+@pytest.mark.parametrize("program", [SLEEPS, IGNORES_SIGTERM])
+async def test_deleted_pod_is_gone_after_its_grace(tmp_path: Path, program: str) -> None:
+    async with _cluster(tmp_path, program) as running:
+        await running.run(CreateObject(manifest=pod()))
+        await running.wait_started()
+        (created,) = (await running.observe()).pods
+        await running.run(DeleteObject(kind="Pod", name=created.name, uid="of another", grace_s=0))
+        await running.run(DeleteObject(kind="Pod", name=created.name, uid=created.uid, grace_s=1))
+        (deleting,) = (await running.observe()).pods
+        assert (deleting.deleting, deleting.termination) == (True, None)
+        await running.wait(_gone)
+        assert Processes.below(os.getpid()).living() == []
+
+
+@pytest.mark.parametrize("stay", ["yes", "no"])
+async def test_no_process_of_a_pod_outlives_it(tmp_path: Path, stay: str) -> None:
+    async with _cluster(tmp_path, LEAVES_CHILDREN, STAY=stay) as running:
+        await running.run(CreateObject(manifest=pod()))
+        await running.wait_started()
+        (created,) = (await running.observe()).pods
+        marked = _of_folder(running.folder)
+        assert marked
+        await running.run(DeleteObject(kind="Pod", name=created.name, uid=created.uid, grace_s=1))
+        await running.wait(_gone)
+        assert marked.living() == []
+
+
+def _of_folder(folder: Path) -> Processes:
+    """Returns the processes that the program has started, whoever is their parent by now."""
+    mark = str(PodFolder(path=folder, log=folder).termination_message).encode()
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return Processes.of(pid for pid in pids if mark in _environment(pid) or _cwd(pid) == folder)
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _cwd(pid: int) -> Path | None:
+    try:
+        return Path(f"/proc/{pid}/cwd").readlink()
+    except OSError:
+        return None
+
+
+async def test_readiness_follows_the_probe(tmp_path: Path, port: str) -> None:
+    probe = {"httpGet": {"path": names.PATH_READYZ, "port": int(port)}}
+    async with _cluster(tmp_path, SERVES, PORT=port) as running:
+        await running.run(CreateObject(manifest=pod(readinessProbe=probe)))
+        await running.wait_started()
+        assert not (await running.observe()).pods[0].ready
+        (running.folder / "ready").touch()
+        await running.wait(lambda pods: pods[0].ready)
+        (running.folder / "ready").unlink()
+        await running.wait(lambda pods: not pods[0].ready)
+
+
+async def test_children_are_kept_by_name_and_identity(tmp_path: Path) -> None:
+    service = {"kind": "Service", "metadata": {"name": "s"}, "spec": {"a": 1}}
+    async with _cluster(tmp_path, SLEEPS) as running:
+        await running.run(CreateObject(manifest=service))
+        with pytest.raises(ConflictError, match="Service s exists already"):
+            await running.run(CreateObject(manifest=service))
+        (stored,) = (await running.observe()).objects
+        await running.run(ApplyObject(manifest={**service, "spec": {"a": 2}}))
+        (applied,) = (await running.observe()).objects
+        assert applied["metadata"]["uid"] == stored["metadata"]["uid"]
+        assert applied["spec"] == {"a": 2}
+        await running.run(DeleteObject(kind="Service", name="s", uid="of another"))
+        assert len((await running.observe()).objects) == 1
+        await running.run(DeleteObject(kind="Service", name="s", uid=stored["metadata"]["uid"]))
+        assert (await running.observe()).objects == ()
+
+
+async def test_status_of_an_old_observation_is_not_written(tmp_path: Path) -> None:
+    async with _cluster(tmp_path, SLEEPS) as running:
+        old = (await running.observe()).resource.resource_version
+        await running.run(PatchStatus(status={"a": 1}, resource_version=old))
+        with pytest.raises(ConflictError):
+            await running.run(PatchStatus(status={"a": 2}, resource_version=old))
+        assert running.cluster.status == {"a": 1}
+
+
+async def test_deleted_resource_is_gone_once_nobody_holds_it(tmp_path: Path) -> None:
+    async with _cluster(tmp_path, SLEEPS) as running:
+        await running.run(SetFinalizer(present=True))
+        running.cluster.request_deletion()
+        observation = await running.observe()
+        assert (observation.resource.deleting, observation.resource.finalizers) == (True, (names.FINALIZER,))
+        await running.run(SetFinalizer(present=False))
+        assert running.cluster.gone.is_set()
+        assert await running.cluster.observe(running.cluster.key) is None
+
+
+async def test_pod_that_asks_for_more_gpus_than_are_free_is_told(tmp_path: Path) -> None:
+    manifest = pod(resources={"limits": {"nvidia.com/gpu": "1"}})
+    async with _cluster(tmp_path, SLEEPS) as running:
+        with pytest.raises(LocalPodError, match="got 0 free GPUs, expected 1"):
+            await running.run(CreateObject(manifest=manifest))

@@ -1,0 +1,137 @@
+"""What `heteroinfer up` does not run: each told in words that say what to do, with a non-zero exit."""
+
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.up.resources import CPU_ROLE, GPU_ROLE, resource, write
+from tests.running_up import RunningUp
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
+"""On a machine with GPUs too: CUDA shows none, and so does `heteroinfer up`."""
+TIMEOUT_S = 60.0
+
+
+def _refused(arguments: list[str | Path], *, env: dict[str, str] | None = None) -> str:
+    """Returns the error lines of a run that must end by itself, and leave nothing."""
+    with RunningUp(arguments, env=env) as up:
+        assert up.wait_exit(TIMEOUT_S) == 1
+        errors = [line for line in up.lines if line.startswith("error: ")]
+        assert errors, up.tail()
+        assert "Traceback" not in "\n".join(up.lines)
+        return "\n".join(errors)
+
+
+SPECS: dict[str, tuple[dict[str, Any], str]] = {
+    "world size does not match roles": (
+        {"parallelism": {"pipeline": 3}},
+        r"spec: parallelism: expected the number of ranks.*leave pipeline out: got pipeline 3 and .*2 ranks",
+    ),
+    "layers do not sum up": (
+        {"roles": [{**CPU_ROLE, "layers": [4, 3]}]},
+        r"layers sum to 7, the model has 8: add 1",
+    ),
+    "unknown field": (
+        {"replica": 1},
+        r"spec\.replica: unknown field; check its spelling",
+    ),
+    "engine argument of the plan": (
+        {"engine": {"args": ["--pipeline-parallel-size=2"]}},
+        r"--pipeline-parallel-size.*plan",
+    ),
+    "a role without pods": (
+        {"roles": [{**CPU_ROLE, "pods": 0}]},
+        r"spec\.roles\[0\]: a role has at least 1 pod",
+    ),
+    "memory below a worker's own": (
+        {"roles": [{**CPU_ROLE, "resources": {"limits": {"memory": "1Gi"}}}]},
+        r"role cpu: got 1\.00 GiB of memory a pod, expected more than",
+    ),
+    "a field of pods that no process can have": (
+        {"roles": [{**CPU_ROLE, "template": {"nodeSelector": {"disk": "ssd"}}}]},
+        r"spec\.nodeSelector: `heteroinfer up` cannot run this; remove it from the role's template",
+    ),
+    "a model on a cluster's volume": (
+        {"model": {"uri": "pvc://models/small"}},
+        r"pvc://models/small is not on this machine.*--model-dir DIR",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_wrong_spec(case: str, tmp_path: Path, model_dir: Path, port: str) -> None:
+    spec, words = SPECS[case]
+    file = write(tmp_path, resource(model_dir, **spec))
+    errors = _refused(["-f", file, "--port", port])
+    assert re.search(words, errors), errors
+
+
+def test_name_too_long_for_a_host_name(tmp_path: Path, model_dir: Path, port: str) -> None:
+    document = resource(model_dir)
+    document["metadata"]["name"] = "n" * 41
+    errors = _refused(["-f", write(tmp_path, document), "--port", port])
+    assert re.search(r"metadata\.name: expected at most 40 characters.*got 41", errors), errors
+
+
+def test_model_that_is_missing(tmp_path: Path, port: str) -> None:
+    missing = tmp_path / "no-model"
+    errors = _refused(["-f", write(tmp_path, resource(missing)), "--port", port])
+    assert str(missing) in errors
+    assert re.search(r"no such|not a directory|does not exist|missing", errors, re.IGNORECASE), errors
+
+
+def test_folder_that_is_no_model(tmp_path: Path, port: str) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    file = write(tmp_path, resource(tmp_path / "elsewhere"))
+    errors = _refused(["-f", file, "--model-dir", folder, "--port", port])
+    assert re.search(rf"{folder}.*config\.json", errors), errors
+
+
+def test_port_of_another_program(tmp_path: Path, model_dir: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = str(other.getsockname()[1])
+        errors = _refused(["-f", write(tmp_path, resource(model_dir)), "--port", taken])
+    assert f"port {taken} on 127.0.0.1 is in use by another program" in errors
+
+
+def test_worker_python_that_is_none(tmp_path: Path, model_dir: Path) -> None:
+    file = write(tmp_path, resource(model_dir))
+    errors = _refused(["-f", file, "--worker-python", tmp_path / "python"])
+    assert "is no program; expected the Python that has vLLM" in errors
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    errors = _refused(["-f", tmp_path / "none.yaml"])
+    assert "none.yaml: No such file or directory" in errors
+
+
+def test_gpu_role_without_a_gpu_says_what_it_waits_for(tmp_path: Path, model_dir: Path, port: str) -> None:
+    """It waits, as the user chose; Ctrl-C is then a success."""
+    shortage = {"onGPUShortage": {"action": "Wait"}}
+    file = write(tmp_path, resource(model_dir, roles=[CPU_ROLE, GPU_ROLE], planning=shortage))
+    with RunningUp(["-f", file, "--port", port], env=NO_GPU) as up:
+        told = up.wait_line(re.compile(r"CapacityAvailable=False InsufficientGPU: (.*)"), TIMEOUT_S)[1]
+        assert "got 0 nvidia.com/gpu, expected 1" in told
+        assert "set planning.onGPUShortage.action: CPUOnly" in told
+        assert up.process.poll() is None
+        assert up.stop(signal.SIGTERM) == 0
+
+
+def test_gpu_role_that_runs_on_the_cpu_says_so(tmp_path: Path, model_dir: Path, port: str) -> None:
+    """CPUOnly after no time: the same group at once, all of it on the CPU."""
+    shortage = {"onGPUShortage": {"action": "CPUOnly", "after": "0s"}}
+    role = {**CPU_ROLE, "pods": 1}
+    file = write(tmp_path, resource(model_dir, roles=[role, GPU_ROLE], planning=shortage))
+    with RunningUp(["-f", file, "--port", port], env=NO_GPU) as up:
+        up.wait_line(
+            re.compile(r"role gpu runs on CPUs, since planning\.onGPUShortage\.action is CPUOnly"), TIMEOUT_S
+        )
+        up.wait_line(re.compile(r"rank 1 \(gpu, CPU, layers \S+\): "), TIMEOUT_S)
+        assert up.stop() == 0
