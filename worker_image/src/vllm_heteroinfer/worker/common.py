@@ -8,7 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tp_group,
+    get_world_group,
+)
 
 from heteroinfer_contract.group_status import RankPhase
 from heteroinfer_contract.launch import PodLaunch
@@ -61,6 +65,11 @@ class GroupWorkerMixin:
     def attach(self, context: RankContext) -> None:
         """Gives the worker its context; called once, before `init_device`."""
         self.context = context
+
+    def init_device(self) -> None:
+        """Joins the process groups."""
+        super().init_device()  # type: ignore[misc]
+        communicators.forget_shared_memory(get_tp_group(), get_world_group())
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads this stage's weights, then agrees with its neighbours on what a hop carries."""

@@ -1,0 +1,55 @@
+"""A follower with another model, dtype or block size is refused at start, in words, by all."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
+from tests.integration.worker.conftest import make
+from tests.integration.worker.groups import build_plan, start_group, start_ranks
+
+pytestmark = pytest.mark.timeout(300)
+
+EXIT_TIMEOUT_S = 240.0
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "got", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "dtype", "bfloat16", "float32"),
+        ({"block_size": 64}, "block_size", "64", "32"),
+    ],
+)
+def test_other_settings(
+    model: Path, tmp_path: Path, change: dict[str, Any], field: str, got: str, expected: str
+) -> None:
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1])
+    other = replace(plan, engine=replace(plan.engine, **change))
+    with start_ranks({0: plan, 1: other}, tmp_path, startup_timeout_s=EXIT_TIMEOUT_S) as group:
+        for member in group.members:
+            assert member.process.wait(EXIT_TIMEOUT_S) == names.EXIT_RANK_FAILED, group.logs()
+            text = member.log.read_text()
+            assert f"rank 1 (pod 1, role role-1): {field}: got {got}, expected {expected}" in text
+            assert "as rank 0 has: every rank takes its settings from the plan" in text
+
+
+def test_other_model_at_the_same_path(model: Path, tmp_path: Path) -> None:
+    """Pods of one plan, whose volumes hold different models."""
+    plan = build_plan(Path("weights"), layers=[4, 4], pods=[1, 1])
+    volumes = {0: tmp_path / "volume-0", 1: tmp_path / "volume-1"}
+    shutil.copytree(model, volumes[0] / "weights")
+    make(volumes[1] / "weights", "--seed", "1")
+    with start_group(plan, tmp_path / "logs", directories=volumes) as group:
+        for member in group.members:
+            assert member.process.wait(EXIT_TIMEOUT_S) == names.EXIT_REFUSED, group.logs()
+        for pod in (0, 1):
+            failure = group.failure(pod)
+            assert failure is not None
+            assert failure.reason is FailureReason.CONFIG_MISMATCH
+            assert failure.rank == 1
+            assert "rank 1 (pod 1, role role-1): model: got" in failure.message
+            assert "mount the same files at spec.model in every pod" in failure.message

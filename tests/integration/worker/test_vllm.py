@@ -1,0 +1,51 @@
+"""What HeteroInfer relies on in the pinned vLLM is there; asked in the worker's own Python."""
+
+import json
+import subprocess
+
+import pytest
+
+from heteroinfer_contract.engine_args import PLAN_OWNED, UNSUPPORTED, find_refused
+from tests.integration.worker.groups import WORKER_PYTHON
+from vllm_heteroinfer.seams import SEAMS
+
+pytestmark = pytest.mark.timeout(300)
+
+OPTIONS = """
+import json
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+print("OPTIONS", json.dumps([o for action in parser._actions for o in action.option_strings]))
+"""
+
+TARGETS = """
+import functools, importlib, json, sys
+missing = []
+for target in json.loads(sys.argv[1]):
+    module, path = target.split(":")
+    try:
+        functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        missing.append(f"{target}: {error}")
+print("MISSING", json.dumps(missing))
+"""
+
+
+def ask(script: str, *args: str) -> str:
+    done = subprocess.run(
+        [str(WORKER_PYTHON), "-c", script, *args], check=True, timeout=240, capture_output=True, text=True
+    )
+    return done.stdout.splitlines()[-1].split(" ", 1)[1]
+
+
+def test_options_are_vllms_and_no_other_is_refused() -> None:
+    options = set(json.loads(ask(OPTIONS)))
+    refused = set(PLAN_OWNED) | {option for entry in UNSUPPORTED for option in entry.options}
+    assert refused <= options, "names that this vLLM does not have"
+    free = {option for option in options if find_refused([option]) is None}
+    assert free == options - refused, "options refused by mistake, as a prefix of another"
+
+
+def test_every_seam_is_there() -> None:
+    assert json.loads(ask(TARGETS, json.dumps([seam.target for seam in SEAMS]))) == []

@@ -1,0 +1,112 @@
+"""Which arguments a user may give, and what a plan makes of them."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract.engine_args import PLAN_OWNED, UNSUPPORTED, find_owned, find_refused
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.plan import Device, Mode, Plan
+from tests.integration.worker.groups import build_plan
+from vllm_heteroinfer import engine_args
+
+LAUNCH = PodLaunch(
+    group="ns/x/0",
+    group_uid="uid",
+    epoch=1,
+    pod_index=0,
+    addresses=(PodAddress(host="127.0.0.1"), PodAddress(host="127.0.0.1")),
+)
+
+
+def plan(*extra_args: str) -> Plan:
+    return build_plan(Path("/model"), layers=[3, 5], pods=[1, 1], extra_args=extra_args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--max-num-seqs", "3"],
+        ["--max_num_seqs=3"],
+        ["--max-num-seq", "3"],
+        ["-tp", "2"],
+        ["-tp=2"],
+        ["-n2"],
+        ["--port=1"],
+        ["--enable-prefix-caching", "--no-enforce-eager"],
+    ],
+)
+def test_every_spelling_of_an_owned_option_is_found(args: list[str]) -> None:
+    found = find_owned(args)
+    assert found is not None
+    option, remedy = found
+    assert PLAN_OWNED[option] == remedy
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--enable-prefix-caching"],
+        ["--kv-cache-dtype", "auto"],
+        ["-O3"],
+        ["-cc.mode=0"],
+        ["--no-async-scheduling"],
+        ["--max-logprobs", "-1"],
+    ],
+)
+def test_other_options_pass(args: list[str]) -> None:
+    assert find_refused(args) is None
+
+
+@given(
+    st.sampled_from(sorted(set(PLAN_OWNED) | {o for entry in UNSUPPORTED for o in entry.options})), st.data()
+)
+def test_no_spelling_slips_through(option: str, data: st.DataObject) -> None:
+    if option.startswith("--"):
+        spelled = "--" + "".join(data.draw(st.sampled_from("-_")) if c == "-" else c for c in option[2:])
+    else:
+        spelled = option
+    suffix = data.draw(st.sampled_from(["", "=1", ".key=1"]))
+    refused = find_refused(["--enable-prefix-caching", spelled + suffix])
+    assert refused is not None
+    assert repr(spelled + suffix) in str(refused)
+
+
+def test_arguments_write_every_owned_setting() -> None:
+    args = engine_args.arguments(plan("--enable-prefix-caching"), LAUNCH, plan().ranks[1])
+    assert args[0] == "--enable-prefix-caching"
+    pairs = dict(pairwise(args))
+    assert pairs["--dtype"] == "float32"
+    assert pairs["--block-size"] == "32"
+    assert pairs["--pipeline-parallel-size"] == "2"
+    assert pairs["--kv-cache-memory-bytes"] == str(plan().ranks[1].kv_cache_bytes)
+    assert pairs["--host"] == "127.0.0.1"
+    assert "--enforce-eager" in args
+    assert "--no-async-scheduling" in args
+
+
+def test_eager_is_each_devices_own() -> None:
+    base = plan()
+    gpu = replace(base.ranks[1], device=Device.GPU)
+    mixed = replace(base, ranks=(base.ranks[0], gpu))
+    assert "--enforce-eager" in engine_args.arguments(mixed, LAUNCH, mixed.ranks[0])
+    assert "--no-enforce-eager" in engine_args.arguments(mixed, LAUNCH, mixed.ranks[1])
+
+
+def test_an_owned_argument_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ContractError, match=r"got '--dtype=half', but --dtype belongs to the plan: set spec"):
+        engine_args.arguments(plan("--dtype=half"), LAUNCH, plan().ranks[0])
+
+
+def test_tensor_mode_over_devices_is_refused() -> None:
+    base = plan()
+    ranks = (base.ranks[0], replace(base.ranks[1], device=Device.GPU))
+    mixed = replace(base, mode=Mode.TENSOR, ranks=ranks)
+    with pytest.raises(ContractError, match="mode: Pipeline"):
+        engine_args.arguments(mixed, LAUNCH, mixed.ranks[0])

@@ -1,0 +1,59 @@
+"""Ranks that differ are told apart, in words."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.plan import Device, Plan
+from tests.integration.worker.groups import build_plan
+from vllm_heteroinfer import fingerprint
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 32, "enforce_eager": True, "model": "abc"}
+
+
+def plan() -> Plan:
+    return build_plan(Path("/model"), layers=[1, 1, 1], pods=[2, 1])
+
+
+def test_equal_settings_pass_through_json() -> None:
+    other = fingerprint.from_json(fingerprint.to_json(SETTINGS))
+    fingerprint.compare(plan(), [SETTINGS, other, other])
+
+
+def test_every_difference_is_named_with_rank_pod_and_role() -> None:
+    with pytest.raises(fingerprint.ConfigMismatchError) as caught:
+        fingerprint.compare(plan(), [SETTINGS, SETTINGS, {**SETTINGS, "block_size": 64, "model": "xyz"}])
+    assert caught.value.rank == 2
+    text = str(caught.value)
+    assert "rank 2 (pod 1, role role-1): block_size: got 64, expected 32 as rank 0 has" in text
+    assert "model: got xyz, expected abc as rank 0 has: mount the same files" in text
+
+
+def test_a_setting_that_one_side_does_not_know_is_a_difference() -> None:
+    with pytest.raises(fingerprint.ConfigMismatchError, match="new_setting: got None, expected 1"):
+        fingerprint.compare(plan(), [{**SETTINGS, "new_setting": 1}, SETTINGS, SETTINGS])
+
+
+def test_eager_may_differ_by_device_only() -> None:
+    graphs = {**SETTINGS, "enforce_eager": False}
+    base = plan()
+    gpu_last = replace(base, ranks=(*base.ranks[:2], replace(base.ranks[2], device=Device.GPU)))
+    fingerprint.compare(gpu_last, [SETTINGS, SETTINGS, graphs])
+    with pytest.raises(fingerprint.ConfigMismatchError, match="enforce_eager"):
+        fingerprint.compare(base, [SETTINGS, SETTINGS, graphs])
+
+
+def test_a_model_is_its_files(tmp_path: Path) -> None:
+    def write(name: str, config: str, weights: bytes) -> str:
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text(config)
+        (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + weights)
+        return fingerprint.of_model(directory)
+
+    first = write("a", "{}", b"\0" * 3_000_000)
+    assert write("b", "{}", b"\0" * 3_000_000) == first
+    assert write("c", '{"x": 1}', b"\0" * 3_000_000) != first
+    assert write("d", "{}", b"\0" * 2_999_999 + b"\1") != first

@@ -1,0 +1,47 @@
+"""A step's time is explained by its parts."""
+
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import metrics as names
+from heteroinfer_contract.launch import PodAddress, PodLaunch
+from tests.integration.worker.groups import build_plan
+from vllm_heteroinfer.launch.channel import RankChannel, RankReporter
+from vllm_heteroinfer.metrics import RankMetrics
+
+LAUNCH = PodLaunch(
+    group="ns/x/0", group_uid="u", epoch=1, pod_index=0, addresses=(PodAddress(host="127.0.0.1"),)
+)
+
+
+def test_a_step_adds_up() -> None:
+    ours, theirs = RankChannel.open_pair()
+    reporter = RankReporter(theirs, 0)
+    try:
+        rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
+        metrics = RankMetrics(rank, LAUNCH, reporter)
+        metrics.enter()
+        metrics.waited(1e-9)
+        metrics.transferred("send", 2e-9, 4096)
+        metrics.leave()
+        metrics.finish_step(prefill_tokens=0, decode_tokens=4)
+
+        def value(name: str, **labels: str) -> float:
+            own = dict(zip(names.RANK_LABELS, ("ns/x/0", "0", "0", "role-0", "CPU"), strict=True))
+            got = metrics.registry.get_sample_value(name, {**own, **labels})
+            assert got is not None
+            return got
+
+        decode = {"phase": names.PHASE_DECODE}
+        parts = (
+            value(names.COMPUTE_SECONDS + "_sum", **decode)
+            + value(names.WAIT_SECONDS + "_sum", **decode)
+            + value(names.TRANSFER_SECONDS + "_sum", direction="send")
+        )
+        assert parts == pytest.approx(value(names.STEP_SECONDS + "_sum", **decode))
+        assert value(names.TRANSFER_BYTES_TOTAL, direction="send") == 4096
+        assert value(names.TOKENS_TOTAL, **decode) == 4
+    finally:
+        reporter.close()
+        ours.close()

@@ -1,0 +1,137 @@
+"""Where HeteroInfer enters vLLM, as data: no function of vLLM is replaced.
+
+docs/patches.md is made of this table, and a test looks each target up in the pinned vLLM.
+Stdlib only.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+VLLM_VERSION: Final = "0.32.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """One place of vLLM that is entered.
+
+    Attributes:
+        target: `module:attribute` that must exist.
+        kind: how it is entered, from the most to the least official.
+        used_by: our module.
+        why: what it is needed for.
+    """
+
+    target: str
+    kind: str
+    used_by: str
+    why: str
+
+
+SEAMS: Final = (
+    Seam(
+        target="vllm.platforms:resolve_current_platform_cls_qualname",
+        kind="entry point vllm.platform_plugins",
+        used_by="platform/",
+        why="a rank's role chooses its device, whatever hardware is there",
+    ),
+    Seam(
+        target="vllm.engine.arg_utils:EngineArgs._check_feature_supported",
+        kind="executor class",
+        used_by="executor.py",
+        why="a class with supports_pp may run a pipeline on one node; supervisors start the ranks",
+    ),
+    Seam(
+        target="vllm.v1.executor.multiproc_executor:WorkerProc._execute_worker_rpc",
+        kind="subclass",
+        used_by="rank_process.py",
+        why="an error in a rank that has no reply to give would only be logged",
+    ),
+    Seam(
+        target="vllm.v1.executor.multiproc_executor:FutureWrapper",
+        kind="class used",
+        used_by="executor.py",
+        why="futures of steps in the order of the queues",
+    ),
+    Seam(
+        target="vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
+        kind="scheduler class (--scheduler-cls)",
+        used_by="scheduling.py",
+        why="one decode batch in flight: two halves would read the weights twice",
+    ),
+    Seam(
+        target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        kind="subclass; Request.next_decode_eligible_step",
+        used_by="scheduling.py",
+        why="holds decoding requests back while the limit is reached",
+    ),
+    Seam(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+        kind="worker class",
+        used_by="worker/cpu.py",
+        why="a later CPU stage lacks its input buffer unless the model has run once",
+    ),
+    Seam(
+        target="vllm.platforms.cpu:CpuPlatform.get_device_communicator_cls",
+        kind="platform method",
+        used_by="distributed/communicators.py",
+        why="no communicator for pipeline groups; shared memory only inside a pod",
+    ),
+    Seam(
+        target=(
+            "vllm.distributed.device_communicators.cpu_communicator:"
+            "CpuCommunicator._all_group_ranks_share_shm_group_name"
+        ),
+        kind="override",
+        used_by="distributed/communicators.py",
+        why="the compared names are made of the rendezvous port, equal in every pod",
+    ),
+    Seam(
+        target="vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict",
+        kind="instance attribute of the pipeline group",
+        used_by="distributed/transport.py",
+        why="one message a hop without a header, asynchronous, between devices",
+    ),
+    Seam(
+        target="vllm.distributed.parallel_state:GroupCoordinator.irecv_tensor_dict",
+        kind="instance attribute of the pipeline group",
+        used_by="distributed/transport.py",
+        why="as above",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_worker:AsyncIntermediateTensors.wait_for_comm",
+        kind="relied on",
+        used_by="distributed/transport.py",
+        why="a receive is waited for where its tensors are used",
+    ),
+    Seam(
+        target="vllm.distributed.device_communicators.shm_broadcast:MessageQueue.wait_until_ready",
+        kind="socket option set around the call",
+        used_by="queues.py",
+        why="it has no time-out of its own",
+    ),
+    Seam(
+        target="vllm.entrypoints.launchers.api_server.entry:build_and_serve",
+        kind="function called",
+        used_by="api_server.py",
+        why="`vllm serve` of the CPU build fails on its distribution's name",
+    ),
+)
+
+
+def to_markdown() -> str:
+    """Returns the page docs/patches.md."""
+    rows = "\n".join(f"| `{s.target}` | {s.kind} | `{s.used_by}` | {s.why} |" for s in SEAMS)
+    return f"""# How HeteroInfer enters vLLM
+
+HeteroInfer is out of tree and replaces no function of vLLM: there are **no patches**. It is pinned to
+vLLM {VLLM_VERSION}. This page is made of `vllm_heteroinfer/seams.py`; a test looks each target up in the
+pinned vLLM, and another compares this page.
+
+| vLLM | entered by | used by | why |
+|---|---|---|---|
+{rows}
+"""
+
+
+if __name__ == "__main__":
+    print(to_markdown(), end="")  # noqa: T201 - prints the page
