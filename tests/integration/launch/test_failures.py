@@ -83,6 +83,22 @@ def test_rank_that_raises_is_quoted(tmp_path: Path, culprit: int) -> None:
     assert failure.last_log.startswith("ValueError: weights")
 
 
+@pytest.mark.parametrize("accusers", [(0,), (1,), (0, 1)])
+def test_ranks_that_do_not_agree_name_the_one_that_differs(tmp_path: Path, accusers: tuple[int, ...]) -> None:
+    with tiny_group(tmp_path, do=dict.fromkeys(accusers, "accuse")) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        (tmp_path / "trigger").touch()
+        codes = group.wait_exits(death + LIMIT_S)
+        assert group.marked() == []
+    assert codes == [names.EXIT_REFUSED] * 2
+    for pod in group.pods:
+        failure = pod.failure()
+        assert (failure.reason, failure.rank, failure.pod) == (FailureReason.CONFIG_MISMATCH, 1, 1)
+        assert "rank 1 has dtype float16, rank 0 has float32" in failure.message
+
+
 def test_rank_that_leaves_without_a_word(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "exit3"}) as group:
         group.start()

@@ -6,8 +6,9 @@ neighbours as a real ConnectionResetError or EOF, as in a process group.
 Environment:
     TINY_PORTS: JSON list of a free port for each rank.
     TINY_DO: JSON object from rank to what it does once ready: `idle` (default), `compute`,
-        `raise`, `exit3`, `hang`, `wait`, `late` (never ready), `grandchild`, `allocate`, `chat`.
-    TINY_TRIGGER: path of a file; `raise` and `exit3` act when it exists.
+        `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `grandchild`,
+        `allocate`, `chat`.
+    TINY_TRIGGER: path of a file; `raise`, `exit3` and `accuse` act when it exists.
 """
 
 import json
@@ -112,6 +113,14 @@ def raise_on_cue(reporter: RankReporter) -> None:
     fail(reporter, ValueError("weights of layer 3 have shape [4, 4], expected [8, 4]"))
 
 
+def accuse_on_cue(reporter: RankReporter) -> None:
+    """Ends as ranks do whose settings differ: each names the same one."""
+    wait_for_trigger()
+    message = "rank 1 has dtype float16, rank 0 has float32"
+    reporter.failure(Failure(reason=FailureReason.CONFIG_MISMATCH, message=message, rank=1))
+    os._exit(1)
+
+
 def exit_on_cue(reporter: RankReporter) -> None:
     wait_for_trigger()
     print("about to leave", flush=True)
@@ -137,6 +146,7 @@ acts: dict[str, Callable[[RankReporter], None]] = {
     "compute": compute,
     "chat": chat,
     "raise": raise_on_cue,
+    "accuse": accuse_on_cue,
     "exit3": exit_on_cue,
     "hang": lambda reporter: reporter.busy("step 7"),
     "wait": lambda reporter: reporter.busy("step 7", waiting_for_rank=1),

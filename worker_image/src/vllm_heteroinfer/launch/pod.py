@@ -190,7 +190,7 @@ class PodProcesses:
     def _blame(self, member: Member, seen: Observation, now_s: float) -> None:
         member.blamed = True
         since_s = member.failing_since_s if member.failing_since_s is not None else now_s
-        failure = _failure(member, self._launch.pod_index, seen)
+        failure = _failure(member, self._plan, self._launch.pod_index, seen)
         self._on_evidence(Evidence(failure=failure, age_s=now_s - since_s))
 
 
@@ -213,7 +213,7 @@ def _beat(member: Member, assignment: RankAssignment, now_s: float) -> RankBeat:
     return RankBeat(status=status, busy=report.busy, busy_s=busy_s, waiting_for_rank=report.waiting_for_rank)
 
 
-def _failure(member: Member, pod: int, seen: Observation) -> Failure:
+def _failure(member: Member, plan: Plan, pod: int, seen: Observation) -> Failure:
     """Returns why this process failed: its own word if it gave one, else what the kernel says."""
     rank = None if member.assignment is None else member.assignment.rank
     known = Failure(
@@ -227,13 +227,31 @@ def _failure(member: Member, pod: int, seen: Observation) -> Failure:
     )
     who = f"rank {rank} (pod {pod})" if rank is not None else f"the API server (pod {pod})"
     if member.reported is not None:
-        return replace(
-            known, reason=member.reported.reason, message=f"{who} failed: {member.reported.message}"
-        )
+        return _as_reported(member.reported, known, plan, who)
     if seen.life is Life.STOPPED:
         message = f"{who} has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
         return replace(known, reason=FailureReason.RANK_STOPPED, message=message)
     return replace(known, message=f"{who} {describe_exit(seen.exit_code, RankPhase(member.report.phase))}")
+
+
+def _as_reported(reported: Failure, known: Failure, plan: Plan, who: str) -> Failure:
+    """Returns what a process said of its end, with what its supervisor knows.
+
+    A rank may accuse another one, as when their settings differ: then its own exit code
+    and log are not the culprit's.
+    """
+    if reported.rank in (None, known.rank) or not 0 <= reported.rank < plan.world_size:
+        return replace(known, reason=reported.reason, message=f"{who} failed: {reported.message}")
+    accused = plan.ranks[reported.rank]
+    return replace(
+        known,
+        reason=reported.reason,
+        message=reported.message,
+        pod=accused.pod,
+        rank=accused.rank,
+        exit_code=None,
+        last_log="",
+    )
 
 
 def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
