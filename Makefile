@@ -47,8 +47,8 @@ e2e: setup  ## a real Kubernetes node with images of this tree; root
 	  echo "run it as root, or run the rest with: make lint types imports unit integration" >&2; exit 1; fi
 	$(PYTEST) tests/e2e
 
-cluster: setup  ## a real single-node Kubernetes to play with, until `make cluster-down`; root
-	@$(BIN)/python -m tests.cluster up node
+cluster: setup  ## a real single-node Kubernetes with our images, until `make cluster-down`; root
+	@$(BIN)/python -m tests.cluster up node --images
 
 cluster-down:  ## stops what `make cluster` started
 	@$(BIN)/python -m tests.cluster down
