@@ -102,7 +102,9 @@ class Running:
 
 
 @asynccontextmanager
-async def _cluster(tmp_path: Path, program: str, **env: str) -> AsyncIterator[Running]:
+async def _cluster(
+    tmp_path: Path, program: str, *, gpus: tuple[str, ...] = (), **env: str
+) -> AsyncIterator[Running]:
     scratch, log_dir = tmp_path / "scratch", tmp_path / "logs"
     scratch.mkdir()
     log_dir.mkdir()
@@ -111,7 +113,8 @@ async def _cluster(tmp_path: Path, program: str, **env: str) -> AsyncIterator[Ru
         scratch=scratch,
         log_dir=log_dir,
         node=NodeView(name="here", allocatable={"cpu": 2.0, "memory": 2.0**30}),
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **env},
+        gpus=gpus,
+        env={**os.environ, **env},
     )
     cluster = LocalCluster(RESOURCE, options, on_change=lambda: None, on_event=lambda event: None)
     try:
@@ -253,6 +256,20 @@ async def test_deleted_resource_is_gone_once_nobody_holds_it(tmp_path: Path) -> 
         await running.run(SetFinalizer(present=False))
         assert running.cluster.gone.is_set()
         assert await running.cluster.observe(running.cluster.key) is None
+
+
+async def test_each_pod_sees_its_own_gpus_and_leaves_them_to_the_next(tmp_path: Path) -> None:
+    def asks(name: str, gpus: int) -> dict[str, Any]:
+        manifest = pod(resources={"limits": {"nvidia.com/gpu": str(gpus)}})
+        return {**manifest, "metadata": {"name": name}}
+
+    shows = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    async with _cluster(tmp_path, shows, gpus=("1", "3")) as running:
+        for name, gpus in (("one", 1), ("two", 2), ("none", 0)):
+            await running.run(CreateObject(manifest=asks(name, gpus)))
+            await running.wait(_ended)
+        seen = {log.stem: log.read_text().strip() for log in running.log_dir.iterdir()}
+        assert seen == {"one": "1", "two": "1,3", "none": "-1"}
 
 
 async def test_pod_that_asks_for_more_gpus_than_are_free_is_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 from rich.console import Console
 from rich.logging import RichHandler
 
-from heteroinfer_operator.local import LocalOptions, find_worker_python, observe_node
+from heteroinfer_operator.local import LocalOptions, find_worker_python, observe_gpus, observe_node
 from heteroinfer_operator.up import Session, SessionOptions, read_resource
 from heteroinfer_operator.up.display import Display
 
@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
                 scratch=scratch,
                 log_dir=log_dir,
                 node=observe_node(),
+                gpus=observe_gpus(),
                 env=dict(os.environ),
             ),
         )

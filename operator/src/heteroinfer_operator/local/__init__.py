@@ -7,7 +7,7 @@ kept and compared as any child, but nothing acts on it: all listens on loopback.
 
 from heteroinfer_operator.local.addressing import LocalAddressing, PortsTakenError
 from heteroinfer_operator.local.cluster import LocalCluster, LocalOptions
-from heteroinfer_operator.local.inventory import observe_node
+from heteroinfer_operator.local.inventory import observe_gpus, observe_node
 from heteroinfer_operator.local.pod import UnsupportedPodFieldError
 from heteroinfer_operator.local.worker_python import WorkerPythonError, find_worker_python
 
@@ -19,5 +19,6 @@ __all__ = [
     "UnsupportedPodFieldError",
     "WorkerPythonError",
     "find_worker_python",
+    "observe_gpus",
     "observe_node",
 ]

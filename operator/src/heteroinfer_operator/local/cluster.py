@@ -27,7 +27,6 @@ from heteroinfer_operator.cluster import (
 )
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local.cores import share_cores
-from heteroinfer_operator.local.inventory import observe_gpus
 from heteroinfer_operator.local.pod import parse_pod
 from heteroinfer_operator.local.process import PodFolder, RunningPod
 from heteroinfer_operator.local.stored_pod import StoredPod
@@ -51,6 +50,7 @@ class LocalOptions:
         scratch: private folder of the pods; short, since socket names go into it.
         log_dir: where each pod's output goes, as POD.log.
         node: this machine.
+        gpus: that pods may have, as CUDA_VISIBLE_DEVICES names them.
         env: that pods inherit.
     """
 
@@ -58,6 +58,7 @@ class LocalOptions:
     scratch: Path
     log_dir: Path
     node: NodeView
+    gpus: tuple[str, ...]
     env: Mapping[str, str]
 
 
@@ -97,7 +98,7 @@ class LocalCluster:
         self._objects: dict[tuple[str, str], Manifest] = {}
         self._pods: dict[str, StoredPod] = {}
         self._pods_made = 0
-        self._free_gpus = list(observe_gpus(env=options.env))
+        self._free_gpus = list(options.gpus)
         self._supervisors = SupervisorClient()
         self._tasks: set[asyncio.Task[None]] = set()
         self._leftover: HeteroInferError | None = None
