@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from heteroinfer_contract import names
@@ -18,7 +18,12 @@ from heteroinfer_contract.plan import Plan
 from tests.unit.contract.strategies import failures, group_statuses, launches, plans, profiles
 
 
+FEW = settings(max_examples=30)
+"""A plan is a big value to draw, and unit tests take 10 s in all."""
+
+
 @given(plans())
+@FEW
 def test_plan_round_trip(plan: Plan) -> None:
     assert Plan.from_env(plan.to_env()) == plan
     assert Plan.from_json(plan.to_json()).hash == plan.hash
@@ -66,6 +71,7 @@ def test_cut_failure_uses_its_room() -> None:
 
 
 @given(plans())
+@FEW
 def test_plan_has_each_rank_once_one_leader_and_all_layers(plan: Plan) -> None:
     assert [rank.rank for pod in plan.pods for rank in pod.ranks] == list(range(plan.world_size))
     assert [pod.index for pod in plan.pods if any(rank.rank == 0 for rank in pod.ranks)] == [0]
@@ -79,6 +85,7 @@ def test_plan_has_each_rank_once_one_leader_and_all_layers(plan: Plan) -> None:
 
 
 @given(plans(), st.data())
+@FEW
 def test_rank_out_of_place_is_refused(plan: Plan, data: st.DataObject) -> None:
     number = data.draw(st.integers(0, plan.world_size - 1))
     field = data.draw(st.sampled_from(["rank", "stage", "tensor_rank", "local_rank", "first_layer"]))
@@ -88,6 +95,7 @@ def test_rank_out_of_place_is_refused(plan: Plan, data: st.DataObject) -> None:
 
 
 @given(plans(), st.sampled_from(["seed", "max_model_len", "block_size"]))
+@FEW
 def test_hash_tells_plans_apart(plan: Plan, field: str) -> None:
     engine = dataclasses.replace(plan.engine, **{field: getattr(plan.engine, field) + 1})
     assert dataclasses.replace(plan, engine=engine).hash != plan.hash
