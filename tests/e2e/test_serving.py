@@ -37,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """Returns a folder for a volume with the model in `small`, and what transformers answers."""
     python = REPOSITORY / ".venv-worker/bin/python"
     folder = tmp_path_factory.mktemp("models") / "small"
+    folder.parent.chmod(0o755)  # workers are not root
 
     def run(*arguments: str) -> str:
         command = [str(python), "-m", "tests.models", *arguments]

@@ -27,6 +27,7 @@ class GroupPlanner:
     Attributes:
         spec: what the user asks for.
         profile: of the model, or None while it is not known.
+        waits_for: what is said while it is not.
         served_name: name in the OpenAI API.
         model_path: where the ranks find the model.
         free_gpus: by resource name, not yet promised to a group; None where unknown.
@@ -35,6 +36,7 @@ class GroupPlanner:
 
     spec: HeteroInferenceSpec
     profile: ModelProfile | None
+    waits_for: str
     served_name: str
     model_path: str
     free_gpus: Counter[str] | None
@@ -53,7 +55,7 @@ class GroupPlanner:
             PlanError: there is no plan, or the model is not known yet.
         """
         if self.profile is None:
-            raise PlanError("waiting for the model's profile", reason=WAITING_FOR_MODEL)
+            raise PlanError(f"waiting for the model: {self.waits_for}", reason=WAITING_FOR_MODEL)
         inventory = Inventory(gpus=self.free_gpus, shortage_age_s=self.shortage_age_s)
         planned = make_plan(
             self.spec, self.profile, inventory, served_name=self.served_name, model_path=self.model_path

@@ -86,6 +86,7 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
         make_plan=GroupPlanner(
             spec=spec,
             profile=model.profile,
+            waits_for=model.message,
             served_name=spec.model.served_name or resource.key.name,
             model_path=source.path,
             free_gpus=free_gpus(spec, observation),
