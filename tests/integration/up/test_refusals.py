@@ -16,9 +16,9 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
 TIMEOUT_S = 60.0
 
 
-def _refused(arguments: list[str | Path], *, env: dict[str, str] | None = None) -> str:
-    """Returns the error lines of a run that must end by itself, and leave nothing."""
-    with RunningUp(arguments, env=env) as up:
+def _refused(folder: Path, arguments: list[str | Path]) -> str:
+    """Returns the error lines of a run that must end by itself; its temporary files go into `folder`."""
+    with RunningUp(arguments, env={"TMPDIR": str(folder)}) as up:
         assert up.wait_exit(TIMEOUT_S) == 1
         errors = [line for line in up.lines if line.startswith("error: ")]
         assert errors, up.tail()
@@ -66,20 +66,20 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
 def test_wrong_spec(case: str, tmp_path: Path, model_dir: Path, port: str) -> None:
     spec, words = SPECS[case]
     file = write(tmp_path, resource(model_dir, **spec))
-    errors = _refused(["-f", file, "--port", port])
+    errors = _refused(tmp_path, ["-f", file, "--port", port])
     assert re.search(words, errors), errors
 
 
 def test_name_too_long_for_a_host_name(tmp_path: Path, model_dir: Path, port: str) -> None:
     document = resource(model_dir)
     document["metadata"]["name"] = "n" * 41
-    errors = _refused(["-f", write(tmp_path, document), "--port", port])
+    errors = _refused(tmp_path, ["-f", write(tmp_path, document), "--port", port])
     assert re.search(r"metadata\.name: expected at most 40 characters.*got 41", errors), errors
 
 
 def test_model_that_is_missing(tmp_path: Path, port: str) -> None:
     missing = tmp_path / "no-model"
-    errors = _refused(["-f", write(tmp_path, resource(missing)), "--port", port])
+    errors = _refused(tmp_path, ["-f", write(tmp_path, resource(missing)), "--port", port])
     assert str(missing) in errors
     assert re.search(r"no such|not a directory|does not exist|missing", errors, re.IGNORECASE), errors
 
@@ -88,7 +88,7 @@ def test_folder_that_is_no_model(tmp_path: Path, port: str) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     file = write(tmp_path, resource(tmp_path / "elsewhere"))
-    errors = _refused(["-f", file, "--model-dir", folder, "--port", port])
+    errors = _refused(tmp_path, ["-f", file, "--model-dir", folder, "--port", port])
     assert re.search(rf"{folder}.*config\.json", errors), errors
 
 
@@ -97,18 +97,18 @@ def test_port_of_another_program(tmp_path: Path, model_dir: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = str(other.getsockname()[1])
-        errors = _refused(["-f", write(tmp_path, resource(model_dir)), "--port", taken])
+        errors = _refused(tmp_path, ["-f", write(tmp_path, resource(model_dir)), "--port", taken])
     assert f"port {taken} on 127.0.0.1 is in use by another program" in errors
 
 
 def test_worker_python_that_is_none(tmp_path: Path, model_dir: Path) -> None:
     file = write(tmp_path, resource(model_dir))
-    errors = _refused(["-f", file, "--worker-python", tmp_path / "python"])
+    errors = _refused(tmp_path, ["-f", file, "--worker-python", tmp_path / "python"])
     assert "is no program; expected the Python that has vLLM" in errors
 
 
 def test_file_that_is_not_there(tmp_path: Path) -> None:
-    errors = _refused(["-f", tmp_path / "none.yaml"])
+    errors = _refused(tmp_path, ["-f", tmp_path / "none.yaml"])
     assert "none.yaml: No such file or directory" in errors
 
 
@@ -116,7 +116,7 @@ def test_gpu_role_without_a_gpu_says_what_it_waits_for(tmp_path: Path, model_dir
     """It waits, as the user chose; Ctrl-C is then a success."""
     shortage = {"onGPUShortage": {"action": "Wait"}}
     file = write(tmp_path, resource(model_dir, roles=[CPU_ROLE, GPU_ROLE], planning=shortage))
-    with RunningUp(["-f", file, "--port", port], env=NO_GPU) as up:
+    with RunningUp(["-f", file, "--port", port], env={**NO_GPU, "TMPDIR": str(tmp_path)}) as up:
         told = up.wait_line(re.compile(r"CapacityAvailable=False InsufficientGPU: (.*)"), TIMEOUT_S)[1]
         assert "got 0 nvidia.com/gpu, expected 1" in told
         assert "set planning.onGPUShortage.action: CPUOnly" in told
@@ -129,7 +129,7 @@ def test_gpu_role_that_runs_on_the_cpu_says_so(tmp_path: Path, model_dir: Path, 
     shortage = {"onGPUShortage": {"action": "CPUOnly", "after": "0s"}}
     role = {**CPU_ROLE, "pods": 1}
     file = write(tmp_path, resource(model_dir, roles=[role, GPU_ROLE], planning=shortage))
-    with RunningUp(["-f", file, "--port", port], env=NO_GPU) as up:
+    with RunningUp(["-f", file, "--port", port], env={**NO_GPU, "TMPDIR": str(tmp_path)}) as up:
         up.wait_line(
             re.compile(r"role gpu runs on CPUs, since planning\.onGPUShortage\.action is CPUOnly"), TIMEOUT_S
         )

@@ -14,11 +14,14 @@ from typing import Final
 from rich.console import Console
 from rich.logging import RichHandler
 
+from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local import LocalOptions, find_worker_python, observe_gpus, observe_node
 from heteroinfer_operator.up import Session, SessionOptions, read_resource
 from heteroinfer_operator.up.display import Display
 
 EXIT_OK: Final = 0
+_LONGEST_TEMPORARY_FOLDER: Final = 40
+"""unix(7): 107 bytes, less `/heteroinfer-XXXXXXXX/p9999/tmp/` and a UUID."""
 _WIDTH_OF_FILES: Final = 120
 """Columns where the output is no terminal and has none of its own: a whole row of the table."""
 
@@ -79,7 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
         with Display(console, live=console.is_terminal and not arguments.no_table) as display:
             display.line(f"output of each pod: {log_dir}/POD.log")
-            asyncio.run(_serve(options, display))
+            try:
+                asyncio.run(_serve(options, display))
+            except HeteroInferError:
+                if any(log_dir.iterdir()):
+                    display.line(f"the output of each pod is kept: {log_dir}")
+                raise
     return EXIT_OK
 
 
@@ -90,14 +98,25 @@ async def _serve(options: SessionOptions, display: Display) -> None:
 @contextmanager
 def _folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
     """Yields the pods' scratch folder and the folder of logs; what is temporary goes after a success."""
-    with tempfile.TemporaryDirectory(prefix="heteroinfer-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="heteroinfer-", dir=_short_temporary_folder()) as scratch:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
             yield Path(scratch), log_dir.resolve()
             return
         temporary = Path(tempfile.mkdtemp(prefix="heteroinfer-logs-"))
-        yield Path(scratch), temporary
+        try:
+            yield Path(scratch), temporary
+        except HeteroInferError:
+            if not any(temporary.iterdir()):
+                temporary.rmdir()
+            raise
         shutil.rmtree(temporary)
+
+
+def _short_temporary_folder() -> Path:
+    """Returns where the names of pods' sockets are short enough: the usual folder, or /tmp."""
+    usual = Path(tempfile.gettempdir())
+    return usual if len(os.fsencode(usual)) <= _LONGEST_TEMPORARY_FOLDER else Path("/tmp")  # noqa: S108 - made private below it
 
 
 def _port(text: str) -> int:
