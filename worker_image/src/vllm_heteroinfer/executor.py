@@ -74,6 +74,10 @@ class GroupExecutor(MultiprocExecutor):
         deadline = self._starting
         self._store = GroupStore.connect(launch, deadline)
         self._check_settings(plan, deadline)
+        for rank in range(plan.world_size):
+            self._store.get(f"loaded/{rank}", deadline, what=f"word from rank {rank} that it has loaded")
+        # Queues are made last: until all are connected their shared memory has names, which
+        # would be left behind if the group ended just then.
         self.rpc_broadcast_mq = MessageQueue(
             plan.world_size, len(plan.pods[0].ranks), connect_ip=process.own_address(launch)
         )

@@ -29,6 +29,8 @@ _logger = logging.getLogger(__name__)
 
 _PEER_LOST_GRACE_S = 1.0
 """How much longer than the heart beat's time-out a rank that lost a peer waits to be ended."""
+_READERS_GRACE_S = 10.0
+"""For the other ranks to read everybody's settings before rank 0 leaves over them."""
 
 
 def main() -> NoReturn:
@@ -128,7 +130,25 @@ def agree(
         fingerprint.from_json(store.get(f"fingerprint/{r.rank}", startup, what=f"settings of rank {r.rank}"))
         for r in plan.ranks
     ]
-    fingerprint.compare(plan, fingerprints)
+    store.put(f"compared/{rank.rank}", "")
+    try:
+        fingerprint.compare(plan, fingerprints)
+    except fingerprint.ConfigMismatchError:
+        if rank.rank == 0:
+            # This process serves the store: everybody shall have read what to say.
+            _wait_for_readers(plan, store)
+        raise
+
+
+def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
+    from vllm_heteroinfer.rendezvous import Deadline
+
+    grace = Deadline.after(_READERS_GRACE_S)
+    for other in plan.ranks[1:]:
+        try:
+            store.get(f"compared/{other.rank}", grace, what=f"comparison of rank {other.rank}")
+        except TimeoutError as error:
+            _logger.error("%s", error)
 
 
 def failure(error: BaseException, rank: RankAssignment) -> Failure:

@@ -74,6 +74,7 @@ class RankProcess(WorkerProc):
             TimeoutError: the executor was not there by the start-up deadline.
         """
         context, deadline = self.context, self.context.startup
+        context.store.put(f"loaded/{self.rank}", "")
         text = context.store.get("executor", deadline, what="message queue of the API server")
         self.rpc_broadcast_mq = queues.open_queue(text, self.rank)
         self.worker_response_mq = MessageQueue(
