@@ -17,7 +17,6 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
 from tests.unit.contract.strategies import failures, group_statuses, launches, plans, profiles
 
-
 FEW = settings(max_examples=30)
 """A plan is a big value to draw, and unit tests take 10 s in all."""
 

@@ -43,7 +43,8 @@ class Evidence:
 _COMMUNICATION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|socket closed"
     r"|broken pipe|econnreset|connectionerror|disterror|distnetworkerror|diststoreerror|distbackenderror"
-    r"|gloo|nccl (communicator|error)|tcpstore|timed out waiting|no route to host|remote process exited|peerlosterror",
+    r"|gloo|nccl (communicator|error)|tcpstore|timed out waiting|no route to host|remote process exited"
+    r"|peerlosterror",
     re.IGNORECASE,
 )
 """Words by which torch.distributed (torch 2.13.0: gloo, NCCL, TCPStore), the kernel and
