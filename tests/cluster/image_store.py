@@ -7,6 +7,7 @@ nothing that a node does reaches the seed.
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -19,8 +20,9 @@ from tests.cluster.errors import ClusterError
 from tests.cluster.folders import CLUSTER_SOURCE, cache_folder, locked
 from tests.cluster.oci import Image
 from tests.cluster.progress import say
-from tests.cluster.state import State
+from tests.cluster.state import State, all_states
 
+SEED_MARK = "seed"  # the file of a cluster's state folder that names the seed it has mounted
 PAUSE = "localhost/heteroinfer/pause:test"
 BOLT = Path("io.containerd.metadata.v1.bolt/meta.db")
 SNAPSHOTTER = Path("io.containerd.snapshotter.v1.overlayfs")
@@ -33,6 +35,15 @@ DISABLED_PLUGINS = (
     "io.containerd.snapshotter.v1.devmapper",
     "io.containerd.snapshotter.v1.zfs",
 )
+# A collection between an import and its unpacking would throw away the old image's layers, which the new
+# one is about to use: none runs but when it is asked for.
+COLLECT_WHEN_ASKED = """
+[plugins."io.containerd.gc.v1.scheduler"]
+  deletion_threshold = 0
+  mutation_threshold = 0
+  startup_delay = "24h"
+"""
+KEEP_UNUSED_S = 600.0
 
 
 def ensure_pause_image() -> Image:
@@ -58,7 +69,18 @@ def ensure_seed(images: Sequence[Image]) -> Path:
     with locked(seeds / ".lock"):
         if not (seeds / key).is_dir():
             _fill_seed(seeds / key, images)
+            _remove_unused(seeds)
+        os.utime(seeds / key)
     return seeds / key
+
+
+def _remove_unused(seeds: Path) -> None:
+    """Removes seeds that no cluster has and nobody asked for lately: each may hold a whole set of images."""
+    used = {mark.read_text() for state in all_states() if (mark := state.folder / SEED_MARK).exists()}
+    for seed in seeds.iterdir():
+        lately = time.time() - seed.stat().st_mtime < KEEP_UNUSED_S
+        if seed.is_dir() and not lately and str(seed) not in used:
+            shutil.rmtree(seed)
 
 
 def _fill_seed(seed: Path, images: Sequence[Image]) -> None:
@@ -80,6 +102,7 @@ def _fill_seed(seed: Path, images: Sequence[Image]) -> None:
     finally:
         state.remove()
     draft.rename(seed)
+    os.utime(seed)
     say(f"imported {sent / 1e6:.0f} MB of image layers in {time.monotonic() - began:.1f} s")
 
 
@@ -103,7 +126,7 @@ def _import_into(state: State, root: Path, images: Sequence[Image]) -> int:
     disabled = [*DISABLED_PLUGINS, "io.containerd.grpc.v1.cri"]
     config.write_text(
         f"version = 2\nroot = '{root}'\nstate = '{state.folder}/run'\ndisabled_plugins = {disabled}\n"
-        f"[grpc]\n  address = '{socket}'\n"
+        f"[grpc]\n  address = '{socket}'\n{COLLECT_WHEN_ASKED}"
     )
     containerd = processes.spawn(
         ["unshare", "--mount", "--propagation", "private", "containerd", "--config", str(config)],
@@ -115,9 +138,11 @@ def _import_into(state: State, root: Path, images: Sequence[Image]) -> int:
     wait_for_containerd(ctr, containerd, state.log("containerd"))
     sent = import_images(ctr, images)
     wanted = {image.reference for image in images}
-    # Those that the nearest seed had beside them: a pod must not find last week's image here.
+    # Those that the nearest seed had beside them go: a pod must not find last week's image here. One more
+    # name goes with them, so that there is always one: its synchronous removal asks for the collection.
+    processes.run([*ctr, "images", "tag", PAUSE, "localhost/heteroinfer/removed:test"])
     for other in set(processes.run([*ctr, "images", "ls", "-q"]).split()) - wanted:
-        processes.run([*ctr, "images", "rm", "--sync", other])
+        processes.run([*ctr, "images", "rm", "--sync", other], timeout_s=300)
     processes.stop_gently(containerd)
     return sent
 

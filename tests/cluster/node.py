@@ -99,6 +99,7 @@ def _start(state: State, seed: Path) -> NodeCluster:
     connect_namespaces(state, namespaces, addresses)
     state.will_change("cgroup", _cgroup(state))
     cgroups.create(_cgroup(state))
+    (state.folder / image_store.SEED_MARK).write_text(str(seed))
     namespaces.run("sh", "-c", image_store.build_mount_script(seed, Path("/var/lib/containerd")))
     programs = _Programs(state=state, namespaces=namespaces, addresses=addresses)
     programs.start_containerd()
@@ -240,7 +241,7 @@ disabled_plugins = {json.dumps(list(image_store.DISABLED_PLUGINS))}
     [{cri}.containerd.runtimes.runc.options]
       BinaryName = "{runc}"
       SystemdCgroup = false
-"""
+{image_store.COLLECT_WHEN_ASKED}"""
 
 
 def build_kubelet_config(addresses: Addresses, pki: Pki, resolver: str, cgroup: str) -> dict[str, object]:
