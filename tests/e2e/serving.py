@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import ssl
 import threading
 import time
@@ -115,21 +116,11 @@ class Resource:
 
     def kill_rank(self, pod: dict[str, Any], rank: int) -> float:
         """Kills the process of a rank in its pod with SIGKILL; returns the Unix time just before."""
-        script = (
-            "import os, pathlib, signal, time\n"
-            "for entry in pathlib.Path('/proc').iterdir():\n"
-            "    if not entry.name.isdigit() or entry.name == '1':\n"
-            "        continue\n"
-            "    env = (entry / 'environ').read_bytes().split(b'\\0')\n"
-            "    command = (entry / 'cmdline').read_bytes()\n"
-            f"    if b'{names.ENV_RANK}={rank}' in env and b'rank_main' in command:\n"
-            "        print(time.time(), flush=True)\n"
-            "        os.kill(int(entry.name), signal.SIGKILL)\n"
-            "        break\n"
-            "else:\n"
-            "    raise SystemExit('no process of that rank')\n"
-        )
         name = pod["metadata"]["name"]
+        log = self.cluster.kubectl("logs", "-n", self.namespace, name)
+        started = re.search(rf"started rank {rank} as process (\d+)", log)
+        assert started is not None, log
+        script = f"import os, time; print(time.time()); os.kill({started[1]}, 9)"
         return float(self.cluster.kubectl("exec", "-n", self.namespace, name, "--", "python3", "-c", script))
 
 

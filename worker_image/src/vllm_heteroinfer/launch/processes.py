@@ -167,20 +167,18 @@ def _reap(children: Sequence[ChildProcess]) -> list[int]:
 
 
 def reap_orphans(children: Sequence[ChildProcess]) -> None:
-    """Reaps zombies that were left to us by processes below ours, as PID 1 must."""
+    """Reaps zombies that were left to us by processes below ours, as PID 1 must.
+
+    Asks the kernel for any zombie instead of reading /proc, which on a busy host took 8 %
+    of a core at the watch's pace (2 cores, 2026-11-21). One of `children` is left for its
+    owner, and hides those behind it until then: the next look comes soon.
+    """
     own = {child.pid for child in children}
-    while (zombie := _next_zombie(own)) is not None:
-        os.waitpid(zombie, 0)
-
-
-def _next_zombie(own: set[int]) -> int | None:
-    for pid in child_pids():
-        if pid not in own:
-            with contextlib.suppress(ChildProcessError):
-                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is not None:
-                    return pid
-    return None
+    with contextlib.suppress(ChildProcessError):  # there is no child at all
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid in own:
+                return
+            os.waitpid(found.si_pid, 0)
 
 
 def child_pids() -> list[int]:
