@@ -12,7 +12,7 @@ from rich.table import Table
 from heteroinfer_operator.up.view import HEADINGS, RankRow
 
 _NUMBERS = frozenset({"rank", "stage", "steps", "step", "compute", "wait", "seen"})
-_CAPTION = "step, compute, wait: ms, moving averages; seen: s since the last heart-beat"
+_CAPTION = "times in ms; seen: s since the last heart-beat"
 
 
 class Display:
