@@ -3,7 +3,7 @@
 #   worker       GPU and CPU ranks: vLLM's CUDA build with the libraries of its CPU build beside it
 #   worker-cpu   CPU ranks only: for nodes without a GPU, a fraction of the size
 #
-#   docker build --target worker-cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
+#   docker build --target worker-cpu --build-arg TORCH_INDEX=URL-OF-PYTORCHS-CPU-INDEX .
 #
 # BASE: any Debian-like image with Python 3.11, its venv module and its headers.
 # TORCH_INDEX: where torch's CPU build comes from (worker-cpu). Empty: torch from PyPI, the CUDA build,
