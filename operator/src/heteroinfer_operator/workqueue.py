@@ -158,6 +158,9 @@ class WorkQueue:
 
     async def _work(self) -> None:
         while True:
+            # Neither get() of a queue with something in it nor a pass must suspend: timers, health
+            # and a cancellation would never have their turn.
+            await asyncio.sleep(0)
             key = await self._ready.get()
             state = self._keys[key]
             state.waiting, state.running = False, True

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from heteroinfer_contract import names
+from heteroinfer_contract import metrics, names
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.caches import Caches
@@ -197,6 +197,13 @@ class OperatorProcess:
         assert status == 200
         lines = [line for line in text.splitlines() if re.match(rf"{name}(\{{| )", line)]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def writes(self) -> dict[str, float]:
+        """Returns how many writes the API server accepted, by labels."""
+        status, text = await self.http("/metrics")
+        assert status == 200
+        lines = [line for line in text.splitlines() if line.startswith(metrics.OPERATOR_WRITES_TOTAL)]
+        return {labels: float(count) for labels, _, count in (line.rpartition(" ") for line in lines)}
 
     async def ended(self, timeout_s: float = 15) -> int:
         """Returns its exit code once it has ended by itself or by a signal sent before."""

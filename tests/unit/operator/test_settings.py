@@ -1,0 +1,105 @@
+"""The operator's settings and health, as values."""
+
+import pytest
+
+from heteroinfer_contract import metrics as names
+from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.health import Health
+from heteroinfer_operator.metrics import OperatorMetrics
+from heteroinfer_operator.settings import Settings
+
+
+def test_nothing_set_gives_the_defaults() -> None:
+    assert Settings.from_env({}) == Settings()
+    assert Settings.from_env({"HETEROINFER_WATCH_NAMESPACES": "", "HETEROINFER_LOG_LEVEL": " "}) == Settings()
+
+
+def test_every_setting_is_read() -> None:
+    env = {
+        "WATCH_NAMESPACES": "b, a,b",
+        "WORKER_IMAGE_CPU": "cpu:1",
+        "WORKER_IMAGE_GPU": "gpu:1",
+        "ALLOW_HOST_PATHS": "true",
+        "HTTP_PORT": "0",
+        "WORKERS": "2",
+        "RESYNC_SECONDS": "60",
+        "LEADER_ELECTION": "True",
+        "LEASE_NAME": "mine",
+        "LEASE_SECONDS": "30",
+        "NAMESPACE": "sys",
+        "IDENTITY": "pod-1",
+        "LOG_LEVEL": "debug",
+    }
+    settings = Settings.from_env({f"HETEROINFER_{name}": value for name, value in env.items()})
+    assert settings == Settings(
+        watch_namespaces=("a", "b"),
+        worker_image_cpu="cpu:1",
+        worker_image_gpu="gpu:1",
+        allow_host_paths=True,
+        http_port=0,
+        workers=2,
+        resync_s=60,
+        leader_election=True,
+        lease_name="mine",
+        lease_duration_s=30,
+        namespace="sys",
+        identity="pod-1",
+        log_level="DEBUG",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("ALLOW_HOST_PATHS", "yes", "true or false"),
+        ("WORKERS", "0", "a whole number from 1 to 64"),
+        ("HTTP_PORT", "http", "a whole number from 0 to 65535"),
+        ("LEASE_SECONDS", "-1", "a whole number from 3 to 3600"),
+        ("LOG_LEVEL", "LOUD", "one of INFO, DEBUG"),
+        ("WATCH_NAMESPACES", "a,B_c", "names of namespaces"),
+    ],
+)
+def test_a_wrong_value_is_named(name: str, value: str, expected: str) -> None:
+    with pytest.raises(HeteroInferError, match=f"HETEROINFER_{name}: got .*, expected {expected}"):
+        Settings.from_env({f"HETEROINFER_{name}": value})
+
+
+def test_leader_election_needs_to_know_who_and_where() -> None:
+    with pytest.raises(HeteroInferError, match="HETEROINFER_IDENTITY is not set"):
+        Settings.from_env({"HETEROINFER_LEADER_ELECTION": "true", "HETEROINFER_NAMESPACE": "sys"})
+
+
+@pytest.mark.parametrize("duration_s", [3, 15, 3600])
+def test_a_holder_stops_before_another_may_start(duration_s: int) -> None:
+    settings = Settings(lease_duration_s=duration_s)
+    assert settings.lease_renew_s * 2 < settings.lease_deadline_s < duration_s
+
+
+def test_health_tells_a_stuck_operator_from_one_that_waits() -> None:
+    now = 0.0
+    health = Health(stale_s=900, clock=lambda: now)
+    now = 10_000
+    assert health.stuck() == "", "it may wait for the Lease for ever"
+    health.passed()
+    now += 900
+    assert health.stuck() == ""
+    now += 1
+    assert health.stuck() == "no pass over all resources for 901 s"
+
+
+def test_groups_are_counted_by_phase_until_their_resource_is_gone() -> None:
+    metrics = OperatorMetrics()
+    a, b = (ResourceKey(namespace="ns", name=name) for name in "ab")
+
+    def count(phase: str) -> float | None:
+        return metrics.registry.get_sample_value(names.OPERATOR_GROUPS, {"phase": phase})
+
+    metrics.observe_status(a, {"groups": [{"phase": "Ready"}, {"phase": "Starting"}]})
+    metrics.observe_status(b, {"groups": [{"phase": "Ready"}]})
+    assert (count("Ready"), count("Starting")) == (2, 1)
+    metrics.observe_status(a, {"groups": [{"phase": "Ready"}, {"phase": "Ready"}]})
+    assert (count("Ready"), count("Starting")) == (3, 0)
+    metrics.observe_status(a, None)
+    metrics.observe_status(b, {})
+    assert (count("Ready"), count("Starting")) == (0, 0)

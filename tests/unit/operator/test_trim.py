@@ -1,0 +1,168 @@
+"""Stored objects to values: what decisions read of pods and nodes."""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import ContainerTermination, ResourceKey
+from heteroinfer_operator.kube import trim
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, ObjectName, writable_kind
+
+
+def stored_pod(**status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "name": "llama-0-1-0",
+            "namespace": "ns",
+            "uid": "u",
+            "creationTimestamp": "2026-11-21T01:02:03Z",
+            "labels": {names.LABEL_RESOURCE: "llama", names.LABEL_EPOCH: "1", "app": "x"},
+            "ownerReferences": [{"uid": "other"}, {"uid": "owner", "controller": True}],
+        },
+        "spec": {
+            "nodeName": "n1",
+            "containers": [{"name": "worker", "ports": [{"name": names.PORT_HEALTH, "containerPort": 8081}]}],
+        },
+        "status": status,
+    }
+
+
+def terminated(name: str, exit_code: int, message: str = "") -> dict[str, Any]:
+    return {
+        "name": name,
+        "state": {"terminated": {"exitCode": exit_code, "reason": "Error", "message": message}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3920m", 3.92),
+        ("32861324Ki", 32861324 * 1024),
+        ("8", 8),
+        ("1e9", 1e9),
+        ("250u", 0.00025),
+        ("2Ei", 2 * 2.0**60),
+        ("1.5Gi", 1.5 * 2**30),
+        (4, 4),
+    ],
+)
+def test_quantities_as_the_api_server_writes_them(text: object, number: float) -> None:
+    assert trim.quantity(text) == pytest.approx(number)
+
+
+@pytest.mark.parametrize("text", ["", "8 GB", "x", "1KiB", None])
+def test_what_is_no_quantity_is_refused_in_words(text: object) -> None:
+    with pytest.raises(ValueError, match=r"expected a quantity such as 4Gi"):
+        trim.quantity(text)
+
+
+def test_a_pod_that_runs() -> None:
+    record = trim.pod_record(
+        stored_pod(phase="Running", podIP="10.0.0.1", conditions=[{"type": "Ready", "status": "True"}])
+    )
+    assert record is not None
+    assert (record.key, record.owner_uid) == (ResourceKey(namespace="ns", name="llama"), "owner")
+    assert (record.ip, record.health_port) == ("10.0.0.1", 8081)
+    assert (record.view.ready, record.view.node, record.view.ended) == (True, "n1", False)
+    assert set(record.view.labels) == {names.LABEL_RESOURCE, names.LABEL_EPOCH}
+
+
+def test_a_pod_whose_label_was_taken_off_is_not_ours() -> None:
+    pod = stored_pod()
+    del pod["metadata"]["labels"]
+    assert trim.pod_record(pod) is None
+
+
+def test_the_workers_own_end_is_told_before_any_other_containers() -> None:
+    pod = stored_pod(
+        phase="Failed", containerStatuses=[terminated("sidecar", 1, "no"), terminated("worker", 70, "rank 1")]
+    )
+    assert trim.pod_view(pod).termination == ContainerTermination(
+        exit_code=70, reason="Error", message="rank 1"
+    )
+    running = {"name": "worker", "state": {"running": {}}}
+    sidecar_failed = trim.pod_view(stored_pod(containerStatuses=[terminated("sidecar", 1, "no"), running]))
+    assert sidecar_failed.termination is not None
+    init_done = trim.pod_view(stored_pod(initContainerStatuses=[terminated("copy", 0)]))
+    assert init_done.termination is None, "an init container that succeeded ends nothing"
+
+
+def test_why_a_pod_does_not_run_yet() -> None:
+    unplaced = trim.pod_view(
+        stored_pod(
+            conditions=[
+                {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+            ]
+        )
+    )
+    assert unplaced.unschedulable == "0/3 nodes"
+    waiting = {"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such"}}}
+    assert trim.pod_view(stored_pod(containerStatuses=[waiting])).waiting == "ImagePullBackOff: no such"
+
+
+def test_a_pod_that_goes_and_one_that_was_evicted() -> None:
+    going = stored_pod(phase="Running")
+    going["metadata"]["deletionTimestamp"] = "2026-11-21T01:02:04Z"
+    assert trim.pod_view(going).ended
+    evicted = stored_pod(
+        conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]
+    )
+    assert trim.pod_view(evicted).disrupted == "EvictionByEvictionAPI"
+
+
+def test_effective_requests_are_the_schedulers() -> None:
+    def asks(cpu: str, **fields: Any) -> dict[str, Any]:
+        return {"resources": {"requests": {"cpu": cpu}}, **fields}
+
+    spec = {
+        "initContainers": [asks("1"), asks("500m", restartPolicy="Always"), asks("4")],
+        "containers": [asks("1"), asks("250m"), {}],
+        "overhead": {"cpu": "100m"},
+    }
+    # The largest init step is 4 beside the sidecar's 0.5; containers with it are 1.75.
+    assert trim.effective_requests(spec) == {"cpu": pytest.approx(4.6)}
+    assert trim.effective_requests({"containers": [asks("1")], "resources": {"requests": {"cpu": "3"}}}) == {
+        "cpu": 3
+    }
+
+
+def test_only_pods_that_are_placed_and_not_over_take_room() -> None:
+    pod = stored_pod(phase="Running")
+    pod["spec"]["containers"][0]["resources"] = {"requests": {"nvidia.com/gpu": "1"}}
+    mine = trim.pod_requests(pod)
+    assert mine is not None
+    key = ResourceKey(namespace="ns", name="llama")
+    other = ResourceKey(namespace="ns", name="other")
+    assert trim.requested_by_node([mine], except_of=key) == {}
+    assert trim.requested_by_node([mine, mine], except_of=other) == {"n1": {"nvidia.com/gpu": 2}}
+    pod["status"]["phase"] = "Succeeded"
+    assert trim.pod_requests(pod) is None
+    del pod["spec"]["nodeName"]
+    assert trim.pod_requests(pod) is None
+
+
+@pytest.mark.parametrize(
+    ("ready", "cordoned", "schedulable"),
+    [("True", False, True), ("False", False, False), ("True", True, False), ("Unknown", False, False)],
+)
+def test_a_node_counts_while_ready_and_not_cordoned(ready: str, cordoned: bool, schedulable: bool) -> None:
+    node = {
+        "metadata": {"name": "n1"},
+        "spec": {"unschedulable": cordoned},
+        "status": {"allocatable": {"cpu": "7910m"}, "conditions": [{"type": "Ready", "status": ready}]},
+    }
+    view = trim.node_view(node)
+    assert (view.schedulable, view.allocatable) == (schedulable, {"cpu": 7.91})
+
+
+def test_paths() -> None:
+    assert POD.path() == "/api/v1/pods"
+    assert POD.path("ns", "a", "status") == "/api/v1/namespaces/ns/pods/a/status"
+    assert HETERO_INFERENCE.path("ns") == "/apis/heteroinfer.dev/v1alpha1/namespaces/ns/heteroinferences"
+    assert NODE.path(None, "n1") == "/api/v1/nodes/n1"
+    assert str(ObjectName(namespace="ns", name="a")) == "ns/a"
+    assert writable_kind("Pod") is POD
+    with pytest.raises(ValueError, match="got kind 'Secret'"):
+        writable_kind("Secret")

@@ -1,0 +1,251 @@
+"""The queue with real coroutines: coalescing, one at a time, back-off, timers."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable
+from datetime import datetime
+
+import pytest
+
+from heteroinfer_contract import metrics as names
+from heteroinfer_operator.cluster import (
+    Action,
+    ConflictError,
+    Decision,
+    Observation,
+    PatchStatus,
+    ResourceKey,
+    ResourceView,
+)
+from heteroinfer_operator.errors import HeteroInferError, SpecError
+from heteroinfer_operator.metrics import OperatorMetrics
+from heteroinfer_operator.workqueue import Backoff, Process, WorkQueue, build_process
+
+A, B = (ResourceKey(namespace="ns", name=name) for name in "ab")
+QUICK = Backoff(first_s=0.01, most_s=0.04, conflicts_at_once=3)
+
+
+@contextlib.asynccontextmanager
+async def working(
+    process: Process, *, workers: int = 2, pass_timeout_s: float = 5.0
+) -> AsyncIterator[WorkQueue]:
+    queue = WorkQueue(process, workers=workers, backoff=QUICK, pass_timeout_s=pass_timeout_s)
+    running = asyncio.ensure_future(queue.run())
+    try:
+        async with asyncio.timeout(5):
+            yield queue
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def until(check: Callable[[], bool]) -> None:
+    while not check():
+        await asyncio.sleep(0.001)
+
+
+async def test_a_key_added_often_is_processed_once_and_once_more_if_added_meanwhile() -> None:
+    seen: list[ResourceKey] = []
+    go = asyncio.Event()
+
+    async def process(key: ResourceKey) -> None:
+        seen.append(key)
+        await go.wait()
+
+    async with working(process) as queue:
+        for _ in range(5):
+            queue.add(A)
+        await until(lambda: seen == [A])
+        for _ in range(5):
+            queue.add(A)
+        go.set()
+        await queue.process_all([B])
+        await until(lambda: len(seen) == 3)
+        assert sorted(seen) == [A, A, B]
+
+
+async def test_one_key_is_never_processed_twice_at_once_and_others_are_not_held_up() -> None:
+    at_work: set[ResourceKey] = set()
+    most = 0
+
+    async def process(key: ResourceKey) -> None:
+        nonlocal most
+        assert key not in at_work
+        at_work.add(key)
+        most = max(most, len(at_work))
+        queue.add(key) if passes[key] else None
+        passes[key] -= 1
+        await asyncio.sleep(0)
+        at_work.remove(key)
+
+    passes = {A: 20, B: 20}
+    async with working(process, workers=8) as queue:
+        queue.add(A)
+        queue.add(B)
+        await until(lambda: passes == {A: -1, B: -1})
+        assert most == 2
+
+
+async def test_a_failure_is_tried_again_with_growing_waits_up_to_the_most() -> None:
+    times: list[float] = []
+
+    async def process(key: ResourceKey) -> None:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) < 6:
+            raise HeteroInferError("not now", reason="NotNow")
+
+    async with working(process) as queue:
+        queue.add(A)
+        await until(lambda: len(times) == 6)
+    waits = [after - before for before, after in itertools.pairwise(times)]
+    for wait, least in zip(waits, (0.01, 0.02, 0.04, 0.04, 0.04), strict=True):
+        assert wait >= least
+    assert [Backoff().delay_s(n) for n in (1, 2, 3, 9, 10_000)] == [0.2, 0.4, 0.8, 30.0, 30.0]
+
+
+async def test_a_change_that_the_failing_pass_made_itself_does_not_undo_the_back_off() -> None:
+    times: list[float] = []
+
+    async def process(key: ResourceKey) -> None:
+        times.append(asyncio.get_running_loop().time())
+        queue.add(key)
+        if len(times) < 3:
+            raise ValueError("a defect")
+
+    async with working(process) as queue:
+        queue.add(A)
+        await until(lambda: len(times) >= 3)
+    assert times[1] - times[0] >= 0.01
+    assert times[2] - times[1] >= 0.02
+
+
+async def test_conflicts_are_tried_again_at_once_but_not_for_ever() -> None:
+    metrics = OperatorMetrics()
+    times: list[float] = []
+
+    async def process(key: ResourceKey) -> None:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) <= 5:
+            raise ConflictError("changed")
+
+    queue = WorkQueue(process, workers=1, backoff=Backoff(first_s=0.2, conflicts_at_once=4), metrics=metrics)
+    running = asyncio.ensure_future(queue.run())
+    queue.add(A)
+    async with asyncio.timeout(5):
+        await until(lambda: len(times) == 6)
+    running.cancel()
+    await asyncio.wait({running})
+    assert times[4] - times[0] < 0.2, "four at once"
+    assert times[5] - times[4] >= 0.2, "then as failures"
+    errors = names.OPERATOR_RECONCILE_ERRORS_TOTAL
+    assert metrics.registry.get_sample_value(errors, {"reason": "Conflict"}) == 5
+    assert metrics.registry.get_sample_value(errors, {"reason": "ConflictsInARow"}) == 1
+
+
+async def test_a_wrong_spec_waits_for_a_change() -> None:
+    seen = 0
+
+    async def process(key: ResourceKey) -> None:
+        nonlocal seen
+        seen += 1
+        raise SpecError(["spec.roles: got none, expected one"])
+
+    async with working(process) as queue:
+        await queue.process_all([A])
+        await queue.process_all([B])
+        assert seen == 2
+        queue.add(A)
+        await until(lambda: seen == 3)
+
+
+async def test_looking_again_the_earliest_wins_and_a_change_comes_first() -> None:
+    times: list[float] = []
+
+    async def process(key: ResourceKey) -> float | None:
+        times.append(asyncio.get_running_loop().time())
+        return 0.03 if len(times) == 1 else None
+
+    async with working(process) as queue:
+        started = asyncio.get_running_loop().time()
+        queue.add_after(A, 60)
+        queue.add_after(A, 0.02)
+        queue.add_after(A, 30)
+        await until(lambda: len(times) == 2)
+        assert 0.02 <= times[0] - started < 5
+        assert times[1] - times[0] >= 0.03
+        queue.add_after(A, 60)
+        queue.add(A)
+        await until(lambda: len(times) == 3)
+
+
+async def test_a_pass_that_hangs_is_ended_and_counted_as_a_failure() -> None:
+    seen = 0
+
+    async def process(key: ResourceKey) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 1:
+            await asyncio.Event().wait()
+
+    async with working(process, pass_timeout_s=0.01) as queue:
+        queue.add(A)
+        await until(lambda: seen == 2)
+
+
+async def test_stopping_cancels_the_pass_in_work() -> None:
+    cancelled = asyncio.Event()
+    begun = asyncio.Event()
+
+    async def process(key: ResourceKey) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async with working(process) as queue:
+        queue.add(A)
+        await begun.wait()
+    assert cancelled.is_set()
+
+
+class OneResource:
+    """A world of one resource, for build_process."""
+
+    def __init__(self) -> None:
+        self.status: dict[str, object] = {}
+        self.there = True
+
+    async def observe(self, key: ResourceKey) -> Observation | None:
+        view = ResourceView(
+            key=key,
+            uid="u",
+            generation=1,
+            resource_version="1",
+            finalizers=(),
+            deleting=False,
+            spec={},
+            status=self.status,
+        )
+        return Observation(resource=view) if self.there else None
+
+    async def run(self, observation: Observation, actions: "tuple[Action, ...]") -> None:
+        for action in actions:
+            assert isinstance(action, PatchStatus)
+            self.status = dict(action.status)
+
+
+async def test_a_pass_observes_decides_acts_and_says_when_to_look_again() -> None:
+    world = OneResource()
+
+    def decide(observation: Observation, now: datetime) -> Decision:
+        assert now.tzinfo is not None
+        action = PatchStatus(status={"seen": observation.resource.key.name}, resource_version="1")
+        return Decision(actions=(action,), look_again_s=7.0)
+
+    process = build_process(world, decide)  # type: ignore[arg-type]  # a tuple is the Sequence it gets
+    assert await process(A) == pytest.approx(7.0)
+    assert world.status == {"seen": "a"}
+    world.there = False
+    assert await process(A) is None
