@@ -1,0 +1,280 @@
+"""The chart: rendered by Helm, validated and installed on a real API server."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube import rights
+from heteroinfer_operator.kube.rights import Rule
+from heteroinfer_operator.settings import Settings
+from tests.cluster import processes
+from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.errors import ClusterError
+from tests.cluster.folders import REPOSITORY
+
+CHART = REPOSITORY / "charts" / "heteroinfer"
+CRD = f"{names.PLURAL}.{names.API_GROUP}"
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[Cluster]:
+    """A control plane of this module's own: the CRD belongs to the release here."""
+    with start_control_plane_only() as cluster:
+        yield cluster
+
+
+def render(cluster: Cluster, *values: str) -> list[dict[str, Any]]:
+    """Returns the objects that the chart renders to, as release `rel` in namespace `sys`."""
+    text = cluster.helm("template", "rel", str(CHART), *options(values))
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def options(values: tuple[str, ...]) -> list[str]:
+    sets = [option for value in values for option in ("--set", value)]
+    return ["--namespace", "sys", "--kube-version", "1.35.4", *sets]
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [o for o in objects if o["kind"] == kind]
+
+
+def rules_of(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
+    """Returns a role as (group, resource, verb, name)."""
+    return {
+        (group, resource, verb, name)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [""])
+    }
+
+
+def wanted(*rules: Rule) -> set[tuple[str, str, str, str]]:
+    return {(rule.group, rule.resource, verb, rule.name) for rule in rules for verb in rule.verbs}
+
+
+def test_the_cluster_role_grants_exactly_what_the_operator_uses(plane: Cluster) -> None:
+    objects = render(plane)
+    (cluster_role,) = of_kind(objects, "ClusterRole")
+    assert rules_of(cluster_role) == wanted(*rights.SERVED, *rights.CLUSTER)
+    (lease,) = of_kind(objects, "Role")
+    assert rules_of(lease) == wanted(*rights.lease_rules("rel-heteroinfer"))
+    assert lease["metadata"]["namespace"] == "sys"
+
+
+def test_namespaced_scope_has_a_role_in_each_namespace_and_no_cluster_role(plane: Cluster) -> None:
+    objects = render(plane, "scope=Namespaced", "watchNamespaces={a,b}", "leaderElection.enabled=false")
+    assert of_kind(objects, "ClusterRole") == of_kind(objects, "ClusterRoleBinding") == []
+    roles = {role["metadata"]["namespace"]: rules_of(role) for role in of_kind(objects, "Role")}
+    assert roles == {"a": wanted(*rights.SERVED), "b": wanted(*rights.SERVED)}
+    for binding in of_kind(objects, "RoleBinding"):
+        assert binding["subjects"][0]["namespace"] == "sys"
+    own = render(plane, "scope=Namespaced", "leaderElection.enabled=false")
+    assert [role["metadata"]["namespace"] for role in of_kind(own, "Role")] == ["sys"]
+
+
+def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
+    objects = render(
+        plane,
+        "scope=Namespaced",
+        "watchNamespaces={b,a}",
+        "allowHostPaths=true",
+        "workerImages.cpu=cpu:1",
+        "leaderElection.leaseSeconds=30",
+        "workers=2",
+        "logLevel=DEBUG",
+    )
+    (deployment,) = of_kind(objects, "Deployment")
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    fields = {"metadata.namespace": "sys", "metadata.name": "pod-1"}
+    env = {
+        variable["name"]: variable.get("value", "") or fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+        for variable in container["env"]
+    }
+    assert Settings.from_env(env) == Settings(
+        watch_namespaces=("a", "b"),
+        worker_image_cpu="cpu:1",
+        worker_image_gpu="heteroinfer/worker:0.1.0",
+        allow_host_paths=True,
+        workers=2,
+        leader_election=True,
+        lease_name="rel-heteroinfer",
+        lease_duration_s=30,
+        namespace="sys",
+        identity="pod-1",
+        log_level="DEBUG",
+    )
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_pod_monitors_scrape_the_metrics_port_of_each_local_rank(plane: Cluster) -> None:
+    assert of_kind(render(plane), "PodMonitor") == []
+    objects = render(
+        plane, "podMonitor.enabled=true", "podMonitor.ranksPerPod=2", "podMonitor.labels.team=ml"
+    )
+    operator, ranks = of_kind(objects, "PodMonitor")
+    (deployment,) = of_kind(objects, "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert operator["spec"]["selector"]["matchLabels"].items() <= labels
+    assert [e["port"] for e in operator["spec"]["podMetricsEndpoints"]] == ["http"]
+    assert ranks["spec"]["selector"]["matchLabels"] == {names.LABEL_COMPONENT: names.COMPONENT_WORKER}
+    ports = [e["port"] for e in ranks["spec"]["podMetricsEndpoints"]]
+    assert ports == [f"{names.PORT_METRICS}-0", f"{names.PORT_METRICS}-1"]
+    assert operator["metadata"]["labels"]["team"] == "ml"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("alowHostPaths=true", "additional properties 'alowHostPaths' not allowed"),
+        ("image.tagg=x", "additional properties 'tagg' not allowed"),
+        ("leaderElection.on=true", "additional properties 'on' not allowed"),
+        ("podMonitor.enable=true", "additional properties 'enable' not allowed"),
+        ("workerImages.tpu=x", "additional properties 'tpu' not allowed"),
+        ("crds.instal=true", "additional properties 'instal' not allowed"),
+        ("serviceAccount.nam=x", "additional properties 'nam' not allowed"),
+        ("resources.limit.cpu=1", "additional properties 'limit' not allowed"),
+        ("scope=cluster", "/scope"),
+        ("workers=0", "/workers"),
+        ("replicas=two", "/replicas"),
+        ("watchNamespaces={Not_A_Name}", "/watchNamespaces/0"),
+        ("watchNamespaces={a}", "watchNamespaces: needs scope=Namespaced"),
+        (
+            "replicas=2,leaderElection.enabled=false",
+            "replicas: more than one needs leaderElection.enabled=true",
+        ),
+        ("serviceAccount.create=false", "serviceAccount.name: needed with serviceAccount.create=false"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(plane: Cluster, value: str, said: str) -> None:
+    with pytest.raises(ClusterError) as refused:
+        render(plane, value)
+    assert said in str(refused.value)
+
+
+def test_the_schema_knows_every_value_and_nothing_else() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(schema["properties"]) - {"global"} == set(values)
+
+    def closed(node: dict[str, Any], path: str) -> None:
+        if node.get("type") == "object" and path not in OPEN:
+            assert "additionalProperties" in node, path
+        for name, child in node.get("properties", {}).items():
+            closed(child, f"{path}.{name}")
+
+    closed(schema, "")
+
+
+OPEN = (".global", ".affinity.nodeAffinity", ".affinity.podAffinity", ".affinity.podAntiAffinity")
+"""Objects of Kubernetes' own or of a parent chart, which the chart hands on as they are."""
+
+
+def test_the_rendered_crd_is_the_file_but_for_being_kept(plane: Cluster) -> None:
+    file = yaml.safe_load((CHART / "files" / "heteroinference.yaml").read_text())
+    (rendered,) = of_kind(render(plane), "CustomResourceDefinition")
+    assert rendered["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    assert rendered == file
+    assert of_kind(render(plane, "crds.install=false"), "CustomResourceDefinition") == []
+    assert (CHART / "files" / "heteroinference.yaml").read_bytes() == (
+        REPOSITORY / "crds" / "heteroinference.yaml"
+    ).read_bytes()
+
+
+ON_NODES = (
+    "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution"
+    ".nodeSelectorTerms[0].matchExpressions[0]"
+)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        ("scope=Namespaced", "watchNamespaces={default,kube-system}"),
+        ("leaderElection.enabled=false", "crds.install=false", "priorityClassName=system-cluster-critical"),
+        (
+            "imagePullSecrets[0].name=pull",
+            "nodeSelector.disk=ssd",
+            "tolerations[0].key=gpu",
+            "tolerations[0].operator=Exists",
+            "podLabels.team=ml",
+            "podAnnotations.note=x",
+            "serviceAccount.annotations.note=x",
+            f"{ON_NODES}.key=zone",
+            f"{ON_NODES}.operator=Exists",
+        ),
+    ],
+)
+def test_the_api_server_accepts_what_is_rendered(plane: Cluster, values: tuple[str, ...]) -> None:
+    """All but the test pod, whose service account a dry run does not find."""
+    objects = [o for o in render(plane, *values) if o["kind"] != "Pod"]
+    listed = yaml.safe_dump_all({**o, "metadata": at_home(o)} for o in objects)
+    answer = plane.kubectl(
+        "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-", stdin=listed
+    )
+    assert answer.count("serverside-applied (server dry run)") == len(objects)
+
+
+def at_home(stored: dict[str, Any]) -> dict[str, Any]:
+    metadata = dict(stored["metadata"])
+    if metadata.get("namespace") == "sys":
+        metadata["namespace"] = "default"
+    return metadata
+
+
+def check(cluster: Cluster, tmp_path: Path, release: str, **settings: str) -> tuple[int, str]:
+    """Returns exit code and output of `heteroinfer operator --check`, as the chart's test pod runs it."""
+    token = cluster.kubectl("create", "token", "-n", release, f"{release}-heteroinfer").strip()
+    config = yaml.safe_load(cluster.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": token}
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(config))
+    env = {"PATH": os.environ["PATH"], "KUBECONFIG": str(kubeconfig), "NO_PROXY": "*"}
+    command = [sys.executable, "-m", "heteroinfer_operator.cli", "operator", "--check"]
+    variables = {f"HETEROINFER_{name.upper()}": value for name, value in settings.items()}
+    done = subprocess.run(
+        command, env=env | variables, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Path) -> None:
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace")
+    processes.wait_until("the CRD is served", lambda: established(plane), timeout_s=20)
+    notes = plane.helm("get", "notes", "rel", "-n", "rel")
+    assert "kubectl -n rel rollout status deployment/rel-heteroinfer" in notes
+    deployment = json.loads(plane.kubectl("get", "deployment", "rel-heteroinfer", "-n", "rel", "-o", "json"))
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["args"] == ["operator"]
+    lease = {"leader_election": "true", "namespace": "rel", "identity": "x", "lease_name": "rel-heteroinfer"}
+    assert check(plane, tmp_path, "rel", **lease) == (
+        0,
+        "ok: the API server serves HeteroInference and grants every right\n",
+    )
+    code, said = check(plane, tmp_path, "rel", **{**lease, "lease_name": "another"})
+    assert code == 1
+    assert "missing right: update leases.coordination.k8s.io in namespace rel" in said
+    plane.helm("uninstall", "rel", "-n", "rel")
+    assert established(plane), "the CRD is kept, and so are all resources"
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--set", "scope=Namespaced")
+    code, said = check(plane, tmp_path, "rel")
+    assert code == 1
+    assert "missing right: list nodes in the cluster" in said
+    assert check(plane, tmp_path, "rel", watch_namespaces="rel")[0] == 0
+    plane.helm("uninstall", "rel", "-n", "rel")
+    plane.kubectl("delete", "crd", CRD)
+
+
+def established(cluster: Cluster) -> bool:
+    path = 'jsonpath={.status.conditions[?(@.type=="Established")].status}'
+    return cluster.kubectl("get", "crd", CRD, "-o", path) == "True"

@@ -1,0 +1,82 @@
+"""What leaders say of their groups, asked over real HTTP on loopback."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import pytest_asyncio
+from aiohttp import web
+
+from heteroinfer_contract import names
+from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_operator.cluster import PodView, ResourceKey
+from heteroinfer_operator.kube.groups import KEEP_S, GroupClient
+from heteroinfer_operator.kube.trim import PodRecord
+
+SAID = GroupStatus(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message="", ranks=())
+
+
+@dataclass(slots=True)
+class Leader:
+    """A leader's health port."""
+
+    port: int = 0
+    asked: int = 0
+    body: str = field(default_factory=SAID.to_json)
+    status: int = 200
+
+
+@pytest_asyncio.fixture
+async def leader() -> AsyncIterator[Leader]:
+    leader = Leader()
+
+    async def group(request: web.Request) -> web.Response:
+        leader.asked += 1
+        return web.Response(text=leader.body, status=leader.status)
+
+    app = web.Application()
+    app.add_routes([web.get(names.PATH_GROUP, group)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    leader.port = runner.addresses[0][1]
+    yield leader
+    await runner.cleanup()
+
+
+def pod(port: int, *, uid: str = "a", ready: bool = True, leads: bool = True) -> PodRecord:
+    labels = {names.LABEL_GROUP: "3"} | ({names.LABEL_LEADER: "true"} if leads else {})
+    view = PodView(name=uid, uid=uid, labels=labels, created=datetime.now(UTC), ready=ready)
+    key = ResourceKey(namespace="ns", name="llama")
+    return PodRecord(view=view, key=key, owner_uid="o", ip="127.0.0.1", health_port=port)
+
+
+async def test_a_ready_leader_is_asked_at_most_once_in_a_while(leader: Leader) -> None:
+    now = 100.0
+    client = GroupClient(clock=lambda: now)
+    try:
+        assert await client.observe([pod(leader.port), pod(1, uid="b", leads=False)]) == {3: SAID}
+        assert await client.observe([pod(leader.port)]) == {3: SAID}
+        assert leader.asked == 1
+        now += KEEP_S
+        assert await client.observe([pod(leader.port)]) == {3: SAID}
+        assert leader.asked == 2
+        assert await client.observe([pod(leader.port, uid="next-epoch")]) == {3: SAID}
+        assert leader.asked == 3
+    finally:
+        await client.close()
+
+
+async def test_a_leader_that_is_not_ready_or_makes_no_sense_gives_nothing(leader: Leader) -> None:
+    client = GroupClient()
+    try:
+        assert await client.observe([pod(leader.port, ready=False)]) == {}
+        assert leader.asked == 0
+        leader.body = '{"ready": "yes"}'
+        assert await client.observe([pod(leader.port, uid="b")]) == {}
+        leader.body, leader.status = SAID.to_json(), 503
+        assert await client.observe([pod(leader.port, uid="c")]) == {}
+        assert leader.asked == 2
+        assert await client.observe([pod(1, uid="nobody-listens")]) == {}
+    finally:
+        await client.close()
