@@ -109,7 +109,7 @@ def _structural(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[
         result["default"] = default
     if node.get("x-kubernetes-int-or-string"):
         del result["type"]
-        result["minimum"] = 0
+        result |= {"minimum": 0, "maximum": 10**15 - 1}  # as many digits as the pattern has
         result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
     return result
 

@@ -81,14 +81,25 @@ def test_models_are_built_by_their_python_names() -> None:
     assert parse_spec(built.dump()) == built
 
 
+@pytest.mark.parametrize("amount", [-1, 1.5, True, 10**15, [1]])
+def test_another_number_is_no_quantity(amount: Any) -> None:
+    bad = cpu(resources={"limits": {"cpu": amount}})
+    assert problems(spec(roles=[bad])).startswith("spec.roles[0].resources.limits.cpu")
+
+
+def test_a_null_in_an_unknown_field_is_an_unknown_field() -> None:
+    assert problems(spec(nothing=None)).startswith("spec.nothing: unknown field")
+
+
 def test_null_is_as_absent() -> None:
     assert parse_spec(spec(replicas=None, engine=None, restartedAt=None)) == parse_spec(spec())
 
 
 def test_an_integer_is_a_quantity() -> None:
-    parsed = parse_spec(spec(roles=[cpu(resources={"limits": {"cpu": 4, "memory": "8Gi"}})]))
+    limits = {"cpu": 4, "memory": "8Gi", "example.com/x": 2.0}
+    parsed = parse_spec(spec(roles=[cpu(resources={"limits": limits})]))
     assert parsed.roles[0].resources is not None
-    assert parsed.roles[0].resources.limits == {"cpu": "4", "memory": "8Gi"}
+    assert parsed.roles[0].resources.limits == {"cpu": "4", "memory": "8Gi", "example.com/x": "2"}
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,11 @@ class When(StrEnum):
 
 
 def _integer_to_text(value: object) -> object:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return value
+    # 2.0 is the integer 2 to the API server.
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return str(int(value)) if whole else value  # type: ignore[call-overload]  # a number, as was just seen
 
 
 def _in_seconds(value: datetime) -> datetime:
@@ -171,7 +175,11 @@ Duration = Annotated[str, Field(pattern=quantity.DURATION_PATTERN, min_length=2,
 Time = Annotated[
     datetime,
     AfterValidator(_in_seconds),
-    PlainSerializer(lambda value: value.strftime("%Y-%m-%dT%H:%M:%SZ"), return_type=str, when_used="json"),
+    PlainSerializer(
+        lambda value: value.isoformat(timespec="seconds").replace("+00:00", "Z"),
+        return_type=str,
+        when_used="json",
+    ),
 ]
 """A moment in UTC, in whole seconds as Kubernetes writes it, so that it equals itself when read back."""
 DnsLabel = Annotated[str, Field(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -94,19 +94,34 @@ def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
 def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str) -> ModelT:
     # Through JSON, since strict models take enums and lists only from JSON.
     try:
-        return cls.model_validate_json(json.dumps(_without_nulls(raw)))
+        return cls.model_validate_json(json.dumps(_without_nulls(raw, cls)))
     except ValidationError as error:
         raise SpecError(_problem(where, problem) for problem in _causes(error)) from None
 
 
-def _without_nulls(raw: object) -> object:
-    # A null field is an absent field, as the API server has it for what isn't nullable.
-    # Mappings that aren't dicts (kopf's views) become dicts.
+def _without_nulls(raw: object, cls: type[Model] | None) -> object:
+    """Returns JSON values without nulls in maps and in fields that `cls` knows.
+
+    The API server takes such a null for an absent field; one in an unknown field is an
+    unknown field. Mappings that aren't dicts (kopf's views) become dicts.
+    """
     if isinstance(raw, Mapping):
-        return {key: _without_nulls(value) for key, value in raw.items() if value is not None}
+        fields = {} if cls is None else {field.alias: field for field in cls.model_fields.values()}
+        return {
+            key: _without_nulls(value, _model_of(fields[key].annotation) if key in fields else None)
+            for key, value in raw.items()
+            if value is not None or (cls is not None and key not in fields)
+        }
     if isinstance(raw, list | tuple):
-        return [_without_nulls(value) for value in raw]
+        return [_without_nulls(value, cls) for value in raw]
     return raw
+
+
+def _model_of(annotation: object) -> type[Model] | None:
+    """Returns the model inside an annotation such as `tuple[RoleSpec, ...] | None`, or None."""
+    if isinstance(annotation, type) and issubclass(annotation, Model):
+        return annotation
+    return next((model for arg in get_args(annotation) if (model := _model_of(arg)) is not None), None)
 
 
 def _causes(error: ValidationError) -> list[Any]:

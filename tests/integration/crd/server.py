@@ -1,0 +1,77 @@
+"""Requests about HeteroInference over one kept-alive connection: hundreds in a few seconds."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import urllib3
+from kubernetes.client import Configuration
+from kubernetes.config import load_kube_config
+
+from heteroinfer_contract import names
+
+_PATH = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
+
+
+class Refused(Exception):  # noqa: N818 - not an error of the test: what the API server decided
+    """The API server refused the object; `message` is what it says."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class Server:
+    """The API server.
+
+    Args:
+        kubeconfig: of a user with all rights.
+    """
+
+    def __init__(self, kubeconfig: Path) -> None:
+        configuration = Configuration()
+        load_kube_config(str(kubeconfig), client_configuration=configuration)  # type: ignore[no-untyped-call]  # its types are partial
+        # Straight to the port: a proxy of the shell must not be asked for it.
+        self._pool = urllib3.connectionpool.connection_from_url(
+            configuration.host,
+            ca_certs=configuration.ssl_ca_cert,
+            cert_file=configuration.cert_file,
+            key_file=configuration.key_file,
+            timeout=30,
+        )
+
+    def create(self, body: dict[str, Any], *, dry_run: bool = True) -> dict[str, Any]:
+        """Returns the object as stored, with defaults; fields are checked as strictly as by `kubectl apply`.
+
+        Raises:
+            Refused: it is not valid.
+        """
+        return self._send("POST", _PATH, body, dry_run=dry_run)
+
+    def put_status(self, name: str, body: dict[str, Any], *, dry_run: bool = True) -> dict[str, Any]:
+        """Returns the object with its new status; raises Refused."""
+        return self._send("PUT", f"{_PATH}/{name}/status", body, dry_run=dry_run)
+
+    def _send(self, method: str, path: str, body: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
+        query = "fieldValidation=Strict" + ("&dryRun=All" if dry_run else "")
+        response = self._pool.request(
+            method,
+            f"{path}?{query}",
+            body=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "Accept": "application/json"},
+        )
+        answer: dict[str, Any] = json.loads(response.data)
+        if response.status in {400, 422}:
+            raise Refused(answer["message"])
+        if response.status not in {200, 201}:
+            raise AssertionError(f"{method} {path}: got status {response.status}: {answer}")
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.close()

@@ -1,0 +1,131 @@
+"""The CRD as users meet it through kubectl: refusals in words, columns, /scale, /status."""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from heteroinfer_operator.api import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    HeteroInferenceStatus,
+    Summary,
+)
+from tests.cluster.cluster import Cluster
+from tests.cluster.errors import ClusterError
+from tests.integration.crd.server import Server
+
+
+def resource(name: str = "llama", **fields: Any) -> dict[str, Any]:
+    spec = {"model": {"uri": "hf://org/model"}, "roles": [{"name": "cpu", "device": "CPU"}], **fields}
+    return {
+        "apiVersion": "heteroinfer.dev/v1alpha1",
+        "kind": "HeteroInference",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+
+
+def refusal(cluster: Cluster, body: dict[str, Any]) -> str:
+    with pytest.raises(ClusterError) as caught:
+        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(body))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"parallelism": {"tensor": 1, "pipeline": 3}},
+            "or leave tensor and pipeline out: got tensor 1 x pipeline 3 and roles with 1 ranks",
+        ),
+        (
+            {"roles": [{"name": "cpu", "device": "CPU", "pods": 0}]},
+            "a role has at least 1 pod; remove the role or set pods: got cpu with pods 0",
+        ),
+        ({"engine": {"maxModelLenght": 1}}, 'unknown field "spec.engine.maxModelLenght"'),
+        (
+            {"model": {"uri": "s3://b/m"}},
+            "expected hf://ORG/MODEL, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH",
+        ),
+        (
+            {"engine": {"env": [{"name": "RANK", "value": "0"}]}},
+            "set roles[].device, roles[].layers or network instead: got RANK",
+        ),
+    ],
+)
+def test_kubectl_apply_is_refused_in_words(fields: dict[str, Any], said: str, cluster: Cluster) -> None:
+    assert said in refusal(cluster, resource(**fields))
+
+
+def test_a_name_too_long_for_host_names_is_refused_in_words(cluster: Cluster) -> None:
+    said = refusal(cluster, resource("a" * 41))
+    assert "metadata.name: expected at most 40 characters" in said
+    assert "choose a shorter name: got 41 characters" in said
+
+
+def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
+    created = server.create(resource("columns"), dry_run=False)
+    ready = Condition(
+        type=ConditionType.READY,
+        status=ConditionStatus.TRUE,
+        reason="AllGroupsReady",
+        last_transition_time=datetime.now(UTC),
+    )
+    summary = Summary(
+        groups="1/1",
+        gpu_ranks=1,
+        cpu_ranks=2,
+        step_ms="41.7",
+        slowest_rank="0 (cpu)",
+        restarts=3,
+        plan="0a1b",
+    )
+    status = HeteroInferenceStatus(conditions=(ready,), summary=summary)
+    server.put_status("columns", {**created, "status": status.dump()}, dry_run=False)
+    heads, row = cluster.kubectl("get", "hinf", "columns").splitlines()
+    assert heads.split() == [
+        "NAME",
+        "READY",
+        "REASON",
+        "GROUPS",
+        "GPU",
+        "CPU",
+        "STEPMS",
+        "SLOWESTRANK",
+        "AGE",
+    ]
+    assert row.split()[:9] == ["columns", "True", "AllGroupsReady", "1/1", "1", "2", "41.7", "0", "(cpu)"]
+    heads, row = cluster.kubectl("get", "hinf", "columns", "-o", "wide").splitlines()
+    assert heads.split()[-3:] == ["MODEL", "RESTARTS", "PLAN"]
+    assert row.split()[-3:] == ["hf://org/model", "3", "0a1b"]
+
+
+def test_it_is_among_all(cluster: Cluster, server: Server) -> None:
+    server.create(resource("listed"), dry_run=False)
+    assert "heteroinference.heteroinfer.dev/listed" in cluster.kubectl("get", "all", "-o", "name").split()
+
+
+def test_kubectl_scale_sets_the_groups(cluster: Cluster, server: Server) -> None:
+    created = server.create(resource("scaled"), dry_run=False)
+    status = HeteroInferenceStatus(replicas=1, selector="heteroinfer.dev/leader=true")
+    server.put_status("scaled", {**created, "status": status.dump()}, dry_run=False)
+    path = "/apis/heteroinfer.dev/v1alpha1/namespaces/default/heteroinferences/scaled/scale"
+    scale = json.loads(cluster.kubectl("get", "--raw", path))
+    assert scale["spec"] == {"replicas": 1}
+    assert scale["status"] == {"replicas": 1, "selector": "heteroinfer.dev/leader=true"}
+    cluster.kubectl("scale", "hinf/scaled", "--replicas=2")
+    assert cluster.kubectl("get", "hinf", "scaled", "-o", "jsonpath={.spec.replicas}") == "2"
+
+
+def test_a_status_cannot_be_written_with_the_spec(cluster: Cluster) -> None:
+    body = {**resource("specs"), "status": {"replicas": 7}}
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(body))
+    assert cluster.kubectl("get", "hinf", "specs", "-o", "jsonpath={.status}") == ""
+
+
+def test_kubectl_explain_describes_fields(cluster: Cluster) -> None:
+    said = cluster.kubectl("explain", "hinf.spec.roles.layers")
+    assert "Layers of each of the role's stages, in order" in said
