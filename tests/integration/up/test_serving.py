@@ -78,7 +78,7 @@ def test_group_is_served_falls_as_a_whole_is_served_again_and_then_fails_for_goo
 def test_killed_up_leaves_no_process(tmp_path: Path, model_dir: Path, port: str) -> None:
     """SIGKILL of `heteroinfer up` itself takes supervisors, ranks, engine and API server along."""
     file = write(tmp_path, resource(model_dir))
-    arguments = ["-f", file, "--port", port, "--log-dir", tmp_path / "logs"]
+    arguments: list[str | Path] = ["-f", file, "--port", port, "--log-dir", tmp_path / "logs"]
     # A killed process cannot remove its folders: this one's are in a folder of the test's own.
     with TemporaryDirectory(prefix="up-") as temporary, RunningUp(arguments, env={"TMPDIR": temporary}) as up:
         up.wait_ready()
