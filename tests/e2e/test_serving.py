@@ -5,6 +5,7 @@ The tests are one story and run in this order; each leaves the group serving for
 
 import concurrent.futures
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -106,13 +107,13 @@ def test_tokens_are_the_references(pair: Resource, model: tuple[Path, dict[str, 
 
 def test_the_columns_tell_the_state(pair: Resource) -> None:
     def row() -> dict[str, str]:
-        text = pair.cluster.kubectl("get", "hinf", "-n", NAMESPACE, pair.name)
-        header, values = (line.split("  ") for line in text.splitlines())
-        cells = [[cell.strip() for cell in line if cell.strip()] for line in (header, values)]
-        return dict(zip(*cells, strict=True))
+        header, values = pair.cluster.kubectl("get", "hinf", "-n", NAMESPACE, pair.name).splitlines()
+        starts = [word.start() for word in re.finditer(r"\S+", header)]
+        ends = [*starts[1:], len(values)]
+        return {header[a:b].strip(): values[a:b].strip() for a, b in zip(starts, ends, strict=True)}
 
     # Step times come with the first look after the requests, at most a minute later.
-    processes.wait_until("step times", lambda: "SLOWESTRANK" in row(), timeout_s=90)
+    processes.wait_until("step times", lambda: row()["SLOWESTRANK"] != "", timeout_s=90)
     got = row()
     assert (got["READY"], got["GROUPS"], got["GPU"], got["CPU"]) == ("True", "1/1", "0", "2")
     assert float(got["STEPMS"]) > 0

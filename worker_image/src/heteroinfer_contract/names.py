@@ -92,6 +92,8 @@ ENV_HETEROGENEOUS_DEVICE: Final = "VLLM_HETEROGENEOUS_DEVICE"
 # Paths on the supervisors' health port
 PATH_HEALTHZ: Final = "/healthz"
 PATH_READYZ: Final = "/readyz"
+PATH_API_HEALTH: Final = "/health"
+"""Of the OpenAI server, vLLM's own."""
 PATH_GROUP: Final = "/group"
 """Leader only: GroupStatus as JSON."""
 

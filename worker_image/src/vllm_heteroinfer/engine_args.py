@@ -7,6 +7,7 @@ device. Imports vLLM inside functions only: `arguments` is used without it.
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from heteroinfer_contract import names
 from heteroinfer_contract.engine_args import (
     MULTIMODAL_CPU_FIRST,
     TENSOR_MIXED_DEVICES,
@@ -40,6 +41,8 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
     eager = engine.eager_cpu if rank.device is Device.CPU else engine.eager_gpu
     timeout_s = str(int(launch.startup_timeout_s))
     return [
+        # Its supervisor asks twice a second; the user's own choice comes after and wins.
+        *("--disable-access-log-for-endpoints", names.PATH_API_HEALTH),
         *engine.extra_args,
         *("--model", engine.model),
         *("--served-model-name", engine.served_name),

@@ -18,8 +18,6 @@ from vllm_heteroinfer.launch.link import bind_host
 REQUEST_TIMEOUT_S = 5.0
 PROBE_INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 1.0
-API_HEALTH_PATH = "/health"
-"""vllm/entrypoints/serve/instrumentator/health.py@v0.32.0: 200 while the engine lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +105,7 @@ async def _api_is_healthy(host: str, port: int) -> bool:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                request = f"GET {API_HEALTH_PATH} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+                request = f"GET {names.PATH_API_HEALTH} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
                 writer.write(request.encode())
                 return (await reader.readline()).split(b" ")[1:2] == [b"200"]
             finally:
