@@ -21,6 +21,8 @@ MAX_PLANS: Final = 16
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 """A number that is never negative; 2**53 keeps exact in every JSON reader."""
+GroupCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""A number of groups; /scale reads it as an int32."""
 Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
 Hash = Annotated[str, Field(max_length=64)]
 RoleName = Annotated[str, Field(max_length=63)]
@@ -192,11 +194,11 @@ class HeteroInferenceStatus(StatusModel):
 
     observed_generation: Count | None = None
     """Generation of the spec that this status is about."""
-    replicas: Count = 0
+    replicas: GroupCount = 0
     """Groups that exist."""
-    ready_replicas: Count = 0
+    ready_replicas: GroupCount = 0
     """Groups that serve."""
-    updated_replicas: Count = 0
+    updated_replicas: GroupCount = 0
     """Groups of the update revision."""
     selector: Annotated[str, Field(max_length=512)] | None = None
     """Label selector of the groups' leaders, for /scale."""
