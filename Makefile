@@ -39,12 +39,15 @@ unit: setup  ## pure tests, seconds
 	$(PYTEST) tests/unit
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
+	@$(BIN)/python -m tests.cluster build
 	$(PYTEST) tests/integration
 
 e2e: setup  ## a real Kubernetes node with images of this tree; root
 	@if [ "$$(id -u)" != 0 ]; then \
 	  echo "make e2e starts a real Kubernetes node (containerd, kubelet, network name spaces) and must be root:" >&2; \
 	  echo "run it as root, or run the rest with: make lint types imports unit integration" >&2; exit 1; fi
+	@$(BIN)/python -m tests.cluster build
+	@$(BIN)/python -m tests.cluster images
 	$(PYTEST) tests/e2e
 
 cluster: setup  ## a real single-node Kubernetes with our images, until `make cluster-down`; root
