@@ -84,23 +84,16 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
         dear = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
         following: dict[int, tuple[int, tuple[int, ...]]] = {}
         for first, (cost, split) in best.items():
-            # Counted down, so that among equal splits earlier stages get more: the last has the head.
-            for count in range(_capacity(stage, sizes, min_tokens, first), 0, -1):
-                total = cost + dear * count + count * count
-                end = first + count
-                if end not in following or (total, _reverse(split)) < (
-                    following[end][0],
-                    _reverse(following[end][1]),
-                ):
+            for count in range(1, _capacity(stage, sizes, min_tokens, first) + 1):
+                total, end = cost + dear * count + count * count, first + count
+                known = following.get(end)
+                # Among equal splits earlier stages get more: the last has the head.
+                if known is None or total < known[0] or (total == known[0] and split > known[1]):
                     following[end] = (total, (*split, count))
         best = following
     if num_layers not in best:
         raise _too_large(budgets, sizes, min_tokens)
     return best[num_layers][1]
-
-
-def _reverse(split: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(-count for count in split)
 
 
 def _cost(sizes: Sizes, min_tokens: int, first: int, end: int) -> int:
