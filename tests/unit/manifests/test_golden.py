@@ -64,7 +64,7 @@ def _pods() -> WorkerPods:
 
 
 def _manifests() -> dict[str, Any]:
-    named = {f"pod-{pod.index}": _pods().build(pod) for pod in PLAN.pods}
+    named: dict[str, Any] = {f"pod-{pod.index}": _pods().build(pod) for pod in PLAN.pods}
     named["pod-inspect"] = build_inspect_pod(RESOURCE.spec, OWNER, ADDRESSING.model(RESOURCE.spec), IMAGES)
     for child in build_children(RESOURCE.spec, OWNER, [PLAN]):
         named[f"{child['kind']}-{child['metadata']['name']}".lower()] = child

@@ -257,7 +257,7 @@ def test_delete_ends_pods_then_the_finalizer(world: World) -> None:
     assert world.finalizers == (names.FINALIZER,), "pods are still there"
     world.reap()
     world.settle()
-    assert world.finalizers == ()
+    assert not world.finalizers
 
 
 def test_a_spec_that_cannot_be_read_touches_nothing_that_runs(world: World) -> None:

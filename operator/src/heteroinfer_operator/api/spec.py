@@ -17,6 +17,7 @@ from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, MAX_WORLD_SIZE, Rol
 
 MAX_ROLES: Final = 16
 MAX_GROUPS: Final = 64
+MAX_RESTARTS: Final = 20
 
 
 class StageOrder(StrEnum):
@@ -81,7 +82,7 @@ class StartupSpec(Model):
 class RestartSpec(Model):
     """How often a group is started again."""
 
-    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 5
+    max_restarts: Annotated[int, Field(ge=0, le=MAX_RESTARTS)] = 5
     """Restarts within the window after which the group is Failed."""
     window: Duration = "1h"
     """Older restarts don't count."""

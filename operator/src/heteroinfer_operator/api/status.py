@@ -13,10 +13,10 @@ from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api.base import StatusModel, Text, Time, map_list
 from heteroinfer_operator.api.conditions import Condition
 from heteroinfer_operator.api.role import MAX_WORLD_SIZE
-from heteroinfer_operator.api.spec import MAX_GROUPS
+from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS
 
-MAX_FAILURES: Final = 10
-"""Failures that a group keeps, the newest."""
+MAX_FAILURES: Final = MAX_RESTARTS + 1
+"""Failures that a group keeps, the newest: enough to count the most restarts that can be allowed."""
 MAX_PLANS: Final = 16
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
