@@ -101,6 +101,11 @@ def wait_next_epoch(pair: Resource, watch: ReadyWatch, fell_at: float, epoch: in
     assert group["epoch"] == epoch
 
 
+def test_the_installation_tests_itself(installed: NodeCluster) -> None:
+    said = installed.helm("test", RELEASE, "--namespace", SYSTEM, "--timeout", "60s")
+    assert "Phase:          Succeeded" in said
+
+
 def test_tokens_are_the_references(pair: Resource, model: tuple[Path, dict[str, Any]]) -> None:
     check_tokens(pair, model[1])
 
