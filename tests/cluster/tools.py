@@ -1,6 +1,6 @@
 """The programs that are built from pinned Go modules, and kept in the cache by what they are made of.
 
-A module folder under tools/ holds go.mod (with its `tool` lines) and go.sum, nothing else. A
+A folder under modules/ holds go.mod (with its `tool` lines) and go.sum, nothing else. A
 build is named by the hash of both and of the recipe here, so that a changed pin is a new build
 and an old one is never taken for it.
 """
@@ -33,7 +33,7 @@ class Tool:
 
     @property
     def source(self) -> Path:
-        return CLUSTER_SOURCE / "tools" / self.name
+        return CLUSTER_SOURCE / "modules" / self.name
 
 
 KUBERNETES = Tool(

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import socket
 import ssl
 import threading
 import time
@@ -148,6 +149,9 @@ class ReadyWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Ends the read of the other thread; closing under it would take its buffer away.
+        self._connection.sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
         self._connection.close()
 
     def wait_for(self, accept: Callable[[str, str], bool], timeout_s: float, *, since: float = 0.0) -> float:
@@ -167,11 +171,8 @@ class ReadyWatch:
         self._connection.request("GET", self._path)
         answer = self._connection.getresponse()
         self._started.set()
-        try:
-            while line := answer.readline():
-                self._note(json.loads(line)["object"])
-        except (OSError, ValueError):
-            return  # closed by __exit__
+        while line := answer.readline():
+            self._note(json.loads(line)["object"])
 
     def _note(self, resource: dict[str, Any]) -> None:
         for condition in resource.get("status", {}).get("conditions", ()):

@@ -1,0 +1,102 @@
+"""A killed rank of a real group ends the whole group at once, and every pod names it."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from tests.integration.worker.conftest import Reference
+from tests.integration.worker.groups import Group, build_plan, fetch, start_group
+
+pytestmark = pytest.mark.timeout(600)
+
+NAMED_WITHIN_S = 2.0
+ENDED_WITHIN_S = 10.0
+"""The supervisors wait for the kernel to take back the memory of what they killed."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+MAX_TOKENS = 400
+
+
+@pytest.mark.parametrize("decoding", [False, True], ids=["idle", "decoding"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_by_all(
+    model: Path, reference: Reference, tmp_path: Path, *, rank: int, decoding: bool
+) -> None:
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1])
+    with start_group(plan, tmp_path, env=ONE_THREAD) as group, ThreadPoolExecutor(4) as pool:
+        group.wait_ready()
+        requests = ask(group, reference, pool) if decoding else []
+        pids = session_pids(group)
+        killed_at = time.time()
+        os.kill(rank_pid(group, rank), signal.SIGKILL)
+        wait_not_ready(group, killed_at)
+        for pod, member in enumerate(group.members):
+            code = member.process.wait(ENDED_WITHIN_S)
+            failure = group.failure(pod)
+            assert failure is not None, group.logs()
+            check_failure(failure, rank, killed_at)
+            assert code == (names.EXIT_RANK_FAILED if pod == rank else names.EXIT_PEER_FAILED)
+        for request in requests:
+            assert request.exception(30) is not None, "a request was answered by a group that has ended"
+        assert not living(pids)
+
+
+def ask(group: Group, reference: Reference, pool: ThreadPoolExecutor) -> "list[Future[list[int]]]":
+    """Returns requests under way: the group has run some of their decode steps."""
+    before = group.status().ranks[0].steps
+    requests = [
+        pool.submit(group.complete, answer["prompt_token_ids"], MAX_TOKENS) for answer in reference.values()
+    ]
+    deadline = time.monotonic() + 60
+    while group.status().ranks[0].steps < before + 20:
+        assert time.monotonic() < deadline, group.logs()
+        time.sleep(0.02)
+    assert not any(request.done() for request in requests)
+    return requests
+
+
+def rank_pid(group: Group, rank: int) -> int:
+    member = group.members[group.plan.ranks[rank].pod]
+    started = re.search(rf"started rank {rank} as process (\d+)", member.log.read_text())
+    assert started is not None, group.logs()
+    return int(started[1])
+
+
+def wait_not_ready(group: Group, killed_at: float) -> None:
+    url = f"http://127.0.0.1:{group.addresses[0].health_port}{names.PATH_READYZ}"
+    while fetch(url, timeout_s=1.0) is not None:
+        assert time.time() - killed_at < NAMED_WITHIN_S, group.logs()
+        time.sleep(0.02)
+
+
+def check_failure(failure: Failure, rank: int, killed_at: float) -> None:
+    assert (failure.reason, failure.rank, failure.exit_code) == (FailureReason.RANK_EXITED, rank, -9)
+    assert 0 <= failure.time - killed_at < NAMED_WITHIN_S
+
+
+def session_pids(group: Group) -> list[int]:
+    """Returns the processes below the supervisors."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], check=True, capture_output=True, text=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in listed.splitlines():
+        pid, parent = map(int, line.split())
+        children.setdefault(parent, []).append(pid)
+    found: list[int] = []
+    todo = [member.process.pid for member in group.members]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    assert len(found) >= 4  # two ranks, the API server and its engine
+    return found
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
