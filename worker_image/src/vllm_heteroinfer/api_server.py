@@ -41,8 +41,9 @@ def main() -> NoReturn:
     step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(int(step_timeout_s + _NAMING_S)))
     try:
-        args = parse(plan, launch)
-        asyncio.run(serve(args))
+        import uvloop
+
+        uvloop.run(serve(parse(plan, launch)))
     except KeyboardInterrupt:
         sys.exit(names.EXIT_STOPPED)
     except BaseException as error:
