@@ -58,7 +58,7 @@ cluster-down:  ## stops what `make cluster` started
 .PHONY: cluster-down
 
 bench: setup  ## our CPU group against stock vLLM, in one run
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.bench.pipeline_vs_stock
 
 lock: setup  ## newest allowed versions into the pinned files
 	@./.ci/lock $(BIN)/uv
