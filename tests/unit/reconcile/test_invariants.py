@@ -85,4 +85,4 @@ class GroupLife(RuleBasedStateMachine):
 
 
 TestGroupLife = GroupLife.TestCase
-TestGroupLife.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
+TestGroupLife.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
