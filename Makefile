@@ -51,7 +51,8 @@ e2e: setup  ## a real Kubernetes node with images of this tree; root
 	$(PYTEST) tests/e2e
 
 cluster: setup  ## a real single-node Kubernetes with our images, until `make cluster-down`; root
-	@$(BIN)/python -m tests.cluster up node --images
+	@$(WORKER_VENV)/bin/python -m tests.models .models/small
+	@$(BIN)/python -m tests.cluster up node --images --models .models
 
 cluster-down:  ## stops what `make cluster` started
 	@$(BIN)/python -m tests.cluster down

@@ -3,12 +3,14 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tests.cluster import images, tools
 from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.cluster.errors import ClusterError
 from tests.cluster.node import attach, start_node_cluster
 from tests.cluster.state import State, all_states
+from tests.cluster.volumes import volume_manifests
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("kind", choices=["control-plane", "node"])
     up.add_argument("--images", action="store_true", help="with the Dockerfile's images in the node")
+    up.add_argument(
+        "--models",
+        type=Path,
+        metavar="DIR",
+        help="with this folder as claim `models` of namespace default",
+    )
     down = commands.add_parser("down", help="stop clusters: those named, or all that `up` started")
     down.add_argument("names", nargs="*", metavar="NAME")
     env = commands.add_parser("env", help="print the lines that make a shell use a running cluster")
@@ -49,7 +57,7 @@ def _run(chosen: argparse.Namespace) -> None:
     elif chosen.command == "images":
         _images(chosen.targets or images.TARGETS, chosen.load)
     elif chosen.command == "up":
-        _up(chosen.kind, chosen.images)
+        _up(chosen.kind, chosen.images, chosen.models)
     elif chosen.command == "down":
         _down(chosen.names)
     elif chosen.command == "env":
@@ -64,14 +72,18 @@ def _images(targets: Sequence[str], load: bool) -> None:
         print(f"{image.reference} ({image.tag})")
 
 
-def _up(kind: str, with_images: bool) -> None:
+def _up(kind: str, with_images: bool, models: Path | None) -> None:
     ensure_tools(tools.ALL)
+    if models is not None and kind != "node":
+        raise ClusterError("a control plane has no node to mount a folder: leave --models out, or `up node`")
     if kind == "node":
         cluster: Cluster = start_node_cluster(images.ensure_images() if with_images else ())
     elif with_images:
         raise ClusterError("a control plane has no node to hold images: leave --images out, or `up node`")
     else:
         cluster = start_control_plane_only()
+    if models is not None:
+        cluster.kubectl("apply", "-f", "-", stdin=volume_manifests("default", models.resolve()))
     cluster.state.detach()
     _print_environment(cluster)
 

@@ -23,35 +23,6 @@ from tests.cluster.node import NodeCluster
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def volume_manifests(namespace: str, folder: Path) -> str:
-    """Returns a PersistentVolume on a folder of the node, and the claim `models` on it."""
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": f"models-{namespace}"},
-        "spec": {
-            "capacity": {"storage": "1Gi"},
-            "accessModes": ["ReadOnlyMany"],
-            "persistentVolumeReclaimPolicy": "Retain",
-            "storageClassName": "",
-            "claimRef": {"namespace": namespace, "name": "models"},
-            "hostPath": {"path": str(folder), "type": "Directory"},
-        },
-    }
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "models", "namespace": namespace},
-        "spec": {
-            "accessModes": ["ReadOnlyMany"],
-            "storageClassName": "",
-            "volumeName": f"models-{namespace}",
-            "resources": {"requests": {"storage": "1Gi"}},
-        },
-    }
-    return yaml.safe_dump_all([volume, claim])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resource:
     """One HeteroInference on the node.

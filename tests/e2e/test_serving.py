@@ -19,10 +19,12 @@ from heteroinfer_contract import metrics, names
 from tests.cluster import processes
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
-from tests.e2e.serving import ReadyWatch, Resource, volume_manifests
+from tests.cluster.volumes import volume_manifests
+from tests.e2e.serving import ReadyWatch, Resource
 from tests.models import PROMPTS, REFERENCE_TOKENS
 
 RELEASE = "heteroinfer"
+VALUES = REPOSITORY / "tests/cluster/values.yaml"
 SYSTEM = "heteroinfer-system"
 NAMESPACE = "serving"
 NOT_READY_S = 2.0
@@ -53,14 +55,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.fixture(scope="module")
 def installed(node_cluster: NodeCluster) -> NodeCluster:
     """The chart, installed as the README says, with the images of this tree."""
-    values = [
-        "image.repository=localhost/heteroinfer/operator",
-        "image.tag=test",
-        "workerImages.cpu=localhost/heteroinfer/worker-cpu:test",
-    ]
     node_cluster.helm(
         "install", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
-        "--create-namespace", "--wait", "--timeout", "120s", *(f"--set={value}" for value in values),
+        "--create-namespace", "--values", str(VALUES), "--wait", "--timeout", "120s",
     )  # fmt: skip
     return node_cluster
 

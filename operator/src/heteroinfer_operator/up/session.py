@@ -75,7 +75,9 @@ class Session:
         self._cluster = LocalCluster(
             options.document, options.local, on_change=self._look, on_event=self._tell_event
         )
-        decide = functools.partial(reconcile, options=Options(addressing=self._addressing, images=_IMAGES))
+        # Nobody adds a GPU to this machine while we wait.
+        fixed = Options(addressing=self._addressing, images=_IMAGES, nodes_may_come=False)
+        decide = functools.partial(reconcile, options=fixed)
         self._reconcile = build_process(self._cluster, decide)
         self._queue = WorkQueue(self._pass, workers=1)
         self._told: dict[str, tuple[str, str]] = {}
