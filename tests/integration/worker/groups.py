@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -244,10 +245,13 @@ def start_group(
     """
     launch = _launch(plan, log_dir, addresses, startup_timeout_s)
     group = Group(plan, launch.addresses, log_dir)
+    # Short, since vLLM's sockets go into it and a socket's path has at most 107 bytes.
+    scratch = tempfile.TemporaryDirectory(prefix="hi-")
     try:
         for pod in plan.pods:
             environment = {
                 **os.environ,
+                "TMPDIR": scratch.name,
                 **plan.to_env(),
                 **replace(launch, pod_index=pod.index).to_env(),
                 names.ENV_TERMINATION_MESSAGE_PATH: str(log_dir / f"termination-{pod.index}"),
@@ -259,6 +263,7 @@ def start_group(
         yield group
     finally:
         group.stop()
+        scratch.cleanup()
 
 
 @contextlib.contextmanager
