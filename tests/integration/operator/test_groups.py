@@ -80,3 +80,13 @@ async def test_a_leader_that_is_not_ready_or_makes_no_sense_gives_nothing(leader
         assert await client.observe([pod(1, uid="nobody-listens")]) == {}
     finally:
         await client.close()
+
+
+async def test_the_leader_of_a_group_that_falls_is_not_asked(leader: Leader) -> None:
+    client = GroupClient()
+    try:
+        follower = pod(1, uid="b", ready=False, leads=False)
+        assert await client.observe([pod(leader.port), follower]) == {}
+        assert leader.asked == 0
+    finally:
+        await client.close()

@@ -48,8 +48,18 @@ class GroupClient:
             await self._session.close()
 
     async def observe(self, pods: Iterable[PodRecord]) -> dict[int, GroupStatus]:
-        """Returns by group index what each leader that is Ready says of its group."""
-        leaders = {index: pod for pod in pods if (index := _led_group(pod)) is not None}
+        """Returns by group index what each leader says of its group, if all of its pods are Ready.
+
+        The leader of a group that falls is not asked: it may not answer any more, and the
+        decision about the group must not wait for that.
+        """
+        known = tuple(pods)
+        fallen = {_group(pod) for pod in known if pod.view.ended or not pod.view.ready}
+        leaders = {
+            index: pod
+            for pod in known
+            if (index := _led_group(pod)) is not None and _group(pod) not in fallen
+        }
         self._forget_old()
         answers = await asyncio.gather(*(self._ask(pod) for pod in leaders.values()))
         return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
@@ -84,8 +94,11 @@ class GroupClient:
             return None
 
 
+def _group(pod: PodRecord) -> str:
+    return pod.view.labels.get(names.LABEL_GROUP, "")
+
+
 def _led_group(pod: PodRecord) -> int | None:
-    labels = pod.view.labels
-    leads = labels.get(names.LABEL_LEADER) == "true" and pod.view.ready and not pod.view.ended
-    index = labels.get(names.LABEL_GROUP, "")
+    leads = pod.view.labels.get(names.LABEL_LEADER) == "true"
+    index = _group(pod)
     return int(index) if leads and pod.ip and pod.health_port and index.isdigit() else None
