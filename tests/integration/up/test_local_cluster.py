@@ -43,10 +43,13 @@ LEAVES_CHILDREN = """
     import os, subprocess, sys
     sleep = [sys.executable, '-c', 'import time; time.sleep(600)']
     # In another session, without the pod's environment, elsewhere: one trace less each time.
-    subprocess.Popen(sleep)
-    subprocess.Popen(sleep, start_new_session=True, env={})
-    subprocess.Popen(sleep, start_new_session=True, cwd='/')
-    open('started', 'w')
+    children = [
+        subprocess.Popen(sleep),
+        subprocess.Popen(sleep, start_new_session=True, env={}),
+        subprocess.Popen(sleep, start_new_session=True, cwd='/'),
+    ]
+    open('children', 'w').write(' '.join(str(child.pid) for child in children))
+    os.rename('children', 'started')
     if os.environ['STAY'] == 'yes':
         import time; time.sleep(600)
 """
@@ -154,7 +157,7 @@ async def test_killed_pod_has_the_exit_code_of_its_signal(tmp_path: Path) -> Non
     async with _cluster(tmp_path, SLEEPS) as running:
         await running.run(CreateObject(manifest=pod()))
         await running.wait_started()
-        (pid,) = Processes.below(os.getpid()).living()
+        (pid,) = _of_folder(running.folder).living()
         os.kill(pid, 9)
         (ended,) = await running.wait(_ended)
         assert ended.termination is not None
@@ -171,8 +174,9 @@ async def test_deleted_pod_is_gone_after_its_grace(tmp_path: Path, program: str)
         await running.run(DeleteObject(kind="Pod", name=created.name, uid=created.uid, grace_s=1))
         (deleting,) = (await running.observe()).pods
         assert (deleting.deleting, deleting.termination) == (True, None)
+        processes = _of_folder(running.folder)
         await running.wait(_gone)
-        assert Processes.below(os.getpid()).living() == []
+        assert processes.living() == []
 
 
 @pytest.mark.parametrize("stay", ["yes", "no"])
@@ -181,11 +185,12 @@ async def test_no_process_of_a_pod_outlives_it(tmp_path: Path, stay: str) -> Non
         await running.run(CreateObject(manifest=pod()))
         await running.wait_started()
         (created,) = (await running.observe()).pods
-        marked = _of_folder(running.folder)
-        assert marked
+        pids = [int(pid) for pid in (running.folder / "started").read_text().split()]
+        assert len(pids) == 3
+        children = Processes.of(pids)  # some may be gone already, if the program did not stay
         await running.run(DeleteObject(kind="Pod", name=created.name, uid=created.uid, grace_s=1))
         await running.wait(_gone)
-        assert marked.living() == []
+        assert children.living() == []
 
 
 def _of_folder(folder: Path) -> Processes:
