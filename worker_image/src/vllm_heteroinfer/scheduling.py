@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from heteroinfer_contract.plan import Plan
+from vllm_heteroinfer.steps import count_tokens
 
 
 class PipelineScheduler(Scheduler):
@@ -39,7 +40,7 @@ class PipelineScheduler(Scheduler):
                     # schedule() counts itself first, and skips while current < eligible.
                     request.next_decode_eligible_step = self.current_step + 2
         output = super().schedule(throttle_prefills)
-        if is_decode(output):
+        if count_tokens(output)[1]:
             self._decodes_in_flight.add(id(output))
         return output
 
@@ -47,17 +48,3 @@ class PipelineScheduler(Scheduler):
         """Takes a finished batch out of the pipeline, and does what vLLM does."""
         self._decodes_in_flight.discard(id(scheduler_output))
         return super().update_from_output(scheduler_output, *args, **kwargs)
-
-
-def is_decode(output: SchedulerOutput) -> bool:
-    """Returns whether a batch decodes for any request: one new token after others."""
-    cached = output.scheduled_cached_reqs
-    return any(
-        outputs > 0 and output.num_scheduled_tokens[request] == 1
-        for request, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True)
-    )
-
-
-def is_prefill(output: SchedulerOutput) -> bool:
-    """Returns whether a batch reads any prompt tokens."""
-    return bool(output.scheduled_new_reqs) or any(n > 1 for n in output.num_scheduled_tokens.values())

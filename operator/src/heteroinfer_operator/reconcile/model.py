@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
@@ -127,7 +127,7 @@ def _unreadable(pod: PodView, key: str, message: str, now: datetime) -> ModelDec
         reason="ModelNotReadable",
         message=message,
         deletes=_deletes([pod]) if again else (),
-        look_again_s=None if again else timedelta(seconds=_RETRY_S - age_s).total_seconds(),
+        look_again_s=None if again else _RETRY_S - age_s,
     )
 
 

@@ -117,10 +117,7 @@ def _act(
     )
     next_status = _next_status(observation, status, context, model, wanted, unwanted)
     actions: list[Action] = [*writes]
-    if next_status.dump() != dict(observation.resource.status):
-        actions.append(
-            PatchStatus(status=next_status.dump(), resource_version=observation.resource.resource_version)
-        )
+    actions += _status_write(observation, next_status)
     actions += [event for decision in decisions for event in decision.events]
     actions += _condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
@@ -284,10 +281,17 @@ def _refused(
     conditions = merge_conditions(status.conditions, [*kept, fresh], now=now)
     update = {"observed_generation": generation, "conditions": conditions}
     next_status = status.model_copy(update=update)
-    if next_status.dump() == dict(observation.resource.status):
-        return Decision()
-    patch = PatchStatus(status=next_status.dump(), resource_version=observation.resource.resource_version)
-    return Decision(actions=(patch, *_condition_events(status.conditions, conditions)))
+    patch = _status_write(observation, next_status)
+    events = _condition_events(status.conditions, conditions) if patch else []
+    return Decision(actions=(*patch, *events))
+
+
+def _status_write(observation: Observation, status: HeteroInferenceStatus) -> list[PatchStatus]:
+    """Returns the write of a status, or nothing if it is stored already."""
+    body = status.dump()
+    if body == dict(observation.resource.status):
+        return []
+    return [PatchStatus(status=body, resource_version=observation.resource.resource_version)]
 
 
 def _old_status(observation: Observation) -> HeteroInferenceStatus:

@@ -21,6 +21,7 @@ from vllm_heteroinfer.distributed import communicators
 from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
 from vllm_heteroinfer.metrics import RankMetrics
 from vllm_heteroinfer.rendezvous import Deadline, GroupStore
+from vllm_heteroinfer.steps import count_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -183,17 +184,6 @@ class GroupWorkerMixin:
                 f"rank {context.rank.rank} expects hidden states {ours}, but rank {peer} sends {theirs}; "
                 "mount the same model in every pod"
             )
-
-
-def count_tokens(output: "SchedulerOutput") -> tuple[int, int]:
-    """Returns a step's prompt tokens and its other tokens."""
-    cached = output.scheduled_cached_reqs
-    decode = sum(
-        1
-        for request, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True)
-        if outputs > 0 and output.num_scheduled_tokens[request] == 1
-    )
-    return output.total_num_scheduled_tokens - decode, decode
 
 
 def weight_bytes(model: Any) -> int:
