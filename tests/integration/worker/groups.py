@@ -39,18 +39,23 @@ def build_plan(
     layers: Sequence[int],
     pods: Sequence[int],
     tensor: int = 1,
+    mode: Mode = Mode.PIPELINE,
+    devices: Sequence[Device] | None = None,
     **engine: Any,
 ) -> Plan:
-    """Returns a plan of CPU ranks.
+    """Returns a plan of these ranks.
 
     Args:
         model: folder of the model.
         layers: of each stage.
         pods: ranks of each pod.
         tensor: ranks of each stage.
+        mode: pipeline or tensor.
+        devices: of each pod; CPUs by default.
         **engine: fields of EngineSettings to change.
     """
     ranks = []
+    devices = devices or [Device.CPU] * len(pods)
     pod_of = [pod for pod, count in enumerate(pods) for _ in range(count)]
     for rank, pod in enumerate(pod_of):
         stage = rank // tensor
@@ -61,7 +66,7 @@ def build_plan(
                 local_rank=rank - pod_of.index(pod),
                 pod=pod,
                 role=f"role-{pod}",
-                device=Device.CPU,
+                device=devices[pod],
                 stage=stage,
                 tensor_rank=rank % tensor,
                 first_layer=first,
@@ -79,7 +84,7 @@ def build_plan(
         "block_size": 32,
     }
     return Plan(
-        mode=Mode.PIPELINE,
+        mode=mode,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=len(layers),
         ranks=tuple(ranks),
