@@ -1,7 +1,8 @@
 """Metrics of one rank: where a step's time went, on its own HTTP port.
 
 Steps add up: step = compute + wait for peers + transfer, from the arrival of a step's call
-to its completion. Warm-up runs no steps of the engine, so it is not counted.
+to its completion, on a GPU the device's included; between steps a rank is idle. Warm-up runs no
+steps of the engine, so it is not counted.
 Imports prometheus_client; not torch or vLLM.
 """
 
@@ -10,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -31,8 +33,34 @@ _SMOOTHING = 0.1
 """Weight of the newest decode step in the moving averages that the supervisor gets."""
 
 
+@dataclass(slots=True)
+class _Step:
+    """What one step cost so far.
+
+    Attributes:
+        step_s: from its first call to its end, less the time between its calls, in seconds.
+        wait_s: of which waiting for peers.
+        transfer_s: of which copying and sending, by direction.
+        transfer_bytes: by direction.
+        tokens: prompt tokens and others, once known.
+        runs_on: whether the device still works on it after the worker's calls.
+        device_s: tells the time of the forward pass on the device; None on CPU ranks.
+    """
+
+    step_s: float = 0.0
+    wait_s: float = 0.0
+    transfer_s: dict[str, float] = field(default_factory=lambda: {"send": 0.0, "recv": 0.0})
+    transfer_bytes: dict[str, int] = field(default_factory=lambda: {"send": 0, "recv": 0})
+    tokens: tuple[int, int] | None = None
+    runs_on: bool = False
+    device_s: Callable[[], float] | None = None
+
+
 class RankMetrics:
-    """One rank's metrics and the meter of its steps; used by the worker's thread only."""
+    """One rank's metrics and the meter of its steps.
+
+    Used by the worker's thread; what `runs_on` returns may be called by another one.
+    """
 
     def __init__(self, rank: RankAssignment, launch: PodLaunch, reporter: "RankReporter") -> None:
         self.registry = CollectorRegistry()
@@ -43,12 +71,16 @@ class RankMetrics:
         def histogram(name: str, text: str, labels: tuple[str, ...]) -> Histogram:
             return Histogram(name, text, labels, buckets=_BUCKETS_S, registry=self.registry)
 
-        self._step = histogram(names.STEP_SECONDS, "Wall time of a step on this rank", by_phase)
+        self._step_seconds = histogram(names.STEP_SECONDS, "Wall time of a step on this rank", by_phase)
         self._compute = histogram(names.COMPUTE_SECONDS, "This rank's own compute in a step", by_phase)
+        self._device = histogram(names.DEVICE_SECONDS, "A step's forward pass on the GPU", by_phase)
         self._wait = histogram(names.WAIT_SECONDS, "Waiting for peers in a step", by_phase)
         self._transfer = histogram(names.TRANSFER_SECONDS, "Copying and sending in a step", by_direction)
         self._bytes = self._counter(names.TRANSFER_BYTES_TOTAL, "Bytes between ranks", by_direction)
         self._tokens = self._counter(names.TOKENS_TOTAL, "Tokens that passed this rank", by_phase)
+        self._idle = self._counter(
+            names.IDLE_SECONDS_TOTAL, "Between steps, waiting for the engine's next call", names.RANK_LABELS
+        ).labels(*self._labels)
         self.kv_cache_bytes = self._gauge(names.KV_CACHE_BYTES, "Size of this rank's KV cache")
         self.kv_blocks = self._gauge(names.KV_BLOCKS, "KV blocks of the group")
         self.weight_bytes = self._gauge(names.WEIGHT_BYTES, "Size of this rank's weights as loaded")
@@ -58,31 +90,67 @@ class RankMetrics:
         self._steps = 0
         self._averages: tuple[float, ...] = ()
         self._busy: str | None = None
-        self._begin_step()
+        self._step = _Step()
+        self._left: float | None = None
+        self._inside = False
+        self._lock = threading.Lock()
 
     def waited(self, seconds: float) -> None:
         """Adds time of this step spent waiting for a peer."""
-        self._wait_s += seconds
+        self._step.wait_s += seconds
 
     def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
         """Adds time and bytes of this step spent copying and sending; direction is `send` or `recv`."""
-        self._transfer_s[direction] += seconds
-        self._transfer_bytes[direction] += num_bytes
+        self._step.transfer_s[direction] += seconds
+        self._step.transfer_bytes[direction] += num_bytes
 
     def waiting_for(self, rank: int | None) -> None:
         """Tells the supervisor for whose message this rank waits now."""
         self._reporter.busy(self._busy, waiting_for_rank=rank)
 
+    def on_device(self, seconds: Callable[[], float]) -> None:
+        """Says how to read the time of this step's forward pass on the device, once the step is over."""
+        self._step.device_s = seconds
+
     def enter(self) -> None:
         """Begins, or goes on with, the step that the worker was called for."""
-        self._entered = time.perf_counter()
+        with self._lock:
+            self._entered, self._inside = time.perf_counter(), True
+            if self._left is not None:
+                self._idle.inc(self._entered - self._left)
         self._busy = f"step {self._steps + 1}"
         self._reporter.busy(self._busy)
 
     def leave(self) -> None:
-        """Ends one call of a step; between two calls of a step this rank is idle."""
-        self._step_s += time.perf_counter() - self._entered
+        """Ends one call of a step; between two calls this rank is idle."""
+        with self._lock:
+            self._left, self._inside = time.perf_counter(), False
+            if not self._step.runs_on:
+                self._step.step_s += self._left - self._entered
         self._reporter.busy(None)
+
+    def runs_on(self) -> Callable[[float], None]:
+        """Says that the device works on this step after the worker's calls; called between enter and leave.
+
+        Returns:
+            What to call once, from any thread, when it is done: with the seconds that its
+            last copy to the host took.
+        """
+        step, entered = self._step, self._entered
+        step.runs_on = True
+
+        def done(copy_s: float) -> None:
+            with self._lock:
+                now = time.perf_counter()
+                step.step_s = now - entered
+                if not self._inside:
+                    self._left = now  # until now it was not idle
+                step.transfer_s["send"] += copy_s
+                step.runs_on = False
+                if step.tokens is not None:
+                    self._record(step, step.tokens)
+
+        return done
 
     def finish_step(self, *, prefill_tokens: int, decode_tokens: int) -> None:
         """Records the step whose calls have all been left.
@@ -91,34 +159,36 @@ class RankMetrics:
             prefill_tokens: prompt tokens of the step; a step with any is a prefill.
             decode_tokens: others.
         """
-        phase = names.PHASE_PREFILL if prefill_tokens else names.PHASE_DECODE
-        transfer_s = sum(self._transfer_s.values())
-        compute_s = max(0.0, self._step_s - self._wait_s - transfer_s)
-        self._step.labels(*self._labels, phase).observe(self._step_s)
+        step, self._step, self._busy = self._step, _Step(), None
+        with self._lock:
+            step.tokens = (prefill_tokens, decode_tokens)
+            if not step.runs_on:
+                self._record(step, step.tokens)
+
+    def _record(self, step: _Step, tokens: tuple[int, int]) -> None:
+        phase = names.PHASE_PREFILL if tokens[0] else names.PHASE_DECODE
+        transfer_s = sum(step.transfer_s.values())
+        compute_s = max(0.0, step.step_s - step.wait_s - transfer_s)
+        self._step_seconds.labels(*self._labels, phase).observe(step.step_s)
         self._compute.labels(*self._labels, phase).observe(compute_s)
-        self._wait.labels(*self._labels, phase).observe(self._wait_s)
+        self._wait.labels(*self._labels, phase).observe(step.wait_s)
+        if step.device_s is not None:
+            self._device.labels(*self._labels, phase).observe(step.device_s())
         for direction in ("send", "recv"):
-            if self._transfer_bytes[direction]:
-                self._transfer.labels(*self._labels, direction).observe(self._transfer_s[direction])
-                self._bytes.labels(*self._labels, direction).inc(self._transfer_bytes[direction])
-        for label, tokens in ((names.PHASE_PREFILL, prefill_tokens), (names.PHASE_DECODE, decode_tokens)):
-            if tokens:
-                self._tokens.labels(*self._labels, label).inc(tokens)
+            if step.transfer_bytes[direction]:
+                self._transfer.labels(*self._labels, direction).observe(step.transfer_s[direction])
+                self._bytes.labels(*self._labels, direction).inc(step.transfer_bytes[direction])
+        for label, count in zip((names.PHASE_PREFILL, names.PHASE_DECODE), tokens, strict=True):
+            if count:
+                self._tokens.labels(*self._labels, label).inc(count)
         self._steps += 1
         if phase == names.PHASE_DECODE:
-            self._average(self._step_s, compute_s, self._wait_s, transfer_s)
+            self._average(step.step_s, compute_s, step.wait_s, transfer_s)
         self._reporter.step(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
-        self._begin_step()
 
     def _average(self, *newest: float) -> None:
         old = self._averages or newest
         self._averages = tuple(a + _SMOOTHING * (b - a) for a, b in zip(old, newest, strict=True))
-
-    def _begin_step(self) -> None:
-        self._step_s = self._wait_s = 0.0
-        self._busy = None
-        self._transfer_s = {"send": 0.0, "recv": 0.0}
-        self._transfer_bytes = {"send": 0, "recv": 0}
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(name, text, labels, registry=self.registry)

@@ -37,6 +37,9 @@ class Meter(Protocol):
     def waiting_for(self, rank: int | None) -> None:
         """Says for whose message this rank waits now; None when it has it."""
 
+    def runs_on(self) -> Callable[[float], None]:
+        """Says that the device works on after the step's calls; returns what to call at the end of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
@@ -115,7 +118,8 @@ class _Slot:
         self.host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
         self.staged = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else self.host
         self.columns = schema.views(self.staged)
-        self.copied = torch.cuda.Event() if on_gpu else None
+        self.copied = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self.filled = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self.send: _Send | None = None
 
 
@@ -241,7 +245,8 @@ class PipelineTransport:
             slot.send = _GlooSend(work)
         else:
             self._stage(slot, rows)
-            slot.send = _StagedSend(self._sender.submit(self._send_staged, slot, rows, peer))
+            done = self._meter.runs_on()
+            slot.send = _StagedSend(self._sender.submit(self._send_staged, slot, rows, peer, done))
         self._meter.transferred("send", time.perf_counter() - start, rows * self._schema.row_bytes)
         return []
 
@@ -259,8 +264,10 @@ class PipelineTransport:
         """Copies rows to the host on a stream of its own, after what made them."""
         assert self._copies is not None
         assert slot.copied is not None
+        assert slot.filled is not None
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
+            slot.filled.record(self._copies)
             slot.host[:rows].copy_(slot.staged[:rows], non_blocking=True)
             slot.copied.record(self._copies)
 
@@ -273,10 +280,12 @@ class PipelineTransport:
         slot.copied.record()
         self._meter.transferred("recv", time.perf_counter() - start, 0)
 
-    def _send_staged(self, slot: _Slot, rows: int, peer: int) -> None:
+    def _send_staged(self, slot: _Slot, rows: int, peer: int, done: Callable[[float], None]) -> None:
         assert slot.copied is not None
+        assert slot.filled is not None
         try:
             slot.copied.synchronize()
+            done(slot.filled.elapsed_time(slot.copied) / 1e3)
             work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
             work.wait(timedelta(seconds=self._timeout_s))
         except BaseException as error:  # nobody else would see it before the next hop

@@ -1,0 +1,438 @@
+"""Decode of an 8B-shaped model whose layers are partly off the GPU: ours against vLLM's two weight offloads.
+
+    python -m tests.bench.offload [--layers 4,8,16] [--requests 1,4,16,64] [--write FILE]
+
+Needs one GPU and a Python with vLLM's CUDA and CPU builds (the worker image's). In one run, one
+after the other, with dummy bf16 weights, torch.compile and CUDA graphs:
+
+    ours      the layers in a CPU stage, the others in a GPU stage behind it
+    uva       stock vLLM --cpu-offload-gb with the same bytes
+    prefetch  stock vLLM --offload-group-size with the same layers
+    alone     our GPU stage's layers as a model of its own: what that stage costs without a peer
+
+A step is (time of long answers - time of short ones) / (difference in tokens), all requests at once,
+so that prefill and start-up of requests cancel out; median over rounds.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract import metrics as names
+from heteroinfer_contract.plan import Device, Plan
+from tests.integration.worker.groups import Group, build_plan, fetch, start_group
+from tests.models import Recipe, cached_model
+
+LAYERS = 32
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
+LAYER_BYTES = 2 * (
+    HIDDEN * HIDDEN * 2 + 2 * KV_HEADS * HEAD_DIM * HIDDEN + 3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN
+)
+GIB = 1 << 30
+MAX_LEN, MAX_SEQS, MAX_TOKENS, BLOCK = 256, 64, 2048, 32
+KV_LAYER_BYTES = 2 * KV_HEADS * HEAD_DIM * 2 * MAX_LEN * (MAX_SEQS + 1)
+SHORT, START_TIMEOUT_S = 8, 500.0
+PROMPT_TOKENS = 16
+CAPTURE = json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked: how many requests at once, how many steps are timed, how often."""
+
+    requests: int
+    steps: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What one load cost, in seconds a step.
+
+    Attributes:
+        step_s: median over rounds.
+        ranks: of ours only; by rank, where the step's time went.
+    """
+
+    step_s: float
+    ranks: tuple[Mapping[str, float], ...] = ()
+
+
+def prompts(requests: int) -> list[list[int]]:
+    """Returns prompts that share no prefix."""
+    return [[(7 * i + j) % 500 + 1 for j in range(PROMPT_TOKENS)] for i in range(requests)]
+
+
+def measure(load: Load, ask: Callable[[int, int], float], scrape: Callable[[], Any] | None = None) -> Times:
+    """Returns the time of a step.
+
+    Args:
+        load: what to ask.
+        ask: (requests, tokens of each) -> seconds until the last answer.
+        scrape: returns the ranks' counters, read around the last round's long answers.
+    """
+    ask(load.requests, SHORT)  # warms up
+    steps, ranks = [], ()
+    for _ in range(load.rounds):
+        short = ask(load.requests, SHORT)
+        before = scrape() if scrape else None
+        long = ask(load.requests, SHORT + load.steps)
+        if scrape:
+            ranks = tuple(explain(a, b) for a, b in zip(before, scrape(), strict=True))
+        steps.append((long - short) / load.steps)
+    return Times(step_s=statistics.median(steps), ranks=ranks)
+
+
+def explain(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Returns seconds a decode step by part, of one rank, and what part of the wall time they are."""
+    spent = {key: after[key] - before[key] for key in after}
+    steps = max(1.0, spent["steps"])
+    parts = ("compute", "wait", "transfer", "idle")
+    explained = sum(spent[part] for part in parts) + spent["prefill"]
+    return {
+        **{part: spent[part] / steps for part in (*parts, "device")},
+        "explained": explained / spent["wall"],
+    }
+
+
+def counters(url: str) -> dict[str, float]:
+    """Returns a rank's sums, in seconds: decode steps by part, and everything else of its wall time."""
+    wall = time.perf_counter()
+    text = fetch(url + "/metrics")
+    assert text is not None, url
+
+    def total(name: str, **labels: str) -> float:
+        found = 0.0
+        for line in text.splitlines():
+            match = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
+            if match:
+                own = dict(re.findall(r'(\w+)="([^"]*)"', match[1]))
+                if all(own.get(key) == value for key, value in labels.items()):
+                    found += float(match[2])
+        return found
+
+    decode = {"phase": names.PHASE_DECODE}
+    return {
+        "wall": wall,
+        "steps": total(names.STEP_SECONDS + "_count", **decode),
+        "prefill": total(names.STEP_SECONDS + "_sum", phase=names.PHASE_PREFILL),
+        "compute": total(names.COMPUTE_SECONDS + "_sum", **decode),
+        "wait": total(names.WAIT_SECONDS + "_sum", **decode),
+        "transfer": total(names.STEP_SECONDS + "_sum", **decode)
+        - total(names.COMPUTE_SECONDS + "_sum", **decode)
+        - total(names.WAIT_SECONDS + "_sum", **decode),
+        "idle": total(names.IDLE_SECONDS_TOTAL),
+        "device": total(names.DEVICE_SECONDS + "_sum", **decode),
+    }
+
+
+def make_shape(folder: Path, tokenizer: Path, layers: int) -> Path:
+    """Returns a folder with the configuration of an 8B-shaped Llama of so many layers; it has no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in tokenizer.glob("*token*"):
+        shutil.copy(file, folder)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def plan_of(
+    model: Path, layers: Sequence[int], devices: Sequence[Device], options: argparse.Namespace
+) -> Plan:
+    """Returns a pipeline with one rank and one pod a stage."""
+    plan = build_plan(
+        model,
+        layers=layers,
+        pods=[1] * len(layers),
+        dtype="bfloat16",
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=MAX_SEQS,
+        block_size=BLOCK,
+        eager_gpu=False,
+        eager_cpu=not options.compile_cpu,
+        batches_in_flight=options.batches_in_flight,
+        extra_args=("--load-format", "dummy", "--compilation-config", CAPTURE),
+    )
+    ranks = tuple(
+        replace(rank, device=device, kv_cache_bytes=KV_LAYER_BYTES * rank.num_layers)
+        for rank, device in zip(plan.ranks, devices, strict=True)
+    )
+    return replace(plan, ranks=ranks)
+
+
+def run_group(
+    plan: Plan, loads: Sequence[Load], folder: Path, options: argparse.Namespace
+) -> dict[Load, Times]:
+    """Returns the times of one of our groups."""
+    env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    if options.threads:
+        env["OMP_NUM_THREADS"] = str(options.threads)
+    with start_group(plan, folder, env=env, startup_timeout_s=START_TIMEOUT_S) as group:
+        print(f"  ready after {group.wait_ready(START_TIMEOUT_S):.0f} s", flush=True)
+
+        def ask(requests: int, tokens: int) -> float:
+            return ask_group(group, requests, tokens)
+
+        def scrape() -> list[dict[str, float]]:
+            return [counters(group.metrics_url(rank.rank)) for rank in plan.ranks]
+
+        try:
+            return {load: show(load, measure(load, ask, scrape)) for load in loads}
+        except Exception:
+            print(group.logs(), flush=True)
+            raise
+
+
+def ask_group(group: Group, requests: int, tokens: int) -> float:
+    """Returns the seconds until all requests were answered."""
+    with ThreadPoolExecutor(requests) as pool:
+        start = time.perf_counter()
+        answers = list(pool.map(lambda prompt: group.complete(prompt, tokens), prompts(requests)))
+        seconds = time.perf_counter() - start
+    assert all(len(answer) == tokens for answer in answers)
+    return seconds
+
+
+def show(load: Load, times: Times) -> Times:
+    """Prints and returns `times`."""
+    print(f"  N={load.requests}: {times.step_s * 1e3:.2f} ms", *map(_rank_text, times.ranks), flush=True)
+    return times
+
+
+def _rank_text(parts: Mapping[str, float]) -> str:
+    return " ".join(
+        f"{name}={value:.1%}" if name == "explained" else f"{name}={value * 1e3:.2f}"
+        for name, value in parts.items()
+    )
+
+
+def run_stock(
+    model: Path, offload: Mapping[str, Any], loads: Sequence[Load], folder: Path, name: str
+) -> dict[Load, Times]:
+    """Returns the times of stock vLLM in a process of its own."""
+    command = [sys.executable, "-m", "tests.bench.offload", "--stock", json.dumps({
+        "model": str(model),
+        "offload": offload,
+        "loads": [[load.requests, load.steps, load.rounds] for load in loads],
+    })]  # fmt: skip
+    env = {
+        **os.environ,
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    log = folder / f"{name}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        with ending(process):
+            code = process.wait(START_TIMEOUT_S + 200)
+    text = log.read_text(errors="replace")
+    if code:
+        raise RuntimeError(f"stock vLLM with {offload} exited {code}:\n{text[-4000:]}")
+    steps = re.findall(r"^STEP (\d+) (\S+)$", text, re.MULTILINE)
+    found = {int(requests): float(step) for requests, step in steps}
+    return {load: show(load, Times(step_s=found[load.requests])) for load in loads}
+
+
+@contextlib.contextmanager
+def ending(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Ends a process and all that it started, by its session."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait(30)
+
+
+def stock_main(text: str) -> None:
+    """Runs in a process of its own: stock vLLM, offline."""
+    import vllm
+
+    given = json.loads(text)
+    llm = vllm.LLM(
+        model=given["model"],
+        dtype="bfloat16",
+        load_format="dummy",
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        block_size=BLOCK,
+        kv_cache_memory_bytes=KV_LAYER_BYTES * LAYERS,
+        compilation_config=json.loads(CAPTURE),
+        **given["offload"],
+    )
+
+    def ask(requests: int, tokens: int) -> float:
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        batch: Any = [{"prompt_token_ids": prompt} for prompt in prompts(requests)]
+        start = time.perf_counter()
+        answers = llm.generate(batch, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert all(len(answer.outputs[0].token_ids) == tokens for answer in answers)
+        return seconds
+
+    for requests, steps, rounds in given["loads"]:
+        times = measure(Load(requests=requests, steps=steps, rounds=rounds), ask)
+        print(f"\nSTEP {requests} {times.step_s}", flush=True)
+
+
+def run(options: argparse.Namespace) -> dict[str, dict[Load, Times]]:
+    """Returns the times of everything that was asked for, by `kind/layers off the GPU`."""
+    loads = [Load(requests=n, steps=options.steps, rounds=options.rounds) for n in options.requests]
+    results: dict[str, dict[Load, Times]] = {}
+    with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
+        folder = Path(scratch)
+        tokenizer = cached_model(Recipe())
+        whole = make_shape(folder / "whole", tokenizer, LAYERS)
+
+        def one(name: str, work: Callable[[], dict[Load, Times]]) -> None:
+            print(f"{name}", flush=True)
+            try:
+                results[name] = work()
+            except (AssertionError, RuntimeError, OSError) as error:
+                print(f"  FAILED: {str(error)[-6000:]}", flush=True)
+
+        if "gpu" in options.only:
+            one("gpu/0", partial(run_stock, whole, {}, loads, folder, "gpu"))
+        for off in options.layers:
+            on = LAYERS - off
+            uva = {"cpu_offload_gb": off * LAYER_BYTES / GIB}
+            prefetch = {"offload_backend": "prefetch", "offload_group_size": LAYERS // off}
+            part = make_shape(folder / f"part-{on}", tokenizer, on)
+            ours = plan_of(whole, [off, on], [Device.CPU, Device.GPU], options)
+            alone = plan_of(part, [on], [Device.GPU], options)
+            works: dict[str, Callable[[], dict[Load, Times]]] = {
+                "ours": partial(run_group, ours, loads, folder / f"ours-{off}", options),
+                "uva": partial(run_stock, whole, uva, loads, folder, f"uva-{off}"),
+                "prefetch": partial(run_stock, whole, prefetch, loads, folder, f"prefetch-{off}"),
+                "alone": partial(run_group, alone, loads, folder / f"alone-{off}", options),
+            }
+            for kind in options.only:
+                if kind in works:
+                    one(f"{kind}/{off}", works[kind])
+    return results
+
+
+def to_markdown(results: Mapping[str, Mapping[Load, Times]], options: argparse.Namespace) -> str:
+    """Returns the tables of docs/benchmarks.md."""
+    lines = [
+        "| layers off | requests | ours, ms | UVA, ms | prefetch, ms | UVA / ours | prefetch / ours |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    parts = [
+        "| layers off | N | rank | compute | on the device | peers | transfer | engine | explained | alone |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for off in options.layers:
+        for load in results.get(f"ours/{off}", {}):
+            by = {
+                kind: results.get(f"{kind}/{off}", {}).get(load)
+                for kind in ("ours", "uva", "prefetch", "alone")
+            }
+            lines.append(_row(off, load, by))
+            parts += _rank_rows(off, load, by)
+    return "\n".join([*lines, "", *parts])
+
+
+def _row(off: int, load: Load, by: Mapping[str, Times | None]) -> str:
+    def ms(kind: str) -> str:
+        times = by[kind]
+        return "failed" if times is None else f"{times.step_s * 1e3:.1f}"
+
+    def ratio(kind: str) -> str:
+        peer, ours = by[kind], by["ours"]
+        return "-" if peer is None or ours is None else f"{peer.step_s / ours.step_s:.2f}"
+
+    cells = [off, load.requests, ms("ours"), ms("uva"), ms("prefetch"), ratio("uva"), ratio("prefetch")]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _rank_rows(off: int, load: Load, by: Mapping[str, Times | None]) -> list[str]:
+    ours, alone = by["ours"], by["alone"]
+    rows = []
+    for rank, part in enumerate(ours.ranks if ours else ()):
+        own = f"{alone.ranks[0]['compute'] * 1e3:.2f}" if rank and alone else ""
+        cells = [f"{part[key] * 1e3:.2f}" for key in ("compute", "device", "wait", "transfer", "idle")]
+        who = f"{rank} ({'GPU' if rank else 'CPU'})"
+        rows.append(
+            "| "
+            + " | ".join([str(off), str(load.requests), who, *cells, f"{part['explained']:.0%}", own])
+            + " |"
+        )
+    return rows
+
+
+def main() -> int:
+    """Runs the comparison; see the module."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.offload")
+    parser.add_argument("--layers", type=numbers, default=[4, 8, 16])
+    parser.add_argument("--requests", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=["gpu", "ours", "uva", "prefetch", "alone"]
+    )
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of the CPU rank; 0: as the supervisor decides"
+    )
+    parser.add_argument("--batches-in-flight", type=int, default=1)
+    parser.add_argument("--compile-cpu", action="store_true")
+    parser.add_argument("--write", type=Path, help="write the tables to this file")
+    parser.add_argument("--stock", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stock:
+        stock_main(options.stock)
+        return 0
+    start = time.monotonic()
+    results = run(options)
+    page = to_markdown(results, options)
+    date = datetime.datetime.now(tz=datetime.UTC).date()
+    print(f"\n{date}, {os.cpu_count()} cores, {time.monotonic() - start:.0f} s\n{page}")
+    if options.write:
+        options.write.write_text(page + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
