@@ -4,12 +4,16 @@ The one place that knows how a group's processes are started; see `start_group`.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,9 +32,22 @@ from vllm_heteroinfer.launch.environment import rank_environment
 from vllm_heteroinfer.launch.host import observe_host
 
 REPOSITORY = Path(__file__).parents[3]
-WORKER_PYTHON = REPOSITORY / ".venv-worker/bin/python"
 READY_TIMEOUT_S = 300.0
 KV_CACHE_BYTES = 64 << 20
+FIRST_PORT, END_PORT = 10000, 32000
+"""Where test ports are taken from: below what the kernel gives to others unasked (ip_local_port_range)."""
+
+
+def _worker_python() -> Path:
+    named = os.environ.get("HETEROINFER_TEST_PYTHON")
+    if named:
+        return Path(named)
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    return Path(sys.executable) if has_vllm else REPOSITORY / ".venv-worker/bin/python"
+
+
+WORKER_PYTHON = _worker_python()
+"""What runs the pods: as HETEROINFER_TEST_PYTHON says, else this Python if it has vLLM, else .venv-worker's."""
 
 
 def build_plan(
@@ -92,13 +109,24 @@ def build_plan(
     )
 
 
+_next_port = random.SystemRandom().randrange(FIRST_PORT, END_PORT)
+_ports_lock = threading.Lock()
+
+
 def free_ports(count: int) -> list[int]:
-    """Returns ports of loopback that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
+    """Returns ports of loopback that are free, and that this process has not been given for long.
+
+    A group listens seconds after it got its ports: meanwhile no other one may get them.
+    """
+    global _next_port  # noqa: PLW0603 - one counter for every group of this process
+    found: list[int] = []
+    with _ports_lock:
+        while len(found) < count:
+            _next_port = _next_port + 1 if _next_port + 1 < END_PORT else FIRST_PORT
+            with socket.socket() as sock, contextlib.suppress(OSError):
+                sock.bind(("127.0.0.1", _next_port))
+                found.append(_next_port)
+    return found
 
 
 def build_addresses(plan: Plan) -> tuple[PodAddress, ...]:
@@ -124,11 +152,9 @@ def build_addresses(plan: Plan) -> tuple[PodAddress, ...]:
 def contiguous_ports(count: int) -> int:
     """Returns the first of `count` neighbouring ports that were free a moment ago."""
     while True:
-        (first,) = free_ports(1)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
+        ports = free_ports(count)
+        if ports[-1] == ports[0] + count - 1:
+            return ports[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +170,19 @@ class Member:
 
 
 class Group:
-    """A running group; use through `start_group`."""
+    """A running group; use through `start_group`.
 
-    def __init__(self, plan: Plan, addresses: tuple[PodAddress, ...], log_dir: Path) -> None:
+    Attributes:
+        scratch: the pods' folder for temporary files.
+    """
+
+    def __init__(
+        self, plan: Plan, addresses: tuple[PodAddress, ...], log_dir: Path, scratch: Path | None = None
+    ) -> None:
         self.plan = plan
         self.addresses = addresses
         self.log_dir = log_dir
+        self.scratch = scratch or log_dir
         self.members: list[Member] = []
 
     @property
@@ -235,6 +268,7 @@ def start_group(
     *,
     addresses: tuple[PodAddress, ...] | None = None,
     env: Mapping[str, str] | None = None,
+    pod_env: Mapping[int, Mapping[str, str]] | None = None,
     directories: Mapping[int, Path] | None = None,
     startup_timeout_s: float = READY_TIMEOUT_S,
 ) -> Iterator[Group]:
@@ -245,13 +279,14 @@ def start_group(
         log_dir: a file for each pod's output, and its termination message.
         addresses: of the pods; fresh ones by default.
         env: added to every pod's environment.
+        pod_env: added to the environment of some pods, by index; wins over `env`.
         directories: where some pods run, by index: what they see at a relative path.
         startup_timeout_s: of the pods' launch.
     """
     launch = _launch(plan, log_dir, addresses, startup_timeout_s)
-    group = Group(plan, launch.addresses, log_dir)
     # Short, since vLLM's sockets go into it and a socket's path has at most 107 bytes.
     scratch = tempfile.TemporaryDirectory(prefix="hi-")
+    group = Group(plan, launch.addresses, log_dir, Path(scratch.name))
     try:
         for pod in plan.pods:
             environment = {
@@ -261,6 +296,7 @@ def start_group(
                 **replace(launch, pod_index=pod.index).to_env(),
                 names.ENV_TERMINATION_MESSAGE_PATH: str(log_dir / f"termination-{pod.index}"),
                 **(env or {}),
+                **(pod_env or {}).get(pod.index, {}),
             }
             command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.launch.cli", "run"]
             where = (directories or {}).get(pod.index, log_dir)
