@@ -47,7 +47,7 @@ def _worker_python() -> Path:
 
 
 WORKER_PYTHON = _worker_python()
-"""What runs the pods: as HETEROINFER_TEST_PYTHON says, else this Python if it has vLLM, else .venv-worker's."""
+"""What runs the pods: HETEROINFER_TEST_PYTHON, else this Python if it has vLLM, else .venv-worker's."""
 
 
 def build_plan(
