@@ -78,7 +78,7 @@ def prompts(requests: int) -> list[list[int]]:
     return [[(7 * i + j) % 500 + 1 for j in range(PROMPT_TOKENS)] for i in range(requests)]
 
 
-def measure(load: Load, ask: Callable[[int, int], float], scrape: Callable[[], Any] | None = None) -> Times:
+def measure(load: Load, ask: Callable[[int, int], float], scrape: Callable[[], list[dict[str, float]]] | None = None) -> Times:
     """Returns the time of a step.
 
     Args:
@@ -87,10 +87,11 @@ def measure(load: Load, ask: Callable[[int, int], float], scrape: Callable[[], A
         scrape: returns the ranks' counters, read around the last round's long answers.
     """
     ask(load.requests, SHORT)  # warms up
-    steps, ranks = [], ()
+    steps: list[float] = []
+    ranks: tuple[Mapping[str, float], ...] = ()
     for _ in range(load.rounds):
         short = ask(load.requests, SHORT)
-        before = scrape() if scrape else None
+        before = scrape() if scrape else []
         long = ask(load.requests, SHORT + load.steps)
         if scrape:
             ranks = tuple(explain(a, b) for a, b in zip(before, scrape(), strict=True))

@@ -197,6 +197,15 @@ def test_an_eviction_does_not_count(world: World) -> None:
     assert world.status["groups"][0]["restarts"] == 0
 
 
+def test_a_written_default_is_no_revision(world: World) -> None:
+    world.serve()
+    before = world.status["updateRevision"]
+    world.change_spec(parallelism={"mode": "Pipeline", "batchesInFlight": 1})
+    world.settle()
+    assert world.status["updateRevision"] == before
+    assert world.workers() == ["demo-0-1-0", "demo-0-1-1"]
+
+
 def test_scale_is_no_revision(world: World) -> None:
     world.serve()
     before = world.status["updateRevision"]

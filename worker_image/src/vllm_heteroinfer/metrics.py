@@ -62,8 +62,12 @@ class RankMetrics:
     Used by the worker's thread; what `runs_on` returns may be called by another one.
     """
 
-    def __init__(self, rank: RankAssignment, launch: PodLaunch, reporter: "RankReporter") -> None:
+    def __init__(
+        self, rank: RankAssignment, launch: PodLaunch, reporter: "RankReporter", *, counts: bool = True
+    ) -> None:
+        """Makes the metrics; without `counts` none of a step is kept but what the supervisor is told."""
         self.registry = CollectorRegistry()
+        self.counts = counts
         self._reporter = reporter
         self._labels = (launch.group, str(rank.rank), str(rank.stage), rank.role, rank.device.value)
         by_phase, by_direction = (*names.RANK_LABELS, "phase"), (*names.RANK_LABELS, "direction")
@@ -169,6 +173,14 @@ class RankMetrics:
         phase = names.PHASE_PREFILL if tokens[0] else names.PHASE_DECODE
         transfer_s = sum(step.transfer_s.values())
         compute_s = max(0.0, step.step_s - step.wait_s - transfer_s)
+        if self.counts:
+            self._count(step, phase, tokens, compute_s)
+        self._steps += 1
+        if phase == names.PHASE_DECODE:
+            self._average(step.step_s, compute_s, step.wait_s, transfer_s)
+        self._reporter.step(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
+
+    def _count(self, step: _Step, phase: str, tokens: tuple[int, int], compute_s: float) -> None:
         self._step_seconds.labels(*self._labels, phase).observe(step.step_s)
         self._compute.labels(*self._labels, phase).observe(compute_s)
         self._wait.labels(*self._labels, phase).observe(step.wait_s)
@@ -181,10 +193,6 @@ class RankMetrics:
         for label, count in zip((names.PHASE_PREFILL, names.PHASE_DECODE), tokens, strict=True):
             if count:
                 self._tokens.labels(*self._labels, label).inc(count)
-        self._steps += 1
-        if phase == names.PHASE_DECODE:
-            self._average(step.step_s, compute_s, step.wait_s, transfer_s)
-        self._reporter.step(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
 
     def _average(self, *newest: float) -> None:
         old = self._averages or newest

@@ -86,10 +86,14 @@ def run(
 
     startup = Deadline.after(launch.startup_timeout_s)
     step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
-    meter = metrics.RankMetrics(rank, launch, reporter)
-    metrics.serve(
-        meter.registry, launch, rank, healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s
-    )
+    meter = metrics.RankMetrics(rank, launch, reporter, counts=counts_metrics(os.environ))
+    if meter.counts:
+        metrics.serve(
+            meter.registry,
+            launch,
+            rank,
+            healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
+        )
     store = GroupStore.host(launch, startup) if rank.rank == 0 else None
     config = engine_args.build_config(plan, launch, rank)
     reporter.phase(RankPhase.CONNECTING)
@@ -111,6 +115,14 @@ def run(
         fail=fail,
     )
     RankProcess(config, context).worker_busy_loop()
+
+
+def counts_metrics(env: Mapping[str, str]) -> bool:
+    """Returns whether metrics are kept and served; raises ContractError for another word than on or off."""
+    word = env.get(names.ENV_METRICS, "on")
+    if word not in {"on", "off"}:
+        raise ContractError(f"got {names.ENV_METRICS}={word!r}, expected on or off; set it in engine.env")
+    return word == "on"
 
 
 def agree(

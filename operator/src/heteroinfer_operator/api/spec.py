@@ -38,6 +38,8 @@ class ParallelismSpec(Model):
     """Stages."""
     stage_order: StageOrder = StageOrder.AUTO
     """Auto: CPU stages first and GPU stages last, so that the output head is on a GPU."""
+    batches_in_flight: Annotated[int, Field(ge=1, le=8)] = 1
+    """Decode batches in the pipeline at once; each reads all weights, so one is best where reading bounds."""
 
 
 class ShortageAction(StrEnum):

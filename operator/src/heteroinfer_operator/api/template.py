@@ -296,12 +296,14 @@ class EnvVar(Model):
             got_values=lambda variable: (variable.name,),
         ),
         Rule(
-            cel=f"!self.name.startsWith({cel_text(OWNED_ENV_PREFIX)}) "
+            cel=f"(!self.name.startsWith({cel_text(OWNED_ENV_PREFIX)}) "
+            f"|| self.name in [{', '.join(map(cel_text, names.USER_ENV))}]) "
             f"&& !(self.name in [{', '.join(map(cel_text, OWNED_ENV))}])",
             message="a variable that the plan or the operator sets; remove it, "
             "and set roles[].device, roles[].layers or network instead",
             holds=lambda variable: (
-                not (variable.name.startswith(OWNED_ENV_PREFIX) or variable.name in OWNED_ENV)
+                (not variable.name.startswith(OWNED_ENV_PREFIX) or variable.name in names.USER_ENV)
+                and variable.name not in OWNED_ENV
             ),
             got="%s",
             got_cel=("self.name",),

@@ -130,9 +130,11 @@ def revision(spec: HeteroInferenceSpec) -> str:
     """Returns a hash of the part of a spec whose change needs new pods.
 
     The number of groups, and how groups are restarted and rolled, are not in it: a
-    scale is no revision.
+    scale is no revision. Nor are defaults, so that an operator that knows one field more
+    leaves running groups alone.
     """
-    kept = {k: v for k, v in spec.dump().items() if k not in _NOT_IN_REVISION}
+    given = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    kept = {k: v for k, v in given.items() if k not in _NOT_IN_REVISION}
     return _hash(kept)[:10]
 
 

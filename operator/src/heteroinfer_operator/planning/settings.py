@@ -16,7 +16,13 @@ _DEFAULT_MAX_MODEL_LEN: Final = 8192
 
 
 def engine_settings(
-    spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: bool, served_name: str, model_path: str
+    spec: HeteroInferenceSpec,
+    profile: ModelProfile,
+    *,
+    has_cpu: bool,
+    has_mixed_stage: bool,
+    served_name: str,
+    model_path: str,
 ) -> EngineSettings:
     """Returns the settings of every rank.
 
@@ -24,6 +30,7 @@ def engine_settings(
         spec: what the user asks for.
         profile: of the model.
         has_cpu: whether any rank computes on a CPU.
+        has_mixed_stage: whether GPU and CPU ranks split the same layers.
         served_name: name in the OpenAI API.
         model_path: where the ranks find the model.
 
@@ -45,12 +52,12 @@ def engine_settings(
         # step grows with the rows from about 64 on (same measurements).
         max_num_seqs=64 if has_cpu else 256,
         block_size=BLOCK_SIZE,
-        # Auto keeps CUDA graphs and torch.compile: no collective sits inside a stage's forward.
-        eager_gpu=spec.engine.eager is When.ALWAYS,
+        # Auto keeps CUDA graphs and torch.compile unless a stage's forward holds collectives with
+        # CPU ranks, which cannot be captured (heteroinfer_contract.plan.eager_reason).
+        eager_gpu=spec.engine.eager is When.ALWAYS or has_mixed_stage,
         # Auto does not compile on CPUs: it needs a compiler in the image and 38 s once (2026-11-20).
         eager_cpu=spec.engine.eager is not When.NEVER,
-        # Two halves of a batch in flight would read all weights twice.
-        batches_in_flight=1,
+        batches_in_flight=spec.parallelism.batches_in_flight,
         extra_args=spec.engine.args,
     )
 

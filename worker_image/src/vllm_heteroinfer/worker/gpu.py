@@ -14,4 +14,5 @@ class HeteroGpuWorker(GroupWorkerMixin, Worker):
     def load_model(self, **kwargs: Any) -> None:
         """Loads as the mixin does, and has the device time each step's forward pass."""
         super().load_model(**kwargs)
-        DeviceTimer(self.model_runner, self.context.metrics.on_device)
+        if self.context.metrics.counts:
+            DeviceTimer(self.model_runner, self.context.metrics.on_device)
