@@ -7,7 +7,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.plan import Device, Mode, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Inventory
@@ -19,18 +19,28 @@ from tests.unit.planning.models import GIB, MIB, plan, profile, spec
 @st.composite
 def specs(draw: st.DrawFn) -> HeteroInferenceSpec:
     tensor = draw(st.sampled_from([1, 1, 2, 4]))
+    mode = draw(st.sampled_from(["Pipeline", "Tensor"]))
+    # In tensor mode a stage's ranks may be in several pods.
+    whole_stages = mode == "Pipeline" or draw(st.booleans())
     roles: list[dict[str, Any]] = []
     for i in range(draw(st.integers(1, 4))):
         device = draw(st.sampled_from(["CPU", "GPU"]))
         role: dict[str, Any] = {"name": f"r{i}", "device": device, "pods": draw(st.integers(1, 3))}
-        role["ranksPerPod"] = tensor * draw(st.integers(1, 3))
+        role["ranksPerPod"] = tensor * draw(st.integers(1, 3)) if whole_stages else draw(st.integers(1, 4))
         memory = draw(st.none() | st.integers(4, 200))
         if memory is not None and device == "GPU":
             role["deviceMemory"] = f"{memory}Gi"
         elif memory is not None:
             role["resources"] = {"limits": {"memory": f"{memory}Gi"}}
         roles.append(role)
-    parallelism = {"tensor": tensor, "stageOrder": draw(st.sampled_from(["Auto", "AsListed"]))}
+    if not whole_stages:
+        world = sum(role["pods"] * role["ranksPerPod"] for role in roles)
+        tensor = draw(st.sampled_from([size for size in (8, 4, 2) if world % size == 0] or [1]))
+    parallelism = {
+        "mode": mode,
+        "tensor": tensor,
+        "stageOrder": draw(st.sampled_from(["Auto", "AsListed"])),
+    }
     action = {"onGPUShortage": {"action": draw(st.sampled_from(["Wait", "CPUOnly"]))}}
     return spec(
         *roles, parallelism=parallelism, planning=action, engine={"maxModelLen": draw(st.integers(1, 20_000))}
@@ -70,6 +80,7 @@ def test_every_plan(parsed: HeteroInferenceSpec, model: ModelProfile, inventory:
         return
     event("planned")
     check_ranks(parsed, planned)
+    check_order(parsed, planned)
     check_layers(model, planned)
     check_memory(parsed, planned, inventory)
     assert Plan.from_env(planned.to_env()) == planned
@@ -87,7 +98,15 @@ def check_ranks(parsed: HeteroInferenceSpec, planned: Plan) -> None:
     for rank in planned.ranks:
         assert (rank.stage, rank.tensor_rank) == divmod(rank.rank, planned.tensor_parallel_size)
         assert rank.device is by_role[rank.role].device or rank.device is Device.CPU
-    if parsed.parallelism.stage_order == "Auto":
+
+
+def check_order(parsed: HeteroInferenceSpec, planned: Plan) -> None:
+    mixed = [stage for stage in range(planned.pipeline_parallel_size) if planned.is_mixed(stage)]
+    event(f"mixed stages: {len(mixed)}")
+    assert all(planned.stage(stage)[0].device is Device.GPU for stage in mixed)
+    assert parsed.parallelism.mode is Mode.TENSOR or not mixed
+    assert planned.engine.eager_gpu or not mixed
+    if parsed.parallelism.stage_order == "Auto" and parsed.parallelism.mode is Mode.PIPELINE:
         assert not any(a.device is Device.GPU and b.device is Device.CPU for a, b in pairwise(planned.ranks))
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract.plan import Device
+from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.planning import Inventory
-from tests.unit.planning.models import GIB, cpu, gpu, plan, profile, spec
+from tests.unit.planning.models import GIB, MIB, cpu, gpu, plan, profile, spec
 
 
 def refusal(parsed: HeteroInferenceSpec, **arguments: Any) -> PlanError:
@@ -65,11 +65,60 @@ def test_tensor_mode_takes_all_ranks_of_one_device_for_one_stage() -> None:
     assert (planned.tensor_parallel_size, planned.pipeline_parallel_size) == (4, 1)
 
 
-def test_tensor_mode_over_both_devices_is_refused() -> None:
-    error = refusal(spec(gpu(), cpu(), parallelism={"mode": "Tensor"}))
+def devices(planned: Plan) -> list[str]:
+    """Returns the devices of each stage, as `GC`."""
+    return [
+        "".join(rank.device.value[0] for rank in planned.stage(stage))
+        for stage in range(planned.pipeline_parallel_size)
+    ]
+
+
+def test_tensor_mode_over_both_devices_puts_the_gpu_first() -> None:
+    planned = plan(spec(cpu(), gpu(), parallelism={"mode": "Tensor"}, engine={"eager": "Never"}))
+    assert devices(planned.plan) == ["GC"]
+    assert planned.plan.layers_by_stage == (32,)
+    assert planned.plan.engine.eager_gpu, "a captured forward would hold collectives with the CPU"
+    assert not planned.plan.engine.eager_cpu
+    assert planned.notes[0] == eager_reason(planned.plan)
+    assert "mode Pipeline" in planned.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("roles", "parallelism", "stages"),
+    [
+        ([cpu(pods=2), gpu(pods=2)], {"pipeline": 2}, ["GC", "GC"]),
+        ([cpu(ranksPerPod=2), gpu(ranksPerPod=2)], {"tensor": 2}, ["CC", "GG"]),
+        ([cpu(pods=1), gpu(pods=3)], {"tensor": 2}, ["GG", "GC"]),
+        ([gpu(layers=[28]), cpu(layers=[4])], {}, ["C", "G"]),
+        ([cpu(pods=2), gpu(pods=2)], {"tensor": 2, "stageOrder": "AsListed"}, ["CC", "GG"]),
+    ],
+    ids=["same mix", "a device each", "one mixed", "layers given", "as listed"],
+)
+def test_stages_of_tensor_mode(roles: Any, parallelism: Any, stages: list[str]) -> None:
+    assert devices(plan(spec(*roles, parallelism={"mode": "Tensor", **parallelism})).plan) == stages
+
+
+def test_a_mixed_stage_with_the_cpu_listed_first_is_refused() -> None:
+    error = refusal(spec(cpu(), gpu(), parallelism={"mode": "Tensor", "stageOrder": "AsListed"}))
     assert error.reason == "UnsupportedParallelism"
-    assert "not built yet" in error.message
-    assert "set spec.parallelism.mode: Pipeline" in error.message
+    assert error.message.endswith("list the GPU roles first, or set parallelism.stageOrder: Auto")
+
+
+def test_a_mixed_stage_holds_what_its_tightest_rank_can() -> None:
+    roles = gpu(deviceMemory="80Gi"), cpu(memory="12Gi")
+    planned = plan(spec(*roles, parallelism={"mode": "Tensor"})).plan
+    gpu_rank, cpu_rank = planned.ranks
+    assert gpu_rank.kv_cache_bytes == cpu_rank.kv_cache_bytes
+    assert cpu_rank.weight_bytes - gpu_rank.weight_bytes == 1002 * MIB, "tables are packed and kept on CPUs"
+    # One block more (of 32 layers x half of the heads) would be too much for the CPU.
+    assert 11 * GIB - 32 * 32 * 2048 < cpu_rank.weight_bytes + cpu_rank.kv_cache_bytes <= 11 * GIB
+    assert cpu_rank.predicted_step_s > 10 * gpu_rank.predicted_step_s
+
+
+@pytest.mark.parametrize(("memory", "fits"), [("80Gi", True), ("12Gi", False)])
+def test_tensor_mode_of_a_model_that_fits_the_gpus_says_so(memory: str, *, fits: bool) -> None:
+    notes = plan(spec(gpu(deviceMemory=memory), cpu(), parallelism={"mode": "Tensor"})).notes
+    assert any("fits the GPUs alone" in note for note in notes) == fits
 
 
 def test_world_size_that_does_not_match_is_refused() -> None:
@@ -338,6 +387,11 @@ def test_settings_of_a_group_with_cpus() -> None:
         True,
         1,
     )
+
+
+def test_batches_in_flight_are_a_setting() -> None:
+    parsed = spec(gpu(), cpu(), parallelism={"batchesInFlight": 2})
+    assert plan(parsed).plan.engine.batches_in_flight == 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from heteroinfer_contract.engine_args import PLAN_OWNED, UNSUPPORTED, find_owned, find_refused
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.launch import PodAddress, PodLaunch
-from heteroinfer_contract.plan import Device, Mode, Plan
+from heteroinfer_contract.plan import Device, Mode, Plan, eager_reason
 from tests.integration.worker.groups import build_plan
 from vllm_heteroinfer import engine_args
 
@@ -104,9 +104,38 @@ def test_an_owned_argument_is_refused_with_what_to_do() -> None:
         engine_args.arguments(plan("--dtype=half"), LAUNCH, plan().ranks[0])
 
 
-def test_tensor_mode_over_devices_is_refused() -> None:
-    base = plan()
-    ranks = (base.ranks[0], replace(base.ranks[1], device=Device.GPU))
-    mixed = replace(base, mode=Mode.TENSOR, ranks=ranks)
-    with pytest.raises(ContractError, match="mode: Pipeline"):
+def mixed_stage(*devices: Device, mode: Mode = Mode.TENSOR) -> Plan:
+    return build_plan(
+        Path("/model"), layers=[8], pods=[1] * len(devices), tensor=len(devices), mode=mode, devices=devices
+    )
+
+
+def test_gpu_ranks_of_a_mixed_stage_run_eagerly_whatever_the_plan_says() -> None:
+    mixed = mixed_stage(Device.GPU, Device.CPU)
+    assert not mixed.engine.eager_gpu
+    assert "stage 0" in str(eager_reason(mixed))
+    assert "--enforce-eager" in engine_args.arguments(mixed, LAUNCH, mixed.ranks[0])
+    alone = mixed_stage(Device.GPU, Device.GPU)
+    assert eager_reason(alone) is None
+    assert "--no-enforce-eager" in engine_args.arguments(alone, LAUNCH, alone.ranks[0])
+
+
+def test_gpu_ranks_beside_cpu_ranks_do_not_tune_with_the_whole_world() -> None:
+    mixed = mixed_stage(Device.GPU, Device.CPU)
+    assert "--no-enable-flashinfer-autotune" in engine_args.arguments(mixed, LAUNCH, mixed.ranks[0])
+    assert "--no-enable-flashinfer-autotune" not in engine_args.arguments(mixed, LAUNCH, mixed.ranks[1])
+    alone = mixed_stage(Device.GPU, Device.GPU)
+    assert "--no-enable-flashinfer-autotune" not in engine_args.arguments(alone, LAUNCH, alone.ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("mixed", "remedy"),
+    [
+        (mixed_stage(Device.CPU, Device.GPU), "list the GPU roles first"),
+        (mixed_stage(Device.GPU, Device.CPU, mode=Mode.PIPELINE), "mode: Tensor"),
+    ],
+    ids=["cpu first", "pipeline mode"],
+)
+def test_mixed_stages_that_cannot_work_are_refused(mixed: Plan, remedy: str) -> None:
+    with pytest.raises(ContractError, match=remedy):
         engine_args.arguments(mixed, LAUNCH, mixed.ranks[0])

@@ -81,11 +81,17 @@ MULTIMODAL_CPU_FIRST: Final = Unsupported(
     why="vLLM runs the encoder on the first rank only, and its CPU encoder is untested in a group",
     remedy="put a GPU role first (parallelism.stageOrder: AsListed), or add --language-model-only",
 )
-TENSOR_MIXED_DEVICES: Final = Unsupported(
-    feature="tensor mode over GPU and CPU ranks",
+TENSOR_CPU_FIRST: Final = Unsupported(
+    feature="a stage shared by GPU and CPU ranks whose first rank is on a CPU",
     options=(),
-    why="collectives between a GPU and a CPU rank inside a layer are not built yet",
-    remedy="set spec.parallelism.mode: Pipeline, or give every role the same device",
+    why="the first rank samples for all and leads the warm-up, which on a GPU runs more than on a CPU",
+    remedy="list the GPU roles first, or set parallelism.stageOrder: Auto",
+)
+MIXED_STAGE_IN_PIPELINE: Final = Unsupported(
+    feature="a stage shared by GPU and CPU ranks in pipeline mode",
+    options=(),
+    why="its collectives sit inside the forward pass, so that CUDA graphs would be lost unasked",
+    remedy="set spec.parallelism.mode: Tensor, or give each stage one device",
 )
 
 UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
@@ -204,7 +210,8 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
         remedy="serve the model with plain vLLM",
     ),
     MULTIMODAL_CPU_FIRST,
-    TENSOR_MIXED_DEVICES,
+    TENSOR_CPU_FIRST,
+    MIXED_STAGE_IN_PIPELINE,
 )
 """What is refused in words; the only place where that is decided."""
 

@@ -172,6 +172,15 @@ class Plan:
         """Returns the number of layers of each pipeline stage."""
         return tuple(r.num_layers for r in self.ranks if r.tensor_rank == 0)
 
+    def stage(self, index: int) -> tuple[RankAssignment, ...]:
+        """Returns the ranks that split the layers of a stage, by tensor rank."""
+        first = index * self.tensor_parallel_size
+        return self.ranks[first : first + self.tensor_parallel_size]
+
+    def is_mixed(self, stage: int) -> bool:
+        """Returns whether GPU and CPU ranks split the layers of a stage."""
+        return len({rank.device for rank in self.stage(stage)}) > 1
+
     @property
     def hash(self) -> str:
         """Returns 16 hex digits that tell this plan from any other."""
@@ -218,3 +227,14 @@ class Plan:
     def _by_pod(self) -> Iterator[tuple[int, tuple[RankAssignment, ...]]]:
         for index, members in groupby(self.ranks, key=lambda r: r.pod):
             yield index, tuple(members)
+
+
+def eager_reason(plan: Plan) -> str | None:
+    """Returns why GPU ranks of a plan must run without CUDA graphs, or None if nothing forbids them."""
+    mixed = [str(stage) for stage in range(plan.pipeline_parallel_size) if plan.is_mixed(stage)]
+    if not mixed:
+        return None
+    return (
+        f"GPU and CPU ranks split the layers of stage {', '.join(mixed)}: a captured CUDA graph would hold "
+        "collectives that go through host memory, so GPU ranks run eagerly"
+    )

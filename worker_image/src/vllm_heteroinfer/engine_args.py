@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from heteroinfer_contract import names
 from heteroinfer_contract.engine_args import (
+    MIXED_STAGE_IN_PIPELINE,
     MULTIMODAL_CPU_FIRST,
-    TENSOR_MIXED_DEVICES,
+    TENSOR_CPU_FIRST,
     Unsupported,
     find_refused,
 )
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.launch import PodLaunch
-from heteroinfer_contract.plan import Device, Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import Device, Mode, Plan, RankAssignment, eager_reason
 from vllm_heteroinfer import process
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
     refused = find_refused(engine.extra_args)
     if refused is not None:
         raise ContractError(str(refused))
-    if plan.mode is Mode.TENSOR and len({r.device for r in plan.ranks}) > 1:
-        raise ContractError(_refusal("parallelism", TENSOR_MIXED_DEVICES))
-    eager = engine.eager_cpu if rank.device is Device.CPU else engine.eager_gpu
+    _check_stages(plan)
+    # The planner says so too; a plan written by hand must not hang in its first captured graph.
+    eager_gpu = engine.eager_gpu or eager_reason(plan) is not None
+    eager = engine.eager_cpu if rank.device is Device.CPU else eager_gpu
     timeout_s = str(int(launch.startup_timeout_s))
     return [
         # Its supervisor asks twice a second; the user's own choice comes after and wins.
@@ -57,6 +59,7 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
         *("--pipeline-parallel-size", str(plan.pipeline_parallel_size)),
         "--enforce-eager" if eager else "--no-enforce-eager",
         "--no-async-scheduling",
+        *_only_with_cpu_ranks(plan, rank),
         # Collectives on shared memory of one node would not reach the other pods.
         "--disable-custom-all-reduce",
         *("--scheduler-cls", SCHEDULER),
@@ -65,6 +68,24 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
         *("--host", process.bind_host(launch.leader.host)),
         *("--port", str(launch.leader.api_port)),
     ]
+
+
+def _check_stages(plan: Plan) -> None:
+    for stage in filter(plan.is_mixed, range(plan.pipeline_parallel_size)):
+        if plan.mode is not Mode.TENSOR:
+            raise ContractError(_refusal("parallelism", MIXED_STAGE_IN_PIPELINE))
+        if plan.stage(stage)[0].device is Device.CPU:
+            raise ContractError(_refusal("roles", TENSOR_CPU_FIRST))
+
+
+def _only_with_cpu_ranks(plan: Plan, rank: RankAssignment) -> list[str]:
+    """Returns what keeps a GPU rank from collectives over all ranks, which CPU ranks never call.
+
+    Source: vllm/model_executor/warmup/kernel_warmup.py::flashinfer_autotune@v0.32.0: it gathers over the
+    group and ends with a barrier of the world.
+    """
+    has_cpu = any(other.device is Device.CPU for other in plan.ranks)
+    return ["--no-enable-flashinfer-autotune"] if has_cpu and rank.device is Device.GPU else []
 
 
 def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Namespace:

@@ -122,12 +122,12 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBudget:
-    """What a stage may hold.
+    """What a stage may hold: that of its tightest rank, since its ranks have equal shares.
 
     Attributes:
-        role: name of its (first) role.
-        device: what it computes on.
-        budget: bytes of its tightest rank for weights and KV cache, or None if unknown.
+        role: name of the tightest rank's role.
+        device: CPU if any of its ranks computes on one.
+        budget: bytes of the tightest rank for weights and KV cache, or None if unknown.
         tables: of that, taken by embedding and head.
     """
 
@@ -146,19 +146,26 @@ def stage_budgets(
     stages: Sequence[Sequence[Seat]], sizes: Sizes, inventory: Inventory
 ) -> tuple[StageBudget, ...]:
     """Returns the budget of each stage; raises PlanError as rank_budget."""
-    result = []
-    for index, seats in enumerate(stages):
-        known = [budget for seat in seats if (budget := rank_budget(seat, inventory)) is not None]
-        placed = seats[0].placed
-        result.append(
-            StageBudget(
-                role=placed.role.name,
-                device=placed.device,
-                budget=min(known, default=None),
-                tables=sizes.tables(index, len(stages), placed.device),
-            )
+    return tuple(
+        min(
+            (_seat_budget(seat, index, len(stages), seats, sizes, inventory) for seat in seats),
+            # A rank of unknown memory bounds nothing as long as another's is known.
+            key=lambda stage: (stage.room is None, stage.room or 0),
         )
-    return tuple(result)
+        for index, seats in enumerate(stages)
+    )
+
+
+def _seat_budget(
+    seat: Seat, index: int, num_stages: int, seats: Sequence[Seat], sizes: Sizes, inventory: Inventory
+) -> StageBudget:
+    has_cpu = any(other.placed.device is Device.CPU for other in seats)
+    return StageBudget(
+        role=seat.placed.role.name,
+        device=Device.CPU if has_cpu else Device.GPU,
+        budget=rank_budget(seat, inventory),
+        tables=sizes.tables(index, num_stages, seat.placed.device),
+    )
 
 
 def gib(size: int) -> str:

@@ -7,12 +7,12 @@ from types import MappingProxyType
 from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings, Plan, RankAssignment
+from heteroinfer_contract.plan import Device, EngineSettings, Plan, RankAssignment, eager_reason
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import check_explicit, explicit_layers, split_by_memory
-from heteroinfer_operator.planning.memory import Sizes, StageBudget, gib, stage_budgets
+from heteroinfer_operator.planning.memory import Sizes, StageBudget, gib, rank_budget, stage_budgets
 from heteroinfer_operator.planning.settings import BLOCK_SIZE, engine_settings
 from heteroinfer_operator.planning.topology import Seat, Topology, lay_out
 
@@ -65,7 +65,12 @@ def make_plan(
     topology = lay_out(spec, inventory)
     _check_tensor(topology.tensor, profile)
     engine = engine_settings(
-        spec, profile, has_cpu=topology.has_cpu, served_name=served_name, model_path=model_path
+        spec,
+        profile,
+        has_cpu=topology.has_cpu,
+        has_mixed_stage=topology.has_mixed_stage,
+        served_name=served_name,
+        model_path=model_path,
     )
     sizes = Sizes.of(profile, engine, topology.tensor)
     budgets = stage_budgets(topology.stages, sizes, inventory)
@@ -82,7 +87,10 @@ def make_plan(
         ranks=_assign(topology, layers, budgets, sizes, engine),
         engine=engine,
     )
-    return Planned(plan=plan, notes=(*topology.notes, *_advice(topology, sizes, inventory, min_tokens)))
+    advice = _advice(topology, sizes, inventory, min_tokens)
+    if topology.has_mixed_stage:
+        advice = (*_tensor_advice(plan), *_fits_gpus_alone(topology, profile, engine, inventory, min_tokens))
+    return Planned(plan=plan, notes=(*topology.notes, *advice))
 
 
 def _check_tensor(tensor: int, profile: ModelProfile) -> None:
@@ -132,7 +140,7 @@ def _assign(
                 first_layer=first,
                 end_layer=end,
                 kv_cache_bytes=tokens * (end - first) * sizes.kv_bytes,
-                weight_bytes=sizes.layers(first, end) + budgets[stage].tables,
+                weight_bytes=sizes.layers(first, end) + sizes.tables(stage, len(layers), seat.placed.device),
                 predicted_step_s=read
                 * _sharing(seat, topology.stages[stage])
                 / READ_BYTES_PER_S[seat.placed.device],
@@ -170,6 +178,45 @@ def _kv_tokens(
     return max(min(*rooms, useful), _min_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
 
 
+def _tensor_advice(plan: Plan) -> tuple[str, ...]:
+    """Returns what the user should know of a plan with a mixed stage."""
+    slow_s, fast_s = (
+        sum(
+            max((r.predicted_step_s for r in plan.stage(stage) if r.device in devices), default=0.0)
+            for stage in range(plan.pipeline_parallel_size)
+        )
+        for devices in ((Device.CPU, Device.GPU), (Device.GPU,))
+    )
+    pace = (
+        f"every layer waits for its CPU ranks: a decode step reads weights for about {slow_s * 1e3:.1f} ms, "
+        f"the GPU ranks' share takes {fast_s * 1e3:.1f} ms of it; mode Pipeline gives CPUs only the layers "
+        "that GPUs can't hold, and keeps CUDA graphs"
+    )
+    return (str(eager_reason(plan)), pace)
+
+
+def _fits_gpus_alone(
+    topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory, min_tokens: int
+) -> tuple[str, ...]:
+    """Returns advice where GPUs split layers with CPUs: could they hold the model without them?"""
+    seats = [s for stage in topology.stages for s in stage if s.placed.device is Device.GPU]
+    budgets = [rank_budget(seat, inventory) for seat in seats]
+    known = [budget for budget in budgets if budget is not None]
+    if len(known) < len(budgets):
+        return ("the GPUs' memory is unknown; set deviceMemory to know whether CPUs are needed at all",)
+    whole = Sizes.of(profile, engine, 1)
+    need = whole.layers(0, profile.num_layers) + whole.tables(0, 1, Device.GPU)
+    need += profile.num_layers * whole.kv_bytes * min_tokens
+    return (_fits_alone(profile),) if need <= sum(known) else ()
+
+
+def _fits_alone(profile: ModelProfile) -> str:
+    return (
+        f"the model ({gib(profile.total_bytes)}) fits the GPUs alone; CPU ranks add capacity, not speed: "
+        "remove them"
+    )
+
+
 def _advice(topology: Topology, sizes: Sizes, inventory: Inventory, min_tokens: int) -> tuple[str, ...]:
     if not topology.is_mixed:
         return ()
@@ -181,5 +228,4 @@ def _advice(topology: Topology, sizes: Sizes, inventory: Inventory, min_tokens: 
         split_by_memory(budgets, sizes, min_tokens)
     except PlanError:
         return ()
-    size = gib(sizes.profile.total_bytes)
-    return (f"the model ({size}) fits the GPUs alone; CPU ranks add capacity, not speed: remove them",)
+    return (_fits_alone(sizes.profile),)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from heteroinfer_contract.engine_args import TENSOR_MIXED_DEVICES
+from heteroinfer_contract.engine_args import TENSOR_CPU_FIRST
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import (
     HeteroInferenceSpec,
@@ -69,6 +69,11 @@ class Topology:
         """Returns whether GPUs and CPUs compute together."""
         return len({seat.placed.device for stage in self.stages for seat in stage}) > 1
 
+    @property
+    def has_mixed_stage(self) -> bool:
+        """Returns whether GPUs and CPUs split the same layers."""
+        return any(len({seat.placed.device for seat in stage}) > 1 for stage in self.stages)
+
 
 def lay_out(spec: HeteroInferenceSpec, inventory: Inventory) -> Topology:
     """Returns the seats of a group.
@@ -81,25 +86,49 @@ def lay_out(spec: HeteroInferenceSpec, inventory: Inventory) -> Topology:
         PlanError: the sizes don't fit the roles.
     """
     placed, notes = _place(spec, inventory)
-    if spec.parallelism.mode is Mode.TENSOR and len({p.device for p in placed}) > 1:
-        refused = TENSOR_MIXED_DEVICES
-        raise PlanError(
-            f"parallelism.mode: got {refused.feature}, but {refused.why}; {refused.remedy}",
-            reason="UnsupportedParallelism",
-        )
-    if spec.parallelism.stage_order is StageOrder.AUTO:
-        # The head (1 GB for an 8B model) is read each step: on the CPU that costs 16-20 ms
-        # more (H200 host, 2026-11-20), so that the last stage is a GPU's.
-        placed = sorted(placed, key=lambda p: p.device is Device.GPU)
     tensor = tensor_size(spec)
-    pods = [p for p in placed for _ in range(p.role.pods)]
+    pods = _order(spec, placed, tensor)
     seats = [
         Seat(pod=pod, local_rank=local_rank, placed=p)
         for pod, p in enumerate(pods)
         for local_rank in range(p.role.ranks_per_pod)
     ]
     stages = tuple(tuple(seats[i : i + tensor]) for i in range(0, len(seats), tensor))
-    return Topology(tensor=tensor, stages=stages, notes=notes)
+    topology = Topology(tensor=tensor, stages=stages, notes=notes)
+    if topology.has_mixed_stage and any(_is_cpu_first(stage) for stage in stages):
+        refused = TENSOR_CPU_FIRST
+        raise PlanError(
+            f"roles: got {refused.feature}, but {refused.why}; {refused.remedy}",
+            reason="UnsupportedParallelism",
+        )
+    return topology
+
+
+def _order(spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int) -> list[PlacedRole]:
+    """Returns the role of each pod, in the order of pods."""
+    if spec.parallelism.stage_order is StageOrder.AS_LISTED:
+        return _pods(placed)
+    # The head (1 GB for an 8B model) is read each step: on the CPU that costs 16-20 ms
+    # more (H200 host, 2026-11-20), so that the last stage is a GPU's.
+    gpus_last = sorted(placed, key=lambda p: p.device is Device.GPU)
+    stages = spec.world_size // tensor
+    if spec.parallelism.mode is Mode.PIPELINE or placed[0].role.layers is not None:
+        return _pods(gpus_last)
+    gpus_first = sorted(placed, key=lambda p: p.device is Device.CPU)
+    if all(p.role.pods % stages == 0 for p in placed):
+        # Every stage the same mix, each led by a GPU.
+        return [p for _ in range(stages) for p in gpus_first for _ in range(p.role.pods // stages)]
+    cpu_ranks = sum(p.role.num_ranks for p in placed if p.device is Device.CPU)
+    return _pods(gpus_first if cpu_ranks % tensor else gpus_last)
+
+
+def _pods(placed: Sequence[PlacedRole]) -> list[PlacedRole]:
+    return [p for p in placed for _ in range(p.role.pods)]
+
+
+def _is_cpu_first(stage: Sequence[Seat]) -> bool:
+    devices = [seat.placed.device for seat in stage]
+    return devices[0] is Device.CPU and Device.GPU in devices
 
 
 def tensor_size(spec: HeteroInferenceSpec) -> int:
