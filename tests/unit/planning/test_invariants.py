@@ -19,32 +19,36 @@ from tests.unit.planning.models import GIB, MIB, plan, profile, spec
 @st.composite
 def specs(draw: st.DrawFn) -> HeteroInferenceSpec:
     tensor = draw(st.sampled_from([1, 1, 2, 4]))
-    mode = draw(st.sampled_from(["Pipeline", "Tensor"]))
-    # In tensor mode a stage's ranks may be in several pods.
-    whole_stages = mode == "Pipeline" or draw(st.booleans())
     roles: list[dict[str, Any]] = []
     for i in range(draw(st.integers(1, 4))):
         device = draw(st.sampled_from(["CPU", "GPU"]))
         role: dict[str, Any] = {"name": f"r{i}", "device": device, "pods": draw(st.integers(1, 3))}
-        role["ranksPerPod"] = tensor * draw(st.integers(1, 3)) if whole_stages else draw(st.integers(1, 4))
+        role["ranksPerPod"] = tensor * draw(st.integers(1, 3))
         memory = draw(st.none() | st.integers(4, 200))
         if memory is not None and device == "GPU":
             role["deviceMemory"] = f"{memory}Gi"
         elif memory is not None:
             role["resources"] = {"limits": {"memory": f"{memory}Gi"}}
         roles.append(role)
-    if not whole_stages:
-        world = sum(role["pods"] * role["ranksPerPod"] for role in roles)
-        tensor = draw(st.sampled_from([size for size in (8, 4, 2) if world % size == 0] or [1]))
-    parallelism = {
-        "mode": mode,
-        "tensor": tensor,
-        "stageOrder": draw(st.sampled_from(["Auto", "AsListed"])),
-    }
+    parallelism = {"tensor": tensor, "stageOrder": draw(st.sampled_from(["Auto", "AsListed"]))}
     action = {"onGPUShortage": {"action": draw(st.sampled_from(["Wait", "CPUOnly"]))}}
     return spec(
         *roles, parallelism=parallelism, planning=action, engine={"maxModelLen": draw(st.integers(1, 20_000))}
     )
+
+
+@st.composite
+def tensor_specs(draw: st.DrawFn) -> HeteroInferenceSpec:
+    """In tensor mode a stage's ranks may be in several pods, of either device."""
+    roles: list[dict[str, Any]] = []
+    for i, device in enumerate(draw(st.permutations(["CPU", "GPU", "CPU"]))[: draw(st.integers(2, 3))]):
+        role = {"name": f"r{i}", "device": device, "pods": draw(st.sampled_from([1, 2]))}
+        roles.append({**role, "ranksPerPod": draw(st.sampled_from([1, 1, 2]))})
+    world = sum(role["pods"] * role["ranksPerPod"] for role in roles)
+    sizes = [size for size in (2, 4, 8) if world % size == 0] or [1]
+    order = draw(st.sampled_from(["Auto", "AsListed"]))
+    parallelism = {"mode": "Tensor", "tensor": draw(st.sampled_from(sizes)), "stageOrder": order}
+    return spec(*roles, parallelism=parallelism)
 
 
 @st.composite
@@ -71,7 +75,7 @@ INVENTORIES = st.builds(
 )
 
 
-@given(specs(), profiles(), INVENTORIES)
+@given(specs() | tensor_specs(), profiles(), INVENTORIES)
 def test_every_plan(parsed: HeteroInferenceSpec, model: ModelProfile, inventory: Inventory) -> None:
     try:
         planned = plan(parsed, model, inventory).plan
