@@ -240,9 +240,13 @@ class Group:
     def logs(self) -> str:
         return "\n".join(f"--- {m.name}\n{m.log.read_text(errors='replace')[-6000:]}" for m in self.members)
 
-    def stop(self, timeout_s: float = 30.0) -> None:
+    def terminate(self) -> None:
+        """Asks every pod to stop."""
         for member in self.members:
             member.process.send_signal(signal.SIGTERM)
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        self.terminate()
         for member in self.members:
             try:
                 member.process.wait(timeout_s)
