@@ -2,17 +2,37 @@
 
 from typing import Any
 
+import torch
 from vllm.v1.worker.gpu_worker import Worker
 
+from heteroinfer_contract.plan import RankAssignment
 from vllm_heteroinfer.worker.common import GroupWorkerMixin
 from vllm_heteroinfer.worker.timing import DeviceTimer
+
+_ACTIVATIONS_BYTES = 1 << 30
+"""Beside weights and KV cache, for the check at start only; the profile run measures what is really needed."""
 
 
 class HeteroGpuWorker(GroupWorkerMixin, Worker):
     """vLLM's GPU worker as one rank of a group."""
+
+    def init_device(self) -> None:
+        """Joins the process groups, once the GPU has the free memory that the plan counts on.
+
+        vLLM would ask for 92 % of the whole GPU although the plan may count on a share of it.
+        Source: vllm/v1/worker/utils.py::request_memory@v0.32.0.
+        """
+        total = torch.cuda.get_device_properties(0).total_memory
+        self.cache_config.gpu_memory_utilization = memory_share(self.context.rank, total)
+        super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads as the mixin does, and has the device time each step's forward pass."""
         super().load_model(**kwargs)
         if self.context.metrics.counts:
             DeviceTimer(self.model_runner, self.context.metrics.on_device)
+
+
+def memory_share(rank: RankAssignment, total_bytes: int) -> float:
+    """Returns the share of a GPU's memory, at most 1, that must be free before `rank` starts."""
+    return min(1.0, (rank.weight_bytes + rank.kv_cache_bytes + _ACTIVATIONS_BYTES) / total_bytes)
