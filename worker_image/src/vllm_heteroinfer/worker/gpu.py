@@ -10,7 +10,7 @@ from vllm_heteroinfer.worker.common import GroupWorkerMixin
 from vllm_heteroinfer.worker.timing import DeviceTimer
 
 _ACTIVATIONS_BYTES = 1 << 30
-"""Beside weights and KV cache, for the check at start only; the profile run measures what is really needed."""
+"""Beside weights and KV cache, for the check at start only: the profile run measures what is needed."""
 
 
 class HeteroGpuWorker(GroupWorkerMixin, Worker):
