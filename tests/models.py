@@ -76,6 +76,9 @@ class Recipe:
         kv_heads: key/value heads.
         vocab_size: rows of the embedding, special tokens and bytes included.
         seed: of the random weights.
+        initializer_range: standard deviation of the weights. 0.15 is wide enough that the best token leads
+            clearly: greedy answers do not hang on the rounding of float32. Rounding to bf16 alone then moves
+            the best token's logprob by up to 0.26 (95 %), at 0.05 by 0.02.
     """
 
     layers: int = 8
@@ -85,6 +88,7 @@ class Recipe:
     kv_heads: int = 4
     vocab_size: int = 512
     seed: int = 0
+    initializer_range: float = 0.15
 
     def key(self) -> str:
         """Returns 16 hex digits of the recipe and of this file, which makes models of it."""
@@ -98,7 +102,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("HETEROINFER_CACHE") or Path(base) / "heteroinfer")
 
 
-def make_model(directory: Path, *, layers: int = 8, seed: int = 0, **sizes: int) -> Path:
+def make_model(directory: Path, *, layers: int = 8, seed: int = 0, **sizes: Any) -> Path:
     """Returns `directory`, holding the model of this recipe.
 
     Args:
@@ -225,8 +229,7 @@ def _write_weights(directory: Path, recipe: Recipe) -> None:
         eos_token_id=1,
         pad_token_id=2,
         tie_word_embeddings=False,
-        # Wide enough that the best token leads clearly: greedy answers do not hang on rounding.
-        initializer_range=0.15,
+        initializer_range=recipe.initializer_range,
     )
     model = LlamaForCausalLM(config).float()
     model.save_pretrained(directory)
@@ -242,7 +245,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.models")
     parser.add_argument("directory", type=Path)
     for field in dataclasses.fields(Recipe):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+        kind = type(field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     args = vars(parser.parse_args(argv))
     print(make_model(args.pop("directory"), **args))
     return 0
