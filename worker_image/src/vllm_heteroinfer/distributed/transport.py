@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from vllm_heteroinfer.distributed.errors import PeerLostError
+
 _ALIGNMENT_BYTES = 16
 """Columns of a row begin at multiples of this, so that each can be viewed as its dtype."""
 _SLOTS = 2
@@ -320,17 +322,3 @@ class _Receive:
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
-
-
-class PeerLostError(RuntimeError):
-    """A neighbour in the pipeline is gone or silent; the cause is with it, not with this rank.
-
-    Attributes:
-        peer: its rank.
-    """
-
-    def __init__(self, peer: int, waited_s: float, detail: str) -> None:
-        self.peer = peer
-        super().__init__(
-            f"waited {waited_s:.1f} s for hidden states of rank {peer}, which did not come: {detail}"
-        )

@@ -1,0 +1,87 @@
+"""What carries parts of tensors between the hosts' memories of a group's members."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+PART_BYTES = 4 << 20
+"""Most bytes of a tensor that go at once; a larger one goes in parts, so that copies overlap."""
+MESSAGE_BYTES = 4096
+"""Most bytes of an announcement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """Who is in the group.
+
+    Attributes:
+        group: its name, for errors.
+        ranks: global ranks, in the group's order.
+        index: this rank's place among them (its rank in the group).
+        listeners: rank in group of each member that `announce` reaches.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    index: int
+    listeners: tuple[int, ...]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks in group of the other members."""
+        return tuple(peer for peer in range(len(self.ranks)) if peer != self.index)
+
+
+class Buffer:
+    """Persistent bytes seen as elements of any dtype, without a new view a time."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """Takes `memory`: [num_bytes], uint8, any device, num_bytes a multiple of 8."""
+        self._views = {torch.uint8: memory}
+
+    def elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Returns the first `count` elements, sharing this memory."""
+        view = self._views.get(dtype)
+        if view is None:
+            view = self._views[dtype] = self._views[torch.uint8].view(dtype)
+        return view[:count]
+
+
+class Link(Protocol):
+    """One way between the members; the n-th publish of each belongs together.
+
+    A member publishes n + 1 only after it has read all that it wants of part n: two
+    buffers of each member then suffice, without a word of who has read what.
+    """
+
+    def outgoing(self) -> Buffer:
+        """Returns where this member puts the part that it publishes next."""
+
+    def publish(self, header: bytes, num_bytes: int) -> None:
+        """Lets the others see the outgoing part, of `num_bytes` bytes."""
+
+    def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
+        """Yields (rank in group, header, part) of each other member as they come.
+
+        Raises:
+            PeerLostError: one is gone or did not publish in time.
+        """
+
+    def announce(self, message: bytes) -> None:
+        """Sends bytes to each listener; waits only when 16 messages are not yet read.
+
+        Raises:
+            PeerLostError: a listener read nothing in time.
+        """
+
+    def listen(self, deadline_s: float) -> bytes:
+        """Returns the next announcement, waiting for at most `deadline_s` seconds.
+
+        Raises:
+            PeerLostError: none came.
+        """
+
+    def close(self) -> None:
+        """Gives back what it holds; the others see that this member is gone."""

@@ -1,0 +1,30 @@
+"""What goes wrong between ranks, told so that the supervisor can name the culprit."""
+
+
+class PeerLostError(RuntimeError):
+    """Another rank is gone or silent; the cause is with it, not with this rank.
+
+    Attributes:
+        peer: its global rank.
+    """
+
+    def __init__(self, peer: int, waited_s: float, detail: str, *, awaited: str = "hidden states") -> None:
+        self.peer = peer
+        super().__init__(
+            f"waited {waited_s:.1f} s for {awaited} of rank {peer}, which did not come: {detail}"
+        )
+
+
+class CollectiveMismatchError(RuntimeError):
+    """Two members of a group are at different collectives: what they would combine has no meaning.
+
+    Attributes:
+        peer: global rank of the member that differs from this one.
+    """
+
+    def __init__(self, group: str, peer: int, here: str, there: str) -> None:
+        self.peer = peer
+        super().__init__(
+            f"group {group}: {here}; {there}; every member must call the same collectives in the same "
+            "order: the forwards of these ranks differ, so the group must start again"
+        )
