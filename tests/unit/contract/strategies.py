@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_status import GroupStatus, RankPhase, RankStatus
-from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.launch import CpuBinding, PodAddress, PodLaunch
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
 
@@ -90,6 +90,7 @@ launches = st.builds(
     startup_timeout_s=seconds,
     heartbeat_timeout_s=seconds,
     network_interface=env_texts,
+    cpu_binding=st.sampled_from(CpuBinding),
 )
 failures = st.builds(
     Failure,
@@ -114,6 +115,9 @@ rank_statuses = st.builds(
     wait_s=seconds,
     transfer_s=seconds,
     heartbeat_age_s=seconds,
+    kv_blocks=counts,
+    kv_room_blocks=counts,
+    kv_room_bytes=counts,
 )
 group_statuses = st.builds(
     GroupStatus,

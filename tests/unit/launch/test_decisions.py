@@ -55,6 +55,15 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
             2,
         ),
         (
+            GroupView(
+                plan=PLAN,
+                beats=(beat(0, 0, RankPhase.SLEEPING), ALL[1], beat(2, 1, RankPhase.SLEEPING), ALL[3]),
+            ),
+            "asleep: rank 0, 2; POST /wake_up to the leader's API wakes the group",
+            0,
+            0,
+        ),
+        (
             GroupView(plan=PLAN, beats=(beat(0, 0, RankPhase.CONNECTING), ALL[1]), missing_pods=(1,)),
             "waiting: pod 1 has not connected, rank 0 (pod 0) is Connecting",
             1,

@@ -7,12 +7,18 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.launch import CpuBinding, PodAddress, PodLaunch
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+from vllm_heteroinfer.launch.cpus import Cpu
 from vllm_heteroinfer.launch.environment import Host, api_environment, rank_environment, threads_per_rank
 from vllm_heteroinfer.launch.host import cpu_quota
 
-HOST = Host(cpus=tuple(range(16)), cpu_quota=None, machine_cpus=64, address="10.0.0.7", interface="eth0")
+
+def cpus(count: int, *, nodes: int = 1) -> tuple[Cpu, ...]:
+    return tuple(Cpu(id=i, core=i, node=i * nodes // count) for i in range(count))
+
+
+HOST = Host(cpus=cpus(16), cpu_quota=None, machine_cpus=64, address="10.0.0.7", interface="eth0")
 
 
 def rank(number: int, pod: int, local: int, device: Device, first: int, end: int) -> RankAssignment:
@@ -66,6 +72,7 @@ def test_cpu_rank() -> None:
         "HOME": "/tmp",
         "CUDA_VISIBLE_DEVICES": "-1",
         "GLOO_SOCKET_IFNAME": "eth0",
+        "HETEROINFER_MEMORY_NODES": "",
         "HETEROINFER_RANK": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "7",
@@ -105,7 +112,7 @@ def test_users_variables_win_over_tuning_and_not_over_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "quota", "launch", "threads"),
+    ("count", "quota", "launch", "threads"),
     [
         (16, None, LEADER, 7),
         (16, None, FOLLOWER, 8),
@@ -117,15 +124,58 @@ def test_users_variables_win_over_tuning_and_not_over_the_plan() -> None:
         (8, 0.5, LEADER, 1),
     ],
 )
-def test_threads(cpus: int, quota: float | None, launch: PodLaunch, threads: int) -> None:
-    host = replace(HOST, cpus=tuple(range(cpus)), cpu_quota=quota)
-    assert threads_per_rank(PLAN, launch, host) == threads
+def test_threads(count: int, quota: float | None, launch: PodLaunch, threads: int) -> None:
+    host = replace(HOST, cpus=cpus(count), cpu_quota=quota)
+    plan = replace(PLAN, ranks=tuple(replace(r, device=Device.CPU) for r in PLAN.ranks))
+    assert threads_per_rank(plan, launch, host) == threads
 
 
-@pytest.mark.parametrize(("cpus", "quota", "pinned"), [(16, None, True), (64, None, False), (16, 8.0, False)])
-def test_pinned_only_with_whole_cores(cpus: int, quota: float | None, pinned: bool) -> None:
-    host = replace(HOST, cpus=tuple(range(cpus)), cpu_quota=quota)
-    assert ("OMP_PLACES" in rank_environment(PLAN, LEADER, PLAN.ranks[0], {}, host)) is pinned
+@pytest.mark.parametrize(
+    ("binding", "count", "quota", "bound"),
+    [
+        (CpuBinding.AUTO, 16, None, True),
+        (CpuBinding.AUTO, 16, 16.0, True),
+        (CpuBinding.AUTO, 64, None, False),
+        (CpuBinding.AUTO, 16, 8.0, False),
+        (CpuBinding.AUTO, 16, 15.5, False),
+        (CpuBinding.ALWAYS, 64, None, True),
+        (CpuBinding.ALWAYS, 64, 8.0, False),
+        (CpuBinding.NEVER, 16, None, False),
+    ],
+)
+def test_threads_are_bound_where_the_cores_are_the_pods_own(
+    binding: CpuBinding, count: int, quota: float | None, bound: bool
+) -> None:
+    host = replace(HOST, cpus=cpus(count), cpu_quota=quota)
+    launch = replace(LEADER, cpu_binding=binding)
+    assert ("OMP_PLACES" in rank_environment(PLAN, launch, PLAN.ranks[0], {}, host)) is bound
+
+
+def test_pods_of_one_machine_share_its_cores() -> None:
+    """`heteroinfer up`: a GPU rank and CPU ranks of two pods have one address; no CPU is given twice."""
+    one = tuple(PodAddress(host="127.0.0.1") for _ in range(3))
+    plan = replace(
+        PLAN,
+        ranks=(*PLAN.ranks[:2], replace(PLAN.ranks[2], local_rank=0), rank(3, 2, 0, Device.CPU, 28, 48)),
+    )
+    launches = [replace(LEADER, addresses=one, pod_index=pod) for pod in range(3)]
+    places = [
+        rank_environment(plan, launches[r.pod], r, {}, HOST)["OMP_PLACES"].strip("{}").split(",")
+        for r in plan.ranks
+        if r.device is Device.CPU
+    ]
+    assert [len(place) for place in places] == [4, 4, 4]  # 16 less two of the engine and one of the GPU rank
+    assert len({cpu for place in places for cpu in place}) == 12
+    assert {"0", "1", "2"}.isdisjoint(cpu for place in places for cpu in place)
+    host = replace(HOST, cpus=cpus(64))
+    assert threads_per_rank(plan, launches[2], host) == (64 - 3) // 3
+
+
+@pytest.mark.parametrize(("count", "first", "second"), [(16, "0", "1"), (64, "0,1", "0,1")])
+def test_memory_comes_from_the_nodes_of_a_ranks_cpus(count: int, first: str, second: str) -> None:
+    host = replace(HOST, cpus=cpus(count, nodes=2))
+    nodes = [rank_environment(PLAN, LEADER, PLAN.ranks[i], {}, host)[names.ENV_MEMORY_NODES] for i in (0, 1)]
+    assert nodes == [first, second]
 
 
 def test_ranks_of_a_pod_are_pinned_to_different_cpus() -> None:

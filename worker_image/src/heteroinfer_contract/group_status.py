@@ -17,6 +17,8 @@ class RankPhase(StrEnum):
     LOADING = "Loading"
     WARMING_UP = "WarmingUp"
     READY = "Ready"
+    SLEEPING = "Sleeping"
+    """Was ready, and has given memory back until it is woken (POST /sleep, POST /wake_up)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,10 @@ class RankStatus:
         wait_s: of which waiting for peers.
         transfer_s: of which sending and receiving.
         heartbeat_age_s: since the rank was last seen alive, in seconds.
+        kv_blocks: KV blocks it has, as many as every other rank; 0 while unknown.
+        kv_room_blocks: KV blocks that its memory had room for when it was measured, whatever
+            was planned; 0 while unknown.
+        kv_room_bytes: that room, in bytes.
     """
 
     rank: int
@@ -48,6 +54,9 @@ class RankStatus:
     wait_s: float = 0.0
     transfer_s: float = 0.0
     heartbeat_age_s: float = 0.0
+    kv_blocks: int = 0
+    kv_room_blocks: int = 0
+    kv_room_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

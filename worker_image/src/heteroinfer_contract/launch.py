@@ -7,10 +7,21 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError
+
+
+class CpuBinding(StrEnum):
+    """Whether the threads of a pod's CPU ranks are bound to cores."""
+
+    AUTO = "Auto"
+    """Where the pod's CPUs are its own: fewer than the machine has, and no quota below them."""
+    ALWAYS = "Always"
+    """Where nothing else computes on the machine; a quota still forbids it."""
+    NEVER = "Never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +61,7 @@ class PodLaunch:
         heartbeat_timeout_s: silence of a peer's supervisor after which it is lost.
         network_interface: for the process groups; `auto` takes the one that routes
             to the leader.
+        cpu_binding: whether threads of its CPU ranks are bound to cores.
     """
 
     group: str
@@ -60,6 +72,7 @@ class PodLaunch:
     startup_timeout_s: float = 1800.0
     heartbeat_timeout_s: float = 1.5
     network_interface: str = "auto"
+    cpu_binding: CpuBinding = CpuBinding.AUTO
 
     @property
     def leader(self) -> PodAddress:
@@ -82,6 +95,7 @@ class PodLaunch:
             names.ENV_STARTUP_TIMEOUT: repr(self.startup_timeout_s),
             names.ENV_HEARTBEAT_TIMEOUT: repr(self.heartbeat_timeout_s),
             names.ENV_NETWORK_INTERFACE: self.network_interface,
+            names.ENV_CPU_BINDING: self.cpu_binding.value,
         }
 
     @classmethod
@@ -100,6 +114,7 @@ class PodLaunch:
             "startup_timeout_s": _variable(env, names.ENV_STARTUP_TIMEOUT, float),
             "heartbeat_timeout_s": _variable(env, names.ENV_HEARTBEAT_TIMEOUT, float),
             "network_interface": _variable(env, names.ENV_NETWORK_INTERFACE, str),
+            "cpu_binding": _variable(env, names.ENV_CPU_BINDING, str),
         }
         return codec.from_mapping(cls, raw)
 

@@ -44,6 +44,9 @@ class RankReport:
     compute_s: float = 0.0
     wait_s: float = 0.0
     transfer_s: float = 0.0
+    kv_blocks: int = 0
+    kv_room_blocks: int = 0
+    kv_room_bytes: int = 0
     busy: str | None = None
     waiting_for_rank: int | None = None
 
@@ -125,6 +128,13 @@ class RankReporter:
                 compute_s=compute_s,
                 wait_s=wait_s,
                 transfer_s=transfer_s,
+            )
+
+    def kv_cache(self, *, blocks: int, room_blocks: int, room_bytes: int) -> None:
+        """Sets the KV blocks that this rank has, and the room that it measured for them."""
+        with self._state_lock:
+            self._report = replace(
+                self._report, kv_blocks=blocks, kv_room_blocks=room_blocks, kv_room_bytes=room_bytes
             )
 
     def busy(self, what: str | None, *, waiting_for_rank: int | None = None) -> None:

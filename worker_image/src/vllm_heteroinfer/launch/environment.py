@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.launch import CpuBinding, PodLaunch
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from vllm_heteroinfer.launch.cpus import Cpu, Place, allocate
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIDE_GPUS = "-1"
@@ -27,14 +28,14 @@ class Host:
     """This pod's machine, as far as its processes' environment needs it.
 
     Attributes:
-        cpus: ids of the CPUs this process may run on.
+        cpus: that this process may run on, by id.
         cpu_quota: CPUs' worth of time the cgroups allow; None without a limit.
         machine_cpus: CPUs of the machine.
         address: own IP address by which the leader is reached and reaches us.
         interface: name of the network interface that has it.
     """
 
-    cpus: tuple[int, ...]
+    cpus: tuple[Cpu, ...]
     cpu_quota: float | None
     machine_cpus: int
     address: str
@@ -70,6 +71,7 @@ def rank_environment(
     env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
     for name, value in _thread_settings(plan, launch, rank, host).items():
         env.setdefault(name, value)
+    env[names.ENV_MEMORY_NODES] = _memory_nodes(plan, launch, rank, host)
     return env
 
 
@@ -88,15 +90,43 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
 
 
 def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:
-    """Returns how many compute threads each CPU rank of this pod gets, at least 1."""
-    ranks = len(plan.pods[launch.pod_index].ranks)
-    return max(1, (host.usable_cpus - _reserved_cpus(launch, host)) // ranks)
+    """Returns how many compute threads each CPU rank of this pod gets where none is bound, at least 1."""
+    ranks = len(_neighbours(plan, launch, Device.CPU))
+    return max(1, (host.usable_cpus - _reserved_cpus(plan, launch, host)) // ranks)
 
 
-def _reserved_cpus(launch: PodLaunch, host: Host) -> int:
-    if launch.pod_index != 0 or host.usable_cpus == 1:
+def bound_place(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> Place | None:
+    """Returns the CPUs that a CPU rank's threads are bound to, or None if they shall not be bound.
+
+    Every supervisor of a machine comes to the same places, since each counts the CPU ranks of
+    all pods that have its own address, in rank order.
+    """
+    if launch.cpu_binding is CpuBinding.NEVER or host.usable_cpus < len(host.cpus):
+        return None
+    if launch.cpu_binding is CpuBinding.AUTO and not host.has_whole_cores:
+        return None
+    ranks = _neighbours(plan, launch, Device.CPU)
+    places = allocate(host.cpus, ranks=len(ranks), reserved=_reserved_cpus(plan, launch, host))
+    return None if places is None else places[ranks.index(rank)]
+
+
+def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
+    """Returns the CPUs that CPU ranks leave to the engine and to GPU ranks on the same machine."""
+    if host.usable_cpus == 1:
         return 0
-    return ENGINE_CPUS_OF_BIG_LEADER if host.usable_cpus >= BIG_POD_CPUS else 1
+    gpu_ranks = len(_neighbours(plan, launch, Device.GPU))
+    if launch.leader.host != launch.address.host:
+        return gpu_ranks
+    return gpu_ranks + (ENGINE_CPUS_OF_BIG_LEADER if host.usable_cpus >= BIG_POD_CPUS else 1)
+
+
+def _neighbours(plan: Plan, launch: PodLaunch, device: Device) -> list[RankAssignment]:
+    """Returns the ranks of a device on this machine: of every pod with this pod's address.
+
+    In a cluster each pod has an address of its own; under `heteroinfer up` all have one.
+    """
+    here = launch.address.host
+    return [r for r in plan.ranks if r.device is device and launch.addresses[r.pod].host == here]
 
 
 def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
@@ -127,18 +157,24 @@ def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
 
 
 def _thread_settings(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> dict[str, str]:
-    threads = threads_per_rank(plan, launch, host)
+    place = bound_place(plan, launch, rank, host)
+    threads = threads_per_rank(plan, launch, host) if place is None else len(place.cpus)
     settings = {
         "OMP_NUM_THREADS": str(threads),
         # vLLM's own binding follows affinity only, never the quota, and refuses more
         # ranks than NUMA nodes (vllm/utils/ompmultiprocessing.py::OMPProcessManager@v0.32.0).
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    if host.has_whole_cores:
-        # The reserved CPUs are the first ones; one place for all threads of a rank, so
-        # that what its main thread starts later is not pinned to a single CPU.
-        first = len(host.cpus) - threads * (len(plan.pods[launch.pod_index].ranks) - rank.local_rank)
-        own = host.cpus[max(0, first) : max(0, first) + threads]
-        settings["OMP_PLACES"] = "{" + ",".join(str(cpu) for cpu in own) + "}"
+    if place is not None:
+        # One place for all threads of a rank, so that what its main thread starts later is
+        # not pinned to a single CPU.
+        settings["OMP_PLACES"] = "{" + ",".join(str(cpu) for cpu in place.cpus) + "}"
         settings["OMP_PROC_BIND"] = "true"
     return settings
+
+
+def _memory_nodes(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> str:
+    """Returns the NUMA nodes that a rank shall have its memory on, "" where there is one only."""
+    nodes = sorted({cpu.node for cpu in host.cpus})
+    place = bound_place(plan, launch, rank, host)
+    return ",".join(map(str, nodes if place is None else place.nodes)) if len(nodes) > 1 else ""

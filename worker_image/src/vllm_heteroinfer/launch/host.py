@@ -6,12 +6,13 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.launch import PodLaunch
+from vllm_heteroinfer.launch.cpus import Cpu
 from vllm_heteroinfer.launch.environment import Host
 
 RESOLVE_INTERVAL_S = 0.5
@@ -36,12 +37,46 @@ def observe_host(launch: PodLaunch, address: str) -> Host:
         interface = launch.network_interface
         address = address_of(interface)
     return Host(
-        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        cpus=observe_cpus(sorted(os.sched_getaffinity(0)), Path("/sys/devices/system")),
         cpu_quota=cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text()),
         machine_cpus=os.cpu_count() or 1,
         address=address,
         interface=interface,
     )
+
+
+def observe_cpus(ids: Sequence[int], system: Path) -> tuple[Cpu, ...]:
+    """Returns the cores and NUMA nodes of these CPUs; each a core of node 0 where the kernel tells nothing.
+
+    Args:
+        ids: of the CPUs, ascending.
+        system: where the kernel shows its devices, /sys/devices/system.
+    """
+    nodes = {
+        cpu: int(node.name.removeprefix("node"))
+        for node in (system / "node").glob("node[0-9]*")
+        for cpu in parse_id_list((node / "cpulist").read_text())
+    }
+    return tuple(Cpu(id=cpu, core=_core(cpu, system), node=nodes.get(cpu, 0)) for cpu in ids)
+
+
+def _core(cpu: int, system: Path) -> int:
+    """Returns the number of a CPU's core: that of its first hyper-thread."""
+    try:
+        siblings = (system / f"cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return cpu
+    return min(parse_id_list(siblings), default=cpu)
+
+
+def parse_id_list(text: str) -> list[int]:
+    """Returns the numbers of a kernel list such as `0-2,8`."""
+    ids: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            ids += range(int(first), int(last or first) + 1)
+    return ids
 
 
 def interface_of(address: str) -> str:

@@ -208,6 +208,9 @@ def _beat(member: Member, assignment: RankAssignment, now_s: float) -> RankBeat:
         wait_s=report.wait_s,
         transfer_s=report.transfer_s,
         heartbeat_age_s=now_s - member.heard_at_s,
+        kv_blocks=report.kv_blocks,
+        kv_room_blocks=report.kv_room_blocks,
+        kv_room_bytes=report.kv_room_bytes,
     )
     busy_s = now_s - member.busy_since_s if report.busy is not None else 0.0
     return RankBeat(status=status, busy=report.busy, busy_s=busy_s, waiting_for_rank=report.waiting_for_rank)

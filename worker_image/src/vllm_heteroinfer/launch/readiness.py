@@ -42,7 +42,13 @@ class GroupView:
 
     @property
     def message(self) -> str:
-        """Returns what is waited for, "" when nothing is."""
+        """Returns what is waited for, "" when nothing is.
+
+        Readers take the phase of the ranks for it, not these words.
+        """
+        asleep = [str(s.rank) for s in self.statuses() if s.phase is RankPhase.SLEEPING]
+        if asleep and not self.missing_pods:
+            return f"asleep: rank {', '.join(asleep)}; POST /wake_up to the leader's API wakes the group"
         waits = [f"pod {pod} has not connected" for pod in self.missing_pods]
         waits += [
             f"rank {status.rank} (pod {status.pod}) is {status.phase}"
