@@ -1,5 +1,12 @@
 """Communicators of vLLM's process groups, by what the group's ranks are.
 
+| group | mode | communicator |
+|---|---|---|
+| pipeline | any | none |
+| all on GPUs | any | vLLM's CudaCommunicator (NCCL) |
+| on CPUs only | Pipeline | GroupCpuCommunicator (vLLM's shared memory, or gloo) |
+| with CPUs | Tensor | BridgeCommunicator |
+
 A pipeline group gets none: its hops are `distributed.transport`, and without a communicator
 neither side does hidden collectives, nor does CUDA graph capture look for one
 (vllm/distributed/parallel_state.py::GroupCoordinator.graph_capture@v0.32.0).
@@ -12,7 +19,7 @@ from typing import Any
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.launch import PodLaunch
-from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.plan import Device, Mode, Plan
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is on Linux
 
@@ -33,6 +40,8 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
     """
     if _is_pipeline(kwargs):
         return None
+    if Plan.from_env(os.environ).mode is Mode.TENSOR:
+        return _bridge_communicator(kwargs)
     import torch.distributed
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
@@ -89,9 +98,11 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
     plan = Plan.from_env(os.environ)
     ranks = torch.distributed.get_process_group_ranks(kwargs["cpu_group"])
     if any(plan.ranks[rank].device is not Device.GPU for rank in ranks):
+        if plan.mode is Mode.TENSOR:
+            return _bridge_communicator(kwargs)
         raise ContractError(
             f"group {kwargs.get('unique_name')}: got GPU and CPU ranks {ranks}, expected one device; "
-            "set spec.parallelism.mode: Pipeline"
+            "set spec.parallelism.mode: Tensor, or give each stage one device"
         )
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
@@ -123,6 +134,12 @@ def forget_shared_memory(*groups: Any) -> None:
         if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
             queue.buffer.shared_memory.unlink()
             queue.buffer.is_creator = False
+
+
+def _bridge_communicator(kwargs: dict[str, Any]) -> Any:
+    from vllm_heteroinfer.distributed.bridge_communicator import BridgeCommunicator
+
+    return BridgeCommunicator(**kwargs)
 
 
 def _is_pipeline(kwargs: dict[str, Any]) -> bool:

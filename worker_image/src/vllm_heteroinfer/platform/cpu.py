@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 class HeteroCpuPlatform(CpuPlatform):
     """CpuPlatform with our worker and communicators."""
 
+    # For small functions that vLLM compiles even where the model runs eagerly, such as the embedding's
+    # mask (vllm/model_executor/layers/vocab_parallel_embedding.py::get_masked_input_and_mask@v0.32.0): with
+    # inductor they need a C++ compiler in the image, and 24 s cold, while peers wait in the next collective.
+    simple_compile_backend = "eager"
+
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Applies vLLM's CPU rules, with our worker class."""
@@ -22,6 +27,11 @@ class HeteroCpuPlatform(CpuPlatform):
         # started by the supervisor. The one process that is started here is the engine, from the API
         # server, which computes nothing: by fork it saves importing everything again (10 s of a CPU).
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    @classmethod
+    def get_compile_backend(cls) -> str:
+        """Returns what compiles the model itself where the plan asks for it; vLLM's own choice."""
+        return "inductor"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

@@ -4,7 +4,8 @@ Mixed into vLLM's CPU or GPU worker; must not import either, since importing the
 in a GPU process replaces functions of torch (facts: Platform).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,17 +17,19 @@ from vllm.distributed.parallel_state import (
 
 from heteroinfer_contract.group_status import RankPhase
 from heteroinfer_contract.launch import PodLaunch
-from heteroinfer_contract.plan import Plan, RankAssignment
+from heteroinfer_contract.plan import Device, Mode, Plan, RankAssignment
 from vllm_heteroinfer.distributed import communicators
 from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
 from vllm_heteroinfer.metrics import RankMetrics
 from vllm_heteroinfer.rendezvous import Deadline, GroupStore
 from vllm_heteroinfer.steps import count_tokens
+from vllm_heteroinfer.worker import sampling
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_heteroinfer.launch.channel import RankReporter
+    from vllm_heteroinfer.worker.tensor_group import TensorGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,7 @@ class GroupWorkerMixin:
     context: RankContext
     _loaded_bytes = 0
     _transport: PipelineTransport | None = None
+    tensor_group: "TensorGroup | None" = None
 
     def attach(self, context: RankContext) -> None:
         """Gives the worker its context; called once, before `init_device`."""
@@ -71,6 +75,15 @@ class GroupWorkerMixin:
         """Joins the process groups."""
         super().init_device()  # type: ignore[misc]
         communicators.forget_shared_memory(get_tp_group(), get_world_group())
+        if self.context.plan.mode is Mode.TENSOR:
+            from vllm_heteroinfer.worker.tensor_group import TensorGroup
+
+            self.tensor_group = TensorGroup.of(
+                self.context,
+                get_tp_group(),
+                self.device,  # type: ignore[attr-defined]
+                self.vllm_config,  # type: ignore[attr-defined]
+            )
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads this stage's weights, then agrees with its neighbours on what a hop carries."""
@@ -83,6 +96,8 @@ class GroupWorkerMixin:
         context.reporter.phase(RankPhase.LOADING, self._loaded_bytes, self._loaded_bytes)
         if get_pp_group().world_size > 1:
             self._build_transport(model)
+        if self.tensor_group is not None and get_pp_group().is_last_rank:
+            self.tensor_group.share_samples(self.model_runner)  # type: ignore[attr-defined]
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """Returns the one layout that CPU attention reads; the lists of all ranks must be equal.
@@ -94,8 +109,14 @@ class GroupWorkerMixin:
     def determine_available_memory(self) -> int:
         """Returns the room for this rank's KV cache, in bytes, after one run of the largest batch."""
         self.context.reporter.phase(RankPhase.WARMING_UP, self._loaded_bytes, self._loaded_bytes)
-        self.warm_up()
-        return int(super().determine_available_memory())  # type: ignore[misc]
+        with self._warming_up("memory profile"):
+            self.warm_up()
+            return int(super().determine_available_memory())  # type: ignore[misc]
+
+    def _warming_up(self, phase: str) -> AbstractContextManager[None]:
+        if self.tensor_group is None:
+            return nullcontext()
+        return self.tensor_group.warming_up(self.model_runner, phase)  # type: ignore[attr-defined]
 
     def warm_up(self) -> None:
         """Runs what this device's worker does not run by itself before the first step."""
@@ -103,13 +124,18 @@ class GroupWorkerMixin:
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocates the KV cache: as many blocks as the rank with the least room has."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        if self.tensor_group is not None:
+            self.tensor_group.agree_on_order(self.model_runner)  # type: ignore[attr-defined]
         metrics = self.context.metrics
         metrics.kv_blocks.set(kv_cache_config.num_blocks)
         metrics.kv_cache_bytes.set(sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors))
 
     def compile_or_warm_up_model(self) -> Any:
         """Compiles and warms up; after it this rank is ready."""
-        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        with self._warming_up("warm-up"):
+            times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if self.tensor_group is not None:
+            self.tensor_group.ready()
         self.context.reporter.phase(RankPhase.READY, self._loaded_bytes, self._loaded_bytes)
         return times
 
@@ -118,16 +144,17 @@ class GroupWorkerMixin:
         rows = scheduler_output.total_num_scheduled_tokens
         if not rows:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
-        metrics = self.context.metrics
-        metrics.enter()
-        communicators.take_wait_s()
         if self._transport is not None:
             self._transport.expect(rows)
-        output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        metrics.waited(communicators.take_wait_s())
-        metrics.leave()
+        ends_here = not get_pp_group().is_last_rank
+        with self._call_of_step():
+            if self.tensor_group is not None:
+                self.tensor_group.begin_step()
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+            if self.tensor_group is not None and ends_here:
+                self.tensor_group.end_step()
         self._step_tokens = count_tokens(scheduler_output)
-        if not get_pp_group().is_last_rank or output is not None:
+        if ends_here or output is not None:
             self._finish_step()
         return output
 
@@ -135,13 +162,33 @@ class GroupWorkerMixin:
         """Samples on the last stage; elsewhere there is nothing to do."""
         if self._step_tokens is None:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
-        metrics = self.context.metrics
-        metrics.enter()
-        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        metrics.waited(communicators.take_wait_s())
-        metrics.leave()
+        runner = self.model_runner  # type: ignore[attr-defined]
+        group = self.tensor_group
+        if group is not None and not group.leads:
+            grammar_output = None  # a mask for samples that are not taken
+        # Their logits are computed after the samples have been shared.
+        meets_again = group is not None and bool(runner.num_prompt_logprobs)
+        with self._call_of_step(), self._seeds(runner):
+            output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+            if group is not None and meets_again:
+                group.end_step()
         self._finish_step()
         return output
+
+    @contextmanager
+    def _call_of_step(self) -> Iterator[None]:
+        metrics = self.context.metrics
+        metrics.enter()
+        communicators.take_wait_s()
+        with nullcontext() if self.tensor_group is None else self.tensor_group.inside_step():
+            yield
+        metrics.waited(communicators.take_wait_s())
+        metrics.leave()
+
+    def _seeds(self, runner: Any) -> AbstractContextManager[None]:
+        if self.context.rank.device is Device.GPU:
+            return nullcontext()
+        return sampling.without_discarded_seeds(runner.input_batch, runner.discard_request_mask.np)
 
     _step_tokens: tuple[int, int] | None = None
 

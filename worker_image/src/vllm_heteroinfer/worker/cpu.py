@@ -19,6 +19,16 @@ class HeteroCpuWorker(GroupWorkerMixin, CPUWorker):
         sync_and_gather_intermediate_tensors@v0.32.0 asserts it). It also shows before the
         first request that the activations fit.
         """
-        if self.compilation_config.mode == CompilationMode.NONE:
+        if self.compilation_config.mode == CompilationMode.NONE and not self._follows():
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.profile_run()
+
+    def _should_warm_up_model(self) -> bool:
+        """Returns whether this rank warms up by itself; a follower has already done what its leader did.
+
+        Source: vllm/v1/worker/cpu_worker.py::CPUWorker._should_warm_up_model@v0.32.0.
+        """
+        return not self._follows() and super()._should_warm_up_model()
+
+    def _follows(self) -> bool:
+        return self.tensor_group is not None and self.tensor_group.follows

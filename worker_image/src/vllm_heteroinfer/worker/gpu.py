@@ -1,4 +1,7 @@
-"""The worker of a GPU rank; keeps CUDA graphs, since no hop sits inside the forward pass."""
+"""The worker of a GPU rank; keeps CUDA graphs unless it splits its layers with CPU ranks.
+
+No hop sits inside the forward pass, but a collective with a CPU rank does.
+"""
 
 from typing import Any
 

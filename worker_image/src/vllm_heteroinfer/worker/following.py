@@ -1,0 +1,141 @@
+"""Warm-up of a tensor-parallel group with CPU ranks: its first rank leads, its CPU ranks follow.
+
+A GPU's warm-up runs forwards that depend on its kernels, caches and settings; nobody guesses
+which. The leader announces each one just before it really runs, and each follower runs exactly
+that one, so that the collectives inside meet. After warm-up the scheduler's steps are the
+announcement, and nothing of this is active. Imports torch; not vLLM.
+"""
+
+import contextlib
+import logging
+import struct
+from collections.abc import Callable, Iterator
+from enum import IntEnum, unique
+from typing import Any, Protocol
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+
+@unique
+class Event(IntEnum):
+    """What a leader announces."""
+
+    FORWARD = 1
+    """One pass through the model; the value is its tokens."""
+    LOGITS = 2
+    """One computation of logits; the value is its rows."""
+    END = 3
+    """The phase is over; the value is how many were announced before."""
+
+
+class FollowError(RuntimeError):
+    """A follower did not run what was announced; the text says what it ran."""
+
+
+_MESSAGE = struct.Struct("<ii")
+"""An event and its value."""
+
+
+class Announcer(Protocol):
+    """How a leader speaks; in order with the group's collectives."""
+
+    def announce(self, message: bytes) -> None:
+        """Tells every follower of the group."""
+
+
+@contextlib.contextmanager
+def leading(announcer: Announcer, model: torch.nn.Module, phase: str) -> Iterator[None]:
+    """Announces every forward pass and every computation of logits inside, and the end.
+
+    Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._dummy_run@v0.32.0 calls `model(...)`
+    and `_dummy_sampler_run` calls `model.compute_logits(...)`, wherever they are called from.
+
+    Args:
+        announcer: of the leader.
+        model: unwrapped; gets a hook and an instance attribute, both gone afterwards.
+        phase: its name, for the log.
+    """
+    count = 0
+
+    def tell(event: Event, value: int) -> None:
+        nonlocal count
+        count += 1
+        announcer.announce(_MESSAGE.pack(event, value))
+
+    compute_logits: Callable[..., Any] | None = getattr(model, "compute_logits", None)
+
+    def announced_logits(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert compute_logits is not None
+        tell(Event.LOGITS, hidden_states.shape[0])
+        return compute_logits(hidden_states, *args, **kwargs)
+
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: tell(Event.FORWARD, num_tokens(args, kwargs)), with_kwargs=True
+    )
+    if compute_logits is not None:
+        model.compute_logits = announced_logits
+    try:
+        yield
+    finally:
+        hook.remove()
+        if compute_logits is not None:
+            del model.compute_logits
+    # Not after an error: the group ends with it.
+    announcer.announce(_MESSAGE.pack(Event.END, count))
+    _logger.info("%s: announced %d forward passes and computations of logits", phase, count)
+
+
+def follow(
+    listen: Callable[[], bytes],
+    *,
+    model: torch.nn.Module,
+    forward: Callable[[int], Any],
+    logits: Callable[[int], Any],
+    phase: str,
+) -> None:
+    """Runs what the leader announces, until its end of the phase.
+
+    Args:
+        listen: returns the next announcement; raises when none comes in time.
+        model: of this rank; gets a hook that counts, gone afterwards.
+        forward: runs the model once with so many tokens.
+        logits: computes the logits of so many rows once.
+        phase: its name, for the log.
+
+    Raises:
+        FollowError: `forward` ran the model another number of times or tokens, or the
+            leader announced more than came here.
+    """
+    ran: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: ran.append(num_tokens(args, kwargs)), with_kwargs=True
+    )
+    count = 0
+    try:
+        while True:
+            kind, value = _MESSAGE.unpack(listen())
+            event = Event(kind)
+            if event is Event.END:
+                break
+            count += 1
+            ran.clear()
+            (forward if event is Event.FORWARD else logits)(value)
+            expected = [value] if event is Event.FORWARD else []
+            if ran != expected:
+                raise FollowError(
+                    f"{phase}: ran the model with {ran} tokens, expected {expected} as announced; this is a "
+                    "defect of HeteroInfer with this model, use spec.parallelism.mode: Pipeline"
+                )
+    finally:
+        hook.remove()
+    if count != value:
+        raise FollowError(f"{phase}: followed {count} announcements, but the leader made {value}")
+    _logger.info("%s: followed %d forward passes and computations of logits", phase, count)
+
+
+def num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns the tokens of a call of a vLLM model, by its positions ([tokens] or [3, tokens])."""
+    positions = kwargs["positions"] if "positions" in kwargs else args[1]
+    return int(positions.shape[-1])

@@ -1,0 +1,92 @@
+"""One rank samples for its tensor-parallel group, and seeds that survive a CPU.
+
+In vLLM every tensor-parallel rank samples and goes on with its own token
+(vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._bookkeeping_sync@v0.32.0). Random streams and
+roundings differ between devices, so that ranks would silently go on with different texts.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from vllm.v1.outputs import SamplerOutput
+
+
+class Group(Protocol):
+    """What the ranks of a tensor-parallel group agree through."""
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Fills `tensor` with that of rank `src` of the group; every rank calls it in the same order."""
+
+    def set_history(self, digest: int) -> None:
+        """Has every following collective compare this number between the ranks."""
+
+
+class SharedSamples:
+    """Takes the place of one runner's `_sample`: the group's first rank samples, all get its tokens.
+
+    Every step of the last stage ends with this broadcast, also where all of its tokens will be
+    thrown away (a prompt's first chunks), so that ranks which disagree on what a step
+    holds meet here.
+    """
+
+    def __init__(self, runner: Any, group: Group, *, leads: bool) -> None:
+        """Puts itself on the runner, as an instance attribute.
+
+        Args:
+            runner: vLLM's model runner of this rank.
+            group: of the rank; rank 0 of it leads.
+            leads: whether this is rank 0.
+        """
+        self._runner = runner
+        self._group = group
+        self._leads = leads
+        self._sample = runner._sample
+        self._digest = 0
+        runner._sample = self
+
+    def __call__(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
+        """Returns the first rank's tokens; logprobs on the first rank only, which alone replies.
+
+        Args:
+            logits: [num_requests, vocabulary], on every rank.
+            spec_decode_metadata: None; speculative decoding is refused.
+        """
+        if self._leads:
+            output: SamplerOutput = self._sample(logits, spec_decode_metadata)
+            self._group.broadcast(output.sampled_token_ids, src=0)
+            self._remember(output.sampled_token_ids)
+            return output
+        token_ids = torch.empty((logits.shape[0], 1), dtype=torch.int32, device=logits.device)
+        token_ids = self._group.broadcast(token_ids, src=0)
+        self._remember(token_ids)
+        return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=None)
+
+    def _remember(self, token_ids: torch.Tensor) -> None:
+        """Folds the step's tokens, and whose they are, into what all later collectives compare."""
+        order = "\0".join(self._runner.input_batch.req_ids).encode()
+        self._digest = zlib.crc32(token_ids.cpu().numpy().tobytes(), zlib.crc32(order, self._digest))
+        self._group.set_history(self._digest)
+
+
+@contextlib.contextmanager
+def without_discarded_seeds(input_batch: Any, discarded: Any) -> Iterator[None]:
+    """Hides the generators of requests whose sample of this step is thrown away.
+
+    vLLM takes their last draw back by moving the generator's offset, which a CPU generator
+    does not have: it raises, and a seeded request with a prompt of several chunks would end the group.
+    Hidden, it draws nothing, which comes to the same.
+    Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._bookkeeping_sync@v0.32.0.
+
+    Args:
+        input_batch: vLLM's, of this rank; `generators` by row.
+        discarded: whether a row's sample is thrown away, by row.
+    """
+    generators = input_batch.generators
+    hidden = {row: generators.pop(row) for row in list(generators) if discarded[row]}
+    try:
+        yield
+    finally:
+        generators.update(hidden)
