@@ -178,6 +178,12 @@ def test_memory_comes_from_the_nodes_of_a_ranks_cpus(count: int, first: str, sec
     assert nodes == [first, second]
 
 
+@pytest.mark.parametrize(("threads", "bound"), [("3", True), ("7", True), ("8", False)])
+def test_more_threads_than_cores_are_not_bound(threads: str, bound: bool) -> None:
+    env = rank_environment(PLAN, LEADER, PLAN.ranks[0], {"OMP_NUM_THREADS": threads}, HOST)
+    assert ("OMP_PLACES" in env) is bound
+
+
 def test_ranks_of_a_pod_are_pinned_to_different_cpus() -> None:
     places = [rank_environment(PLAN, LEADER, PLAN.ranks[i], {}, HOST)["OMP_PLACES"] for i in (0, 1)]
     first, second = (set(place.strip("{}").split(",")) for place in places)

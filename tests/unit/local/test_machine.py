@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.local import cores
 from heteroinfer_operator.local.inventory import observe_gpus, observe_node
@@ -90,9 +91,12 @@ def test_threads_that_the_user_chose_stay() -> None:
         health_port=None,
         readiness_path="",
     )
-    shared = cores.share_cores(process, cores=16, groups=1, env={})
-    assert shared.env[cores.ENV_THREADS] == "7"
-    assert cores.share_cores(process, cores=16, groups=1, env={cores.ENV_THREADS: "3"}) is process
+    shared = cores.share_cores(process, cores=16, groups=2, env={})
+    assert shared.env[cores.ENV_THREADS] == "3"
+    assert shared.env[names.ENV_CPU_BINDING] == "Never"  # both groups would take the same cores
+    kept = cores.share_cores(process, cores=16, groups=2, env={cores.ENV_THREADS: "3"})
+    assert cores.ENV_THREADS not in kept.env
+    assert cores.share_cores(process, cores=16, groups=1, env={}) is process  # its supervisor knows
 
 
 def test_named_worker_python_wins_and_must_be_a_program(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
+from heteroinfer_contract.launch import CpuBinding
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api.base import ByteSize, Model, ResourceQuantity, Rule
 from heteroinfer_operator.api.template import PodTemplate
@@ -67,6 +68,14 @@ class RoleSpec(Model):
             got_cel=("self.name",),
             got_values=lambda role: (role.name,),
         ),
+        Rule(
+            cel="self.device == 'CPU' || self.cpuBinding == 'Auto'",
+            message="cpuBinding is for device CPU; remove it (the ranks of a GPU role compute on their GPUs)",
+            holds=lambda role: role.device is Device.CPU or role.cpu_binding is CpuBinding.AUTO,
+            got="%s with device GPU",
+            got_cel=("self.name",),
+            got_values=lambda role: (role.name,),
+        ),
     )
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=20)]
@@ -84,6 +93,10 @@ class RoleSpec(Model):
         | None
     ) = None
     """Layers of each of the role's stages, in order, each at least 1: for all roles or for none."""
+    cpu_binding: CpuBinding = CpuBinding.AUTO
+    """Whether threads of CPU ranks are bound to cores, each rank's to one NUMA node where possible.
+    Auto: where the pod's CPUs are its own (static CPU manager, or a cpuset). Always: on nodes where
+    nothing else computes; a CPU limit below the CPUs of the node still forbids it. Never."""
     device_resource_name: (
         Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$", max_length=317)] | None
     ) = None

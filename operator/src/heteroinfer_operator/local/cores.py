@@ -1,26 +1,27 @@
-"""The cores of this machine, shared between pods that each would take all of them. Pure."""
+"""The cores of this machine, shared between groups that each would take all of them. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.launch import CpuBinding
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.local.pod import PodProcess
 
 ENV_THREADS: Final = "OMP_NUM_THREADS"
 _ENGINE_CORES: Final = 2
 """Of each group, on a machine that has enough: engine core and API server spin on one each
-(as in vllm_heteroinfer.launch.environment, for a leader that has a machine to itself)."""
+(as in vllm_heteroinfer.launch.environment, for a group that has a machine to itself)."""
 _BIG_MACHINE_CORES: Final = 8
 
 
 def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str, str]) -> PodProcess:
     """Returns the pod with its ranks' threads limited to their share of this machine.
 
-    On a cluster each pod counts its own node's or its quota's cores; here all of them
-    would count the same ones, and ranks that wait for each other while spinning are many
-    times slower. What the user set, in engine.env or around `heteroinfer up`, stays.
+    Supervisors share the cores between the pods of their group, and know of no other group;
+    ranks that wait for each other while spinning on the same cores are many times slower. What
+    the user set, in engine.env or around `heteroinfer up`, stays.
 
     Args:
         pod: to start.
@@ -28,10 +29,13 @@ def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str,
         groups: that run on it.
         env: around `heteroinfer up`.
     """
-    if names.ENV_PLAN not in pod.env or ENV_THREADS in {**env, **pod.env}:
+    if names.ENV_PLAN not in pod.env or groups == 1:
         return pod
     plan = Plan.from_json(pod.env[names.ENV_PLAN])
-    return replace(pod, env={**pod.env, ENV_THREADS: str(threads_per_rank(plan, cores=cores, groups=groups))})
+    added = {names.ENV_CPU_BINDING: CpuBinding.NEVER.value}
+    if ENV_THREADS not in {**env, **pod.env}:
+        added[ENV_THREADS] = str(threads_per_rank(plan, cores=cores, groups=groups))
+    return replace(pod, env={**pod.env, **added})
 
 
 def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:

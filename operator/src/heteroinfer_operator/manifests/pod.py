@@ -82,7 +82,7 @@ class WorkerPods:
         return {
             **_container(self.spec, self.spec.engine.image or self.images.of(pod.device), self.source),
             "args": ["run"],
-            "env": self._env(pod.index),
+            "env": self._env(pod.index, role),
             "ports": _ports(pod, address),
             "resources": _resources(role, pod),
             "readinessProbe": {
@@ -99,7 +99,7 @@ class WorkerPods:
             },
         }
 
-    def _env(self, pod_index: int) -> list[dict[str, Any]]:
+    def _env(self, pod_index: int, role: RoleSpec) -> list[dict[str, Any]]:
         launch = PodLaunch(
             group=self.group.display,
             group_uid=self.group.uid,
@@ -108,6 +108,7 @@ class WorkerPods:
             addresses=self.addresses,
             startup_timeout_s=parse_duration_s(self.spec.startup.timeout),
             network_interface=self.spec.network.interface,
+            cpu_binding=role.cpu_binding,
         )
         plan = {
             "name": names.ENV_PLAN,

@@ -13,6 +13,7 @@ from heteroinfer_contract.launch import CpuBinding, PodLaunch
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from vllm_heteroinfer.launch.cpus import Cpu, Place, allocate
 
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIDE_GPUS = "-1"
 """The empty string would keep Triton on, and the sampler dies without a driver (vLLM 0.32.0)."""
@@ -69,9 +70,12 @@ def rank_environment(
         env[CUDA_VISIBLE_DEVICES] = _own_gpu(rank, base_env)
         return env
     env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
-    for name, value in _thread_settings(plan, launch, rank, host).items():
+    place = bound_place(plan, launch, rank, host)
+    if place is not None and _more_threads(base_env, place):
+        place = None
+    for name, value in _thread_settings(plan, launch, place, host).items():
         env.setdefault(name, value)
-    env[names.ENV_MEMORY_NODES] = _memory_nodes(plan, launch, rank, host)
+    env[names.ENV_MEMORY_NODES] = _memory_nodes(place, host)
     return env
 
 
@@ -85,7 +89,7 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
     env.pop(names.ENV_RANK, None)
     if device is Device.CPU:
         env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
-    env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault(OMP_NUM_THREADS, "1")
     return env
 
 
@@ -156,11 +160,16 @@ def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
     return devices[rank.local_rank]
 
 
-def _thread_settings(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> dict[str, str]:
-    place = bound_place(plan, launch, rank, host)
+def _more_threads(base_env: Mapping[str, str], place: Place) -> bool:
+    """Returns whether the user wants more threads than the place has CPUs: they'd wait for each other."""
+    asked = base_env.get(OMP_NUM_THREADS, "")
+    return asked.isdecimal() and int(asked) > len(place.cpus)
+
+
+def _thread_settings(plan: Plan, launch: PodLaunch, place: Place | None, host: Host) -> dict[str, str]:
     threads = threads_per_rank(plan, launch, host) if place is None else len(place.cpus)
     settings = {
-        "OMP_NUM_THREADS": str(threads),
+        OMP_NUM_THREADS: str(threads),
         # vLLM's own binding follows affinity only, never the quota, and refuses more
         # ranks than NUMA nodes (vllm/utils/ompmultiprocessing.py::OMPProcessManager@v0.32.0).
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -173,8 +182,7 @@ def _thread_settings(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: 
     return settings
 
 
-def _memory_nodes(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> str:
+def _memory_nodes(place: Place | None, host: Host) -> str:
     """Returns the NUMA nodes that a rank shall have its memory on, "" where there is one only."""
     nodes = sorted({cpu.node for cpu in host.cpus})
-    place = bound_place(plan, launch, rank, host)
     return ",".join(map(str, nodes if place is None else place.nodes)) if len(nodes) > 1 else ""
