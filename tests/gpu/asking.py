@@ -1,0 +1,69 @@
+"""What the tests ask of a group, all prompts at once."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from tests.gpu.reference import MAX_TOKENS, Answer
+from tests.integration.worker.groups import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What a group answered to one prompt.
+
+    Attributes:
+        tokens: token ids.
+        logprobs: of each of them.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def generate(group: Group, prompts: Sequence[Sequence[int]], **options: Any) -> list[Generated]:
+    """Returns answers of MAX_TOKENS tokens; greedy unless `options` say otherwise."""
+
+    def one(prompt: Sequence[int]) -> Generated:
+        choice = _complete(group, prompt, **{"max_tokens": MAX_TOKENS, "logprobs": 1, **options})
+        return Generated(
+            tokens=tuple(choice["token_ids"]), logprobs=tuple(choice["logprobs"]["token_logprobs"])
+        )
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, prompts))
+
+
+def score(group: Group, texts: Sequence[Sequence[int]], *, best: int = 0) -> list[list[dict[int, float]]]:
+    """Returns, of each text and each of its positions but the first, logprobs by token.
+
+    Given all tokens before the position; of the token that stands there, and of the `best` most likely
+    ones. The prefix cache is not read for this (vllm/sampling_params.py::SamplingParams@v0.32.0).
+    """
+
+    def one(text: Sequence[int]) -> list[dict[int, float]]:
+        choice = _complete(group, text, max_tokens=1, prompt_logprobs=best)
+        return [
+            {int(token): found["logprob"] for token, found in position.items()}
+            for position in choice["prompt_logprobs"][1:]
+        ]
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        return list(pool.map(one, texts))
+
+
+def texts_of(answers: Sequence[Answer]) -> list[list[int]]:
+    """Returns prompt and tokens of each answer as one text."""
+    return [[*answer.prompt, *answer.tokens] for answer in answers]
+
+
+def _complete(group: Group, prompt: Sequence[int], **options: Any) -> Any:
+    body = {
+        "model": group.plan.engine.served_name,
+        "prompt": list(prompt),
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return group.post("/v1/completions", {**body, **options})["choices"][0]

@@ -1,0 +1,230 @@
+"""Options, groups and references of the tests on a GPU machine.
+
+Runs in the worker's own environment: pytest and pytest-timeout, no other plugin. Tests of
+topologies run in the order of tests/gpu/topologies.py, each topology's together, on one group.
+"""
+
+import os
+import signal
+import tempfile
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import reference
+from tests.gpu.machine import visible_gpus
+from tests.gpu.reference import Answer
+from tests.gpu.report import Report
+from tests.gpu.serving import STARTS_AT_ONCE, Groups, Served, Site
+from tests.gpu.topologies import TOPOLOGIES, Topology
+from tests.integration.worker.conftest import make
+
+MODEL_OPTIONS = {"float32": (), "bfloat16": ("--initializer-range", "0.05")}
+"""For bf16 a gentler model: rounding alone must not move logprobs as far as the bar (tests/models.py)."""
+REFERENCE_ENV = {
+    "OMP_NUM_THREADS": "2",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",  # stock: not even asked
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+REPORT = pytest.StashKey[Report]()
+LEFT_OUT = pytest.StashKey[list[str]]()
+
+References = dict[str, Future[tuple[Answer, ...]]]
+"""By `transformers`, or the dtype that stock vLLM runs in on one device."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("heteroinfer")
+    group.addoption(
+        "--devices-as-cpu",
+        action="store_true",
+        help="a dry run without a GPU: CPU ranks in place of GPU ranks",
+    )
+    group.addoption("--report", type=Path, help="write the table of results here; default $OUT/topologies.md")
+    group.addoption(
+        "--groups-at-once",
+        type=int,
+        default=STARTS_AT_ONCE,
+        help="groups alive at once; default: %(default)s",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "gpus2: needs two GPUs; on fewer it is left out, and the summary says so"
+    )
+    config.addinivalue_line("markers", "gpu: needs a GPU, also in a dry run with --devices-as-cpu")
+    as_cpu = config.getoption("--devices-as-cpu")
+    config.stash[REPORT] = Report(as_cpu=as_cpu)
+    config.stash[LEFT_OUT] = []
+    if not as_cpu and not visible_gpus():
+        raise pytest.UsageError(
+            "tests/gpu needs an NVIDIA GPU: nvidia-smi found none; run it on a machine with one, or dry-run "
+            "the topologies with --devices-as-cpu"
+        )
+    # What ends this process by a signal shall not leave groups on the GPU.
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(*_: object) -> None:
+    pytest.exit("terminated", returncode=128 + signal.SIGTERM)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts each topology's tests together, and leaves out what this machine has too few GPUs for."""
+    gpus = len(visible_gpus())
+    as_cpu = config.getoption("--devices-as-cpu")
+
+    def runs(item: pytest.Item) -> bool:
+        if item.get_closest_marker("gpus2") is not None and not as_cpu:
+            return gpus >= 2
+        return item.get_closest_marker("gpu") is None or gpus >= 1
+
+    left_out = [item for item in items if not runs(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = [item.nodeid for item in left_out]
+    place = {topology.name: index for index, topology in enumerate(TOPOLOGIES)}
+
+    def order(item: pytest.Item) -> int:
+        topology = topology_of(item)
+        return -1 if topology is None else place[topology.name]
+
+    items[:] = sorted((item for item in items if runs(item)), key=order)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Notes failures in the table of results."""
+    outcome = yield
+    topology = topology_of(item)
+    if outcome.failed and topology is not None:
+        item.config.stash[REPORT].row(topology).failures.append(getattr(item, "originalname", item.name))
+    return outcome
+
+
+def pytest_terminal_summary(
+    terminalreporter: "pytest.TerminalReporter", exitstatus: int, config: pytest.Config
+) -> None:
+    """Prints the table of results, and what was left out."""
+    report, left_out = config.stash[REPORT], config.stash[LEFT_OUT]
+    if report.rows:
+        terminalreporter.section("topologies")
+        table = report.to_markdown()
+        terminalreporter.write_line(table)
+        path = report_path(config)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(table)
+            terminalreporter.write_line(f"written to {path}")
+    if left_out:
+        here = len(visible_gpus())
+        terminalreporter.section(
+            f"NOT RUN: {len(left_out)} tests need more GPUs than the {here} of this machine"
+        )
+        for nodeid in left_out:
+            terminalreporter.write_line(nodeid)
+
+
+def report_path(config: pytest.Config) -> Path | None:
+    """Returns where the table goes, or None for the terminal only."""
+    given: Path | None = config.getoption("--report")
+    out = os.environ.get("OUT")
+    return given or (Path(out) / "topologies.md" if out else None)
+
+
+def topology_of(item: pytest.Item) -> Topology | None:
+    """Returns the topology that a test is for, if any."""
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("topology") if callspec is not None else None
+
+
+def wanted(session: pytest.Session) -> list[Topology]:
+    """Returns the topologies of the selected tests, in order, each once."""
+    found = (topology_of(item) for item in session.items)
+    return list(dict.fromkeys(topology for topology in found if topology is not None))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """The model of each dtype that is needed."""
+    dtypes = dict.fromkeys(topology.dtype for topology in wanted(request.session))
+    return {dtype: make(tmp_path_factory.mktemp(dtype), *MODEL_OPTIONS[dtype]) for dtype in dtypes}
+
+
+@pytest.fixture(scope="session")
+def references(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[References]:
+    """Answers of one device alone, made while the first groups start."""
+    folder = tmp_path_factory.mktemp("references")
+    device = "cpu" if request.config.getoption("--devices-as-cpu") else "gpu"
+    with ThreadPoolExecutor(2) as threads:
+        found: References = {}
+
+        def start(name: str, kind: str, model: Path, *options: str) -> None:
+            found[name] = threads.submit(
+                reference.make, kind, model, folder / f"{name}.json", *options, env=REFERENCE_ENV
+            )
+
+        for dtype, model in models.items():
+            start(dtype, "vllm", model, "--dtype", dtype, "--device", device)
+            if dtype == "float32":
+                start("transformers", "transformers", model)
+        yield found
+        for future in found.values():
+            future.cancel()
+
+
+@pytest.fixture(scope="session")
+def groups(
+    models: dict[str, Path],
+    references: References,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[Groups]:
+    """Every group that the selected tests ask for; as many alive at once as --groups-at-once says."""
+    out = os.environ.get("OUT")
+    as_cpu = request.config.getoption("--devices-as-cpu")
+    site = Site(
+        models=models,
+        logs=Path(out) / "groups" if out else tmp_path_factory.mktemp("groups"),
+        # The compilers' work outlives a run of the tests, as a node's cache outlives a pod.
+        caches=Path(tempfile.gettempdir()) / "heteroinfer-test-gpu",
+        gpus=() if as_cpu else visible_gpus(),
+        devices_as_cpu=as_cpu,
+    )
+    groups = Groups(site, wanted(request.session), at_once=request.config.getoption("--groups-at-once"))
+    try:
+        yield groups
+    finally:
+        groups.close()
+
+
+@pytest.fixture
+def served(
+    groups: Groups, topology: Topology, report: Report, request: pytest.FixtureRequest
+) -> Iterator[Served]:
+    """The group of this test's topology, ready; it ends with the last test of its topology."""
+    last = next(item for item in reversed(request.session.items) if topology_of(item) == topology)
+    try:
+        served = groups.take(topology)
+        report.row(topology).ready_s = served.ready_s
+        yield served
+    finally:
+        if last is request.node:
+            groups.release(topology)
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Report:
+    """The table of results."""
+    return request.config.stash[REPORT]

@@ -1,0 +1,198 @@
+"""What one device alone answers: the reference that every topology is compared with.
+
+Run with the worker's Python, each in a process of its own:
+
+    python -m tests.gpu.reference transformers MODEL OUT            greedy tokens, float32, on the CPU
+    python -m tests.gpu.reference vllm MODEL OUT --dtype float32    stock vLLM, on the GPU (or --device cpu)
+
+Without a plan in the environment our plugin does nothing (vllm_heteroinfer/__init__.py), and
+VLLM_PLUGINS= keeps vLLM from even asking it. Imports torch and vLLM inside functions only.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
+from tests.models import PROMPTS
+
+MAX_TOKENS = 64
+"""Of each answer."""
+ALL_PROMPTS = (
+    *PROMPTS,
+    "그룹은 모델 하나를 함께 제공하는 파드의 모음입니다.",
+    "for step in range(32): token = model.forward(tokens, positions)",
+    "When a rank is lost the whole group ends, and it starts again as the next epoch. Why?",
+    "x",
+)
+TIMEOUT_S = 280.0
+LEAST_LEAD = 1e-3
+"""How far the best token's logit must lead: float32 sums in another order differ by less."""
+MAX_MODEL_LEN = 512
+BLOCK_SIZE = 32
+KV_CACHE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What was answered to one prompt.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        tokens: greedy token ids.
+        logprobs: of each of `tokens`.
+        best: at each position of prompt + tokens but the first, the best token and its logprob, given all
+            before it; empty where nobody asked.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    best: tuple[tuple[int, float], ...] = ()
+
+
+def read(path: Path) -> tuple[Answer, ...]:
+    """Returns the answers that a reference process wrote, by prompt."""
+    return tuple(
+        Answer(
+            prompt=tuple(raw["prompt"]),
+            tokens=tuple(raw["tokens"]),
+            logprobs=tuple(raw["logprobs"]),
+            best=tuple((token, logprob) for token, logprob in raw["best"]),
+        )
+        for raw in json.loads(path.read_text())
+    )
+
+
+def make(kind: str, model: Path, out: Path, *options: str, env: Mapping[str, str]) -> tuple[Answer, ...]:
+    """Returns the answers of a reference process, run now.
+
+    Raises:
+        RuntimeError: it failed; the message holds its log.
+    """
+    command = [str(WORKER_PYTHON), "-m", "tests.gpu.reference", kind, str(model), str(out), *options]
+    log = out.with_suffix(".log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, **env},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait(30)
+    if code:
+        raise RuntimeError(f"{' '.join(command)} exited {code}:\n{log.read_text(errors='replace')[-4000:]}")
+    return read(out)
+
+
+def by_transformers(model: Path) -> list[Answer]:
+    """Returns greedy answers of transformers in float32 on the CPU, one prompt after the other.
+
+    Raises:
+        RuntimeError: two tokens are so close that the order of a sum decides; take another seed.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = []
+    for prompt in ALL_PROMPTS:
+        prompt_ids: list[int] = tokenizer(prompt).input_ids
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        with torch.inference_mode():
+            out = network(torch.tensor([prompt_ids]), use_cache=True)
+            while len(tokens) < MAX_TOKENS:
+                logits = out.logits[0, -1]
+                best = torch.topk(logits, 2)
+                lead = float(best.values[0] - best.values[1])
+                if lead < LEAST_LEAD:
+                    raise RuntimeError(
+                        f"{prompt!r} + {len(tokens)} tokens: got a lead of {lead}, expected {LEAST_LEAD}"
+                    )
+                tokens.append(int(best.indices[0]))
+                logprobs.append(float(torch.log_softmax(logits, 0)[tokens[-1]]))
+                out = network(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values)
+        answers.append(Answer(prompt=tuple(prompt_ids), tokens=tuple(tokens), logprobs=tuple(logprobs)))
+    return answers
+
+
+def by_stock_vllm(model: Path, dtype: str, device: str) -> list[Answer]:
+    """Returns greedy answers of stock vLLM on one device, all prompts at once."""
+    import vllm
+
+    # float32 through a backend that multiplies in float32 (facts: Hybrid on a real GPU).
+    exact = {"attention_backend": "TRITON_ATTN"} if device == "gpu" and dtype == "float32" else {}
+    llm = vllm.LLM(
+        model=str(model),
+        dtype=dtype,
+        enforce_eager=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=16,
+        max_num_batched_tokens=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        gpu_memory_utilization=0.05,  # others share the device
+        enable_prefix_caching=False,
+        **exact,
+    )
+    tokenizer = llm.get_tokenizer()
+    prompts = [list(tokenizer(prompt).input_ids) for prompt in ALL_PROMPTS]
+    greedy = vllm.SamplingParams(
+        temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1, detokenize=False
+    )
+    outputs = [out.outputs[0] for out in llm.generate(_batch(prompts), greedy, use_tqdm=False)]
+    forced = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    texts = [[*prompt, *out.token_ids] for prompt, out in zip(prompts, outputs, strict=True)]
+    scored = llm.generate(_batch(texts), forced, use_tqdm=False)
+    return [
+        Answer(
+            prompt=tuple(prompt),
+            tokens=tuple(out.token_ids),
+            logprobs=tuple(
+                by_token[token].logprob for token, by_token in zip(out.token_ids, out.logprobs, strict=True)
+            ),
+            best=tuple(_best(position) for position in score.prompt_logprobs[1:]),
+        )
+        for prompt, out, score in zip(prompts, outputs, scored, strict=True)
+    ]
+
+
+def _batch(prompts: Sequence[Sequence[int]]) -> Any:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def _best(position: Any) -> tuple[int, float]:
+    return next((token, found.logprob) for token, found in position.items() if found.rank == 1)
+
+
+def main() -> None:
+    """Makes the answers and writes them as JSON; see the module."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.reference")
+    parser.add_argument("kind", choices=["transformers", "vllm"])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="gpu")
+    args = parser.parse_args()
+    if args.kind == "transformers":
+        answers = by_transformers(args.model)
+    else:
+        answers = by_stock_vllm(args.model, args.dtype, args.device)
+    args.out.write_text(json.dumps([asdict(answer) for answer in answers]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Groups that start while others are tested: a start costs half a minute, its checks a few seconds."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.gpu.topologies import Topology, environment, plan_of, pod_environments
+from tests.integration.worker.groups import Group, start_group
+
+STARTS_AT_ONCE = 3
+"""Groups that start or run at the same time; also bounds the GPU's memory."""
+READY_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A group that is ready.
+
+    Attributes:
+        topology: what it is.
+        group: asks it.
+        ready_s: seconds from its start until it answered.
+    """
+
+    topology: Topology
+    group: Group
+    ready_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where groups run.
+
+    Attributes:
+        models: folder of each dtype's model.
+        logs: a folder for each group is made in it.
+        caches: of compilers.
+        gpus: for CUDA_VISIBLE_DEVICES; empty where GPU ranks run on the CPU.
+        devices_as_cpu: whether GPU ranks are replaced by CPU ranks.
+    """
+
+    models: Mapping[str, Path]
+    logs: Path
+    caches: Path
+    gpus: Sequence[str]
+    devices_as_cpu: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    served: Future[Served]
+    group: Group | None = None
+    release: threading.Event = field(default_factory=threading.Event)
+    stopped: Future[None] | None = None
+
+
+class Groups:
+    """Starts the groups that will be asked for, in that order, a few ahead of the tests.
+
+    A group occupies one of the threads from its start to its end, so that as many are alive as
+    there are threads; `release` ends a group and lets the next one start.
+    """
+
+    def __init__(self, site: Site, wanted: Sequence[Topology], *, at_once: int = STARTS_AT_ONCE) -> None:
+        self._site = site
+        self._threads = ThreadPoolExecutor(at_once, "group")
+        self._running: dict[str, _Running] = {}
+        for topology in wanted:
+            running = _Running(served=Future())
+            running.stopped = self._threads.submit(self._live, topology, running)
+            self._running[topology.name] = running
+
+    def take(self, topology: Topology) -> Served:
+        """Returns the group of a topology, once it is ready; raises what kept it from starting."""
+        return self._running[topology.name].served.result(2 * READY_TIMEOUT_S)
+
+    def release(self, topology: Topology) -> None:
+        """Ends the group of a topology; raises AssertionError when it did not stop in its time."""
+        running = self._running.pop(topology.name)
+        running.release.set()
+        assert running.stopped is not None
+        running.stopped.result(READY_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Ends what is left; groups that have not begun to start never do."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for running in self._running.values():
+            running.release.set()
+            if running.group is not None:
+                running.group.terminate()  # it may still be starting
+        self._threads.shutdown(wait=True)
+
+    def _live(self, topology: Topology, running: _Running) -> None:
+        site = self._site
+        plan = plan_of(topology, site.models[topology.dtype], devices_as_cpu=site.devices_as_cpu)
+        try:
+            with start_group(
+                plan,
+                site.logs / topology.name,
+                env=environment(topology, site.caches),
+                pod_env=pod_environments(topology, site.gpus),
+                startup_timeout_s=READY_TIMEOUT_S,
+            ) as group:
+                running.group = group
+                ready_s = group.wait_ready(READY_TIMEOUT_S)
+                running.served.set_result(Served(topology=topology, group=group, ready_s=ready_s))
+                running.release.wait()
+        except BaseException as error:  # whoever takes or releases the group sees it
+            if running.served.done():
+                raise
+            running.served.set_exception(error)

@@ -1,0 +1,164 @@
+"""Every topology gives the tokens of one GPU alone, says where its time goes, and names a rank that dies."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from heteroinfer_contract import metrics as names
+from heteroinfer_contract import names as contract
+from heteroinfer_contract.plan import Device, Mode
+from tests.gpu.asking import generate, score, texts_of
+from tests.gpu.conftest import References
+from tests.gpu.reference import ALL_PROMPTS, MAX_TOKENS
+from tests.gpu.report import Report
+from tests.gpu.scrape import Scrape, scrape
+from tests.gpu.serving import Served
+from tests.gpu.topologies import TOPOLOGIES, Topology
+from tests.integration.worker import test_death as death
+
+FLOAT32_GAP = 0.01
+"""Of logprobs to stock vLLM's: float32 sums in another order make 5e-5 (CPU, 2026-11-21), a wrong token
+in a rank's history made up to 14.5 (facts: Sampling in mixed TP)."""
+BF16_GAP, BF16_SHARE = 0.05, 0.95
+HOP_VALUES = 2 * 256
+"""Of a token: hidden states and residual, 256 wide."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def topologies(choose: Callable[[Topology], bool]) -> pytest.MarkDecorator:
+    """Returns the parametrization of a test over the topologies that it is about."""
+    return pytest.mark.parametrize(
+        "topology",
+        [
+            pytest.param(topology, id=topology.name, marks=[pytest.mark.gpus2] if topology.gpus > 1 else [])
+            for topology in TOPOLOGIES
+            if choose(topology)
+        ],
+    )
+
+
+@topologies(lambda topology: topology.dtype == "float32")
+def test_greedy_tokens(served: Served, references: References, report: Report) -> None:
+    """As transformers and stock vLLM on one GPU answer, all prompts at once; then from the prefix cache."""
+    exact = references["transformers"].result()
+    stock = references["float32"].result()
+    assert [answer.tokens for answer in stock] == [answer.tokens for answer in exact]
+    row = report.row(served.topology)
+    for _ in range(2):
+        got = generate(served.group, [answer.prompt for answer in exact])
+        equal = sum(
+            a == b for g, e in zip(got, exact, strict=True) for a, b in zip(g.tokens, e.tokens, strict=True)
+        )
+        row.equal_tokens = min(equal, row.equal_tokens or equal)
+        row.all_tokens = len(ALL_PROMPTS) * MAX_TOKENS
+        assert [g.tokens for g in got] == [e.tokens for e in exact]
+        row.largest_gap = max(
+            abs(a - b)
+            for g, s in zip(got, stock, strict=True)
+            for a, b in zip(g.logprobs, s.logprobs, strict=True)
+        )
+        assert row.largest_gap < FLOAT32_GAP
+
+
+@topologies(lambda topology: topology.dtype == "bfloat16")
+def test_bf16_logprobs(served: Served, references: References, report: Report) -> None:
+    """Of the best token at every position of what stock vLLM answered on one GPU."""
+    stock = references["bfloat16"].result()
+    got = score(served.group, texts_of(stock), best=5)
+    gaps = [
+        abs(position.get(token, float("-inf")) - logprob)
+        for answer, positions in zip(stock, got, strict=True)
+        for (token, logprob), position in zip(answer.best, positions, strict=True)
+    ]
+    assert len(gaps) >= len(ALL_PROMPTS) * MAX_TOKENS
+    row = report.row(served.topology)
+    row.within_bar = sum(gap <= BF16_GAP for gap in gaps) / len(gaps)
+    assert row.within_bar >= BF16_SHARE, sorted(gaps)[:: len(gaps) // 20]
+
+
+@topologies(lambda topology: topology.mode is Mode.TENSOR and topology.dtype == "float32")
+def test_ranks_agree_on_sampled_tokens(served: Served, references: References) -> None:
+    """Temperature 1 with a seed: the same answer twice, and the history that every rank computed with is it.
+
+    A rank that fed back a token of its own would have computed the later logprobs with another history
+    than the answer says: they are computed once more, from the answer's text.
+    """
+    prompts = [answer.prompt for answer in references["transformers"].result()]
+    first = generate(served.group, prompts, temperature=1.0, seed=7)
+    again = generate(served.group, prompts, temperature=1.0, seed=7)
+    other = generate(served.group, prompts, temperature=1.0, seed=8)
+    assert [g.tokens for g in first] == [g.tokens for g in again]
+    assert [g.tokens for g in first] != [g.tokens for g in other]
+    texts = [[*prompt, *g.tokens] for prompt, g in zip(prompts, first, strict=True)]
+    for text, positions, sampled in zip(texts, score(served.group, texts), first, strict=True):
+        start = len(text) - MAX_TOKENS
+        forced = [positions[i - 1][text[i]] for i in range(start, len(text))]
+        assert max(abs(a - b) for a, b in zip(forced, sampled.logprobs, strict=True)) < FLOAT32_GAP
+
+
+@topologies(lambda topology: True)
+def test_metrics_of_every_rank(served: Served, references: References) -> None:
+    """Times add up on every rank; a hop's bytes arrive as they were sent."""
+    prompts = [answer.prompt for answer in references[served.topology.dtype].result()]
+    generate(served.group, prompts)
+    plan = served.group.plan
+    found = [scrape(served.group, rank.rank) for rank in plan.ranks]
+    for rank, seen in zip(plan.ranks, found, strict=True):
+        step, compute, wait = (
+            {
+                phase: seen.total(name + "_sum", phase=phase, device=rank.device.value)
+                for phase in (names.PHASE_PREFILL, names.PHASE_DECODE)
+            }
+            for name in (names.STEP_SECONDS, names.COMPUTE_SECONDS, names.WAIT_SECONDS)
+        )
+        transfer = seen.total(names.TRANSFER_SECONDS + "_sum")
+        assert min(*step.values(), *compute.values()) > 0, seen.text
+        spent = sum(compute.values()) + sum(wait.values()) + transfer
+        assert spent == pytest.approx(sum(step.values()), rel=1e-6), seen.text
+        timed = seen.total(names.DEVICE_SECONDS + "_count")
+        assert (timed > 0) == (rank.device is Device.GPU), seen.text
+        assert seen.total(names.WEIGHT_BYTES) > 0
+    if plan.tensor_parallel_size == 1:
+        check_hops(served, found)
+
+
+def check_hops(served: Served, found: list[Scrape]) -> None:
+    """Every token's hidden states went from each stage to the next, and nothing else did."""
+    tokens = found[0].total(names.TOKENS_TOTAL)
+    hop_bytes = tokens * HOP_VALUES * ITEM_BYTES[served.topology.dtype]
+    for rank, seen in enumerate(found):
+        sent, received = (seen.total(names.TRANSFER_BYTES_TOTAL, direction=way) for way in ("send", "recv"))
+        assert sent == (hop_bytes if rank + 1 < len(found) else 0)
+        assert received == (hop_bytes if rank else 0)
+
+
+@topologies(lambda topology: topology.kill is not None)
+def test_a_killed_rank_is_named(served: Served, references: References, report: Report) -> None:
+    """While it decodes: within 2 s, by every pod; nothing is left."""
+    group, rank = served.group, served.topology.kill
+    assert rank is not None
+    pod = group.plan.ranks[rank].pod
+    asked = {
+        str(i): {"prompt_token_ids": list(a.prompt), "token_ids": list(a.tokens)}
+        for i, a in enumerate(references[served.topology.dtype].result())
+    }
+    with ThreadPoolExecutor(len(asked)) as pool:
+        requests = death.ask(group, asked, pool)
+        pids = death.session_pids(group)
+        killed_at = time.time()
+        os.kill(death.rank_pid(group, rank), signal.SIGKILL)
+        death.wait_not_ready(group, killed_at)
+        report.row(served.topology).ended_s = time.time() - killed_at
+        for index, member in enumerate(group.members):
+            code = member.process.wait(death.ENDED_WITHIN_S)
+            failure = group.failure(index)
+            assert failure is not None, group.logs()
+            death.check_failure(failure, rank, killed_at)
+            assert code == (contract.EXIT_RANK_FAILED if index == pod else contract.EXIT_PEER_FAILED)
+        for request in requests:
+            assert request.exception(30) is not None, "a request was answered by a group that has ended"
+    assert not death.living(pids)
