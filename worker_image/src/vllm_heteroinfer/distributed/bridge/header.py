@@ -6,6 +6,7 @@ byte, so each field is one in which they must agree.
 
 import math
 import struct
+import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -78,7 +79,7 @@ def pack_header(
             f"{operation.name.lower()}: got {dtype} with {dims} dims, expected one of "
             f"{', '.join(map(str, _DTYPES))} with at most {_MAX_DIMS}; view it as one of them"
         )
-    digest = 0 if sizes is None else hash(tuple(sizes)) & 0xFFFFFFFFFFFFFFFF
+    digest = 0 if sizes is None else zlib.crc32(struct.pack(f"={len(sizes)}q", *sizes))
     fields = (operation, code, root, dims, step, count, history, 0, digest)
     return _LAYOUT.pack(*fields, *shape, *(0,) * (_MAX_DIMS - dims)).ljust(HEADER_BYTES, b"\0")
 
@@ -107,7 +108,7 @@ def describe(header: bytes) -> str:
     if part:
         words += f" part {part}"
     if sizes:
-        words += f" sizes {sizes:016x}"
+        words += f" sizes {sizes:08x}"
     return words + f" history {history:016x}"
 
 

@@ -1,0 +1,437 @@
+"""The collectives of one group of GPU and CPU ranks, over host memory.
+
+Each member publishes its own part and reads all others', and combines them itself in the
+group's order: with the same numbers in the same order every member gets the same bits.
+"""
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.distributed.bridge.gloo import GlooLink
+from vllm_heteroinfer.distributed.bridge.header import (
+    Operation,
+    describe,
+    header_of_part,
+    num_parts,
+    pack_header,
+)
+from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Link, Members
+from vllm_heteroinfer.distributed.bridge.shared_memory import MACHINES, SharedMemoryLink
+from vllm_heteroinfer.distributed.bridge.slab import gather_values, share_slab
+from vllm_heteroinfer.distributed.bridge.staging import CudaStaging, HostStaging, Staging
+from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
+from vllm_heteroinfer.distributed.transport import Meter
+
+_logger = logging.getLogger(__name__)
+_NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes whose sums are made in float32."""
+
+_Take = Callable[[int, int, Sequence[torch.Tensor]], None]
+"""Uses elements [begin, end) of each member's tensor, given in the group's order."""
+
+
+class Bridge:
+    """Collectives of one group; every member calls each of them, in the same order.
+
+    Ranks in arguments (`src`, `dst`) are ranks in the group, as in vLLM's
+    DeviceCommunicatorBase; errors name global ranks. Calls are made by one thread. Returned
+    GPU tensors are ordered on the current stream, and arguments may be overwritten at once.
+
+    Every collective raises:
+        CollectiveMismatchError: a member is at another collective, or at the same with
+            another shape, dtype, step, count or history.
+        PeerLostError: a member did not come within the time-out.
+
+    Attributes:
+        path: how parts travel, as proven at the start.
+        listeners: global ranks that `announce` reaches: the members on CPUs, without the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: str,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        cpu_group: Any,
+        share_host: bool,
+        timeout_s: float,
+        meter: Meter,
+    ) -> None:
+        """Connects the members; each of them calls it at once.
+
+        Args:
+            group: its name, for log and errors, as `tp:0`.
+            ranks: global ranks of the members, in the group's order.
+            rank: global rank of this one.
+            device: of this rank, with its index if it is a GPU.
+            cpu_group: gloo ProcessGroup of exactly these ranks.
+            share_host: the plan says that the members can share memory; proven here.
+            timeout_s: for which a member is waited for, in seconds.
+            meter: is told times and bytes.
+
+        Raises:
+            ContractError: the members were not told the same, or do not share memory though
+                the plan says so.
+        """
+        hellos = gather_values((share_host, device.type, platform.machine()), cpu_group)
+        if len({share for share, _, _ in hellos}) > 1:
+            raise ContractError(
+                f"group {group}: got share_host {[share for share, _, _ in hellos]} of ranks {list(ranks)}, "
+                "expected one answer; start every member with the same plan"
+            )
+        self._members = Members(
+            group=group,
+            ranks=tuple(ranks),
+            index=tuple(ranks).index(rank),
+            listeners=tuple(i for i, (_, kind, _) in enumerate(hellos) if i and kind == "cpu"),
+        )
+        self.listeners = tuple(ranks[i] for i in self._members.listeners)
+        machines = {machine for _, _, machine in hellos}
+        self.path: Literal["shared_memory", "gloo"]
+        self.path, why = _choose_path(share_host, machines)
+        self._device, self._meter = device, meter
+        self._mail = GlooLink(cpu_group, self._members, device, timeout_s=timeout_s, meter=meter)
+        self._link: Link = self._mail
+        if self.path == "shared_memory":
+            slab = share_slab(self._members, cpu_group, device)
+            self._link = SharedMemoryLink(slab, self._members, device, timeout_s=timeout_s, meter=meter)
+        self._staging: Staging = (
+            CudaStaging(device, self._members.peers) if device.type == "cuda" else HostStaging()
+        )
+        self._wide = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
+        self._step = self._count = self._history = 0
+        self._mailed: dict[tuple[int, int], int] = {}
+        _logger.info(
+            "bridge of group %s, ranks %s: %s, because %s", group, list(ranks), self.path, why
+        )
+
+    def begin_step(self, step: int) -> None:
+        """Says which step of the engine comes now; compared, and counting starts anew."""
+        self._step, self._count = step, 0
+
+    def set_history(self, digest: int) -> None:
+        """Says what was sampled so far, as a checksum that members compare; 64 bits are kept."""
+        self._history = digest & 0xFFFFFFFFFFFFFFFF
+
+    def all_reduce(self, x: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+        """Returns the sum over the members, the same bits on each.
+
+        bf16 and fp16 are summed in float32 and rounded once.
+
+        Args:
+            x: any shape, of the same shape and dtype on each member.
+            in_place: the sum may take the place of `x`, which is then returned.
+        """
+        header = self._header(Operation.ALL_REDUCE, x, x.shape)
+        source = x.contiguous()
+        target = x if in_place and source is x else torch.empty_like(source)
+        into = target.view(-1)
+        self._exchange(
+            header,
+            source.view(-1),
+            [x.numel()] * len(self._members.ranks),
+            lambda begin, end, parts: self._sum(into[begin:end], parts),
+        )
+        return target
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Returns the members' tensors, concatenated along `dim` in the group's order."""
+        header = self._header(Operation.ALL_GATHER, x, x.shape)
+        return self._gather(header, x, dim, [x.shape[dim]] * len(self._members.ranks))
+
+    def all_gatherv(
+        self, x: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Returns the members' tensors, which may differ in size along `dim`, concatenated along it.
+
+        Args:
+            x: this member's tensor, or several.
+            dim: along which they are put together.
+            sizes: of each member along `dim`; equal ones if None.
+        """
+        if isinstance(x, list):
+            return [self._gather_one(each, dim, sizes) for each in x]
+        return self._gather_one(x, dim, sizes)
+
+    def _gather_one(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
+        if sizes is None:
+            return self.all_gather(x, dim)
+        dim %= x.dim()
+        self._check_sizes(sizes, x.shape[dim], dim)
+        shape = (*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        return self._gather(self._header(Operation.ALL_GATHERV, x, shape, sizes=sizes), x, dim, sizes)
+
+    def gather(self, x: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
+        """Returns the members' tensors concatenated along `dim` on `dst`, None on the others."""
+        header = self._header(Operation.GATHER, x, x.shape, root=dst)
+        sizes = [x.shape[dim]] * len(self._members.ranks)
+        if self._members.index == dst:
+            return self._gather(header, x, dim, sizes)
+        self._exchange(header, x.reshape(-1), [x.numel()] * len(sizes), None)
+        return None
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Returns this member's share along `dim` of the sum over the members.
+
+        Raises:
+            ValueError: `x` cannot be cut into equal shares.
+        """
+        world, size = len(self._members.ranks), x.shape[dim]
+        if size % world:
+            raise ValueError(
+                f"reduce_scatter: got {size} rows along dim {dim}, expected a multiple of {world}"
+            )
+        return self._scatter(self._header(Operation.REDUCE_SCATTER, x, x.shape), x, dim, [size // world] * world)
+
+    def reduce_scatterv(
+        self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Returns this member's share along `dim` of the sum; shares as `sizes` says."""
+        if sizes is None:
+            return self.reduce_scatter(x, dim)
+        self._check_sizes(sizes, sizes[self._members.index], dim)
+        if sum(sizes) != x.shape[dim]:
+            raise ValueError(f"reduce_scatterv: got sizes {list(sizes)}, expected a sum of {x.shape[dim]}")
+        return self._scatter(self._header(Operation.REDUCE_SCATTERV, x, x.shape, sizes=sizes), x, dim, sizes)
+
+    def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Returns `x`, overwritten with what it is on `src`."""
+        header = self._header(Operation.BROADCAST, x, x.shape, root=src)
+        counts = [x.numel() if member == src else 0 for member in range(len(self._members.ranks))]
+        flat = x.contiguous().view(-1)
+        if self._members.index == src:
+            self._exchange(header, flat, counts, None)
+            return x
+        self._exchange(header, flat, counts, lambda begin, end, parts: flat[begin:end].copy_(parts[src]))
+        if flat.data_ptr() != x.data_ptr():
+            x.copy_(flat.view(x.shape))
+        return x
+
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """Sends to one member, which calls `recv`; by gloo on either path."""
+        flat = x.contiguous().view(-1)
+        header = self._mail_header(self._members.index, dst, x.shape, x.dtype)
+        room = PART_BYTES // x.element_size()
+        for part in range(num_parts(flat.numel(), room)):
+            self._mail.send(dst, header_of_part(header, part), flat[part * room : (part + 1) * room])
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, src: int) -> torch.Tensor:
+        """Returns what one member sends, on this rank's device.
+
+        Raises:
+            CollectiveMismatchError: it sends another shape or dtype.
+        """
+        target = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        flat = target.view(-1)
+        header = self._mail_header(src, self._members.index, shape, dtype)
+        room = PART_BYTES // target.element_size()
+        for part in range(num_parts(flat.numel(), room)):
+            theirs, bytes_ = self._mail.receive(src)
+            self._compare(header_of_part(header, part), src, theirs)
+            wanted = flat[part * room : (part + 1) * room]
+            wanted.copy_(bytes_.elements(dtype, wanted.numel()))
+        return target
+
+    def announce(self, message: bytes) -> None:
+        """Tells every listener, who calls `listen`; does not wait for them. First member only.
+
+        Raises:
+            ValueError: more than 4096 bytes, or not the first member.
+            PeerLostError: a listener left 16 of them unread for the time-out.
+        """
+        if len(message) > MESSAGE_BYTES or self._members.index:
+            raise ValueError(
+                f"announce: got {len(message)} bytes on rank {self._members.ranks[self._members.index]}, "
+                f"expected at most {MESSAGE_BYTES} on rank {self._members.ranks[0]}"
+            )
+        self._link.announce(message)
+
+    def listen(self, deadline_s: float) -> bytes:
+        """Returns the next announcement of the first member; listeners only.
+
+        Raises:
+            PeerLostError: none came within `deadline_s` seconds.
+        """
+        return self._link.listen(deadline_s)
+
+    def close(self) -> None:
+        """Gives everything back; other members that wait for this one see at once that it is gone."""
+        self._staging.settle()
+        self._link.close()
+        self._mail.close()
+
+    def _gather(self, header: bytes, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        dim %= x.dim()
+        others = x.numel() // x.shape[dim] if x.shape[dim] else _product(x.shape, dim)
+        rows = x.movedim(dim, 0).contiguous()
+        whole = torch.empty((sum(sizes), *rows.shape[1:]), dtype=x.dtype, device=x.device)
+        flat = whole.view(-1)
+        counts = [size * others for size in sizes]
+        starts = _starts(counts)
+
+        def take(begin: int, end: int, parts: Sequence[torch.Tensor]) -> None:
+            for start, part in zip(starts, parts, strict=True):
+                flat[start + begin : start + begin + part.numel()].copy_(part)
+
+        self._exchange(header, rows.view(-1), counts, take)
+        return whole.movedim(0, dim).contiguous()
+
+    def _scatter(self, header: bytes, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        dim %= x.dim()
+        rows = x.movedim(dim, 0).contiguous()
+        here = self._members.index
+        share = torch.empty((sizes[here], *rows.shape[1:]), dtype=x.dtype, device=x.device)
+        flat = share.view(-1)
+        first = sum(sizes[:here]) * _product(x.shape, dim)
+
+        def take(begin: int, end: int, parts: Sequence[torch.Tensor]) -> None:
+            self._sum(flat[begin - first : end - first], parts)
+
+        counts = [x.numel()] * len(sizes)
+        self._exchange(header, rows.view(-1), counts, take, window=(first, first + flat.numel()))
+        return share.movedim(0, dim).contiguous()
+
+    def _exchange(
+        self,
+        header: bytes,
+        mine: torch.Tensor,
+        counts: Sequence[int],
+        take: _Take | None,
+        window: tuple[int, int] | None = None,
+    ) -> None:
+        """Publishes this member's elements part by part, and takes the others'.
+
+        Args:
+            header: of the call.
+            mine: [n], contiguous.
+            counts: elements that each member gives; this one gives the first of `mine`.
+            take: is given every part, unless None; on a GPU in the order of the current stream.
+            window: elements that `take` wants; all if None.
+        """
+        room = PART_BYTES // mine.element_size()
+        index, dtype = self._members.index, mine.dtype
+        low, high = window or (0, max(counts) if take else 0)
+        for part in range(num_parts(max(counts), room)):
+            begin, end = part * room, (part + 1) * room
+            own = mine[begin : max(begin, min(end, counts[index]))]
+            size = own.numel()
+            if size:
+                self._staging.put(self._link.outgoing().elements(dtype, size), own, first=part == 0)
+            self._meter.transferred("send", self._staging.settle(), size * mine.element_size())
+            ours = header_of_part(header, part)
+            self._link.publish(ours, size * mine.element_size())
+            begin, end = max(begin, low), min(end, high)
+            self._collect(ours, part * room, begin, end, mine, counts, take)
+
+    def _collect(
+        self,
+        header: bytes,
+        offset: int,
+        begin: int,
+        end: int,
+        mine: torch.Tensor,
+        counts: Sequence[int],
+        take: _Take | None,
+    ) -> None:
+        """Compares every member's header, then takes elements [begin, end) of the part at `offset`."""
+        parts: list[torch.Tensor] = [mine[:0]] * len(counts)
+        for peer, theirs, buffer in self._link.collect():
+            if theirs != header:
+                self._mismatch(header, peer, theirs)
+            stop = min(end, counts[peer])
+            if take is not None and stop > begin:
+                part = buffer.elements(mine.dtype, stop - offset)[begin - offset :]
+                parts[peer] = self._staging.fetch(peer, part)
+        if take is None or end <= begin:
+            return
+        parts[self._members.index] = mine[begin : max(begin, min(end, counts[self._members.index]))]
+        take(begin, end, parts)
+        self._staging.fetched()
+        self._meter.transferred("recv", 0.0, sum(part.numel() for part in parts) * mine.element_size())
+
+    def _sum(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Writes the sum of the parts, in their order; `target` may be one of them."""
+        if len(parts) == 2:  # both devices add narrow floats in float32 and round once
+            torch.add(parts[0], parts[1], out=target)
+            return
+        wide = torch.float32 if target.dtype in _NARROW else target.dtype
+        total = self._wide.elements(wide, target.numel())
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
+        target.copy_(total)
+
+    def _header(
+        self,
+        operation: Operation,
+        x: torch.Tensor,
+        shape: Sequence[int],
+        *,
+        root: int = -1,
+        sizes: Sequence[int] | None = None,
+    ) -> bytes:
+        self._count += 1
+        return pack_header(
+            operation,
+            shape=shape,
+            dtype=x.dtype,
+            root=root,
+            step=self._step,
+            count=self._count,
+            history=self._history,
+            sizes=sizes,
+        )
+
+    def _mail_header(self, src: int, dst: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:
+        count = self._mailed[src, dst] = self._mailed.get((src, dst), 0) + 1
+        return pack_header(
+            Operation.SEND, shape=shape, dtype=dtype, root=src, step=self._step, count=count, history=self._history
+        )
+
+    def _compare(self, ours: bytes, peer: int, theirs: bytes) -> None:
+        if theirs != ours:
+            self._mismatch(ours, peer, theirs)
+
+    def _mismatch(self, ours: bytes, peer: int, theirs: bytes) -> None:
+        ranks = self._members.ranks
+        raise CollectiveMismatchError(
+            self._members.group,
+            ranks[peer],
+            f"rank {ranks[self._members.index]} is at {describe(ours)}",
+            f"rank {ranks[peer]} at {describe(theirs)}",
+        )
+
+    def _check_sizes(self, sizes: Sequence[int], own: int, dim: int) -> None:
+        if len(sizes) != len(self._members.ranks) or sizes[self._members.index] != own:
+            raise ValueError(
+                f"got sizes {list(sizes)} along dim {dim}, expected {len(self._members.ranks)} of them with "
+                f"{own} for member {self._members.index}"
+            )
+
+
+def _choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_memory", "gloo"], str]:
+    """Returns the path and why."""
+    if not share_host:
+        return "gloo", "the plan says that the ranks share no host"
+    if not machines <= set(MACHINES):
+        return "gloo", f"shared memory needs stores seen in order ({', '.join(MACHINES)}), got {sorted(machines)}"
+    return "shared_memory", "the plan says that the ranks share a host, and each read what the others wrote"
+
+
+def _product(shape: Sequence[int], without: int) -> int:
+    product = 1
+    for dim, size in enumerate(shape):
+        product *= 1 if dim == without else size
+    return product
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [sum(counts[:member]) for member in range(len(counts))]

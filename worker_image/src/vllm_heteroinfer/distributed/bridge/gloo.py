@@ -1,0 +1,183 @@
+"""The link of members that share no memory: one gloo message a part and pair of members.
+
+A message is a header and the part's bytes, received into room for the largest part, so that
+gloo never sees two sizes that differ and a mismatch is found by comparing headers.
+"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
+from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
+from vllm_heteroinfer.distributed.errors import PeerLostError
+from vllm_heteroinfer.distributed.transport import Meter
+
+_TAG = 0x4862
+"""Of the bridge's messages on a process group that others use too: parts, announcements, sends."""
+_PART_TAG, _ANNOUNCE_TAG, _SEND_TAG = range(_TAG, _TAG + 3)
+_PARTS = 2
+_RING = 16
+_LENGTH_BYTES = 8
+
+
+class _Message:
+    """Room for a header and a part, persistent, page-locked on a GPU member."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.bytes = torch.zeros(HEADER_BYTES + PART_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self.part = Buffer(self.bytes[HEADER_BYTES:])
+        self._header = memoryview(self.bytes.numpy())[:HEADER_BYTES]
+        self.works: list[Any] = []
+
+    @property
+    def header(self) -> bytes:
+        return bytes(self._header)
+
+    @header.setter
+    def header(self, header: bytes) -> None:
+        self._header[:] = header
+
+
+class GlooLink:
+    """See `Link`."""
+
+    def __init__(
+        self, cpu_group: Any, members: Members, device: torch.device, *, timeout_s: float, meter: Meter
+    ) -> None:
+        self._group, self._members, self._meter, self._timeout_s = cpu_group, members, meter, timeout_s
+        self._pinned = device.type == "cuda"
+        self._published = self._announced = 0
+        self._out = [_Message(pinned=self._pinned) for _ in range(_PARTS)]
+        self._in = {
+            peer: [_Message(pinned=self._pinned) for _ in range(_PARTS)] for peer in members.peers
+        }
+        self._ring = torch.zeros((_RING, _LENGTH_BYTES + MESSAGE_BYTES), dtype=torch.uint8)
+        self._ring_works: list[list[tuple[int, Any]]] = [[] for _ in range(_RING)]
+        self._letter: _Message | None = None
+        # gloo's receives can be waited for, but not asked whether they are done.
+        self._waiters = (
+            ThreadPoolExecutor(len(members.peers), "heteroinfer-bridge") if len(members.peers) > 1 else None
+        )
+
+    def outgoing(self) -> Buffer:
+        """Returns the part of the message that was sent the time before the last."""
+        return self._out[(self._published + 1) % _PARTS].part
+
+    def publish(self, header: bytes, num_bytes: int) -> None:
+        """Posts all receives, then all sends, of this member."""
+        self._published += 1
+        place = self._published % _PARTS
+        message = self._out[place]
+        message.works.clear()  # their readers have since published, so they are done
+        message.header = header
+        for peer in self._members.peers:
+            room = self._in[peer][place]
+            room.works = [self._post_receive(room.bytes, peer, _PART_TAG)]
+        sent = message.bytes[: HEADER_BYTES + num_bytes]
+        message.works = [self._post_send(sent, peer, _PART_TAG) for peer in self._members.peers]
+
+    def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
+        """Yields each peer's part once its message is there."""
+        place = self._published % _PARTS
+        start = time.perf_counter()
+        self._meter.waiting_for(self._members.ranks[self._members.peers[0]])
+        for peer in self._arrivals(place):
+            self._meter.waited(time.perf_counter() - start)
+            self._meter.waiting_for(None)
+            message = self._in[peer][place]
+            yield peer, message.header, message.part
+            start = time.perf_counter()
+
+    def _arrivals(self, place: int) -> Iterator[int]:
+        """Yields the peers in the order in which their messages come."""
+
+        def arrived(peer: int) -> int:
+            self._finish(self._in[peer][place].works[0], peer, "a collective's part", self._timeout_s)
+            return peer
+
+        if self._waiters is None:
+            yield from map(arrived, self._members.peers)
+            return
+        futures = [self._waiters.submit(arrived, peer) for peer in self._members.peers]
+        for future in as_completed(futures):
+            yield future.result()
+
+    def announce(self, message: bytes) -> None:
+        """Sends bytes to each listener; member 0 only."""
+        self._announced += 1
+        place = self._announced % _RING
+        for peer, work in self._ring_works[place]:
+            self._finish(work, peer, "the reading of announcements", self._timeout_s)
+        framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
+        row = self._ring[place, : len(framed)]
+        row.copy_(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
+        self._ring_works[place] = [
+            (peer, self._post_send(row, peer, _ANNOUNCE_TAG)) for peer in self._members.listeners
+        ]
+
+    def listen(self, deadline_s: float) -> bytes:
+        """Returns the next message of member 0."""
+        row = self._ring[0]
+        self._wait(self._post_receive(row, 0, _ANNOUNCE_TAG), 0, "an announcement", deadline_s)
+        framed = bytes(row.numpy())
+        return framed[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(framed[:_LENGTH_BYTES], "little")]
+
+    def send(self, peer: int, header: bytes, part: torch.Tensor) -> None:
+        """Sends one part to one member and waits until it is taken.
+
+        Args:
+            peer: rank in group.
+            header: of the part.
+            part: [n], any device, at most PART_BYTES.
+        """
+        letter = self._letter = self._letter or _Message(pinned=self._pinned)
+        letter.header = header
+        letter.part.elements(part.dtype, part.numel()).copy_(part)
+        sent = letter.bytes[: HEADER_BYTES + part.numel() * part.element_size()]
+        self._wait(self._post_send(sent, peer, _SEND_TAG), peer, "the taking of a tensor", self._timeout_s)
+
+    def receive(self, peer: int) -> tuple[bytes, Buffer]:
+        """Returns the header and the part that a member sends; valid until the next call."""
+        letter = self._letter = self._letter or _Message(pinned=self._pinned)
+        work = self._post_receive(letter.bytes, peer, _SEND_TAG)
+        self._wait(work, peer, "a tensor", self._timeout_s)
+        return letter.header, letter.part
+
+    def close(self) -> None:
+        """Ends the waiting threads; connections end with the process group."""
+        if self._waiters is not None:
+            self._waiters.shutdown(wait=False, cancel_futures=True)
+
+    def _post_send(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+        return self._post(dist.isend, message, peer, tag)
+
+    def _post_receive(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+        return self._post(dist.irecv, message, peer, tag)
+
+    def _post(self, post: Any, message: torch.Tensor, peer: int, tag: int) -> Any:
+        rank = self._members.ranks[peer]
+        try:
+            return post(message, rank, group=self._group, tag=tag)
+        except RuntimeError as error:
+            raise PeerLostError(rank, 0.0, str(error), awaited="a message") from error
+
+    def _wait(self, work: Any, peer: int, awaited: str, timeout_s: float) -> None:
+        start = time.perf_counter()
+        self._meter.waiting_for(self._members.ranks[peer])
+        self._finish(work, peer, awaited, timeout_s)
+        self._meter.waiting_for(None)
+        self._meter.waited(time.perf_counter() - start)
+
+    def _finish(self, work: Any, peer: int, awaited: str, timeout_s: float) -> None:
+        start = time.perf_counter()
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            waited = time.perf_counter() - start
+            raise PeerLostError(self._members.ranks[peer], waited, str(error), awaited=awaited) from error

@@ -1,0 +1,135 @@
+"""The link of members on one host: each publishes in the slab, the others read there.
+
+A word of a member's line says how many parts it has published. It is written after the
+part and its header; on x86-64 other CPUs see stores in that order, elsewhere they need not.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from vllm_heteroinfer.distributed.bridge.link import Buffer, Members
+from vllm_heteroinfer.distributed.bridge.slab import (
+    ANNOUNCED,
+    CLOSED,
+    PARTS,
+    READ,
+    RING,
+    WORDS,
+    WRITTEN,
+    Slab,
+    unlock_pages,
+)
+from vllm_heteroinfer.distributed.bridge.waiting import wait_until
+from vllm_heteroinfer.distributed.errors import PeerLostError
+from vllm_heteroinfer.distributed.transport import Meter
+
+MACHINES = ("x86_64",)
+"""Machines whose stores are seen in order."""
+
+
+class SharedMemoryLink:
+    """See `Link`."""
+
+    def __init__(
+        self, slab: Slab, members: Members, device: torch.device, *, timeout_s: float, meter: Meter
+    ) -> None:
+        self._slab, self._members, self._meter, self._timeout_s = slab, members, meter, timeout_s
+        self._on_gpu = device.type == "cuda"
+        self._published = self._announced = self._read = 0
+        self._line = members.index * WORDS
+        self._own = slab.parts[members.index]
+        self._own_headers = slab.headers[members.index]
+
+    def outgoing(self) -> Buffer:
+        """Returns the buffer that was published the time before the last."""
+        return self._own[(self._published + 1) % PARTS]
+
+    def publish(self, header: bytes, num_bytes: int) -> None:
+        """Writes the header, then the word that says so."""
+        published = self._published + 1
+        self._own_headers[published % PARTS][:] = header
+        self._published = self._slab.words[self._line + WRITTEN] = published
+
+    def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
+        """Yields each peer's part once its word says that it is there."""
+        words, published = self._slab.words, self._published
+        place = published % PARTS
+        pending = self._members.peers
+        while pending:
+            there = [peer for peer in pending if words[peer * WORDS + WRITTEN] >= published]
+            if not there:
+                self._wait_for_any(pending, published)
+                continue
+            for peer in there:
+                yield peer, bytes(self._slab.headers[peer][place]), self._slab.parts[peer][place]
+            pending = tuple(peer for peer in pending if peer not in there)
+
+    def _wait_for_any(self, pending: tuple[int, ...], published: int) -> None:
+        words = self._slab.words
+        lines = [peer * WORDS for peer in pending]
+
+        def ready() -> bool:
+            for line in lines:
+                if words[line + WRITTEN] >= published or words[line + CLOSED]:
+                    return True
+            return False
+
+        self._wait(ready, pending[0], "a collective's part")
+        for peer, line in zip(pending, lines, strict=True):
+            if words[line + CLOSED] and words[line + WRITTEN] < published:
+                raise PeerLostError(
+                    self._members.ranks[peer], 0.0, "it has closed its bridge", awaited="a collective's part"
+                )
+
+    def _wait(self, ready: Callable[[], bool], peer: int, awaited: str, timeout_s: float | None = None) -> None:
+        rank = self._members.ranks[peer]
+        start = time.perf_counter()
+        self._meter.waiting_for(rank)
+        came = wait_until(ready, self._timeout_s if timeout_s is None else timeout_s)
+        waited = time.perf_counter() - start
+        if not came:
+            raise PeerLostError(rank, waited, f"group {self._members.group}: no sign of it", awaited=awaited)
+        self._meter.waiting_for(None)
+        self._meter.waited(waited)
+
+    def announce(self, message: bytes) -> None:
+        """Puts bytes into the ring; member 0 only."""
+        announced = self._announced + 1
+        words = self._slab.words
+        for peer in self._members.listeners:
+            word = peer * WORDS + READ
+            if words[word] <= announced - 1 - RING:
+                self._wait(
+                    lambda word=word: words[word] > announced - 1 - RING,
+                    peer,
+                    "the reading of announcements",
+                )
+        entry = self._slab.ring[announced % RING]
+        entry[:8] = len(message).to_bytes(8, "little")
+        entry[8 : 8 + len(message)] = message
+        self._announced = words[ANNOUNCED] = announced
+
+    def listen(self, deadline_s: float) -> bytes:
+        """Returns the next message of the ring."""
+        words, wanted = self._slab.words, self._read + 1
+        if words[ANNOUNCED] < wanted:
+            self._wait(
+                lambda: words[ANNOUNCED] >= wanted or bool(words[CLOSED]), 0, "an announcement", deadline_s
+            )
+            if words[ANNOUNCED] < wanted:
+                raise PeerLostError(
+                    self._members.ranks[0], 0.0, "it has closed its bridge", awaited="an announcement"
+                )
+        entry = self._slab.ring[wanted % RING]
+        message = bytes(entry[8 : 8 + int.from_bytes(entry[:8], "little")])
+        self._read = words[self._line + READ] = wanted
+        return message
+
+    def close(self) -> None:
+        """Says so to the others; the memory goes with the last process that maps it."""
+        self._slab.words[self._line + CLOSED] = 1
+        if self._on_gpu:
+            unlock_pages(self._slab.bytes)
+            self._on_gpu = False

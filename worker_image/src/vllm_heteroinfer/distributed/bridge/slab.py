@@ -1,0 +1,220 @@
+"""Host memory that all members of a group have mapped, and the proof that they have.
+
+The memory is a memfd of the first member, which the others open through /proc: it has no
+name in any file system, so however processes end, nothing stays behind, and it takes no
+room of /dev/shm (64 MiB in a container unless asked for). The members must share a PID
+namespace: one pod, or one machine under `heteroinfer up`.
+"""
+
+import mmap
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
+from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
+
+PARTS = 2
+"""Buffers of each member: see `Link`."""
+RING = 16
+"""Announcements that may be unread."""
+WORDS = 16
+"""Words of 8 bytes of each member's line."""
+WRITTEN, CLOSED, READ, ANNOUNCED = range(4)
+"""Words of a member's line: parts published, 1 when it is gone, announcements read and made."""
+_NONCE = 8
+"""Words of a line from here on hold the member's nonce."""
+_NONCE_BYTES = 16
+_RING_ENTRY_BYTES = 8 + MESSAGE_BYTES
+_PAGE_BYTES = 4096
+_T = TypeVar("_T")
+
+
+class Slab:
+    """The shared memory of a group, as one member sees it.
+
+    Attributes:
+        words: int64 view of the members' lines, WORDS each.
+        parts: by rank in group, the PARTS buffers of that member.
+        headers: by rank in group, the headers of these.
+        ring: the announcements of the first member: length in 8 bytes, then the bytes.
+    """
+
+    def __init__(self, fd: int, members: int) -> None:
+        self._memory = mmap.mmap(fd, slab_bytes(members), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        view = memoryview(self._memory)
+        lines = members * WORDS * 8
+        self.words = view[:lines].cast("q")
+        headers = members * PARTS * HEADER_BYTES
+        self.headers = [
+            [view[start : start + HEADER_BYTES] for start in _starts(lines, member, PARTS, HEADER_BYTES)]
+            for member in range(members)
+        ]
+        self.ring = [
+            view[start : start + _RING_ENTRY_BYTES]
+            for start in _starts(lines + headers, 0, RING, _RING_ENTRY_BYTES)
+        ]
+        first = _parts_offset(members)
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.parts = [
+            [Buffer(self.bytes[start : start + PART_BYTES]) for start in _starts(first, member, PARTS, PART_BYTES)]
+            for member in range(members)
+        ]
+
+    def write_nonce(self, member: int, nonce: bytes) -> None:
+        """Puts a member's nonce where the others look for it."""
+        start = (member * WORDS + _NONCE) * 8
+        self._memory[start : start + _NONCE_BYTES] = nonce
+
+    def read_nonce(self, member: int) -> bytes:
+        """Returns what is where a member's nonce should be."""
+        start = (member * WORDS + _NONCE) * 8
+        return self._memory[start : start + _NONCE_BYTES]
+
+
+def _starts(offset: int, member: int, count: int, size: int) -> list[int]:
+    return [offset + (member * count + place) * size for place in range(count)]
+
+
+def _parts_offset(members: int) -> int:
+    control = members * (WORDS * 8 + PARTS * HEADER_BYTES) + RING * _RING_ENTRY_BYTES
+    return -(-control // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def slab_bytes(members: int) -> int:
+    """Returns the size of the shared memory of a group."""
+    return _parts_offset(members) + members * PARTS * PART_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """Where the first member's memory is, or why there is none."""
+
+    name: str = ""
+    pid: int = 0
+    fd: int = -1
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What a member got of the hand-shake so far."""
+
+    slab: Slab | None = None
+    error: str = ""
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
+
+
+def share_slab(members: Members, cpu_group: Any, device: torch.device) -> Slab:
+    """Returns the group's shared memory, proven to be one and the same for all members.
+
+    Every member calls it at once. On a GPU member it is page-locked, so that the device
+    copies from and to it.
+
+    Raises:
+        ContractError: on every member, when one of them does not see it.
+    """
+    fd, offer = -1, _Offer()
+    try:
+        if members.index == 0:
+            fd, offer = _create(len(members.ranks))
+        offer = gather_values(offer, cpu_group)[0]
+        attempt = _attempt(offer, members, device)
+        seen = gather_values((attempt.nonce, attempt.error), cpu_group)
+        verdicts = gather_values(_verdict(attempt, seen, members), cpu_group)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    failures = [verdict for verdict in verdicts if verdict]
+    if failures or attempt.slab is None:
+        raise ContractError(
+            f"group {members.group}: the plan says that ranks {list(members.ranks)} share a host's memory; "
+            f"got: {'; '.join(failures)}; expected one memory that each of them maps; put them into one "
+            "pod (or one PID namespace of one machine), or let the plan say that they don't share a host"
+        )
+    return attempt.slab
+
+
+def _create(members: int) -> tuple[int, _Offer]:
+    name = f"heteroinfer-bridge-{secrets.token_hex(16)}"
+    try:
+        fd = os.memfd_create(name)
+    except OSError as error:
+        return -1, _Offer(error=f"no shared memory: {error}")
+    try:
+        os.posix_fallocate(fd, 0, slab_bytes(members))
+    except OSError as error:
+        os.close(fd)
+        return -1, _Offer(error=f"no {slab_bytes(members)} bytes of shared memory: {error}")
+    return fd, _Offer(name=name, pid=os.getpid(), fd=fd)
+
+
+def _attempt(offer: _Offer, members: Members, device: torch.device) -> _Attempt:
+    attempt = _Attempt(error=offer.error)
+    if offer.error:
+        return attempt
+    try:
+        attempt.slab = _open(offer, len(members.ranks))
+        if device.type == "cuda":
+            lock_pages(attempt.slab.bytes, device)
+    except OSError as error:
+        attempt.error = str(error)
+    else:
+        attempt.slab.write_nonce(members.index, attempt.nonce)
+    return attempt
+
+
+def _open(offer: _Offer, members: int) -> Slab:
+    path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
+    # In another PID namespace this is another process: its file must not be written to.
+    target = os.readlink(path)
+    if target != f"/memfd:{offer.name} (deleted)":
+        raise OSError(f"{path} is {target}, not the memory of the group's first rank")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return Slab(fd, members)
+    finally:
+        os.close(fd)
+
+
+def _verdict(attempt: _Attempt, seen: list[tuple[bytes, str]], members: Members) -> str:
+    """Returns what is wrong as this member sees it, empty when it reads every member's nonce."""
+    here = f"rank {members.ranks[members.index]}"
+    if attempt.error or attempt.slab is None:
+        return f"{here}: {attempt.error}"
+    unseen = [
+        members.ranks[member]
+        for member, (nonce, error) in enumerate(seen)
+        if not error and attempt.slab.read_nonce(member) != nonce
+    ]
+    return f"{here} does not see what ranks {unseen} wrote" if unseen else ""
+
+
+def lock_pages(memory: torch.Tensor, device: torch.device) -> None:
+    """Lets the GPU copy from and to host memory by itself, until `unlock_pages`.
+
+    Raises:
+        OSError: CUDA does not take it.
+    """
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status) != 0:
+        raise OSError(f"cudaHostRegister of {memory.numel()} bytes failed with {status}")
+
+
+def unlock_pages(memory: torch.Tensor) -> None:
+    """Takes `lock_pages` back; the memory may then be unmapped."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def gather_values(value: _T, cpu_group: Any) -> list[_T]:
+    """Returns every member's value, in the group's order."""
+    values: list[Any] = [None] * dist.get_world_size(cpu_group)
+    dist.all_gather_object(values, value, group=cpu_group)
+    return values
