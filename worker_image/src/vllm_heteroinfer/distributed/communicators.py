@@ -14,14 +14,18 @@ neither side does hidden collectives, nor does CUDA graph capture look for one
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Device, Mode, Plan
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is on Linux
+
+_BRIDGES = ("auto", "shared_memory", "gloo")
 
 _wait_s = [0.0]
 """Seconds spent in collectives since `take_wait_s`, by this process's one worker thread."""
@@ -107,6 +111,24 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
     return CudaCommunicator(**kwargs)
+
+
+def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str]) -> bool:
+    """Returns whether a stage's ranks are to use one host's shared memory; the bridge proves that they can.
+
+    Pods with one address share a machine, as under `heteroinfer up`; those of a cluster have one each.
+
+    Raises:
+        ContractError: the user's setting is none.
+    """
+    asked = env.get(names.ENV_BRIDGE, "auto")
+    if asked not in _BRIDGES:
+        raise ContractError(
+            f"got {names.ENV_BRIDGE}={asked!r}, expected one of {', '.join(_BRIDGES)}; set it in engine.env"
+        )
+    if asked != "auto":
+        return asked == "shared_memory"
+    return len({launch.addresses[rank.pod].host for rank in plan.stage(stage)}) == 1
 
 
 def may_spin(plan: Plan, launch: PodLaunch) -> bool:

@@ -3,7 +3,7 @@
 A GPU's warm-up runs forwards that depend on its kernels, caches and settings; nobody guesses
 which. The leader announces each one just before it really runs, and each follower runs exactly
 that one, so that the collectives inside meet. After warm-up the scheduler's steps are the
-announcement, and nothing of this is active. Imports torch; not vLLM.
+announcement, and nothing of this is active. Imports neither torch nor vLLM.
 """
 
 import contextlib
@@ -11,9 +11,10 @@ import logging
 import struct
 from collections.abc import Callable, Iterator
 from enum import IntEnum, unique
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Announcer(Protocol):
 
 
 @contextlib.contextmanager
-def leading(announcer: Announcer, model: torch.nn.Module, phase: str) -> Iterator[None]:
+def leading(announcer: Announcer, model: "torch.nn.Module", phase: str) -> Iterator[None]:
     """Announces every forward pass and every computation of logits inside, and the end.
 
     Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._dummy_run@v0.32.0 calls `model(...)`
@@ -66,7 +67,7 @@ def leading(announcer: Announcer, model: torch.nn.Module, phase: str) -> Iterato
 
     compute_logits: Callable[..., Any] | None = getattr(model, "compute_logits", None)
 
-    def announced_logits(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def announced_logits(hidden_states: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
         assert compute_logits is not None
         tell(Event.LOGITS, hidden_states.shape[0])
         return compute_logits(hidden_states, *args, **kwargs)
@@ -90,7 +91,7 @@ def leading(announcer: Announcer, model: torch.nn.Module, phase: str) -> Iterato
 def follow(
     listen: Callable[[], bytes],
     *,
-    model: torch.nn.Module,
+    model: "torch.nn.Module",
     forward: Callable[[int], Any],
     logits: Callable[[int], Any],
     phase: str,

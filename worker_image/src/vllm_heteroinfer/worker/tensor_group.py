@@ -7,16 +7,14 @@ Other GPU ranks run their own warm-up, which is the leader's. Imports vLLM; see 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CompilationMode, set_current_vllm_config
 
-from heteroinfer_contract import names
-from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.launch import PodLaunch
-from heteroinfer_contract.plan import Device, Mode, Plan, eager_reason
+from heteroinfer_contract.plan import Device, Mode, eager_reason
+from vllm_heteroinfer.distributed import communicators
 from vllm_heteroinfer.distributed.bridge import Bridge
 from vllm_heteroinfer.distributed.bridge_communicator import BridgeCommunicator
 from vllm_heteroinfer.distributed.transport import Meter
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from vllm_heteroinfer.worker.common import RankContext
 
 _logger = logging.getLogger(__name__)
-
-_BRIDGES = ("auto", "shared_memory", "gloo")
 
 
 class StepMeter:
@@ -78,7 +74,9 @@ class TensorGroup:
             rank=context.rank.rank,
             device=device,
             cpu_group=group.cpu_group,
-            share_host=shares_host(context.plan, context.launch, context.rank.stage, os.environ),
+            share_host=communicators.shares_host(
+                context.plan, context.launch, context.rank.stage, os.environ
+            ),
             timeout_s=context.startup.left_s,
             meter=self._meter,
         )
@@ -187,21 +185,3 @@ class TensorGroup:
                 logits=logits,
                 phase=phase,
             )
-
-
-def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str]) -> bool:
-    """Returns whether a stage's ranks are to use one host's shared memory; the bridge proves that they can.
-
-    Pods with one address share a machine, as under `heteroinfer up`; those of a cluster have one each.
-
-    Raises:
-        ContractError: the user's setting is none.
-    """
-    asked = env.get(names.ENV_BRIDGE, "auto")
-    if asked not in _BRIDGES:
-        raise ContractError(
-            f"got {names.ENV_BRIDGE}={asked!r}, expected one of {', '.join(_BRIDGES)}; set it in engine.env"
-        )
-    if asked != "auto":
-        return asked == "shared_memory"
-    return len({launch.addresses[rank.pod].host for rank in plan.stage(stage)}) == 1

@@ -1,0 +1,75 @@
+"""A leader's warm-up and a follower's, on a small torch module; run by the worker's Python.
+
+`python -m tests.integration.worker.following [MISTAKE]` prints what both ran, as JSON; the
+follower's forward makes the mistake: `twice`, `short`, or the leader's end says `more`.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from vllm_heteroinfer.worker import following
+
+
+class Model(torch.nn.Module):
+    """Called as vLLM calls its models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[str, int]] = []
+
+    def forward(self, *, input_ids: Any, positions: torch.Tensor) -> torch.Tensor:
+        self.ran.append(("forward", positions.shape[-1]))
+        return torch.zeros(positions.shape[-1], 2)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.ran.append(("logits", hidden_states.shape[0]))
+        return hidden_states
+
+
+class Announced:
+    """Messages in order, as the bridge delivers them."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+
+    def announce(self, message: bytes) -> None:
+        self.messages.append(message)
+
+
+def main(mistake: str) -> None:
+    leader, follower, announced = Model(), Model(), Announced()
+    with following.leading(announced, leader, "warm-up"):
+        hidden = leader(input_ids=None, positions=torch.zeros(3, 5))  # as of models with three positions
+        leader.compute_logits(hidden[:2])
+        leader(input_ids=None, positions=torch.zeros(16))
+    assert "compute_logits" not in vars(leader), "the instance is as it was"
+    leader(input_ids=None, positions=torch.zeros(1))
+    assert len(announced.messages) == 4, "nothing is announced after the end"
+    if mistake == "more":
+        del announced.messages[1]
+
+    def forward(tokens: int) -> None:
+        follower(input_ids=None, positions=torch.zeros(tokens - (mistake == "short")))
+        if mistake == "twice":
+            follower(input_ids=None, positions=torch.zeros(tokens))
+
+    messages = iter(announced.messages)
+    error = ""
+    try:
+        following.follow(
+            lambda: next(messages),
+            model=follower,
+            forward=forward,
+            logits=lambda rows: follower.compute_logits(torch.zeros(rows, 2)),
+            phase="warm-up",
+        )
+    except following.FollowError as raised:
+        error = str(raised)
+    print(json.dumps({"leader": leader.ran[:-1], "follower": follower.ran, "error": error}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or [""])

@@ -1,0 +1,36 @@
+"""A follower runs what its leader ran, or says what it ran instead."""
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def follow(*mistake: str) -> Any:
+    command = [str(WORKER_PYTHON), "-m", "tests.integration.worker.following", *mistake]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=100, stdout=subprocess.PIPE)
+    return json.loads(done.stdout)
+
+
+def test_each_forward_and_computation_of_logits_is_followed() -> None:
+    ran = follow()
+    assert ran["leader"] == [["forward", 5], ["logits", 2], ["forward", 16]]
+    assert ran["follower"] == ran["leader"]
+    assert ran["error"] == ""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("twice", "ran the model with [5, 5] tokens, expected [5] as announced"),
+        ("short", "ran the model with [4] tokens, expected [5] as announced"),
+        ("more", "followed 2 announcements, but the leader made 3"),
+    ],
+)
+def test_what_was_not_announced_is_named(mistake: str, said: str) -> None:
+    assert said in follow(mistake)["error"]
