@@ -113,8 +113,15 @@ def run(
         startup=startup,
         step_timeout_s=step_timeout_s,
         fail=fail,
+        memory_nodes=memory_nodes(os.environ),
     )
     RankProcess(config, context).worker_busy_loop()
+
+
+def memory_nodes(env: Mapping[str, str]) -> tuple[int, ...]:
+    """Returns the NUMA nodes that this rank's memory shall come from; none where there is one only."""
+    text = env.get(names.ENV_MEMORY_NODES, "")
+    return tuple(int(node) for node in text.split(",")) if text else ()
 
 
 def counts_metrics(env: Mapping[str, str]) -> bool:

@@ -140,17 +140,25 @@ def cpu_quota(root: Path, own_cgroups: str) -> float | None:
         root: where cgroups are mounted.
         own_cgroups: text of /proc/self/cgroup.
     """
-    quotas = [quota for directory in _cpu_directories(root, own_cgroups) if (quota := _quota(directory))]
+    directories = cgroup_directories(root, own_cgroups, "cpu")
+    quotas = [quota for directory in directories if (quota := _quota(directory))]
     return min(quotas, default=None)
 
 
-def _cpu_directories(root: Path, own_cgroups: str) -> Iterator[Path]:
+def cgroup_directories(root: Path, own_cgroups: str, controller: str) -> Iterator[Path]:
+    """Yields where the files of a controller may be, v1 or v2, for each cgroup that this process is in.
+
+    Args:
+        root: where cgroups are mounted.
+        own_cgroups: text of /proc/self/cgroup.
+        controller: `cpu` or `memory`.
+    """
     for line in own_cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             mounts = [root, root / "unified"]
-        elif "cpu" in controllers.split(","):
-            mounts = [root / controllers, root / "cpu"]
+        elif controller in controllers.split(","):
+            mounts = [root / controllers, root / controller]
         else:
             continue
         # Every ancestor limits as well; in a container the path may not be visible, its root is.

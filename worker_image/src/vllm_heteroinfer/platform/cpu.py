@@ -28,6 +28,10 @@ class HeteroCpuPlatform(CpuPlatform):
         # server, which computes nothing: by fork it saves importing everything again (10 s of a CPU).
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
+    def is_sleep_mode_available(self) -> bool:
+        """Returns True: our worker gives back the KV cache, where vLLM's CPU worker only logs."""
+        return True
+
     @classmethod
     def get_compile_backend(cls) -> str:
         """Returns what compiles the model itself where the plan asks for it; vLLM's own choice."""

@@ -4,6 +4,7 @@ Mixed into vLLM's CPU or GPU worker; must not import either, since importing the
 in a GPU process replaces functions of torch (facts: Platform).
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,13 +24,15 @@ from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
 from vllm_heteroinfer.metrics import RankMetrics
 from vllm_heteroinfer.rendezvous import Deadline, GroupStore
 from vllm_heteroinfer.steps import count_tokens
-from vllm_heteroinfer.worker import sampling
+from vllm_heteroinfer.worker import memory, sampling
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_heteroinfer.launch.channel import RankReporter
     from vllm_heteroinfer.worker.tensor_group import TensorGroup
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class RankContext:
         startup: by when the group must be ready.
         step_timeout_s: after which a silent neighbour is given up, in seconds.
         fail: reports an error and ends this process.
+        memory_nodes: NUMA nodes of its cores; empty where the machine has one only.
     """
 
     plan: Plan
@@ -57,6 +61,7 @@ class RankContext:
     startup: Deadline
     step_timeout_s: float
     fail: Callable[[BaseException], NoReturn]
+    memory_nodes: tuple[int, ...] = ()
 
 
 class GroupWorkerMixin:
@@ -107,11 +112,39 @@ class GroupWorkerMixin:
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Returns the room for this rank's KV cache, in bytes, after one run of the largest batch."""
+        """Returns the size of this rank's KV cache: as planned, or what room is left after the largest batch.
+
+        Raises:
+            MemoryError: there is no room at all.
+        """
         self.context.reporter.phase(RankPhase.WARMING_UP, self._loaded_bytes, self._loaded_bytes)
+        self.begin_profile()
         with self._warming_up("memory profile"):
             self.warm_up()
-            return int(super().determine_available_memory())  # type: ignore[misc]
+            planned = self.run_profile()
+        self._room = self.measure_room()
+        granted, warning = memory.grant(self.context.rank, planned, self._room)
+        if warning:
+            _logger.warning("%s", warning)
+        return granted
+
+    _room: memory.Room
+
+    def begin_profile(self) -> None:
+        """Forgets the most memory that this process has taken so far."""
+        raise NotImplementedError
+
+    def run_profile(self) -> int:
+        """Runs the largest batch as vLLM's worker does; returns the KV cache's planned size, in bytes."""
+        return int(super().determine_available_memory())  # type: ignore[misc]
+
+    def measure_room(self) -> memory.Room:
+        """Returns what this rank could give to its KV cache, whatever is planned."""
+        raise NotImplementedError
+
+    def kv_room_bytes(self) -> int:
+        """Returns what was measured, in bytes; the executor asks each rank."""
+        return self._room.size_bytes
 
     def _warming_up(self, phase: str) -> AbstractContextManager[None]:
         if self.tensor_group is None:
@@ -126,9 +159,15 @@ class GroupWorkerMixin:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         if self.tensor_group is not None:
             self.tensor_group.agree_on_order(self.model_runner)  # type: ignore[attr-defined]
-        metrics = self.context.metrics
-        metrics.kv_blocks.set(kv_cache_config.num_blocks)
-        metrics.kv_cache_bytes.set(sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors))
+        blocks = kv_cache_config.num_blocks
+        # All tensors lie in one allocation (vllm/v1/worker/utils.py::allocate_kv_cache@v0.32.0).
+        size = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
+        self.context.metrics.kv_blocks.set(blocks)
+        self.context.metrics.kv_cache_bytes.set(size)
+        room = self._room.size_bytes
+        self.context.reporter.kv_cache(
+            blocks=blocks, room_blocks=room * blocks // size if size else 0, room_bytes=room
+        )
 
     def compile_or_warm_up_model(self) -> Any:
         """Compiles and warms up; after it this rank is ready."""

@@ -1,14 +1,61 @@
 """The worker of a CPU rank. Never import this in a GPU process."""
 
+import logging
+from pathlib import Path
+
 import torch
 from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_heteroinfer.worker import memory
 from vllm_heteroinfer.worker.common import GroupWorkerMixin
+from vllm_heteroinfer.worker.memory_policy import prefer_nodes
+from vllm_heteroinfer.worker.sleep import CpuSleepMixin, SleepMixin
+
+_logger = logging.getLogger(__name__)
 
 
-class HeteroCpuWorker(GroupWorkerMixin, CPUWorker):
+class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
     """vLLM's CPU worker as one rank of a group."""
+
+    def init_device(self) -> None:
+        """Joins the process groups, with its memory on the NUMA nodes of its cores.
+
+        vLLM's worker has just bound it strictly to the node of its first CPU, which may not hold
+        the model (vllm/v1/worker/cpu_worker.py::CPUWorker.__init__@v0.32.0).
+        """
+        nodes = self.context.memory_nodes
+        if nodes and (problem := prefer_nodes(nodes)):
+            _logger.warning(
+                "memory is not placed on NUMA nodes %s, but where it is touched: %s", nodes, problem
+            )
+        super().init_device()
+
+    def begin_profile(self) -> None:
+        """Starts to watch the resident set."""
+        self._peak = memory.PeakOfRun()
+
+    def run_profile(self) -> int:
+        """Runs the largest batch where the model is compiled; returns the planned size of the KV cache.
+
+        vLLM's own would refuse a plan beyond one NUMA node's free memory, or beyond a limit with
+        page cache counted as used.
+        """
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+        return self.context.rank.kv_cache_bytes
+
+    def measure_room(self) -> memory.Room:
+        """Returns this rank's share of what its pod and machine have left."""
+        context = self.context
+        available = memory.available_memory(
+            Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text(), Path("/proc/meminfo").read_text()
+        )
+        return memory.host_room(
+            available_bytes=available,
+            share=memory.share_of_memory(context.plan, context.launch, context.rank),
+            activations_bytes=self._peak.above_rest_bytes(),
+        )
 
     @torch.inference_mode()
     def warm_up(self) -> None:

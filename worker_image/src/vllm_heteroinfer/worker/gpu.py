@@ -3,20 +3,24 @@
 No hop sits inside the forward pass, but a collective with a CPU rank does.
 """
 
+import gc
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_worker import Worker
 
 from heteroinfer_contract.plan import RankAssignment
+from vllm_heteroinfer.worker import memory
 from vllm_heteroinfer.worker.common import GroupWorkerMixin
+from vllm_heteroinfer.worker.sleep import SleepMixin
 from vllm_heteroinfer.worker.timing import DeviceTimer
 
 _ACTIVATIONS_BYTES = 1 << 30
 """Beside weights and KV cache, for the check at start only: the profile run measures what is needed."""
 
 
-class HeteroGpuWorker(GroupWorkerMixin, Worker):
+class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
     """vLLM's GPU worker as one rank of a group."""
 
     def init_device(self) -> None:
@@ -34,6 +38,24 @@ class HeteroGpuWorker(GroupWorkerMixin, Worker):
         super().load_model(**kwargs)
         if self.context.metrics.counts:
             DeviceTimer(self.model_runner, self.context.metrics.on_device)
+
+    def begin_profile(self) -> None:
+        """Forgets torch's peak so far."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def measure_room(self) -> memory.Room:
+        """Returns what the GPU has left."""
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        captures = self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        return memory.gpu_room(
+            free_bytes=torch.cuda.mem_get_info(self.device)[0],
+            allocated_bytes=torch.cuda.memory_allocated(self.device),
+            peak_bytes=peak,
+            graphs_bytes=memory.CUDA_GRAPHS_BYTES if captures else 0,
+        )
 
 
 def memory_share(rank: RankAssignment, total_bytes: int) -> float:
