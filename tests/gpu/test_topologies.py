@@ -150,7 +150,7 @@ def test_a_killed_rank_is_named(served: Served, references: References, report: 
         requests = death.ask(group, asked, pool)
         pids = death.session_pids(group)
         killed_at = time.time()
-        os.kill(death.rank_pid(group, rank), signal.SIGKILL)
+        os.kill(group.rank_pid(rank), signal.SIGKILL)
         death.wait_not_ready(group, killed_at)
         report.row(served.topology).ended_s = time.time() - killed_at
         for index, member in enumerate(group.members):

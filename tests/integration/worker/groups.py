@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -227,6 +228,13 @@ class Group:
         }
         token_ids: list[int] = self.post("/v1/completions", {**body, **options})["choices"][0]["token_ids"]
         return token_ids
+
+    def rank_pid(self, rank: int) -> int:
+        """Returns the process of a rank, as its supervisor says in the log."""
+        member = self.members[self.plan.ranks[rank].pod]
+        started = re.search(rf"started rank {rank} as process (\d+)", member.log.read_text())
+        assert started is not None, self.logs()
+        return int(started[1])
 
     def metrics_url(self, rank: int) -> str:
         place = self.plan.ranks[rank]

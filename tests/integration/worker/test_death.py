@@ -1,7 +1,6 @@
 """A killed rank of a real group ends the whole group at once, and every pod names it."""
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -35,7 +34,7 @@ def test_a_killed_rank_is_named_by_all(
         requests = ask(group, reference, pool) if decoding else []
         pids = session_pids(group)
         killed_at = time.time()
-        os.kill(rank_pid(group, rank), signal.SIGKILL)
+        os.kill(group.rank_pid(rank), signal.SIGKILL)
         wait_not_ready(group, killed_at)
         for pod, member in enumerate(group.members):
             code = member.process.wait(ENDED_WITHIN_S)
@@ -60,13 +59,6 @@ def ask(group: Group, reference: Reference, pool: ThreadPoolExecutor) -> "list[F
         time.sleep(0.02)
     assert not any(request.done() for request in requests)
     return requests
-
-
-def rank_pid(group: Group, rank: int) -> int:
-    member = group.members[group.plan.ranks[rank].pod]
-    started = re.search(rf"started rank {rank} as process (\d+)", member.log.read_text())
-    assert started is not None, group.logs()
-    return int(started[1])
 
 
 def wait_not_ready(group: Group, killed_at: float) -> None:

@@ -24,7 +24,6 @@ from tests.integration.worker.test_death import (
     ask,
     check_failure,
     living,
-    rank_pid,
     session_pids,
     wait_not_ready,
 )
@@ -232,7 +231,7 @@ def test_a_killed_rank_is_named_while_decoding(
         requests = ask(group, reference, pool)
         pids = session_pids(group)
         killed_at = time.time()
-        os.kill(rank_pid(group, rank), signal.SIGKILL)
+        os.kill(group.rank_pid(rank), signal.SIGKILL)
         wait_not_ready(group, killed_at)
         for pod, member in enumerate(group.members):
             code = member.process.wait(ENDED_WITHIN_S)

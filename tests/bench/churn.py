@@ -1,0 +1,311 @@
+"""Starts and stops tiny groups of two ranks, again and again, and looks for what is left of each.
+
+    python -m tests.bench.churn --groups 200 --parallel 5 --modes Pipeline,Tensor [--gpu]
+
+Each group starts, answers one request as transformers does, and ends: every second one by SIGTERM of
+all pods, the others by SIGKILL of a rank or of a supervisor. Then no process, no listening port, no
+shared memory and no temporary file of it may be there. A start or an end that takes longer than its
+deadline counts as a hang; its logs are kept. Exits 1 after any failure.
+
+Where one command may not run for long, `--seconds` bounds it, and `--results FILE` adds up over several.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Device, Mode, Plan
+from tests.bench.leftovers import SHARED_MEMORY, Holdings, observe, shared_memory_of_nobody, wait_gone
+from tests.integration.worker.conftest import Reference, make
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON, Group, build_plan, start_group
+
+END_TIMEOUT_S = 20.0
+"""From the signal until nothing is left; a supervisor gives its API server 3 s, and the kernel time to take
+memory back."""
+TOKENS = 16
+
+
+class Ending(StrEnum):
+    """How a group is ended."""
+
+    TERM = "SIGTERM of all"
+    RANK_0 = "SIGKILL of rank 0"
+    RANK_1 = "SIGKILL of rank 1"
+    LEADER = "SIGKILL of the leader's supervisor"
+    FOLLOWER = "SIGKILL of the follower's supervisor"
+
+
+ENDINGS = (
+    Ending.TERM,
+    Ending.RANK_0,
+    Ending.TERM,
+    Ending.FOLLOWER,
+    Ending.TERM,
+    Ending.RANK_1,
+    Ending.TERM,
+    Ending.LEADER,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One group, from start to end.
+
+    Attributes:
+        mode: of its plan.
+        ending: how it was ended.
+        ready_s: from its start until it would answer; None if it never did.
+        ended_s: from the signal until nothing of it was left; None if something was.
+        failure: what went wrong, in words; empty if nothing did.
+    """
+
+    mode: str
+    ending: str
+    ready_s: float | None = None
+    ended_s: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What all groups share.
+
+    Attributes:
+        model: folder of the model.
+        reference: what it must answer.
+        gpu: whether one of the two ranks is on a GPU.
+        env: of every pod.
+        start_timeout_s: after which a start is a hang.
+        logs: a folder for each group is made in it, and kept if the group failed.
+    """
+
+    model: Path
+    reference: Reference
+    gpu: bool
+    env: Mapping[str, str]
+    start_timeout_s: float
+    logs: Path
+
+
+def plan_of(mode: Mode, site: Site) -> Plan:
+    """Returns a plan of two ranks in two pods."""
+    # A stage is led by its GPU rank; a pipeline ends with its GPU stage, which has the head.
+    devices = [Device.GPU, Device.CPU] if mode is Mode.TENSOR else [Device.CPU, Device.GPU]
+    return build_plan(
+        site.model,
+        layers=[8] if mode is Mode.TENSOR else [4, 4],
+        pods=[1, 1],
+        tensor=2 if mode is Mode.TENSOR else 1,
+        mode=mode,
+        devices=devices if site.gpu else None,
+        eager_gpu=True,
+        extra_args=("--attention-backend", "TRITON_ATTN") if site.gpu else (),
+    )
+
+
+def live(number: int, mode: Mode, ending: Ending, site: Site) -> Life:
+    """Runs one group; never raises: what goes wrong is in the result."""
+    folder = site.logs / f"{number:04d}-{mode.value}-{ending.name}"
+    life = Life(mode=mode.value, ending=ending.value)
+    try:
+        with start_group(
+            plan_of(mode, site), folder, env=site.env, startup_timeout_s=site.start_timeout_s
+        ) as group:
+            life = replace(life, ready_s=group.wait_ready(site.start_timeout_s))
+            check_answer(group, site.reference, number)
+            life = replace(life, ended_s=end(group, ending))
+    except (AssertionError, OSError, subprocess.SubprocessError) as error:
+        return replace(life, failure=f"{folder}: {error}")
+    shutil.rmtree(folder)
+    return life
+
+
+def check_answer(group: Group, reference: Reference, number: int) -> None:
+    """Asks one prompt; raises AssertionError if the answer is not the model's."""
+    answers = list(reference.values())
+    answer = answers[number % len(answers)]
+    got = group.complete(answer["prompt_token_ids"], TOKENS)
+    expected = answer["token_ids"][:TOKENS]
+    assert got == expected, f"got tokens {got}, expected {expected}"
+
+
+def end(group: Group, ending: Ending) -> float:
+    """Returns after how many seconds nothing of the group was left; raises AssertionError if something is."""
+    held = hold(group)
+    start = time.monotonic()
+    if ending is Ending.TERM:
+        group.terminate()
+    else:
+        os.kill(victim(group, ending), signal.SIGKILL)
+    for member in group.members:
+        try:
+            member.process.wait(max(0.1, start + END_TIMEOUT_S - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"{member.name} still runs {END_TIMEOUT_S} s after {ending.value}:\n{group.logs()}"
+            ) from None
+    left = wait_gone(held, group.log_dir, group.scratch, start + END_TIMEOUT_S)
+    assert not left, f"left after {ending.value}: {'; '.join(left)}\n{group.logs()}"
+    ended_s = time.monotonic() - start
+    codes = [member.process.returncode for member in group.members]
+    if ending is Ending.TERM:
+        assert codes == [names.EXIT_STOPPED] * len(codes), f"got exit codes {codes}\n{group.logs()}"
+    else:
+        assert names.EXIT_STOPPED not in codes, f"got exit codes {codes} after {ending.value}\n{group.logs()}"
+    return ended_s
+
+
+def hold(group: Group) -> Holdings:
+    """Returns what a group holds; raises AssertionError if that is less than it must be."""
+    held = observe([member.process.pid for member in group.members], group.log_dir)
+    ports = set(held.ports.values())
+    api, health = group.addresses[0].api_port, {address.health_port for address in group.addresses}
+    assert {api, *health} <= ports, f"expected ports {api} and {health} among the listening {ports}"
+    # Two supervisors, two ranks, the API server and its engine.
+    assert len(held.processes) >= 6, f"found {len(held.processes)} processes, expected at least 6"
+    return held
+
+
+def victim(group: Group, ending: Ending) -> int:
+    """Returns the process that is killed."""
+    if ending is Ending.LEADER:
+        return group.members[0].process.pid
+    if ending is Ending.FOLLOWER:
+        return group.members[1].process.pid
+    return group.rank_pid(0 if ending is Ending.RANK_0 else 1)
+
+
+def run(site: Site, options: argparse.Namespace) -> list[Life]:
+    """Returns every life; prints each as it ends."""
+    began = time.monotonic()
+    lock = threading.Lock()
+    lives: list[Life] = []
+    modes = [Mode(mode) for mode in options.modes.split(",")]
+    turns = itertools.product(itertools.count(), modes)
+
+    def one(number: int, turn: int, mode: Mode) -> None:
+        if options.seconds and time.monotonic() - began > options.seconds:
+            return
+        life = live(number, mode, ENDINGS[turn % len(ENDINGS)], site)
+        with lock:
+            lives.append(life)
+            if options.results:
+                with options.results.open("a") as file:
+                    file.write(json.dumps(asdict(life)) + "\n")
+            print(f"{len(lives)} of {options.groups}: {describe(life)}", flush=True)
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        for number, (turn, mode) in zip(range(options.groups), turns, strict=False):
+            pool.submit(one, number, turn, mode)
+    return lives
+
+
+def describe(life: Life) -> str:
+    """Returns a life as one line, or what failed."""
+    times = ", ".join(
+        f"{what} {seconds:.1f} s"
+        for what, seconds in (("ready", life.ready_s), ("gone", life.ended_s))
+        if seconds is not None
+    )
+    return f"{life.mode}, {life.ending}: {times}" + (f"\nFAILED: {life.failure}" if life.failure else "")
+
+
+def to_markdown(lives: Sequence[Life]) -> str:
+    """Returns the table: a row for each mode and ending, and one for all."""
+    keys = sorted({(life.mode, life.ending) for life in lives})
+    rows = [
+        _row(mode, ending, [x for x in lives if (x.mode, x.ending) == (mode, ending)])
+        for mode, ending in keys
+    ]
+    head = "| mode | ended by | groups | failures | Ready p50, s | p99 | nothing left p50, s | p99 |"
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *rows, _row("all", "", lives)])
+
+
+def _row(mode: str, ending: str, lives: Sequence[Life]) -> str:
+    ready = [life.ready_s for life in lives if life.ready_s is not None]
+    ended = [life.ended_s for life in lives if life.ended_s is not None]
+    failures = sum(bool(life.failure) for life in lives)
+    cells = [mode, ending, len(lives), failures, *_percentiles(ready), *_percentiles(ended)]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _percentiles(seconds: Sequence[float]) -> tuple[str, str]:
+    if not seconds:
+        return "-", "-"
+    ordered = sorted(seconds)
+    return f"{statistics.median(ordered):.1f}", f"{ordered[int(0.99 * (len(ordered) - 1))]:.1f}"
+
+
+def environment(*, gpu: bool) -> dict[str, str]:
+    """Returns what every pod gets; compilers keep their work outside of the group's own folders."""
+    caches = Path(tempfile.gettempdir()) / "heteroinfer-churn"
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+    }
+    if gpu:
+        env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "TRITON_F32_DEFAULT": "ieee"}
+    return env
+
+
+def main() -> int:
+    """Runs the churn; see the module."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.churn")
+    parser.add_argument("--groups", type=int, default=200)
+    parser.add_argument("--parallel", type=int, default=5, help="groups alive at once")
+    parser.add_argument("--modes", default="Pipeline,Tensor")
+    parser.add_argument("--gpu", action="store_true", help="one rank of each group on a GPU")
+    parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
+    parser.add_argument("--seconds", type=float, help="start no more groups after so long")
+    parser.add_argument("--results", type=Path, help="add to these results, and report all of them")
+    parser.add_argument(
+        "--logs", type=Path, help="of groups that failed; default $OUT/churn, else a new folder"
+    )
+    options = parser.parse_args()
+    out = os.environ.get("OUT")
+    logs = options.logs or (Path(out) / "churn" if out else Path(tempfile.mkdtemp(prefix="churn-")))
+    before = frozenset(SHARED_MEMORY.iterdir())
+    with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
+        model = make(Path(scratch) / "model")
+        asked = [str(WORKER_PYTHON), "-m", "tests.models", "reference", str(model)]
+        done = subprocess.run(asked, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.PIPE)
+        site = Site(
+            model=model,
+            reference=json.loads(done.stdout),
+            gpu=options.gpu,
+            env=environment(gpu=options.gpu),
+            start_timeout_s=options.start_timeout,
+            logs=logs,
+        )
+        lives = run(site, options)
+    with contextlib.suppress(OSError):
+        logs.rmdir()  # empty: nothing failed
+    if options.results:
+        lives = [Life(**json.loads(line)) for line in options.results.read_text().splitlines()]
+    print(to_markdown(lives))
+    orphaned = shared_memory_of_nobody(before)
+    if orphaned:
+        print(f"FAILED: left in /dev/shm, and nobody has it: {', '.join(map(str, orphaned))}")
+    return 1 if orphaned or any(life.failure for life in lives) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""What a group holds of its machine while it lives, and what of that is left when it has ended.
+
+Everything is attributed by the kernel: a process by its folder and its parents, a port and shared memory
+by the processes that hold them; so other groups on the machine do not matter. A process's environment is
+no proof, since setproctitle writes over it.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+LISTENING = "0A"
+"""TCP_LISTEN in /proc/net/tcp (include/net/tcp_states.h)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process; a number alone may have been given to another one since.
+
+    Attributes:
+        pid: its number.
+        start_ticks: when it started, since boot.
+    """
+
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What a group holds.
+
+    Attributes:
+        processes: all of them, supervisors too.
+        ports: inode of a listening TCP socket -> port.
+        shared_memory: files in /dev/shm.
+    """
+
+    processes: frozenset[Process]
+    ports: dict[int, int]
+    shared_memory: frozenset[Path]
+
+    def __or__(self, other: "Holdings") -> "Holdings":
+        """Returns what was held at either time."""
+        return Holdings(
+            processes=self.processes | other.processes,
+            ports={**self.ports, **other.ports},
+            shared_memory=self.shared_memory | other.shared_memory,
+        )
+
+
+def observe(supervisors: Sequence[int], folder: Path) -> Holdings:
+    """Returns what the processes below `supervisors`, and those that run in `folder`, hold now."""
+    stats = dict(_stats())
+    members = {pid for pid in supervisors if pid in stats}
+    members |= {pid for pid in stats if _runs_in(pid, folder)}
+    while below := {pid for pid, (parent, _) in stats.items() if parent in members} - members:
+        members |= below
+    sockets = _listening()
+    inodes = {inode for pid in members for inode in _socket_inodes(pid)}
+    return Holdings(
+        processes=frozenset(Process(pid=pid, start_ticks=stats[pid][1]) for pid in members),
+        ports={inode: port for inode, port in sockets.items() if inode in inodes},
+        shared_memory=frozenset(path for pid in members for path in _shared_memory(pid)),
+    )
+
+
+def wait_gone(held: Holdings, folder: Path, scratch: Path, deadline_s: float) -> list[str]:
+    """Returns what is still there of `held` at the deadline, in words; nothing is as it should be.
+
+    Args:
+        held: by the group, while it lived.
+        folder: in which its processes ran.
+        scratch: for its temporary files.
+        deadline_s: as time.monotonic() has it.
+    """
+    while (left := describe_left(held, folder, scratch)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return left
+
+
+def describe_left(held: Holdings, folder: Path, scratch: Path) -> list[str]:
+    """Returns what is there of `held`, in words."""
+    stats = dict(_stats())
+    alive = {
+        process.pid for process in held.processes if stats.get(process.pid, (0, -1))[1] == process.start_ticks
+    }
+    alive |= {pid for pid in stats if _runs_in(pid, folder)}
+    sockets = _listening()
+    return [
+        *(f"process {pid} {_name(pid)!r}" for pid in sorted(alive)),
+        *(f"listening port {port}" for inode, port in held.ports.items() if inode in sockets),
+        *(f"{path}" for path in sorted(held.shared_memory) if path.exists()),
+        *(f"{path}" for path in sorted(scratch.rglob("*")) if not path.is_dir()),
+    ]
+
+
+def shared_memory_of_nobody(before: frozenset[Path]) -> list[Path]:
+    """Returns files in /dev/shm that were not there `before` and that no living process has."""
+    held = {path for pid, _ in _stats() for path in _shared_memory(pid)}
+    return sorted(set(SHARED_MEMORY.iterdir()) - before - held)
+
+
+def _stats() -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yields every process's pid -> (parent, start); the dead that nobody has reaped are none."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                text = (entry / "stat").read_text()
+                fields = text[text.rindex(")") + 2 :].split()
+                if fields[0] not in "ZXx":
+                    yield int(entry.name), (int(fields[1]), int(fields[19]))
+
+
+def _runs_in(pid: int, folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        where = os.readlink(f"/proc/{pid}/cwd").removesuffix(" (deleted)")
+        return Path(where).is_relative_to(folder)
+    return False
+
+
+def _socket_inodes(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(entry.path)
+                if target.startswith("socket:["):
+                    yield int(target[len("socket:[") : -1])
+
+
+def _listening() -> dict[int, int]:
+    found = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENING:
+                    found[int(fields[9])] = int(fields[1].rsplit(":", 1)[1], 16)
+    return found
+
+
+def _shared_memory(pid: int) -> Iterator[Path]:
+    """Yields what a process has mapped or open in /dev/shm and still has a name."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(f"{SHARED_MEMORY}/"):
+                path = Path(fields[5])
+                if path.exists():
+                    yield path
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                path = Path(os.readlink(entry.path))
+                if path.is_relative_to(SHARED_MEMORY) and path.exists():
+                    yield path
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:100]
+    return "?"
