@@ -113,6 +113,10 @@ class Bridge:
             "bridge of group %s, ranks %s: %s, because %s", group, list(ranks), self.path, why
         )
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Says for how long a member is waited for from now on, in seconds."""
+        self._mail.timeout_s = self._link.timeout_s = timeout_s
+
     def begin_step(self, step: int) -> None:
         """Says which step of the engine comes now; compared, and counting starts anew."""
         self._step, self._count = step, 0

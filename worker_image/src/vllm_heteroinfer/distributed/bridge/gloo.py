@@ -50,7 +50,7 @@ class GlooLink:
     def __init__(
         self, cpu_group: Any, members: Members, device: torch.device, *, timeout_s: float, meter: Meter
     ) -> None:
-        self._group, self._members, self._meter, self._timeout_s = cpu_group, members, meter, timeout_s
+        self._group, self._members, self._meter, self.timeout_s = cpu_group, members, meter, timeout_s
         self._pinned = device.type == "cuda"
         self._published = self._announced = 0
         self._out = [_Message(pinned=self._pinned) for _ in range(_PARTS)]
@@ -98,7 +98,7 @@ class GlooLink:
         """Yields the peers in the order in which their messages come."""
 
         def arrived(peer: int) -> int:
-            self._finish(self._in[peer][place].works[0], peer, "a collective's part", self._timeout_s)
+            self._finish(self._in[peer][place].works[0], peer, "a collective's part", self.timeout_s)
             return peer
 
         if self._waiters is None:
@@ -113,7 +113,7 @@ class GlooLink:
         self._announced += 1
         place = self._announced % _RING
         for peer, work in self._ring_works[place]:
-            self._finish(work, peer, "the reading of announcements", self._timeout_s)
+            self._finish(work, peer, "the reading of announcements", self.timeout_s)
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         row = self._ring[place, : len(framed)]
         row.copy_(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
@@ -140,13 +140,13 @@ class GlooLink:
         letter.header = header
         letter.part.elements(part.dtype, part.numel()).copy_(part)
         sent = letter.bytes[: HEADER_BYTES + part.numel() * part.element_size()]
-        self._wait(self._post_send(sent, peer, _SEND_TAG), peer, "the taking of a tensor", self._timeout_s)
+        self._wait(self._post_send(sent, peer, _SEND_TAG), peer, "the taking of a tensor", self.timeout_s)
 
     def receive(self, peer: int) -> tuple[bytes, Buffer]:
         """Returns the header and the part that a member sends; valid until the next call."""
         letter = self._letter = self._letter or _Message(pinned=self._pinned)
         work = self._post_receive(letter.bytes, peer, _SEND_TAG)
-        self._wait(work, peer, "a tensor", self._timeout_s)
+        self._wait(work, peer, "a tensor", self.timeout_s)
         return letter.header, letter.part
 
     def close(self) -> None:

@@ -54,7 +54,12 @@ class Link(Protocol):
 
     A member publishes n + 1 only after it has read all that it wants of part n: two
     buffers of each member then suffice, without a word of who has read what.
+
+    Attributes:
+        timeout_s: for which a member is waited for, in seconds; may be set between collectives.
     """
+
+    timeout_s: float
 
     def outgoing(self) -> Buffer:
         """Returns where this member puts the part that it publishes next."""

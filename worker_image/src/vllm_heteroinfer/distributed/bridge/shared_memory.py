@@ -35,7 +35,7 @@ class SharedMemoryLink:
     def __init__(
         self, slab: Slab, members: Members, device: torch.device, *, timeout_s: float, meter: Meter
     ) -> None:
-        self._slab, self._members, self._meter, self._timeout_s = slab, members, meter, timeout_s
+        self._slab, self._members, self._meter, self.timeout_s = slab, members, meter, timeout_s
         self._on_gpu = device.type == "cuda"
         self._published = self._announced = self._read = 0
         self._line = members.index * WORDS
@@ -87,7 +87,7 @@ class SharedMemoryLink:
         rank = self._members.ranks[peer]
         start = time.perf_counter()
         self._meter.waiting_for(rank)
-        came = wait_until(ready, self._timeout_s if timeout_s is None else timeout_s)
+        came = wait_until(ready, self.timeout_s if timeout_s is None else timeout_s)
         waited = time.perf_counter() - start
         if not came:
             raise PeerLostError(rank, waited, f"group {self._members.group}: no sign of it", awaited=awaited)

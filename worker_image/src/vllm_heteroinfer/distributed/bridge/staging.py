@@ -29,6 +29,7 @@ class HostStaging:
 
     def __init__(self) -> None:
         self._seconds = 0.0
+        self._fetch_start: float | None = None
 
     def put(self, target: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
         """Copies at once."""
@@ -43,12 +44,15 @@ class HostStaging:
 
     def fetch(self, peer: int, part: torch.Tensor) -> torch.Tensor:
         """Returns the part itself."""
-        self._start = time.perf_counter()
+        if self._fetch_start is None:
+            self._fetch_start = time.perf_counter()
         return part
 
     def fetched(self) -> None:
         """Counts the time since `fetch`: what was computed with the parts is done."""
-        self._seconds += time.perf_counter() - self._start
+        if self._fetch_start is not None:
+            self._seconds += time.perf_counter() - self._fetch_start
+            self._fetch_start = None
 
 
 class CudaStaging:
@@ -119,5 +123,6 @@ class CudaStaging:
 
     def fetched(self) -> None:
         """Marks the end of the fetches on the current stream."""
-        self._fetch_started, self._fetching = False, True
-        self._fetch_end.record()
+        if self._fetch_started:
+            self._fetch_started, self._fetching = False, True
+            self._fetch_end.record()
