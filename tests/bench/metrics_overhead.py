@@ -1,0 +1,194 @@
+"""What a group's metrics cost: the time of a decode step with metrics on, scraped every second, and off.
+
+    python -m tests.bench.metrics_overhead [--shape 8b|tiny] [--rounds 20] [--write FILE]
+
+Two groups of one shape are up at once, and idle but for the one that is asked; rounds alternate, so that
+whatever else the machine does meets both. A step is the time of one long answer by its tokens. Passes
+are repeated with new groups, the other one started first, since two processes of one program differ in
+where their memory lies. Exits 1 if the median over pairs of neighbouring rounds is 1 % or more.
+
+    8b    8B-shaped dummy weights in bf16, 4 layers in a CPU stage and 28 in a GPU stage behind it
+    tiny  the tests' small model on two CPU ranks, whose step of few milliseconds is the worst case
+"""
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Device, Plan
+from tests.bench import offload
+from tests.bench.pipeline_vs_stock import SETTLE_S
+from tests.gpu.machine import describe_cpus, describe_gpus, visible_gpus
+from tests.integration.worker.conftest import make
+from tests.integration.worker.groups import Group, build_plan, fetch, start_group
+
+BAR = 0.01
+SCRAPE_INTERVAL_S = 1.0
+START_TIMEOUT_S = 500.0
+ON, OFF = "on", "off"
+PROMPT = tuple((100 + i) % 500 for i in range(24))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two neighbouring rounds: seconds a step with metrics on, and off."""
+
+    on_s: float
+    off_s: float
+
+    @property
+    def overhead(self) -> float:
+        """Returns what metrics added, as a share of the step without."""
+        return self.on_s / self.off_s - 1
+
+
+def plan_of(shape: str, folder: Path) -> Plan:
+    """Returns the plan of both groups."""
+    tiny = make(folder / "tiny")
+    if shape == "tiny":
+        return build_plan(tiny, layers=[4, 4], pods=[1, 1], eager_cpu=False)
+    model = offload.make_shape(folder / "model", tiny, offload.LAYERS)
+    options = argparse.Namespace(compile_cpu=False, batches_in_flight=1)
+    return offload.plan_of(model, [4, offload.LAYERS - 4], [Device.CPU, Device.GPU], options)
+
+
+def step_s(group: Group, tokens: int) -> float:
+    """Returns the seconds a step of one long answer."""
+    start = time.perf_counter()
+    answer = group.complete(PROMPT, tokens)
+    assert len(answer) == tokens
+    return (time.perf_counter() - start) / tokens
+
+
+@contextlib.contextmanager
+def scraping(group: Group) -> Iterator[None]:
+    """Scrapes every rank of the group at SCRAPE_INTERVAL_S; raises AssertionError if one serves nothing."""
+    stop = threading.Event()
+    missing: list[int] = []
+
+    def scrape() -> None:
+        while not stop.wait(SCRAPE_INTERVAL_S):
+            missing.extend(
+                rank.rank
+                for rank in group.plan.ranks
+                if fetch(group.metrics_url(rank.rank) + "/metrics") is None
+            )
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert not missing, f"ranks {sorted(set(missing))} served no metrics:\n{group.logs()}"
+
+
+def check_silent(group: Group) -> None:
+    """Raises AssertionError if a rank of a group without metrics serves some."""
+    for rank in group.plan.ranks:
+        assert fetch(group.metrics_url(rank.rank) + "/metrics", timeout_s=1.0) is None, (
+            f"rank {rank.rank} serves metrics though {names.ENV_METRICS}=off"
+        )
+
+
+def one_pass(plan: Plan, folder: Path, order: Sequence[str], options: argparse.Namespace) -> list[Pair]:
+    """Returns the pairs of one pair of groups, started in this order."""
+    env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    if options.threads:
+        env["OMP_NUM_THREADS"] = str(options.threads)
+    with contextlib.ExitStack() as stack:
+        groups = {}
+        for metrics in order:
+            own = {**env, names.ENV_METRICS: metrics}
+            groups[metrics] = stack.enter_context(
+                start_group(plan, folder / metrics, env=own, startup_timeout_s=START_TIMEOUT_S)
+            )
+            groups[metrics].wait_ready(START_TIMEOUT_S)
+        check_silent(groups[OFF])
+        pairs = []
+        for turn in range(options.rounds + 1):
+            pair = one_pair(groups, (ON, OFF) if turn % 2 else (OFF, ON), options.tokens)
+            if turn:  # the first round warms up
+                pairs.append(pair)
+                print(f"on {pair.on_s * 1e3:.3f} ms, off {pair.off_s * 1e3:.3f} ms", flush=True)
+        return pairs
+
+
+def one_pair(groups: dict[str, Group], order: Sequence[str], tokens: int) -> Pair:
+    """Returns one round of each group, in this order."""
+    seconds = {}
+    for metrics in order:
+        time.sleep(SETTLE_S)  # readers of the other group's queues spin for a second
+        with scraping(groups[ON]) if metrics == ON else contextlib.nullcontext():
+            seconds[metrics] = step_s(groups[metrics], tokens)
+    return Pair(on_s=seconds[ON], off_s=seconds[OFF])
+
+
+def to_markdown(pairs: Sequence[Pair], options: argparse.Namespace) -> str:
+    """Returns the table of docs/benchmarks.md."""
+    overheads = [pair.overhead for pair in pairs]
+    low, middle, high = statistics.quantiles(overheads, n=4)
+    on, off = statistics.median(p.on_s for p in pairs), statistics.median(p.off_s for p in pairs)
+    where = ", ".join(filter(None, [describe_gpus(), describe_cpus()]))
+    date = datetime.datetime.now(tz=datetime.UTC).date()
+    command = f"python -m tests.bench.metrics_overhead --shape {options.shape} --rounds {options.rounds}"
+    cells = [
+        options.shape,
+        f"{on * 1e3:.3f}",
+        f"{off * 1e3:.3f}",
+        f"{middle:+.2%}",
+        f"{low:+.2%} to {high:+.2%}",
+        str(len(pairs)),
+    ]
+    lines = [
+        f"{where}, load average {os.getloadavg()[1]:.1f}; {date}. Command: `{command}`",
+        "",
+        "| shape | on, ms a step | off, ms a step | overhead, median of pairs | its quartiles | pairs |",
+        "|---|---|---|---|---|---|",
+        "| " + " | ".join(cells) + " |",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Runs the comparison; see the module."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.metrics_overhead")
+    parser.add_argument("--shape", choices=["8b", "tiny"], default="8b" if visible_gpus() else "tiny")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=2, help="passes with new groups")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--threads", type=int, help="of each CPU rank; default: the supervisor's choice")
+    parser.add_argument("--write", type=Path, help="write the table here")
+    options = parser.parse_args()
+    if options.shape == "8b" and not visible_gpus():
+        parser.error("--shape 8b needs an NVIDIA GPU: nvidia-smi found none; take --shape tiny")
+    pairs: list[Pair] = []
+    with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
+        plan = plan_of(options.shape, Path(scratch))
+        orders = itertools.cycle([(ON, OFF), (OFF, ON)])
+        for number, order in zip(range(options.repeats), orders, strict=False):
+            pairs += one_pass(plan, Path(scratch) / f"pass-{number}", order, options)
+    table = to_markdown(pairs, options)
+    print(table)
+    if options.write:
+        options.write.write_text(table)
+    overhead = statistics.median(pair.overhead for pair in pairs)
+    print(f"overhead {overhead:+.2%}, bar {BAR:.0%}")
+    return 0 if overhead < BAR else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
