@@ -1,0 +1,203 @@
+"""bf16 linear layers on the CPU, few rows: our kernels against oneDNN, as GB/s of weights read.
+
+Needs torch and the worker package, on a CPU with AVX-512; vLLM's CPU build if it is there:
+
+    PYTHONPATH=worker_image/src python3 tests/bench/cpu_linear.py --quick --threads 8,12,14,16
+
+oneDNN is called as vLLM calls it (vllm/_custom_ops.py::onednn_mm@v0.32.0) where vLLM's library
+loads, else through torch's own linear. Every weight is one of several copies that together
+exceed the caches, and each copy is read once a round. `--tune` compares the kernels' own settings.
+"""
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+import torch
+
+from vllm_heteroinfer.kernels import build, linear
+from vllm_heteroinfer.kernels.library import KernelLibrary
+
+SHAPES = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+}
+"""Of a Llama of 8B: columns (n), inputs (k)."""
+FLAGS = ("avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """Several weights of one shape, each in the form that every contender reads.
+
+    Attributes:
+        weight: the first one, [n, k], bf16.
+        ours: a product for each copy, by our kernels.
+        theirs: a product for each copy, by oneDNN.
+    """
+
+    weight: torch.Tensor
+    ours: list[Product]
+    theirs: list[Product]
+
+    @property
+    def nbytes(self) -> int:
+        """Returns what a round over all copies reads, in bytes."""
+        return self.weight.nbytes * len(self.ours)
+
+
+def onednn_source() -> str:
+    """Returns whose oneDNN is measured, after loading it."""
+    name = "vllm._C" if torch.cpu._is_avx512_bf16_supported() else "vllm._C_AVX512"
+    with contextlib.suppress(ImportError):  # _C_AVX512 holds no module of its name, only the ops
+        __import__(name)
+    if hasattr(torch.ops._C, "create_onednn_mm_handler"):
+        return f"{name} (onednn_mm)"
+    return "torch (functional.linear)"
+
+
+def onednn_product(weight: torch.Tensor) -> Product:
+    columns = weight.shape[0]
+    if not hasattr(torch.ops._C, "create_onednn_mm_handler"):
+        return lambda x: torch.nn.functional.linear(x, weight)
+    handler = torch.tensor(torch.ops._C.create_onednn_mm_handler(weight.t(), 32), dtype=torch.int64)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((x.shape[0], columns), dtype=x.dtype)
+        torch.ops._C.onednn_mm(out, x, None, handler)
+        return out
+
+    return product
+
+
+def our_product(weight: torch.Tensor) -> Product:
+    columns, packed = weight.shape[0], linear.pack(weight)
+    return lambda x: linear.linear(x, packed, None, columns)
+
+
+def build_layers(shape: str, total_bytes: int, *, ours_only: bool = False) -> Layers:
+    columns, inputs = SHAPES[shape]
+    few = torch.randn(columns // 32, inputs, generator=torch.Generator().manual_seed(0)) * 0.02
+    weight = few.to(torch.bfloat16).repeat(32, 1)
+    copies = max(2, -(-total_bytes // weight.nbytes))
+    return Layers(
+        weight=weight,
+        ours=[our_product(weight) for _ in range(copies)],
+        theirs=[] if ours_only else [onednn_product(weight) for _ in range(copies)],
+    )
+
+
+def measure(products: Sequence[Product], x: torch.Tensor, rounds: int) -> float:
+    """Returns the median time of a round over all copies, in seconds."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        for product in products:
+            product(x)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])  # the first one wakes threads and fills buffers
+
+
+def compare(library: KernelLibrary, layers: Layers, shape: str, args: argparse.Namespace) -> None:
+    inputs = layers.weight.shape[1]
+    x = torch.randn(max(args.rows), inputs, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    reference = x.float() @ layers.weight.float().t()
+    for rows in args.rows:
+        batch = x[:rows].contiguous()
+        errors = [
+            (products[-1](batch).float() - reference[:rows]).abs().max().item()
+            for products in (layers.ours, layers.theirs)
+        ]
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            ours, theirs = (measure(p, batch, args.rounds) for p in (layers.ours, layers.theirs))
+            print(
+                f"{shape:8} {rows:5} {threads:7} {layers.nbytes / ours / 1e9:9.1f} {layers.nbytes / theirs / 1e9:9.1f} "
+                f"{theirs / ours:6.2f} {ours / len(layers.ours) * 1e3:8.3f} {errors[0]:8.4f} {errors[1]:8.4f}  "
+                f"{library.kernel(rows)}",
+                flush=True,
+            )
+
+
+def tune(library: KernelLibrary, layers: Layers, shape: str, args: argparse.Namespace) -> None:
+    inputs = layers.weight.shape[1]
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for rows in args.rows:
+            x = torch.randn(rows, inputs).to(torch.bfloat16)
+            for path in library.paths:
+                cells = []
+                for streams in (1, 2, 4):
+                    for prefetch in (0, 1, 2, 4):
+                        library.tune(path, streams, prefetch)
+                        rate = layers.nbytes / measure(layers.ours, x, args.rounds) / 1e9
+                        cells.append(f"{streams}x{prefetch}:{rate:.1f}")
+                print(f"{shape:8} {rows:5} {threads:7} {path:12} {' '.join(cells)}", flush=True)
+    library.tune()
+
+
+def describe(library: KernelLibrary) -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), "?")
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    settings = {
+        name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_"))
+    }
+    return (
+        f"{model}, {len(os.sched_getaffinity(0))} CPUs, {[flag for flag in FLAGS if flag in flags]}\n"
+        f"huge pages: {huge.read_text().strip() if huge.exists() else '?'}; {settings}; torch {torch.__version__}\n"
+        f"kernels: {library.path.name} {library.paths}"
+    )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="cpu_linear.py", description=__doc__)
+    parser.add_argument("--threads", type=numbers, default=[torch.get_num_threads()])
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="of weights of each shape")
+    parser.add_argument("--quick", action="store_true", help="5 rounds over 0.9 GB")
+    parser.add_argument("--tune", action="store_true", help="our own settings instead of oneDNN")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.rounds, args.gigabytes = 5, 0.9
+    print("compiled:", build.build().name)
+    library = linear.prepare()
+    print(describe(library))
+    start = time.perf_counter()
+    print("oneDNN:", onednn_source())
+    torch.set_num_threads(max(args.threads))
+    if args.tune:
+        print("shape     rows threads path         streams x prefetch (2 KiB units): GB/s")
+    else:
+        print("shape     rows threads ours GB/s oneDNN GB/s ratio  ours ms  err ours err oneDNN path")
+    with torch.inference_mode():
+        for shape in args.shapes:
+            torch.set_num_threads(max(args.threads))
+            layers = build_layers(shape, int(args.gigabytes * 1e9), ours_only=args.tune)
+            (tune if args.tune else compare)(library, layers, shape, args)
+    print(f"{time.perf_counter() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

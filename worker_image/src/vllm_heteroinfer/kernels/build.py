@@ -1,0 +1,136 @@
+"""Compiles the kernels: `python -m vllm_heteroinfer.kernels.build [--into DIR]`. Stdlib only.
+
+One library serves any x86-64: what needs AVX-512 or AMX is compiled for it by the sources'
+`target` pragmas and chosen at run time. A library is named by a hash of its sources and flags,
+so that one of other sources is never loaded; the compiler's version stands beside it, and
+another compiler compiles anew.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+SOURCE: Final = Path(__file__).parent / "source"
+BUILT: Final = Path(__file__).parent / "lib"
+"""Where a library is looked for, beside the package: the image's root file system is read-only."""
+
+COMPILER: Final = "g++"
+FLAGS: Final = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fopenmp",
+    "-Wall",
+    "-Wextra",
+    # GCC's own AVX-512 headers use undefined values on purpose (GCC bug 105593).
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+)
+LINK_FLAGS: Final = ("-shared", "-static-libgcc", "-static-libstdc++")
+"""Without -fopenmp: GOMP_* stay undefined and become those of the OpenMP that torch has loaded."""
+
+_TIMEOUT_S: Final = 600.0
+
+
+class BuildError(RuntimeError):
+    """The kernels could not be compiled; the message says why and what to do."""
+
+
+def library_path(folder: Path = BUILT) -> Path:
+    """Returns where the library of these sources is, or would be."""
+    digest = hashlib.sha256(" ".join((*FLAGS, "|", *LINK_FLAGS)).encode())
+    for file in _sources("*"):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return folder / f"libheteroinfer_cpu-{digest.hexdigest()[:16]}.so"
+
+
+def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
+    """Returns the library of these sources, compiled if need be.
+
+    Args:
+        into: folder; libraries of other sources in it are removed.
+        compiler: GCC 11 or later, which knows AMX.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
+    version = _version(compiler)
+    library = library_path(into)
+    stamp = library.with_suffix(".compiler")
+    if library.exists() and stamp.exists() and stamp.read_text() == version:
+        return library
+    into.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=into) as scratch:
+        _compile(compiler, Path(scratch))
+        for old in into.glob("libheteroinfer_cpu-*"):
+            if old.stem != library.stem:
+                old.unlink(missing_ok=True)
+        made = Path(scratch) / "library.so"
+        made.chmod(0o755)
+        made.replace(library)
+    stamp.write_text(version)
+    return library
+
+
+def _compile(compiler: str, scratch: Path) -> None:
+    sources = _sources("*.cpp")
+    objects = [scratch / f"{source.stem}.o" for source in sources]
+    compiling = [
+        subprocess.Popen(
+            [compiler, *FLAGS, "-c", str(source), "-o", str(made)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in compiling]
+    failed = [out for process, out in zip(compiling, outputs, strict=True) if process.returncode]
+    if not failed:
+        link = [compiler, *LINK_FLAGS, *map(str, objects), "-o", str(scratch / "library.so")]
+        linked = subprocess.run(
+            link, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S
+        )
+        failed = [linked.stdout] if linked.returncode else []
+    if failed:
+        raise BuildError(
+            f"{compiler} failed on {SOURCE}; expected GCC 11 or later, which knows AMX:\n" + "\n".join(failed)
+        )
+
+
+def _sources(pattern: str) -> list[Path]:
+    return sorted(file for file in SOURCE.glob(pattern) if file.suffix in {".cpp", ".h"})
+
+
+def _version(compiler: str) -> str:
+    found = shutil.which(compiler)
+    if found is None:
+        raise BuildError(f"{compiler} not found; install it (Debian: apt-get install g++)")
+    done = subprocess.run([found, "--version"], check=True, capture_output=True, text=True, timeout=60)
+    return done.stdout.splitlines()[0]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compiles, and prints where the library is."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_heteroinfer.kernels.build", description=__doc__)
+    parser.add_argument("--into", type=Path, default=BUILT, help="folder of the library")
+    parser.add_argument("--compiler", default=os.environ.get("CXX", COMPILER))
+    args = parser.parse_args(argv)
+    try:
+        print(build(args.into, args.compiler))  # noqa: T201 - a command prints
+    except BuildError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

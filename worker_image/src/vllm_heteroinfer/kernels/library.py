@@ -1,0 +1,95 @@
+"""The compiled kernels, by ctypes. Must be loaded after torch, whose OpenMP they use."""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_heteroinfer.kernels.build import library_path
+
+PATHS: Final = ("avx512f", "avx512_bf16", "amx_bf16")
+"""Names of the instruction sets, by their bit in what `heteroinfer_init` returns."""
+
+_POINTER = ctypes.c_void_p
+_LONG = ctypes.c_long
+_SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "heteroinfer_init": (ctypes.c_int, ()),
+    "heteroinfer_kernel": (ctypes.c_char_p, (_LONG,)),
+    "heteroinfer_tune": (ctypes.c_int, (ctypes.c_int, ctypes.c_int, ctypes.c_int)),
+    "heteroinfer_threads": (ctypes.c_int, ()),
+    "heteroinfer_packed_elements": (_LONG, (_LONG, _LONG)),
+    "heteroinfer_pack": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG)),
+    "heteroinfer_linear": (
+        None,
+        (_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG),
+    ),
+}
+
+
+class KernelsUnavailableError(RuntimeError):
+    """The kernels can't be used here; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLibrary:
+    """The loaded library.
+
+    Attributes:
+        path: its file.
+        calls: its functions, with their signatures set.
+        paths: instruction sets of this CPU that it has code for.
+    """
+
+    path: Path
+    calls: ctypes.CDLL
+    paths: tuple[str, ...]
+
+    def kernel(self, rows: int) -> str:
+        """Returns the name of the instruction set that multiplies so many rows."""
+        return bytes(self.calls.heteroinfer_kernel(rows)).decode()
+
+    def tune(self, path: str | None = None, streams: int = -1, prefetch: int = -1) -> None:
+        """Forces a path, a number of streams or a prefetch distance, for measurements and tests.
+
+        Args:
+            path: one of PATHS; None for the default.
+            streams: places that a thread reads at once: 1, 2 or 4; -1 for the default.
+            prefetch: distance in units of 2 KiB of a stream; -1 for the default.
+
+        Raises:
+            ValueError: this CPU or this library cannot do that.
+        """
+        index = -1 if path is None else PATHS.index(path)
+        if not self.calls.heteroinfer_tune(index, streams, prefetch):
+            raise ValueError(
+                f"got {path=} {streams=} {prefetch=}, expected a path of {self.paths}, 1, 2 or 4 streams"
+            )
+
+
+@functools.cache
+def load() -> KernelLibrary:
+    """Returns the kernels, loaded once.
+
+    Raises:
+        KernelsUnavailableError: they were not compiled, or this CPU has no AVX-512.
+    """
+    path = library_path()
+    if not path.exists():
+        raise KernelsUnavailableError(
+            f"{path.name} was not compiled; run: python -m vllm_heteroinfer.kernels.build"
+        )
+    try:
+        # RTLD_NOW: without torch's OpenMP in the process this fails here, not in the first call.
+        calls = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelsUnavailableError(f"{error}; torch must be imported first") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(calls, name)
+        function.restype, function.argtypes = result, arguments
+    bits = calls.heteroinfer_init()
+    if not bits:
+        raise KernelsUnavailableError("this CPU has no AVX512F")
+    return KernelLibrary(
+        path=path, calls=calls, paths=tuple(name for bit, name in enumerate(PATHS) if bits >> bit & 1)
+    )

@@ -1,0 +1,115 @@
+"""The bf16 linear layer as a torch op, `heteroinfer::linear`. Imports torch, not vLLM."""
+
+import torch
+
+from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError, load
+
+__all__ = ["KernelsUnavailableError", "linear", "pack", "prepare"]
+
+_COLUMNS = 32
+_PAIRS = 16
+_schema = torch.library.Library("heteroinfer", "FRAGMENT")
+_prepared: list[KernelLibrary] = []
+
+
+def prepare() -> KernelLibrary:
+    """Returns the kernels, after which `pack` and the op may be used; once or often.
+
+    Raises:
+        KernelsUnavailableError: they can't be used here, and why.
+    """
+    library = load()
+    if not _prepared:
+        _schema.define("linear(Tensor x, Tensor packed, Tensor? bias, int columns) -> Tensor")
+        _schema.impl("linear", _linear, "CPU")
+        torch.library.register_fake("heteroinfer::linear", _linear_shape, lib=_schema)
+        _prepared.append(library)
+    return library
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight in the layout that the op reads, on the CPU.
+
+    Args:
+        weight: [n, k], bf16, cpu, its rows contiguous.
+
+    Returns:
+        [ceil(n / 32), ceil(k / 32) * 16, 32, 2], bf16: blocks of 32 columns, pairs of k, zeros at the edges.
+    """
+    if weight.ndim != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        raise ValueError(
+            f"got {tuple(weight.shape)} {weight.dtype} on {weight.device}, expected a weight [n, k] bf16 on cpu"
+        )
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    columns, inputs = weight.shape
+    shape = (-(-columns // _COLUMNS), -(-inputs // (2 * _PAIRS)) * _PAIRS, _COLUMNS, 2)
+    packed = torch.empty(shape, dtype=torch.bfloat16)
+    _prepared[0].calls.heteroinfer_pack(
+        packed.data_ptr(), weight.data_ptr(), weight.stride(0), columns, inputs
+    )
+    return packed
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
+    """Returns x times a packed weight, plus bias: [..., columns], bf16, sums in float32.
+
+    Args:
+        x: [..., k], bf16, cpu.
+        packed: of `pack`, for a weight [columns, k].
+        bias: [columns], bf16, cpu; or None.
+        columns: n of the weight.
+
+    Raises:
+        RuntimeError: a dtype is another, or k does not fit the packed weight.
+    """
+    product: torch.Tensor = torch.ops.heteroinfer.linear(x, packed, bias, columns)
+    return product
+
+
+def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
+    inputs = x.shape[-1]
+    _check(x, packed, bias, columns)
+    rows = x if x.ndim == 2 else x.reshape(-1, inputs)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = x.new_empty((*x.shape[:-1], columns))
+    _prepared[0].calls.heteroinfer_linear(
+        out.data_ptr(),
+        columns,
+        rows.data_ptr(),
+        rows.stride(0),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        rows.shape[0],
+        columns,
+        inputs,
+    )
+    return out
+
+
+def _check(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> None:
+    """Raises RuntimeError unless the raw pointers may be read as these shapes say."""
+    blocks, pairs = packed.shape[0], packed.shape[1]
+    inputs = x.shape[-1]
+    if x.dtype != torch.bfloat16 or packed.dtype != torch.bfloat16 or not packed.is_contiguous():
+        raise RuntimeError(
+            f"heteroinfer::linear: got x {x.dtype}, weight {packed.dtype}; expected bf16, packed"
+        )
+    if not (0 < inputs <= 2 * pairs < inputs + 2 * _PAIRS and 0 < columns <= blocks * _COLUMNS):
+        raise RuntimeError(
+            f"heteroinfer::linear: got x {tuple(x.shape)} and {columns} columns, expected what fits "
+            f"a weight packed as {tuple(packed.shape)}"
+        )
+    if bias is not None and (
+        bias.dtype != torch.bfloat16 or bias.numel() != columns or not bias.is_contiguous()
+    ):
+        raise RuntimeError(
+            f"heteroinfer::linear: got bias {tuple(bias.shape)} {bias.dtype}, expected [{columns}] bf16"
+        )
+
+
+def _linear_shape(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], columns))

@@ -1,0 +1,353 @@
+// The plain C interface: which kernel, who computes what, and the sum of what threads share.
+//
+// OpenMP is torch's own: this library is linked without libgomp, and its GOMP_* symbols are those
+// of the one that torch has loaded. A second pool of threads would spin against the first.
+#include "linear.h"
+
+#include <cpuid.h>
+#include <omp.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+using namespace heteroinfer;
+
+namespace {
+
+enum Path { kPathAvx512 = 0, kPathAvx512Bf16 = 1, kPathAmx = 2, kPaths = 3 };
+const Kernel* const kKernels[kPaths] = {&kAvx512, &kAvx512Bf16, &kAmx};
+
+constexpr long kFewRows = 64;            // up to here threads share single blocks
+constexpr long kAmxRows = 4;             // from here on tiles beat vectors
+constexpr long kSerialBytes = 64 << 10;  // of weights: below, waking the team takes longer
+constexpr long kChunkUnits = 16;         // of weights that several groups of rows read in turn: 32 KiB
+constexpr long kManyRows = 256;          // that share one pass over a chunk of weights
+constexpr long kManyBlocks = 4;          // blocks of columns that share one pass over the inputs
+constexpr long kHugePage = 2 << 20;
+
+int available = 0;  // bits of Path
+int forced_path = -1, forced_streams = -1, forced_prefetch = -1;
+
+// Grows, never shrinks: no allocation once the largest batch has been seen.
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+  void* reserve(size_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = 0;
+      data_ = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+      if (!data_) throw std::bad_alloc();
+      size_ = bytes;
+    }
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+thread_local Buffer inputs_buffer, parts_buffer, sums_buffer;
+
+long ceil_div(long a, long b) { return (a + b - 1) / b; }
+
+// The rows of a call, in groups that a kernel multiplies at once.
+struct Rows {
+  Rows(const Kernel& kernel, long m) : m(m), groups(ceil_div(m, kernel.max_rows)) {
+    // Tiles are cheapest full; vectors cheapest in equal groups.
+    each = &kernel == &kAmx ? std::min<long>(m, kernel.max_rows) : ceil_div(m, groups);
+    groups = ceil_div(m, each);
+  }
+  long first(long group) const { return group * each; }
+  int count(long group) const { return static_cast<int>(std::min(each, m - group * each)); }
+  long m, groups, each = 0;
+};
+
+struct Call {
+  const Kernel* kernel;
+  Rows rows;
+  uint16_t* y;
+  long ldy;
+  const uint16_t* w;
+  const uint16_t* bias;
+  const char* inputs;
+  long n, blocks, units;  // columns, blocks of them, units of a block
+  int streams, prefetch;
+
+  const uint16_t* weights(long block, long unit) const { return w + (block * units + unit) * kUnitElements; }
+  const char* group_inputs(long group, long unit) const {
+    const long k = rows.first(group) * units * kUnit + unit * kUnit * rows.count(group);
+    return inputs + k * kernel->x_bytes;
+  }
+  void store(long block, const float* c, long first, int count) const {
+    const long column = block * kColumns;
+    store_rows(y + first * ldy + column, ldy, c, count, std::min(kColumns, n - column),
+               bias ? bias + column : nullptr);
+  }
+};
+
+// Part of a block: units [first, end).
+struct Piece {
+  long block, first, end;
+  bool whole(const Call& call) const { return first == 0 && end == call.units; }
+};
+
+// Units [first, end) over all blocks, of one thread.
+struct Range {
+  Range(const Call& call, long thread, long threads)
+      : first(call.blocks * call.units * thread / threads), end(call.blocks * call.units * (thread + 1) / threads) {}
+  Piece piece(const Call& call, long unit) const {
+    const long block = unit / call.units;
+    return {block, unit - block * call.units, std::min(call.units, end - block * call.units)};
+  }
+  long first, end;
+};
+
+// c[m][32] += x * w for a piece; while it reads, it prefetches what follows, then `next`.
+void multiply_piece(const Call& call, const Piece& piece, const Piece& next, float* c) {
+  const Kernel& kernel = *call.kernel;
+  const long length = piece.end - piece.first, streams = length < call.streams ? 1 : call.streams;
+  const long each = length / streams, next_each = (next.end - next.first) / streams;
+  const long distance = std::min<long>(call.prefetch, each);
+  const long chunk = call.rows.groups == 1 ? each : std::max<long>(1, kChunkUnits / streams);
+  Stream stream[kMaxStreams];
+  for (long from = 0; from < each; from += chunk) {
+    const long to = std::min(each, from + chunk);
+    for (long group = 0; group < call.rows.groups; group++) {
+      float* sums = c + call.rows.first(group) * kColumns;
+      for (long at = from; at < to;) {
+        // Two runs at most: one that prefetches this piece's own weights, one the next piece's.
+        const bool own = at < each - distance;
+        const long until = own ? std::min(to, each - distance) : to;
+        for (long s = 0; s < streams; s++) {
+          const long unit = piece.first + s * each + at;
+          stream[s].w = call.weights(piece.block, unit);
+          stream[s].x = call.group_inputs(group, unit);
+          if (group || !call.prefetch)
+            stream[s].ahead = stream[s].w;
+          else if (own)
+            stream[s].ahead = stream[s].w + distance * kUnitElements;
+          else
+            stream[s].ahead = call.weights(next.block, next.first + s * next_each + at - (each - distance));
+        }
+        kernel.multiply(sums, call.rows.count(group), stream, static_cast<int>(streams), until - at);
+        at = until;
+      }
+    }
+  }
+  for (long unit = piece.first + streams * each; unit < piece.end; unit++)
+    for (long group = 0; group < call.rows.groups; group++) {
+      const uint16_t* w = call.weights(piece.block, unit);
+      stream[0] = {w, w, call.group_inputs(group, unit)};
+      kernel.multiply(c + call.rows.first(group) * kColumns, call.rows.count(group), stream, 1, 1);
+    }
+}
+
+// A thread's first and last piece may be part of a block; each has a place in `parts`.
+float* part(float* parts, const Call& call, long thread, bool first) {
+  return parts + (thread * 2 + (first ? 0 : 1)) * call.rows.m * kColumns;
+}
+
+void few_rows(const Call& call, float* parts, float* sums, long thread, long threads) {
+  const Range range(call, thread, threads);
+  for (long unit = range.first; unit < range.end;) {
+    const Piece piece = range.piece(call, unit);
+    const long following = unit + piece.end - piece.first;
+    const Piece next = following < range.end ? range.piece(call, following) : piece;
+    const bool whole = piece.whole(call);
+    float* c = whole ? sums : part(parts, call, thread, unit == range.first);
+    std::memset(c, 0, static_cast<size_t>(call.rows.m * kColumns) * sizeof(float));
+    multiply_piece(call, piece, next, c);
+    if (whole) call.store(piece.block, c, 0, static_cast<int>(call.rows.m));
+    unit = following;
+  }
+}
+
+// Whoever has the start of a split block adds up what the following threads have of it.
+void join_parts(const Call& call, float* parts, long thread, long threads) {
+  const Range range(call, thread, threads);
+  if (range.first == range.end) return;
+  const long block = (range.end - 1) / call.units, start = block * call.units, end = start + call.units;
+  if (start < range.first || range.end == end) return;
+  float* total = part(parts, call, thread, start == range.first);
+  for (long other = thread + 1; other < threads; other++) {
+    const Range theirs(call, other, threads);
+    if (theirs.first >= end) break;
+    if (theirs.first == theirs.end) continue;
+    const float* c = part(parts, call, other, true);
+    for (long i = 0; i < call.rows.m * kColumns; i++) total[i] += c[i];
+  }
+  call.store(block, total, 0, static_cast<int>(call.rows.m));
+}
+
+// Rows [first_group, end_group) x blocks [first_block, end_block), chunk by chunk of k: a chunk of
+// weights stays in the first cache for all rows, the rows' inputs in the second for all blocks.
+void many_rows(const Call& call, float* sums, long first_group, long end_group, long first_block, long end_block) {
+  const long first_row = call.rows.first(first_group);
+  const long rows = call.rows.first(end_group - 1) + call.rows.count(end_group - 1) - first_row;
+  std::memset(sums, 0, static_cast<size_t>(rows * kColumns * (end_block - first_block)) * sizeof(float));
+  for (long unit = 0; unit < call.units; unit += kChunkUnits) {
+    const long length = std::min(kChunkUnits, call.units - unit);
+    for (long block = first_block; block < end_block; block++) {
+      const uint16_t* w = call.weights(block, unit);
+      float* c = sums + rows * kColumns * (block - first_block);
+      for (long group = first_group; group < end_group; group++) {
+        const Stream stream = {w, w, call.group_inputs(group, unit)};
+        call.kernel->multiply(c + (call.rows.first(group) - first_row) * kColumns, call.rows.count(group), &stream,
+                              1, length);
+      }
+    }
+  }
+  for (long block = first_block; block < end_block; block++)
+    call.store(block, sums + rows * kColumns * (block - first_block), first_row, static_cast<int>(rows));
+}
+
+void linear_many(const Call& call) {
+  const long groups = std::max<long>(1, kManyRows / call.rows.each), bands = ceil_div(call.rows.groups, groups);
+#pragma omp parallel
+  {
+    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    long wide = kManyBlocks;
+    while (wide > 1 && ceil_div(call.blocks, wide) * bands < 8 * threads) wide /= 2;
+    float* sums = static_cast<float*>(
+        sums_buffer.reserve(static_cast<size_t>(groups * call.rows.each * kColumns * kManyBlocks) * sizeof(float)));
+    const long tasks = ceil_div(call.blocks, wide) * bands;
+    call.kernel->enter();
+    for (long task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++) {
+      const long block = task / bands * wide, group = task % bands * groups;
+      many_rows(call, sums, group, std::min(call.rows.groups, group + groups), block,
+                std::min(call.blocks, block + wide));
+    }
+    call.kernel->leave();
+  }
+}
+
+void linear_few(const Call& call, bool serial) {
+  const size_t block_bytes = static_cast<size_t>(call.rows.m * kColumns) * sizeof(float);
+  float* parts = static_cast<float*>(
+      parts_buffer.reserve(2 * block_bytes * static_cast<size_t>(serial ? 1 : omp_get_max_threads())));
+#pragma omp parallel if (!serial)
+  {
+    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    float* sums = static_cast<float*>(sums_buffer.reserve(block_bytes));
+    call.kernel->enter();
+    few_rows(call, parts, sums, thread, threads);
+    call.kernel->leave();
+    if (call.blocks % threads) {
+#pragma omp barrier
+      join_parts(call, parts, thread, threads);
+    }
+  }
+}
+
+void pack_inputs(const Call& call, char* out, const uint16_t* x, long ldx, long k, bool serial) {
+#pragma omp parallel if (!serial)
+  {
+    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const long first = call.units * thread / threads, end = call.units * (thread + 1) / threads;
+    for (long group = 0; group < call.rows.groups; group++)
+      call.kernel->pack_rows(out + call.rows.first(group) * call.units * kUnit * call.kernel->x_bytes,
+                             x + call.rows.first(group) * ldx, ldx, call.rows.count(group), k, first, end);
+  }
+}
+
+Path choose(long m) {
+  if (forced_path >= 0) return static_cast<Path>(forced_path);
+  if (m >= kAmxRows && available >> kPathAmx & 1) return kPathAmx;
+  return available >> kPathAvx512Bf16 & 1 ? kPathAvx512Bf16 : kPathAvx512;
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Finds out what this CPU has; to be called once, before anything else. Returns bits: 1 AVX512F,
+// 2 AVX512-BF16, 4 AMX-BF16; 0 if nothing here can run.
+int heteroinfer_init() {
+  __builtin_cpu_init();
+  available = 0;
+  if (!__builtin_cpu_supports("avx512f")) return 0;
+  available = 1 << kPathAvx512;
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+    available |= 1 << kPathAvx512Bf16;
+  unsigned a, b, c, d = 0;
+  const bool tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+  if (tiles && request_amx()) available |= 1 << kPathAmx;
+  return available;
+}
+
+// Name of what multiplies m rows.
+const char* heteroinfer_kernel(long m) { return kKernels[choose(m)]->name; }
+
+// For measurements and tests: a path (0, 1, 2), streams (1, 2, 4) and a prefetch distance in units
+// instead of the defaults; -1 is the default. Returns 0 if this CPU cannot do that.
+int heteroinfer_tune(int path, int streams, int prefetch) {
+  if (path >= kPaths || (path >= 0 && !(available >> path & 1))) return 0;
+  if (streams == 0 || streams == 3 || streams > kMaxStreams) return 0;
+  forced_path = path;
+  forced_streams = streams;
+  forced_prefetch = prefetch;
+  return 1;
+}
+
+// How many threads a call uses.
+int heteroinfer_threads() { return omp_get_max_threads(); }
+
+// Elements of the packed form of w[n][k].
+long heteroinfer_packed_elements(long n, long k) {
+  return ceil_div(n, kColumns) * kColumns * (ceil_div(k, kUnit) * kUnit);
+}
+
+// Packs w[n][k] (row stride ldw) into `out`, which nobody has written to yet: each thread touches
+// first what it will read later, so that it lies in its own NUMA node, in huge pages if there are any.
+void heteroinfer_pack(uint16_t* out, const uint16_t* w, long ldw, long n, long k) {
+  const long blocks = ceil_div(n, kColumns), units = ceil_div(k, kUnit);
+  const auto start = reinterpret_cast<uintptr_t>(out);
+  const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (start + static_cast<uintptr_t>(blocks * units * kUnitElements) * 2) / kHugePage * kHugePage;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // advice only
+#pragma omp parallel
+  {
+    const long thread = omp_get_thread_num(), threads = omp_get_num_threads(), total = blocks * units;
+    for (long at = total * thread / threads; at < total * (thread + 1) / threads; at++) {
+      uint16_t* to = out + at * kUnitElements;
+      const long n0 = at / units * kColumns, k0 = at % units * kUnit;
+      for (long column = 0; column < kColumns; column++)
+        for (long i = 0; i < kUnit; i++)
+          to[i / 2 * 2 * kColumns + column * 2 + i % 2] =
+              n0 + column < n && k0 + i < k ? w[(n0 + column) * ldw + k0 + i] : uint16_t{0};
+    }
+  }
+}
+
+// y[m][n] (row stride ldy) = x[m][k] (row stride ldx) * packed w + bias[n] (or null); all bf16.
+void heteroinfer_linear(uint16_t* y, long ldy, const uint16_t* x, long ldx, const uint16_t* w, const uint16_t* bias,
+                        long m, long n, long k) {
+  if (m <= 0 || n <= 0) return;
+  const Path path = choose(m);
+  const Kernel& kernel = *kKernels[path];
+  Call call{&kernel, Rows(kernel, m), y, ldy, w, bias, nullptr, n, ceil_div(n, kColumns), ceil_div(k, kUnit),
+            forced_streams > 0 ? forced_streams : kernel.streams,
+            forced_prefetch >= 0 ? forced_prefetch : kernel.prefetch};
+  const bool serial = call.blocks * call.units * kUnitElements * 2 <= kSerialBytes;
+  if (m == 1 && kernel.x_bytes == 2 && k % kUnit == 0) {
+    call.inputs = reinterpret_cast<const char*>(x);  // packing one row changes nothing
+  } else {
+    const size_t bytes = static_cast<size_t>(m * call.units * kUnit) * static_cast<size_t>(kernel.x_bytes);
+    char* inputs = static_cast<char*>(inputs_buffer.reserve(bytes));
+    pack_inputs(call, inputs, x, ldx, k, serial);
+    call.inputs = inputs;
+  }
+  if (m <= kFewRows)
+    linear_few(call, serial);
+  else
+    linear_many(call);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

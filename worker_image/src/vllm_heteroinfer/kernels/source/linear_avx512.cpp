@@ -1,0 +1,68 @@
+// AVX-512F: bf16 is the upper half of a float32, so a shift or a mask makes one of it.
+#include <immintrin.h>
+
+#include "linear.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f")
+
+namespace heteroinfer {
+namespace {
+
+#include "vector_rows.h"
+
+struct Dot {
+  struct Input {
+    float even, odd;
+  };
+  struct Weights {
+    __m512 even, odd;
+  };
+  static Input input(uint16_t even, uint16_t odd) {
+    const uint32_t e = static_cast<uint32_t>(even) << 16, o = static_cast<uint32_t>(odd) << 16;
+    Input in;
+    __builtin_memcpy(&in.even, &e, 4);
+    __builtin_memcpy(&in.odd, &o, 4);
+    return in;
+  }
+  static inline __attribute__((always_inline)) Weights load(const uint16_t* w) {
+    const __m512i raw = _mm512_loadu_si512(w);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+  }
+  static inline __attribute__((always_inline)) __m512 add(__m512 sum, const Weights& w, const Input& in) {
+    sum = _mm512_fmadd_ps(w.even, _mm512_set1_ps(in.even), sum);
+    return _mm512_fmadd_ps(w.odd, _mm512_set1_ps(in.odd), sum);
+  }
+};
+
+}  // namespace
+
+const Kernel kAvx512 = {"avx512f", 12, 4, 4, 1, pack_rows<Dot>, multiply<Dot>, nothing, nothing};
+
+void store_rows(uint16_t* y, long ldy, const float* c, int rows, long columns, const uint16_t* bias) {
+  for (int r = 0; r < rows; r++)
+    for (long h = 0; h < columns; h += 16) {
+      const long left = columns - h;
+      const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+      __m512 sum = _mm512_loadu_ps(c + r * kColumns + h);
+      if (bias) {
+        alignas(32) uint16_t b[16] = {};
+        __builtin_memcpy(b, bias + h, static_cast<unsigned long>(left >= 16 ? 16 : left) * 2);
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(b)));
+        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)));
+      }
+      const __m512i bits = _mm512_castps_si512(sum);
+      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+      __m512i rounded = _mm512_srli_epi32(
+          _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+      // Rounding would turn some NaN into infinity.
+      rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q),
+                                      _mm512_set1_epi32(0x7fc0));
+      _mm512_mask_cvtepi32_storeu_epi16(y + r * ldy + h, mask, rounded);
+    }
+}
+
+}  // namespace heteroinfer
+
+#pragma GCC pop_options
