@@ -41,7 +41,7 @@ def tensor_plan(model: Path, *, layers: list[int], pods: list[int], **engine: An
 
 @pytest.mark.parametrize(
     ("pods", "env", "way"),
-    [([2], {}, "shared memory"), ([1, 1], {}, "shared memory"), ([1, 1], {names.ENV_BRIDGE: "gloo"}, "gloo")],
+    [([2], {}, "shared_memory"), ([1, 1], {}, "shared_memory"), ([1, 1], {names.ENV_BRIDGE: "gloo"}, "gloo")],
     ids=["one pod", "two pods", "gloo"],
 )
 def test_two_ranks_split_every_layer(

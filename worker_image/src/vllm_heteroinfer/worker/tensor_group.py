@@ -7,7 +7,7 @@ Other GPU ranks run their own warm-up, which is the leader's. Imports vLLM; see 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,10 @@ class StepMeter:
         """As Meter."""
         if self.inside:
             self._meter.waiting_for(rank)
+
+    def runs_on(self) -> Callable[[float], None]:
+        """As Meter; called inside of steps only."""
+        return self._meter.runs_on()
 
 
 class TensorGroup:
@@ -158,6 +162,7 @@ class TensorGroup:
         finally:
             self._meter.inside = False
 
+    @torch.inference_mode()
     def end_step(self) -> None:
         """Ends a step after whose last collective no tokens were shared, so that all ranks meet once more.
 
