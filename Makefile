@@ -9,8 +9,17 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 WORKER_VENV := .venv-worker
+GPU_VENV := .venv-gpu
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+
+# An environment that is there already in place of .venv-gpu, for machines without a package index: its Python,
+# and what PYTHONPATH needs so that it finds vLLM's CUDA build with the CPU build's libraries in it.
+GPU_PYTHON ?=
+GPU_SITE ?=
+GPU_RUN = $(if $(GPU_PYTHON),PYTHONPATH="$(GPU_SITE):$(CURDIR)/worker_image/src" $(GPU_PYTHON),$(GPU_VENV)/bin/python)
+OUT ?=
+export OUT
 
 .PHONY: help setup quickstart test lint types imports unit integration e2e cluster bench lock clean
 
@@ -61,8 +70,29 @@ cluster-down:  ## stops what `make cluster` started
 bench: setup  ## our CPU group against stock vLLM, in one run
 	$(BIN)/python -m tests.bench.pipeline_vs_stock
 
+# Says in words what is missing before anything is installed.
+need-gpu:
+	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || \
+	  { echo "make $(MAKECMDGOALS) needs an NVIDIA GPU: nvidia-smi found none" >&2; exit 1; }
+setup-gpu: need-gpu
+	@[ -n "$(GPU_PYTHON)" ] || ./.ci/setup "$(PYTHON)" $(VENV) "" $(GPU_VENV)
+.PHONY: need-gpu setup-gpu test-gpu bench-gpu churn
+
+test-gpu: setup-gpu  ## on a machine with a GPU: the right tokens in every topology; two GPUs: more of them
+	$(GPU_RUN) -m pytest tests/gpu
+
+bench-gpu: setup-gpu  ## on a machine with a GPU: bridge, CPU kernels, offloading, metrics
+	$(GPU_RUN) -m tests.bench.bridge_all_reduce
+	$(GPU_RUN) -m tests.bench.cpu_linear --quick
+	$(GPU_RUN) -m tests.bench.offload
+	$(GPU_RUN) -m tests.bench.metrics_overhead
+
+CHURN := --groups 200 --parallel 5 --modes Pipeline,Tensor
+churn: setup  ## 200 starts and ends of tiny CPU groups: no hang, nothing left
+	$(BIN)/python -m tests.bench.churn $(CHURN)
+
 lock: setup  ## newest allowed versions into the pinned files
 	@./.ci/lock $(BIN)/uv
 
 clean:  ## environments and caches of this tree; the cache of models and tools stays
-	rm -rf $(VENV) $(WORKER_VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(WORKER_VENV) $(GPU_VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
