@@ -1,7 +1,9 @@
 """What leaders say of their groups, asked over real HTTP on loopback."""
 
+import socket
+import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import pytest_asyncio
@@ -10,7 +12,7 @@ from aiohttp import web
 from heteroinfer_contract import names
 from heteroinfer_contract.group_status import GroupStatus
 from heteroinfer_operator.cluster import PodView, ResourceKey
-from heteroinfer_operator.kube.groups import KEEP_S, GroupClient
+from heteroinfer_operator.kube.groups import KEEP_S, UNREADY_TIMEOUT_S, GroupClient
 from heteroinfer_operator.kube.trim import PodRecord
 
 SAID = GroupStatus(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message="", ranks=())
@@ -67,11 +69,9 @@ async def test_a_ready_leader_is_asked_at_most_once_in_a_while(leader: Leader) -
         await client.close()
 
 
-async def test_a_leader_that_is_not_ready_or_makes_no_sense_gives_nothing(leader: Leader) -> None:
+async def test_a_leader_that_makes_no_sense_gives_nothing(leader: Leader) -> None:
     client = GroupClient()
     try:
-        assert await client.observe([pod(leader.port, ready=False)]) == {}
-        assert leader.asked == 0
         leader.body = '{"ready": "yes"}'
         assert await client.observe([pod(leader.port, uid="b")]) == {}
         leader.body, leader.status = SAID.to_json(), 503
@@ -82,11 +82,38 @@ async def test_a_leader_that_is_not_ready_or_makes_no_sense_gives_nothing(leader
         await client.close()
 
 
+async def test_a_leader_that_is_not_ready_is_asked_each_time(leader: Leader) -> None:
+    """It may sleep, and has perhaps just been Ready."""
+    client = GroupClient()
+    try:
+        assert await client.observe([pod(leader.port)]) == {3: SAID}
+        for asked in (2, 3):
+            assert await client.observe([pod(leader.port, ready=False)]) == {3: SAID}
+            assert leader.asked == asked
+        follower = pod(1, uid="b", ready=False, leads=False)
+        assert await client.observe([pod(leader.port), follower]) == {3: SAID}
+        assert leader.asked == 4
+    finally:
+        await client.close()
+
+
+async def test_a_leader_that_is_not_ready_is_not_waited_for() -> None:
+    client = GroupClient()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        try:
+            started = time.monotonic()
+            assert await client.observe([pod(silent.getsockname()[1], ready=False)]) == {}
+            assert time.monotonic() - started < 5 * UNREADY_TIMEOUT_S
+        finally:
+            await client.close()
+
+
 async def test_the_leader_of_a_group_that_falls_is_not_asked(leader: Leader) -> None:
     client = GroupClient()
     try:
         follower = pod(1, uid="b", ready=False, leads=False)
-        assert await client.observe([pod(leader.port), follower]) == {}
+        gone = replace(follower, view=replace(follower.view, deleting=True))
+        assert await client.observe([pod(leader.port), gone]) == {}
         assert leader.asked == 0
     finally:
         await client.close()

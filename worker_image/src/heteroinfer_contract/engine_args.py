@@ -98,7 +98,9 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     Unsupported(
         feature="asynchronous scheduling",
         options=("--async-scheduling",),
-        why="vLLM's first model runner does not support it across pipeline stages",
+        # vllm/config/vllm.py (its issue 45014) and vllm/platforms/cpu.py::check_and_update_config@v0.32.0
+        why="vLLM forbids it across pipeline stages with the model runner that CPUs have, and turns it off "
+        "on CPU ranks, whose inputs then differ from a GPU rank's: sampled tokens stay on the device there",
         remedy="leave it out",
     ),
     Unsupported(
@@ -158,7 +160,8 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     Unsupported(
         feature="LoRA adapters",
         options=("--enable-lora", "--lora-modules", "--default-mm-loras"),
-        why="loading adapters on every rank of a group is untested",
+        why="each rank reads an adapter from its own pod's files while requests run, nothing compares them, "
+        "and vLLM's CPU kernels for it are untested over stages",
         remedy="merge the adapter into the model",
     ),
     Unsupported(
@@ -172,12 +175,6 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
         options=("--ec-transfer-config", "--ec-manager-config"),
         why="connectors are untested with ranks on different devices",
         remedy="leave it out",
-    ),
-    Unsupported(
-        feature="sleep mode",
-        options=("--enable-sleep-mode",),
-        why="vLLM's CPU workers cannot sleep",
-        remedy="set spec.suspend: true to free the group's memory",
     ),
     Unsupported(
         feature="pooling models",

@@ -21,6 +21,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan
 from vllm_heteroinfer.launch.channel import RankReporter
+from vllm_heteroinfer.sleep_levels import check_level
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -84,11 +85,27 @@ async def serve(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, interrupt)
     listen_address, sock = setup_server(args, reuse_port=False)
     async with entry.build_async_engine_client(args) as client:
+        refuse_levels(client)
         watcher = asyncio.create_task(_exit_with_engine(client))
         shutdown = await entry.build_and_serve(client, listen_address, sock, args)
         watcher.cancel()
     await shutdown
     sock.close()
+
+
+def refuse_levels(client: "EngineClient") -> None:
+    """Makes the client refuse a level of sleep that a group does not have, before requests are aborted.
+
+    Its `sleep` becomes an instance attribute; the answer to the request is 400 with the words.
+    Source: vllm/entrypoints/serve/dev/sleep/api_router.py::sleep@v0.32.0.
+    """
+    put_to_sleep = client.sleep
+
+    async def sleep(level: int = 1, mode: str = "abort") -> None:
+        check_level(level)
+        await put_to_sleep(level, mode)
+
+    client.sleep = sleep
 
 
 async def _exit_with_engine(client: "EngineClient") -> None:

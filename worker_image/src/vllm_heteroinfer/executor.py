@@ -4,6 +4,7 @@ After the shape of vLLM's RayExecutorV2: one node, the plan gives every rank its
 supervisors start and watch the ranks; a rank that fails ends the group, this process with it.
 """
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable
@@ -17,9 +18,12 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan
-from vllm_heteroinfer import fingerprint, process, queues
+from vllm_heteroinfer import fingerprint, kv_room, process, queues
 from vllm_heteroinfer.launch.orphans import die_with_parent
 from vllm_heteroinfer.rendezvous import Deadline, GroupStore
+from vllm_heteroinfer.sleep_levels import check_level
+
+_logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 600.0
 """Longest wait for the replies to a call outside of steps and start-up, in seconds."""
@@ -68,6 +72,7 @@ class GroupExecutor(MultiprocExecutor):
         self.failure_callback = None
         self.shutting_down = False
         plan, launch = Plan.from_env(os.environ), PodLaunch.from_env(os.environ)
+        self._plan = plan
         self.world_size = plan.world_size
         self.output_rank = self._get_output_rank()
         self._starting: Deadline | None = Deadline.after(launch.startup_timeout_s)
@@ -177,6 +182,30 @@ class GroupExecutor(MultiprocExecutor):
                     f"{deadline.total_s:.0f} s; look at its log, and at its busy time on /group"
                 )
         return [got[rank] for rank in ranks]
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        """Gives every rank its KV cache, as many blocks as the tightest has, and names that one."""
+        super().initialize_from_config(kv_cache_configs)
+        rooms_bytes = self.collective_rpc("kv_room_bytes")
+        sizes = [max((t.size for t in c.kv_cache_tensors), default=0) for c in kv_cache_configs]
+        _logger.info(
+            "%s",
+            kv_room.describe(
+                self._plan,
+                blocks=kv_cache_configs[0].num_blocks,
+                sizes_bytes=sizes,
+                rooms_bytes=rooms_bytes,
+            ),
+        )
+
+    def sleep(self, level: int = 1) -> None:
+        """Puts every rank to sleep.
+
+        Raises:
+            ValueError: the level is one that a group does not have.
+        """
+        check_level(level)
+        super().sleep(level)
 
     def compile_or_warm_up_model(self) -> None:
         """Warms up every rank; from then on calls have their own deadlines."""

@@ -27,6 +27,9 @@ ENDING_METHODS = frozenset(
         "compile_or_warm_up_model",
         "execute_model",
         "sample_tokens",
+        "sleep",
+        "wake_up",
+        "discard",
     }
 )
 """Calls after whose failure a rank is of no use; others (say, an unknown profiler) only reply it."""

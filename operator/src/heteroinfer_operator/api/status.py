@@ -44,6 +44,8 @@ class GroupPhase(StrEnum):
     PENDING = "Pending"
     STARTING = "Starting"
     READY = "Ready"
+    SLEEPING = "Sleeping"
+    """Put to sleep over its API; it serves again once it is woken."""
     STOPPING = "Stopping"
     WAITING = "Waiting"
     """For its back-off to pass."""
@@ -91,6 +93,8 @@ class PlanStatus(StatusModel):
     """Tells it from any other plan."""
     world_size: Count
     """Ranks of a group."""
+    eager_reason: Text | None = None
+    """Why GPU ranks run without CUDA graphs, where the plan's layout forbids them."""
     ranks: Annotated[
         tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
     ] = ()
@@ -137,6 +141,32 @@ class MemberStatus(StatusModel):
     """Of which waiting for peers."""
 
 
+class KvLimit(StrEnum):
+    """What bounds a KV cache."""
+
+    PLAN = "Plan"
+    """Every rank has the room that the plan gives it."""
+    MEMORY = "Memory"
+    """The limiting rank has less than the plan gives it."""
+
+
+class KvStatus(StatusModel):
+    """The KV cache of a group; equal on every rank, in blocks."""
+
+    blocks: Count
+    """Blocks that each rank has: as many as the rank with the least room."""
+    tokens: Count
+    """Tokens that these hold."""
+    limiting_rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)]
+    """The rank with room for the fewest blocks, as it measured after its largest batch."""
+    limiting_role: RoleName
+    """Its role: whose memory to raise."""
+    limited_by: KvLimit
+    """Plan, or Memory."""
+    room_blocks: Count
+    """Blocks that the limiting rank has room for."""
+
+
 class GroupStatus(StatusModel):
     """One copy of the model."""
 
@@ -164,6 +194,8 @@ class GroupStatus(StatusModel):
     """Its last failures, the newest last."""
     measured_time: Time | None = None
     """When the members' times were measured; they are written at most once a minute."""
+    kv: KvStatus | None = None
+    """Its KV cache."""
     members: Annotated[
         tuple[MemberStatus, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
     ] = ()

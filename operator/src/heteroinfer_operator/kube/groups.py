@@ -17,6 +17,8 @@ from heteroinfer_operator.kube.trim import PodRecord
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 1.0
+UNREADY_TIMEOUT_S: Final = 0.2
+"""For the leader of a group that is not Ready, which may be falling: the decision must not wait for it."""
 KEEP_S: Final = 10.0
 MOST_BYTES: Final = 2**20
 
@@ -48,20 +50,27 @@ class GroupClient:
             await self._session.close()
 
     async def observe(self, pods: Iterable[PodRecord]) -> dict[int, GroupStatus]:
-        """Returns by group index what each leader says of its group, if all of its pods are Ready.
+        """Returns by group index what each leader says of its group.
 
-        The leader of a group that falls is not asked: it may not answer any more, and the
-        decision about the group must not wait for that.
+        The leader of a group that has lost a pod is not asked: it may not answer any more, and
+        the decision about the group must not wait for that. One whose pods are not Ready is
+        asked anew each time, and not for long: it may sleep, which only it can tell.
         """
         known = tuple(pods)
-        fallen = {_group(pod) for pod in known if pod.view.ended or not pod.view.ready}
+        fallen = {_group(pod) for pod in known if pod.view.ended}
+        unready = {_group(pod) for pod in known if not pod.view.ready}
         leaders = {
             index: pod
             for pod in known
             if (index := _led_group(pod)) is not None and _group(pod) not in fallen
         }
         self._forget_old()
-        answers = await asyncio.gather(*(self._ask(pod) for pod in leaders.values()))
+        answers = await asyncio.gather(
+            *(
+                self._fetch(pod, UNREADY_TIMEOUT_S) if _group(pod) in unready else self._ask(pod)
+                for pod in leaders.values()
+            )
+        )
         return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
 
     def _forget_old(self) -> None:
@@ -72,20 +81,19 @@ class GroupClient:
         kept = self._answers.get(pod.view.uid)
         if kept is not None:
             return kept.status
-        status = await self._fetch(pod)
+        status = await self._fetch(pod, TIMEOUT_S)
         self._answers[pod.view.uid] = _Answer(self._clock(), status)
         return status
 
-    async def _fetch(self, pod: PodRecord) -> GroupStatus | None:
+    async def _fetch(self, pod: PodRecord, timeout_s: float) -> GroupStatus | None:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         url = f"http://{host}:{pod.health_port}{names.PATH_GROUP}"
         if self._session is None:
             # Pods are reached directly: no proxy of the environment, and no redirects below.
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), trust_env=False
-            )
+            self._session = aiohttp.ClientSession(trust_env=False)
         try:
-            async with self._session.get(url, allow_redirects=False) as response:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._session.get(url, allow_redirects=False, timeout=timeout) as response:
                 response.raise_for_status()
                 text = await response.content.read(MOST_BYTES)
                 return GroupStatus.from_json(text.decode())

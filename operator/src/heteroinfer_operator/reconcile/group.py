@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
@@ -59,7 +61,12 @@ def epoch_of(pod: PodView) -> int:
 
 
 def decide_group(
-    context: Context, status: GroupStatus, pods: Sequence[PodView], *, replace: bool
+    context: Context,
+    status: GroupStatus,
+    pods: Sequence[PodView],
+    *,
+    replace: bool,
+    report: GroupReport | None = None,
 ) -> GroupDecision:
     """Returns what a group needs.
 
@@ -68,6 +75,7 @@ def decide_group(
         status: of the group as last written; `epoch` 0 before its first epoch.
         pods: all pods of the group, of every epoch.
         replace: whether the group may be replaced now, if its revision is an old one.
+        report: what its leader says of it now, or None.
     """
     epoch = max([status.epoch, *(epoch_of(pod) for pod in pods)])
     current = [pod for pod in pods if epoch_of(pod) == epoch]
@@ -83,7 +91,12 @@ def decide_group(
     if fall is not None:
         return _fall(context, status, pods, fall)
     assert plan is not None  # _lost_pod names a missing plan
-    return _living(context, status, current, plan)
+    asleep = report is not None and report.epoch == epoch and _is_asleep(report)
+    return _living(context, status, current, plan, asleep=asleep)
+
+
+def _is_asleep(report: GroupReport) -> bool:
+    return any(rank.phase is RankPhase.SLEEPING for rank in report.ranks)
 
 
 def stop_group(status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
@@ -93,7 +106,13 @@ def stop_group(status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
 
 def _empty(status: GroupStatus, pods: Sequence[PodView], message: str) -> GroupDecision:
     phase = GroupPhase.STOPPING if pods else GroupPhase.PENDING
-    update: dict[str, Any] = {"phase": phase, "message": message, "members": (), "measured_time": None}
+    update: dict[str, Any] = {
+        "phase": phase,
+        "message": message,
+        "members": (),
+        "measured_time": None,
+        "kv": None,
+    }
     if not pods and status.epoch_start_time is not None:
         update |= {"epoch": status.epoch + 1, "epoch_start_time": None}
     return GroupDecision(status=status.model_copy(update=update), deletes=_deletes(pods, grace_s=None))
@@ -130,6 +149,7 @@ def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> 
         "failures": (),
         "members": (),
         "measured_time": None,
+        "kv": None,
     }
     return GroupDecision(status=status.model_copy(update=update), deletes=_deletes(pods, grace_s=None))
 
@@ -156,6 +176,7 @@ def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: 
         "failures": failures,
         "members": (),
         "measured_time": None,
+        "kv": None,
     }
     who = "" if fall.rank is None else f"rank {fall.rank}: "
     event = RecordEvent(
@@ -217,6 +238,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         "epoch_start_time": None,
         "next_epoch_time": None,
         "members": (),
+        "kv": None,
     }
     status = status.model_copy(update=update)
     return GroupDecision(
@@ -234,13 +256,19 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
     )
 
 
-def _living(context: Context, status: GroupStatus, current: Sequence[PodView], plan: Plan) -> GroupDecision:
+def _living(
+    context: Context, status: GroupStatus, current: Sequence[PodView], plan: Plan, *, asleep: bool
+) -> GroupDecision:
     present = {int(pod.labels[names.LABEL_POD_INDEX]) for pod in current}
     missing = {pod.index for pod in plan.pods} - present
     ready = not missing and all(pod.ready for pod in current)
+    phase = GroupPhase.READY if ready else GroupPhase.STARTING
+    message = None if ready else _waits_for(current, len(plan.pods))
+    if asleep and not ready and not missing:
+        phase, message = GroupPhase.SLEEPING, _how_to_wake(current)
     update = {
-        "phase": GroupPhase.READY if ready else GroupPhase.STARTING,
-        "message": None if ready else _waits_for(current, len(plan.pods)),
+        "phase": phase,
+        "message": message,
         "plan_hash": plan.hash,
         "revision": current[0].labels.get(names.LABEL_REVISION),
         "epoch_start_time": status.epoch_start_time or (None if missing else context.now),
@@ -258,6 +286,11 @@ def _living(context: Context, status: GroupStatus, current: Sequence[PodView], p
         plan=plan,
         unplaced=_unplaced(current),
     )
+
+
+def _how_to_wake(pods: Sequence[PodView]) -> str:
+    leader = next(pod for pod in pods if pod.labels.get(names.LABEL_LEADER) == "true")
+    return f"asleep; POST /wake_up to the API of pod {leader.name} wakes it (kubectl port-forward reaches it)"
 
 
 def _unplaced(pods: Sequence[PodView]) -> str:

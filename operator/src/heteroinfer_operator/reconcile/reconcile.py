@@ -7,6 +7,7 @@ from datetime import datetime
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
@@ -101,7 +102,7 @@ def _act(
 ) -> Decision:
     by_group = _by_group(observation.pods)
     old = {group.index: group for group in status.groups}
-    wanted = _decide_wanted(context, old, by_group, model.profile)
+    wanted = _decide_wanted(context, old, by_group, observation.groups, model.profile)
     unwanted = [
         stop_group(old.get(index, GroupStatus(index=index)), pods)
         for index, pods in sorted(by_group.items())
@@ -133,6 +134,7 @@ def _decide_wanted(
     context: Context,
     old: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
+    reports: Mapping[int, GroupReport],
     profile: ModelProfile | None,
 ) -> list[GroupDecision]:
     """Decides every wanted group; at most rollout.maxUnavailable ready ones are replaced at once."""
@@ -144,7 +146,7 @@ def _decide_wanted(
         status = old.get(index, GroupStatus(index=index))
         # Without a profile nothing new can start, so nothing that serves is taken down.
         may_replace = profile is not None and (not _serves(pods) or budget > 0)
-        decision = decide_group(context, status, pods, replace=may_replace)
+        decision = decide_group(context, status, pods, replace=may_replace, report=reports.get(index))
         if _serves(pods) and decision.deletes:
             budget -= 1
         decisions.append(decision)

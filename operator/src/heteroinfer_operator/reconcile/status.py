@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from heteroinfer_contract import names
 from heteroinfer_contract.group_status import GroupStatus as GroupReport
 from heteroinfer_contract.group_status import RankStatus
-from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import (
     Condition,
     ConditionStatus,
@@ -14,6 +14,8 @@ from heteroinfer_operator.api import (
     GroupPhase,
     GroupStatus,
     HeteroInferenceStatus,
+    KvLimit,
+    KvStatus,
     MemberStatus,
     PlanStatus,
     RankPlan,
@@ -52,7 +54,9 @@ def group_conditions(
     groups = [decision.status for decision in decisions]
     ready = [group for group in groups if group.phase is GroupPhase.READY]
     failed = [group for group in groups if group.phase is GroupPhase.FAILED]
-    busy = [group for group in groups if group.phase not in {GroupPhase.READY, GroupPhase.FAILED}]
+    asleep = [group for group in groups if group.phase is GroupPhase.SLEEPING]
+    settled = {GroupPhase.READY, GroupPhase.FAILED, GroupPhase.SLEEPING}
+    busy = [group for group in groups if group.phase not in settled]
 
     def make(kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
         return condition(kind, holds, reason, message, now=now, generation=generation)
@@ -65,7 +69,7 @@ def group_conditions(
             make(ConditionType.DEGRADED, False, reason),
             make(ConditionType.FAILED, False, reason),
         )
-    worst = (failed or busy or ready)[0]
+    worst = (failed or busy or asleep or ready)[0]
     words = (
         f"group {worst.index}: {worst.message}" if worst.message else f"{len(ready)} of {wanted} groups serve"
     )
@@ -96,7 +100,7 @@ def _ready_reason(worst: GroupStatus) -> str:
     """Returns the culprit's reason while a group is down because of a failure, else the phase."""
     if (
         worst.failures
-        and worst.phase is not GroupPhase.PENDING
+        and worst.phase not in {GroupPhase.PENDING, GroupPhase.SLEEPING}
         and worst.failures[-1].epoch + 1 >= worst.epoch
     ):
         return worst.failures[-1].reason
@@ -144,6 +148,7 @@ def plan_status(plan: Plan) -> PlanStatus:
     return PlanStatus(
         hash=plan.hash,
         world_size=plan.world_size,
+        eager_reason=(eager_reason(plan) or "")[:1024] or None,
         ranks=tuple(
             RankPlan(
                 rank=rank.rank,
@@ -165,11 +170,8 @@ def with_members(
     """Returns the group with one member a rank, and its times if they are due."""
     by_index = {pod.labels[names.LABEL_POD_INDEX]: pod for pod in pods}
     before = {member.rank: member for member in group.members}
-    times = (
-        {rank.rank: rank for rank in report.ranks}
-        if report is not None and report.epoch == group.epoch
-        else {}
-    )
+    told = report is not None and report.epoch == group.epoch
+    times = {rank.rank: rank for rank in report.ranks} if report is not None and told else {}
     due = _due(group, before, times, now)
     members = []
     for rank in plan.ranks:
@@ -186,8 +188,29 @@ def with_members(
         )
         measured = _milliseconds(times[rank.rank]) if due else _kept(old)
         members.append(member.model_copy(update=measured))
-    update = {"members": tuple(members), "measured_time": now if due else group.measured_time}
+    update = {
+        "members": tuple(members),
+        "measured_time": now if due else group.measured_time,
+        "kv": _kv_cache(plan, times) or group.kv,
+    }
     return group.model_copy(update=update)
+
+
+def _kv_cache(plan: Plan, told: dict[int, RankStatus]) -> KvStatus | None:
+    """Returns the group's KV cache once every rank has told its own; it changes with the epoch only."""
+    if len(told) < plan.world_size or not all(status.kv_blocks for status in told.values()):
+        return None
+    tightest = min(plan.ranks, key=lambda rank: told[rank.rank].kv_room_blocks)
+    status = told[tightest.rank]
+    short = status.kv_room_bytes < tightest.kv_cache_bytes
+    return KvStatus(
+        blocks=status.kv_blocks,
+        tokens=status.kv_blocks * plan.engine.block_size,
+        limiting_rank=tightest.rank,
+        limiting_role=tightest.role,
+        limited_by=KvLimit.MEMORY if short else KvLimit.PLAN,
+        room_blocks=status.kv_room_blocks,
+    )
 
 
 def _due(

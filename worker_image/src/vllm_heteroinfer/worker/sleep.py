@@ -14,26 +14,15 @@ from typing import Any
 from vllm.v1.executor.abstract import SLEEP_TAGS
 
 from heteroinfer_contract.group_status import RankPhase
+from vllm_heteroinfer.sleep_levels import check_level
 from vllm_heteroinfer.worker.common import RankContext
 
-LEVELS = (1,)
-"""Of vLLM's levels those that reach a rank and work. Level 2 drops the weights, and after it they are
-loaded again by another call: that is untested over ranks of two devices, and packed CPU weights lack it."""
 KV_CACHE = "kv_cache"
 """vLLM's tag of the KV cache (vllm/v1/executor/abstract.py::SLEEP_TAGS@v0.32.0)."""
 MADV_DONTNEED = 4
 """asm-generic/mman-common.h: the pages are free at once, and zero when they are touched again."""
 
 _logger = logging.getLogger(__name__)
-
-
-def check_level(level: int) -> None:
-    """Raises ValueError for a level of sleep that a group does not have; it says what to do."""
-    if level not in {0, *LEVELS}:
-        raise ValueError(
-            f"got sleep level {level}, expected 0 or 1: a group keeps its weights in host memory; to give "
-            "back all memory set spec.suspend: true"
-        )
 
 
 class SleepMixin:

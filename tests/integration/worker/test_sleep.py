@@ -1,0 +1,113 @@
+"""A group sleeps and wakes: memory given back, not Ready meanwhile, the same tokens after."""
+
+import time
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.group_status import RankPhase
+from tests.integration.worker.conftest import Reference
+from tests.integration.worker.groups import Group, build_plan, fetch, start_group
+from tests.integration.worker.test_serving import ONE_THREAD, answer_all
+
+pytestmark = pytest.mark.timeout(600)
+
+ENV = {**ONE_THREAD, "VLLM_SERVER_DEV_MODE": "1"}
+KV_BYTES = 64 << 20
+"""Of each rank, as build_plan gives it."""
+
+
+def test_sleep_gives_memory_back_and_wake_answers_as_before(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1], extra_args=("--enable-sleep-mode",))
+    assert {rank.kv_cache_bytes for rank in plan.ranks} == {KV_BYTES}
+    with start_group(plan, tmp_path, env=ENV) as group:
+        group.wait_ready()
+        check_kv_room(group)
+        fill_kv_cache(group)
+        answer_all(group, reference)
+        awake = [resident_bytes(pid) for pid in rank_pids(group)]
+
+        group.post("/sleep?level=1", {})
+        wait_until(lambda: phases(group) == {RankPhase.SLEEPING})
+        asleep = [resident_bytes(pid) for pid in rank_pids(group)]
+        for before, after in zip(awake, asleep, strict=True):
+            assert before - after > 0.9 * KV_BYTES
+        assert not ready(group, 0)
+        wait_until(lambda: not ready(group, 1))
+        status = group.status()
+        assert not status.ready
+        assert status.message == "asleep: rank 0, 1; POST /wake_up to the leader's API wakes the group"
+
+        group.post("/wake_up", {})
+        wait_until(lambda: ready(group, 0) and ready(group, 1))
+        assert phases(group) == {RankPhase.READY}
+        answer_all(group, reference)
+        refuse_level_2(group)
+        answer_all(group, reference)
+
+
+def check_kv_room(group: Group) -> None:
+    """Each rank tells its room, and the engine's log names the one with the least."""
+    statuses = group.status().ranks
+    assert [status.kv_blocks for status in statuses] == [512, 512]
+    assert all(status.kv_room_blocks > 512 and status.kv_room_bytes > KV_BYTES for status in statuses)
+    tightest = min(statuses, key=lambda status: status.kv_room_blocks)
+    role = group.plan.ranks[tightest.rank].role
+    assert (
+        f"KV cache: 512 blocks of 32 tokens on every rank; rank {tightest.rank} (role {role}, CPU) limits it"
+        in group.members[0].log.read_text()
+    )
+
+
+def fill_kv_cache(group: Group) -> None:
+    """Writes every block once: memory that was never touched is not resident."""
+    for first in range(40):
+        prompt = [(first * 7 + i * 13) % 500 + 3 for i in range(460)]
+        group.complete(prompt, max_tokens=4)
+
+
+def refuse_level_2(group: Group) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        group.post("/sleep?level=2", {})
+    assert refused.value.code == 400
+    assert "got sleep level 2, expected 0 or 1" in refused.value.read().decode()
+    assert ready(group, 0)
+
+
+def phases(group: Group) -> set[RankPhase]:
+    return {status.phase for status in group.status().ranks}
+
+
+def ready(group: Group, pod: int) -> bool:
+    return fetch(f"http://127.0.0.1:{group.addresses[pod].health_port}{names.PATH_READYZ}") is not None
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def rank_pids(group: Group) -> list[int]:
+    """Returns the process of each rank, by rank, as its supervisor's log tells it."""
+    pids = {}
+    for member in group.members:
+        for line in member.log.read_text().splitlines():
+            words = line.rsplit("started rank ", 1)
+            if len(words) == 2:
+                rank, pid = words[1].split(" as process ")
+                pids[int(rank)] = int(pid)
+    return [pid for _, pid in sorted(pids.items())]
+
+
+def resident_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} has no memory")
