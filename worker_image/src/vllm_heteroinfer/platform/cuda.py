@@ -1,5 +1,6 @@
 """The platform of a GPU rank; subclasses vLLM's, so that dispatch by `is_cuda()` stays as it is."""
 
+import os
 from typing import TYPE_CHECKING
 
 from vllm.platforms.cuda import CudaPlatform
@@ -21,6 +22,11 @@ class HeteroCudaPlatform(CudaPlatform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.worker.gpu.HeteroGpuWorker"
         super().check_and_update_config(vllm_config)
+        # GPUs of a stage talk by NCCL. Both of these want ranks that see each other's GPUs by different
+        # numbers, and each of ours sees its own as number 0: torch's refuses that, with a warning at best
+        # (vllm/distributed/device_communicators/symm_mem.py::SymmMemCommunicator@v0.32.0).
+        for option in ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"):
+            os.environ.setdefault(option, "0")
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
