@@ -1,6 +1,7 @@
 """Every topology gives the tokens of one GPU alone, says where its time goes, and names a rank that dies."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 
 from heteroinfer_contract import metrics as names
 from heteroinfer_contract import names as contract
+from heteroinfer_contract.group_status import RankPhase
 from heteroinfer_contract.plan import Device, Mode
 from tests.gpu.asking import generate, score, texts_of
 from tests.gpu.conftest import References
@@ -17,8 +19,9 @@ from tests.gpu.reference import ALL_PROMPTS, MAX_TOKENS
 from tests.gpu.report import Report
 from tests.gpu.scrape import Scrape, scrape
 from tests.gpu.serving import Served
-from tests.gpu.topologies import TOPOLOGIES, Topology
+from tests.gpu.topologies import SLEEPERS_KV_BYTES, TOPOLOGIES, Topology
 from tests.integration.worker import test_death as death
+from tests.integration.worker.groups import Group, fetch
 
 FLOAT32_GAP = 0.01
 """Of logprobs to stock vLLM's: float32 sums in another order make 5e-5 (CPU, 2026-11-21), a wrong token
@@ -134,6 +137,38 @@ def check_hops(served: Served, found: list[Scrape]) -> None:
         sent, received = (seen.total(names.TRANSFER_BYTES_TOTAL, direction=way) for way in ("send", "recv"))
         assert sent == (hop_bytes if rank + 1 < len(found) else 0)
         assert received == (hop_bytes if rank else 0)
+
+
+@topologies(lambda topology: topology.sleeps)
+def test_sleep_and_wake(served: Served, references: References) -> None:
+    """Asleep, no pod is ready and the GPU's KV cache is given back; awake, the same tokens as before."""
+    group = served.group
+    exact = references["transformers"].result()
+    group.post("/sleep?level=1", {})
+    wait_until(group, lambda: {rank.phase for rank in group.status().ranks} == {RankPhase.SLEEPING})
+    wait_until(group, lambda: not any(is_ready(group, pod.index) for pod in group.plan.pods))
+    for rank in group.plan.ranks:
+        if rank.device is Device.GPU:
+            # As the allocator counts it: others use the same GPU meanwhile.
+            log = group.members[rank.pod].log.read_text()
+            freed = re.findall(r"CuMemAllocator: sleep freed ([\d.]+) GiB", log)
+            assert freed, log[-6000:]
+            assert float(freed[-1]) > 0.9 * SLEEPERS_KV_BYTES / 2**30
+    group.post("/wake_up", {})
+    wait_until(group, lambda: all(is_ready(group, pod.index) for pod in group.plan.pods))
+    got = generate(group, [answer.prompt for answer in exact])
+    assert [g.tokens for g in got] == [e.tokens for e in exact]
+
+
+def is_ready(group: Group, pod: int) -> bool:
+    return fetch(f"http://127.0.0.1:{group.addresses[pod].health_port}{contract.PATH_READYZ}") is not None
+
+
+def wait_until(group: Group, holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s\n{group.logs()}"
+        time.sleep(0.05)
 
 
 @topologies(lambda topology: topology.kill is not None)

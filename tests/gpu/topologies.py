@@ -15,6 +15,10 @@ CPUS_PER_THREAD = 8
 """A CPU rank gets a thread for so many CPUs: several groups of up to four ranks run at once, and more
 threads than CPUs would spin against each other."""
 
+SLEEPERS_KV_BYTES = 3 << 30
+"""Of each rank of a group that sleeps on a GPU: vLLM asserts that the GPU has more free memory afterwards,
+while other groups start on it (vllm/v1/worker/gpu_worker.py::Worker.sleep@v0.32.0)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
@@ -31,7 +35,7 @@ class Topology:
         gpus: that must be there, one for each GPU rank; 1 when GPU ranks of different pods may share it.
         env: of every pod.
         kill: rank that is killed at the end, while it decodes; None for no death.
-        sleeps: whether it can be put to sleep.
+        sleeps: whether it is put to sleep and woken.
     """
 
     name: str
@@ -70,6 +74,14 @@ SINGLE_GPU = (
     Topology(name="gpu+gpu+cpu-graphs", pods=((GPU, 1), (GPU, 1), (CPU, 1)), layers=(3, 3, 2), graphs=True),
     Topology(name="cpu+gpu+gpu-graphs", pods=((CPU, 1), (GPU, 1), (GPU, 1)), layers=(2, 3, 3), graphs=True),
     Topology(
+        name="cpu+gpu-graphs-sleep",
+        pods=((CPU, 1), (GPU, 1)),
+        layers=(3, 5),
+        graphs=True,
+        env=(("VLLM_SERVER_DEV_MODE", "1"),),
+        sleeps=True,
+    ),
+    Topology(
         name="cpu+gpu-bf16",
         pods=((CPU, 1), (GPU, 1)),
         layers=(3, 5),
@@ -90,7 +102,8 @@ SINGLE_GPU = (
         layers=(8,),
         mode=Mode.TENSOR,
         tensor=2,
-        env=((names.ENV_BRIDGE, "gloo"),),
+        env=((names.ENV_BRIDGE, "gloo"), ("VLLM_SERVER_DEV_MODE", "1")),
+        sleeps=True,
     ),
     Topology(
         name="tp4-gpu.cpu.cpu.cpu",
@@ -182,7 +195,12 @@ TOPOLOGIES = (*SINGLE_GPU, *TWO_GPUS)
 
 def plan_of(topology: Topology, model: Path, *, devices_as_cpu: bool) -> Plan:
     """Returns the plan of a topology; with CPU ranks in place of GPU ranks if asked."""
-    exact = topology.dtype == "float32" and not devices_as_cpu
+    args: list[str] = []
+    if topology.dtype == "float32" and not devices_as_cpu:
+        # A backend of the GPU that multiplies in float32; CPU ranks have one backend and keep it.
+        args += ["--attention-backend", "TRITON_ATTN"]
+    if topology.sleeps:
+        args.append("--enable-sleep-mode")
     plan = build_plan(
         model,
         layers=topology.layers,
@@ -195,9 +213,11 @@ def plan_of(topology: Topology, model: Path, *, devices_as_cpu: bool) -> Plan:
         max_num_batched_tokens=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         eager_gpu=not topology.graphs,
-        # A backend of the GPU that multiplies in float32; CPU ranks have one backend and keep it.
-        extra_args=("--attention-backend", "TRITON_ATTN") if exact else (),
+        extra_args=tuple(args),
     )
+    if topology.sleeps and not devices_as_cpu:
+        ranks = tuple(replace(rank, kv_cache_bytes=SLEEPERS_KV_BYTES) for rank in plan.ranks)
+        return replace(plan, ranks=ranks)
     if not devices_as_cpu:
         return plan
     return replace(plan, ranks=tuple(replace(rank, device=CPU) for rank in plan.ranks))
