@@ -1,5 +1,19 @@
-"""Collectives between the GPU and CPU ranks of one group, over host memory; imports nothing of vLLM."""
+"""Collectives between the GPU and CPU ranks of one group, over host memory; imports nothing of vLLM.
 
-from vllm_heteroinfer.distributed.bridge.bridge import Bridge
+torch is imported with `Bridge`, not with the package: headers are read without it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_heteroinfer.distributed.bridge.bridge import Bridge
 
 __all__ = ["Bridge"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Bridge":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from vllm_heteroinfer.distributed.bridge.bridge import Bridge
+
+    return Bridge

@@ -135,6 +135,8 @@ class Bridge:
             in_place: the sum may take the place of `x`, which is then returned.
         """
         header = self._header(Operation.ALL_REDUCE, x, x.shape)
+        if x.nbytes <= PART_BYTES:
+            return self._all_reduce_whole(header, x, x if in_place else None)
         source = x.contiguous()
         target = x if in_place and source is x else torch.empty_like(source)
         into = target.view(-1)
@@ -144,6 +146,31 @@ class Bridge:
             [x.numel()] * len(self._members.ranks),
             lambda begin, end, parts: self._sum(into[begin:end], parts),
         )
+        return target
+
+    def _all_reduce_whole(
+        self, header: bytes, x: torch.Tensor, target: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Sums a tensor that is one part, in its own shape: a view less is 1 us less, 65 times a step."""
+        shape, dtype, num_bytes = x.shape, x.dtype, x.nbytes
+        staging, meter = self._staging, self._meter
+        staging.put(self._link.outgoing().shaped(dtype, shape), x, first=True)
+        meter.transferred("send", staging.settle(), num_bytes)
+        self._link.publish(header, num_bytes)
+        parts = [x] * len(self._members.ranks)
+        for peer, theirs, buffer in self._link.collect():
+            if theirs != header:
+                self._mismatch(header, peer, theirs)
+            parts[peer] = staging.fetch(peer, buffer.shaped(dtype, shape))
+        result = torch.add(*parts, out=target) if len(parts) == 2 else self._sum_whole(target, parts)
+        staging.fetched()
+        meter.transferred("recv", 0.0, num_bytes * (len(parts) - 1))
+        return result
+
+    def _sum_whole(self, target: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if target is None:
+            target = torch.empty_like(parts[self._members.index])
+        self._sum(target, parts)
         return target
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -367,7 +394,7 @@ class Bridge:
             torch.add(parts[0], parts[1], out=target)
             return
         wide = torch.float32 if target.dtype in _NARROW else target.dtype
-        total = self._wide.elements(wide, target.numel())
+        total = self._wide.shaped(wide, target.shape)
         total.copy_(parts[0])
         for part in parts[1:]:
             total.add_(part)
@@ -386,7 +413,7 @@ class Bridge:
         return pack_header(
             operation,
             shape=shape,
-            dtype=x.dtype,
+            dtype=str(x.dtype),
             root=root,
             step=self._step,
             count=self._count,
@@ -397,7 +424,7 @@ class Bridge:
     def _mail_header(self, src: int, dst: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:
         count = self._mailed[src, dst] = self._mailed.get((src, dst), 0) + 1
         return pack_header(
-            Operation.SEND, shape=shape, dtype=dtype, root=src, step=self._step, count=count, history=self._history
+            Operation.SEND, shape=shape, dtype=str(dtype), root=src, step=self._step, count=count, history=self._history
         )
 
     def _compare(self, ours: bytes, peer: int, theirs: bytes) -> None:

@@ -10,8 +10,6 @@ import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 
-import torch
-
 HEADER_BYTES = 128
 """Room for a header; a multiple of a cache line, so that no two share one."""
 _MAX_DIMS = 8
@@ -19,16 +17,16 @@ _LAYOUT = struct.Struct(f"=BBhiqqQqQ{_MAX_DIMS}q")
 assert _LAYOUT.size <= HEADER_BYTES
 
 _DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
+    "torch.bool",
+    "torch.uint8",
+    "torch.int8",
+    "torch.int16",
+    "torch.int32",
+    "torch.int64",
+    "torch.float16",
+    "torch.bfloat16",
+    "torch.float32",
+    "torch.float64",
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
@@ -50,7 +48,7 @@ def pack_header(
     operation: Operation,
     *,
     shape: Sequence[int],
-    dtype: torch.dtype,
+    dtype: str,
     root: int = -1,
     step: int,
     count: int,
@@ -62,7 +60,7 @@ def pack_header(
     Args:
         operation: which collective.
         shape: of the tensor that each member gives, -1 where they may differ; at most 8 dims.
-        dtype: of the tensor.
+        dtype: of the tensor, as torch writes it: `torch.bfloat16`.
         root: rank in group that sends or gathers, where there is one.
         step: as `Bridge.begin_step` was told.
         count: collectives since then, this one included.
@@ -77,7 +75,7 @@ def pack_header(
     if code is None or dims > _MAX_DIMS:
         raise ValueError(
             f"{operation.name.lower()}: got {dtype} with {dims} dims, expected one of "
-            f"{', '.join(map(str, _DTYPES))} with at most {_MAX_DIMS}; view it as one of them"
+            f"{', '.join(_DTYPES)} with at most {_MAX_DIMS}; view it as one of them"
         )
     digest = 0 if sizes is None else zlib.crc32(struct.pack(f"={len(sizes)}q", *sizes))
     fields = (operation, code, root, dims, step, count, history, 0, digest)
@@ -99,7 +97,7 @@ def describe(header: bytes) -> str:
     """Returns a header in words, as `all_reduce #7 of step 12 [16, 4096] bfloat16`."""
     operation, code, root, dims, step, count, history, part, sizes, *shape = _LAYOUT.unpack_from(header)
     try:
-        name, dtype = Operation(operation).name.lower(), str(_DTYPES[code]).removeprefix("torch.")
+        name, dtype = Operation(operation).name.lower(), _DTYPES[code].removeprefix("torch.")
     except (ValueError, IndexError):
         return f"something that is no header of this version ({header[:16].hex()})"
     words = f"{name} #{count} of step {step} {shape[:dims]} {dtype}"

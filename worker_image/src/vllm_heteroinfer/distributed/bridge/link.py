@@ -34,12 +34,26 @@ class Members:
         return tuple(peer for peer in range(len(self.ranks)) if peer != self.index)
 
 
+_MOST_SHAPES = 4096
+"""Views that a buffer remembers; a decode step asks for the same few 65 times."""
+
+
 class Buffer:
-    """Persistent bytes seen as elements of any dtype, without a new view a time."""
+    """Persistent bytes seen as elements of any dtype and shape, mostly without making a view."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         """Takes `memory`: [num_bytes], uint8, any device, num_bytes a multiple of 8."""
         self._views = {torch.uint8: memory}
+        self._shaped: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
+
+    def shaped(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """Returns the first elements as a tensor of `shape`, sharing this memory."""
+        view = self._shaped.get((dtype, shape))
+        if view is None:
+            if len(self._shaped) == _MOST_SHAPES:
+                self._shaped.clear()
+            view = self._shaped[dtype, shape] = self.elements(dtype, shape.numel()).view(shape)
+        return view
 
     def elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """Returns the first `count` elements, sharing this memory."""
