@@ -197,7 +197,7 @@ def run(site: Site, options: argparse.Namespace) -> list[Life]:
     lock = threading.Lock()
     lives: list[Life] = []
     modes = [Mode(mode) for mode in options.modes.split(",")]
-    turns = itertools.product(itertools.count(), modes)
+    turns = ((turn, mode) for turn in itertools.count() for mode in modes)
 
     def one(number: int, turn: int, mode: Mode) -> None:
         if options.seconds and time.monotonic() - began > options.seconds:
