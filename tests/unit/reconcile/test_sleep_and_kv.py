@@ -1,0 +1,184 @@
+"""What a leader tells of its group: that it sleeps, and which rank limits the KV cache."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.plan import Device, Mode, eager_reason
+from heteroinfer_operator.reconcile.status import plan_status
+from tests.unit.launch.test_environment import PLAN
+from tests.unit.reconcile.world import World, cpu_pair
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(spec=cpu_pair())
+    world.serve()
+    world.reap()
+    world.settle()
+    return world
+
+
+def report(world: World, *ranks: dict[str, Any], epoch: int = 1) -> None:
+    plan_hash = world.status["groups"][0]["planHash"]
+    world.reports[0] = GroupReport(
+        group_uid="uid-demo/0",
+        epoch=epoch,
+        plan_hash=plan_hash,
+        ready=all(rank.get("phase", RankPhase.READY) is RankPhase.READY for rank in ranks),
+        message="",
+        ranks=tuple(
+            RankStatus(**{"rank": i, "pod": i, "phase": RankPhase.READY, **rank})
+            for i, rank in enumerate(ranks)
+        ),
+    )
+
+
+def set_ready(world: World, ready: bool) -> None:
+    world.pods = {name: replace(pod, ready=ready) for name, pod in world.pods.items()}
+
+
+def fall_asleep(world: World) -> None:
+    report(world, {"phase": RankPhase.SLEEPING}, {"phase": RankPhase.SLEEPING})
+    set_ready(world, False)
+    world.settle()
+
+
+def test_a_sleeping_group_is_not_ready_and_says_how_to_wake_it(world: World) -> None:
+    fall_asleep(world)
+    assert world.condition("Ready") == ("False", "Sleeping")
+    assert world.condition("Progressing") == ("False", "Settled")
+    assert world.condition("Failed") == ("False", "NotFailed")
+    (group,) = world.status["groups"]
+    assert group["phase"] == "Sleeping"
+    assert group["message"] == (
+        "asleep; POST /wake_up to the API of pod demo-0-1-0 wakes it (kubectl port-forward reaches it)"
+    )
+    assert world.status["readyReplicas"] == 0
+    assert world.status["summary"]["groups"] == "0/1"
+
+
+def test_sleep_is_no_failure_however_long_it_is(world: World) -> None:
+    fall_asleep(world)
+    for _ in range(5):
+        world.pass_time(3600)
+        world.step()
+        assert world.writes == []
+    assert world.workers() == ["demo-0-1-0", "demo-0-1-1"]
+    assert world.status["groups"][0]["restarts"] == 0
+    assert "failures" not in world.status["groups"][0] or world.status["groups"][0]["failures"] == []
+
+
+def test_a_woken_group_serves_again(world: World) -> None:
+    fall_asleep(world)
+    report(world, {}, {})
+    set_ready(world, True)
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.status["groups"][0]["phase"] == "Ready"
+
+
+def test_while_some_ranks_still_fall_asleep(world: World) -> None:
+    report(world, {"phase": RankPhase.SLEEPING}, {})
+    set_ready(world, False)
+    world.settle()
+    assert world.condition("Ready") == ("False", "Sleeping")
+
+
+def test_the_word_of_an_older_epoch_does_not_count(world: World) -> None:
+    report(world, {"phase": RankPhase.SLEEPING}, {"phase": RankPhase.SLEEPING}, epoch=7)
+    set_ready(world, False)
+    world.settle()
+    assert world.condition("Ready") == ("False", "Starting")
+
+
+def test_a_rank_that_dies_asleep_ends_the_epoch(world: World) -> None:
+    fall_asleep(world)
+    world.end_pod("demo-0-1-1")
+    world.step()
+    assert world.condition("Ready")[1] == "PodFailed"
+    assert world.status["groups"][0]["restarts"] == 1
+
+
+def test_an_old_failure_is_not_the_reason_of_a_sleeping_group(world: World) -> None:
+    world.end_pod("demo-0-1-1")
+    world.settle()
+    world.reap()
+    world.pass_time(600)
+    world.settle()
+    world.all_ready()
+    world.settle()
+    report(world, {"phase": RankPhase.SLEEPING}, {"phase": RankPhase.SLEEPING}, epoch=2)
+    set_ready(world, False)
+    world.settle()
+    assert world.condition("Ready") == ("False", "Sleeping")
+
+
+def kv(blocks: int, room_blocks: int, room_bytes: int) -> dict[str, Any]:
+    return {"kv_blocks": blocks, "kv_room_blocks": room_blocks, "kv_room_bytes": room_bytes}
+
+
+def test_the_rank_that_limits_the_kv_cache_is_in_the_status(world: World) -> None:
+    report(world, kv(512, 900, 2**50), kv(512, 700, 2**50))
+    world.settle()
+    assert world.status["groups"][0]["kv"] == {
+        "blocks": 512,
+        "tokens": 512 * 32,
+        "limitingRank": 1,
+        "limitingRole": "second",
+        "limitedBy": "Plan",
+        "roomBlocks": 700,
+    }
+    for _ in range(3):
+        world.pass_time(600)
+        world.step()
+        assert world.writes == []
+    del world.reports[0]  # a leader that does not answer just now changes nothing
+    world.step()
+    assert world.writes == []
+
+
+def test_a_rank_with_less_than_planned_is_told_apart(world: World) -> None:
+    report(world, kv(80, 80, 2**20), kv(80, 700, 2**50))
+    world.settle()
+    status = world.status["groups"][0]["kv"]
+    assert (status["limitingRank"], status["limitedBy"], status["roomBlocks"]) == (0, "Memory", 80)
+
+
+def test_the_kv_cache_of_an_epoch_ends_with_it(world: World) -> None:
+    report(world, kv(512, 900, 2**50), kv(512, 700, 2**50))
+    world.settle()
+    world.end_pod("demo-0-1-1")
+    world.step()
+    assert "kv" not in world.status["groups"][0]
+
+
+def test_nothing_is_told_before_every_rank_has_its_cache(world: World) -> None:
+    report(world, kv(512, 900, 2**50), {})
+    world.settle()
+    assert "kv" not in world.status["groups"][0]
+
+
+def test_why_gpu_ranks_run_eagerly() -> None:
+    assert plan_status(PLAN).eager_reason is None
+    pair = [
+        replace(
+            PLAN.ranks[i],
+            pod=i,
+            local_rank=0,
+            stage=0,
+            tensor_rank=i,
+            first_layer=0,
+            end_layer=3,
+            device=device,
+        )
+        for i, device in enumerate((Device.GPU, Device.CPU))
+    ]
+    mixed = replace(
+        PLAN, mode=Mode.TENSOR, tensor_parallel_size=2, pipeline_parallel_size=1, ranks=tuple(pair)
+    )
+    assert plan_status(mixed).eager_reason == eager_reason(mixed)
+    assert "CUDA graph" in plan_status(mixed).dump()["eagerReason"]
