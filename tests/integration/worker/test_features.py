@@ -29,7 +29,7 @@ CHOICES = ["pipeline", "tensor", "one rank after another"]
 
 def test_structured_output_and_prefix_caching(model: Path, reference: Reference, tmp_path: Path) -> None:
     # Compact, so that a model that knows nothing ends its object within the tokens it has.
-    compact = ("--structured-outputs-config.disable_any_whitespace", "true")
+    compact = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
     plan = build_plan(model, layers=[4, 4], pods=[1, 1], extra_args=compact)
     with start_group(plan, tmp_path, env=ONE_THREAD) as group:
         group.wait_ready()

@@ -46,7 +46,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, model, planning=CPU_ONLY)
     assert main(["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi"]) == 0
-    head, columns, first, last, step, every, note, *rest = capsys.readouterr().out.splitlines()
+    head, columns, first, last, step, cache, every, note, *rest = capsys.readouterr().out.splitlines()
     assert head.startswith("llama: mode Pipeline, 2 stages of 1 ranks, 2 pods, plan ")
     assert columns.split() == [
         "RANK",
@@ -63,6 +63,8 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     assert first.split()[:7] == ["0", "0", "cpu", "CPU", "0", "1", "(0-0)"]
     assert last.split()[:7] == ["1", "1", "gpu", "GPU", "1", "3", "(1-3)"]
     assert step.startswith("predicted decode step of one request: ")
+    assert cache.startswith("KV cache of a rank: ")
+    assert cache.endswith("layers; the memory of some ranks is unknown; the first that lacks it limits it")
     assert "dtype float32" in every
     assert "max_model_len 512" in every
     assert note.startswith("note: the model (")

@@ -48,6 +48,14 @@ def test_tensor_and_pipeline_combine() -> None:
     assert [(r.first_layer, r.end_layer) for r in planned.ranks] == [(0, 16), (0, 16), (16, 32), (16, 32)]
 
 
+def test_the_rank_with_the_least_room_for_kv_is_predicted() -> None:
+    small = cpu(name="small", memory="20Gi", layers=[10])
+    big = cpu(name="big", memory="200Gi", layers=[22])
+    assert plan(spec(big, small, parallelism={"stageOrder": "AsListed"})).limiting_rank == 1
+    assert plan(spec(small, big, parallelism={"stageOrder": "AsListed"})).limiting_rank == 0
+    assert plan(spec(small, {**big, "resources": {}})).limiting_rank is None
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -99,6 +99,7 @@ def _render(planned: Planned, output: str, name: str) -> str:
         "hash": planned.plan.hash,
         "plan": json.loads(planned.plan.to_json()),
         "notes": list(planned.notes),
+        "limitingRank": planned.limiting_rank,
     }
     if output == "json":
         return json.dumps(value, indent=2) + "\n"
@@ -126,7 +127,9 @@ def _table(planned: Planned, name: str) -> str:
     )
     step = f"predicted decode step of one request: {_step_s(plan) * 1e3:.1f} ms, and transfers between stages"
     every = "every rank: " + ", ".join(f"{key} {value}" for key, value in settings.items())
-    return "\n".join([head, *lines, step, every, *(f"note: {note}" for note in planned.notes), ""])
+    return "\n".join(
+        [head, *lines, step, _kv_cache(planned), every, *(f"note: {note}" for note in planned.notes), ""]
+    )
 
 
 def _row(rank: RankAssignment) -> tuple[str, ...]:
@@ -141,6 +144,16 @@ def _row(rank: RankAssignment) -> tuple[str, ...]:
         gib(rank.kv_cache_bytes),
         f"{rank.predicted_step_s * 1e3:.2f} ms",
     )
+
+
+def _kv_cache(planned: Planned) -> str:
+    rank = planned.plan.ranks[planned.limiting_rank or 0]
+    who = (
+        "the memory of some ranks is unknown; the first that lacks it limits it"
+        if planned.limiting_rank is None
+        else f"rank {rank.rank} (role {rank.role}) has room for the least"
+    )
+    return f"KV cache of a rank: {gib(rank.kv_cache_bytes)} for its {rank.num_layers} layers; {who}"
 
 
 def _step_s(plan: Plan) -> float:

@@ -35,10 +35,13 @@ class Planned:
     Attributes:
         plan: the plan.
         notes: one line each.
+        limiting_rank: the rank whose memory has room for the fewest KV blocks, as predicted; None
+            where the memory of some rank is unknown.
     """
 
     plan: Plan
     notes: tuple[str, ...] = ()
+    limiting_rank: int | None = None
 
 
 def make_plan(
@@ -90,7 +93,11 @@ def make_plan(
     advice = _advice(topology, sizes, inventory, min_tokens)
     if topology.has_mixed_stage:
         advice = (*_tensor_advice(plan), *_fits_gpus_alone(topology, profile, engine, inventory, min_tokens))
-    return Planned(plan=plan, notes=(*topology.notes, *advice))
+    return Planned(
+        plan=plan,
+        notes=(*topology.notes, *advice),
+        limiting_rank=_limiting_rank(topology, layers, budgets, sizes),
+    )
 
 
 def _check_tensor(tensor: int, profile: ModelProfile) -> None:
@@ -171,11 +178,28 @@ def _kv_tokens(
             * BLOCK_SIZE
         )
     useful = engine.max_num_seqs * engine.max_model_len + BLOCK_SIZE
-    rooms = (
+    rooms = _token_rooms(layers, budgets, sizes)
+    return max(min(*rooms, useful), _min_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def _token_rooms(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> list[int]:
+    """Returns the tokens that each stage's memory has room for; those of a stage of unknown memory are 0."""
+    return [
         ((stage.room or 0) - sizes.layers(end - count, end)) // (count * sizes.kv_bytes)
         for stage, count, end in zip(budgets, layers, accumulate(layers), strict=True)
-    )
-    return max(min(*rooms, useful), _min_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
+    ]
+
+
+def _limiting_rank(
+    topology: Topology, layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
+) -> int | None:
+    if any(stage.room is None for stage in budgets):
+        return None
+    rooms = _token_rooms(layers, budgets, sizes)
+    stage = rooms.index(min(rooms))
+    seats = topology.stages[stage]
+    tightest = next(i for i, seat in enumerate(seats) if seat.placed.role.name == budgets[stage].role)
+    return stage * topology.tensor + tightest
 
 
 def _tensor_advice(plan: Plan) -> tuple[str, ...]:
