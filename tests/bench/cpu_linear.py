@@ -123,9 +123,10 @@ def compare(library: KernelLibrary, layers: Layers, shape: str, args: argparse.N
         for threads in args.threads:
             torch.set_num_threads(threads)
             ours, theirs = (measure(p, batch, args.rounds) for p in (layers.ours, layers.theirs))
+            rates = [layers.nbytes / round_s / 1e9 for round_s in (ours, theirs)]
             print(
-                f"{shape:8} {rows:5} {threads:7} {layers.nbytes / ours / 1e9:9.1f} {layers.nbytes / theirs / 1e9:9.1f} "
-                f"{theirs / ours:6.2f} {ours / len(layers.ours) * 1e3:8.3f} {errors[0]:8.4f} {errors[1]:8.4f}  "
+                f"{shape:8} {rows:5} {threads:7} {rates[0]:9.1f} {rates[1]:11.1f} {theirs / ours:5.2f} "
+                f"{ours / len(layers.ours) * 1e3:8.3f} {errors[0]:9.4f} {errors[1]:10.4f} "
                 f"{library.kernel(rows)}",
                 flush=True,
             )
@@ -158,8 +159,8 @@ def describe(library: KernelLibrary) -> str:
     }
     return (
         f"{model}, {len(os.sched_getaffinity(0))} CPUs, {[flag for flag in FLAGS if flag in flags]}\n"
-        f"huge pages: {huge.read_text().strip() if huge.exists() else '?'}; {settings}; torch {torch.__version__}\n"
-        f"kernels: {library.path.name} {library.paths}"
+        f"huge pages: {huge.read_text().strip() if huge.exists() else '?'}; {settings}\n"
+        f"torch {torch.__version__}; kernels: {library.path.name} {library.paths}"
     )
 
 

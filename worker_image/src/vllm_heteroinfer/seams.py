@@ -1,4 +1,4 @@
-"""Where HeteroInfer enters vLLM, as data: no function of vLLM is replaced.
+"""Where HeteroInfer enters vLLM without replacing anything of it, as data; patches/ has the rest.
 
 docs/patches.md is made of this table, and a test looks each target up in the pinned vLLM.
 Stdlib only.
@@ -6,6 +6,8 @@ Stdlib only.
 
 from dataclasses import dataclass
 from typing import Final
+
+from vllm_heteroinfer.patches.registry import PATCHES
 
 VLLM_VERSION: Final = "0.32.0"
 
@@ -175,15 +177,30 @@ SEAMS: Final = (
 def to_markdown() -> str:
     """Returns the page docs/patches.md."""
     rows = "\n".join(f"| `{s.target}` | {s.kind} | `{s.used_by}` | {s.why} |" for s in SEAMS)
+    patches = "\n".join(
+        f"| `{p.id}` | `{p.target}` | {p.processes} | {p.why} | {p.upstream or 'not asked for yet'} "
+        f"| {', '.join(p.verified)} | {p.remove_when} |"
+        for p in PATCHES
+    )
     return f"""# How HeteroInfer enters vLLM
 
-HeteroInfer is out of tree and replaces no function of vLLM: there are **no patches**. It is pinned to
-vLLM {VLLM_VERSION}. This page is made of `vllm_heteroinfer/seams.py`; a test looks each target up in the
-pinned vLLM, and another compares this page.
+HeteroInfer is out of tree and pinned to vLLM {VLLM_VERSION}. It comes in by what vLLM offers; what is
+replaced all the same is in the second table. This page is made of `vllm_heteroinfer/seams.py` and
+`vllm_heteroinfer/patches/registry.py`; a test looks each target up in the pinned vLLM, and another compares
+this page.
 
 | vLLM | entered by | used by | why |
 |---|---|---|---|
 {rows}
+
+## Patches
+
+Applied only in the processes named here, never at import; each checks its target's signature first, keeps the
+original, and refuses another one in words.
+
+| id | replaces | in | why | upstream | verified with vLLM | goes when |
+|---|---|---|---|---|---|---|
+{patches}
 """
 
 

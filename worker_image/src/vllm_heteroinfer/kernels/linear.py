@@ -38,7 +38,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """
     if weight.ndim != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         raise ValueError(
-            f"got {tuple(weight.shape)} {weight.dtype} on {weight.device}, expected a weight [n, k] bf16 on cpu"
+            f"got a weight {tuple(weight.shape)} {weight.dtype} on {weight.device}, "
+            "expected [n, k] bf16 on cpu"
         )
     if weight.stride(1) != 1:
         weight = weight.contiguous()

@@ -2,11 +2,13 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_heteroinfer.kernels import layers
 from vllm_heteroinfer.worker import memory
 from vllm_heteroinfer.worker.common import GroupWorkerMixin
 from vllm_heteroinfer.worker.memory_policy import prefer_nodes
@@ -30,6 +32,11 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
                 "memory is not placed on NUMA nodes %s, but where it is touched: %s", nodes, problem
             )
         super().init_device()
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Loads this stage's weights; bf16 linear layers go to our kernels where the CPU can run them."""
+        layers.install()
+        super().load_model(**kwargs)
 
     def begin_profile(self) -> None:
         """Starts to watch the resident set."""

@@ -1,0 +1,66 @@
+"""Every patch of vLLM, as data; docs/patches.md is made of it. Stdlib only."""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One function of vLLM that is replaced.
+
+    Attributes:
+        id: name of the module in this package that has its `apply()`.
+        target: `module:attribute` that is replaced.
+        parameters: of the target, in order; another signature is refused.
+        processes: where it is applied, and nowhere else.
+        why: what it is needed for, and why no seam does.
+        upstream: where vLLM could make it needless; empty if nobody has asked yet.
+        verified: versions of vLLM in which its tests passed.
+        remove_when: what makes it needless.
+    """
+
+    id: str
+    target: str
+    parameters: tuple[str, ...]
+    processes: str
+    why: str
+    upstream: str
+    verified: tuple[str, ...]
+    remove_when: str
+
+
+class PatchError(RuntimeError):
+    """vLLM is not what a patch was written for."""
+
+
+CPU_LINEAR: Final = Patch(
+    id="cpu_linear",
+    target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    parameters=("layer", "remove_weight"),
+    processes="CPU ranks of a group",
+    why=(
+        "bf16 linear layers go to kernels that read weights faster than oneDNN while few rows are computed; "
+        "the function chooses by itself, without an option, a registry or a method to override; "
+        "the embedding and the head are no longer kept twice"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="vLLM lets a platform or a plugin choose the CPU's linear layer, or reads as fast itself",
+)
+
+PATCHES: Final = (CPU_LINEAR,)
+
+
+def build_refusal(patch: Patch, found: str, version: str) -> PatchError:
+    """Returns the error of a vLLM that a patch does not fit.
+
+    Args:
+        patch: that was to be applied.
+        found: what is there instead of its target.
+        version: of the vLLM that is installed.
+    """
+    return PatchError(
+        f"patch {patch.id}: got {found} in vLLM {version}, expected {patch.target}"
+        f"({', '.join(patch.parameters)}) as in {', '.join(patch.verified)}; install that version, or set "
+        "HETEROINFER_CPU_LINEAR=onednn to serve without the patch"
+    )
