@@ -67,6 +67,18 @@ def test_greedy_tokens(served: Served, references: References, report: Report) -
         assert row.largest_gap < FLOAT32_GAP
 
 
+@topologies(lambda topology: topology.mode is Mode.TENSOR)
+def test_way_of_the_bridge(served: Served) -> None:
+    """The log says how the ranks of a stage exchange: shared memory on one host, unless gloo is asked for."""
+    way = dict(served.topology.env).get(contract.ENV_BRIDGE, "shared_memory")
+    plan = served.group.plan
+    for stage in range(plan.pipeline_parallel_size):
+        ranks = plan.stage(stage)
+        line = f"ranks {[rank.rank for rank in ranks]}: {way}, because"
+        for rank in ranks:
+            assert line in served.group.members[rank.pod].log.read_text(), served.group.logs()
+
+
 @topologies(lambda topology: topology.dtype == "bfloat16")
 def test_bf16_logprobs(served: Served, references: References, report: Report) -> None:
     """Of the best token at every position of what stock vLLM answered on one GPU."""
@@ -121,7 +133,9 @@ def test_metrics_of_every_rank(served: Served, references: References) -> None:
         transfer = seen.total(names.TRANSFER_SECONDS + "_sum")
         assert min(*step.values(), *compute.values()) > 0, seen.text
         spent = sum(compute.values()) + sum(wait.values()) + transfer
-        assert spent == pytest.approx(sum(step.values()), rel=1e-6), seen.text
+        # In tensor mode the first step is told what the warm-up's last collective cost.
+        exact = 1e-6 if served.topology.mode is Mode.PIPELINE else 0.02
+        assert spent == pytest.approx(sum(step.values()), rel=exact), seen.text
         timed = seen.total(names.DEVICE_SECONDS + "_count")
         assert (timed > 0) == (rank.device is Device.GPU), seen.text
         assert seen.total(names.WEIGHT_BYTES) > 0
