@@ -42,6 +42,12 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 
+# --- kernels: our own for CPU ranks, compiled here once: a pod compiles none of them. Only what they
+# are made of is copied, so that other changes of the package don't compile them anew.
+FROM runtime-compiler AS kernels
+COPY worker_image/src/vllm_heteroinfer/kernels /source/vllm_heteroinfer/kernels
+RUN PYTHONPATH=/source python -m vllm_heteroinfer.kernels.build --into /kernels
+
 # --- operator
 FROM runtime AS operator
 ARG UV
@@ -79,6 +85,7 @@ RUN set -eu; cd /opt/heteroinfer; \
     rm -r /uv; \
     /opt/heteroinfer/bin/python -c 'import torch; print("torch", torch.__version__)'
 COPY --from=package /opt/heteroinfer /opt/heteroinfer
+COPY --from=kernels /kernels /opt/heteroinfer/lib/python3.11/site-packages/vllm_heteroinfer/kernels/compiled
 USER 65532:65532
 ENTRYPOINT ["heteroinfer-worker"]
 
@@ -101,5 +108,6 @@ RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
 COPY --from=cpu-libraries /overlay /opt/heteroinfer/lib/python3.11/site-packages/vllm
 RUN python -m compileall -q -f /opt/heteroinfer/lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py
 COPY --from=package /opt/heteroinfer /opt/heteroinfer
+COPY --from=kernels /kernels /opt/heteroinfer/lib/python3.11/site-packages/vllm_heteroinfer/kernels/compiled
 USER 65532:65532
 ENTRYPOINT ["heteroinfer-worker"]

@@ -41,7 +41,8 @@ def context_files() -> list[Path]:
     found = {
         file for root in let_in for file in ([root] if root.is_file() else root.rglob("*")) if file.is_file()
     }
-    return sorted(file for file in found if "__pycache__" not in file.parts)
+    left_out = {line.removeprefix("**/") for line in lines if line.startswith("**/")}
+    return sorted(file for file in found if not left_out & set(file.parts))
 
 
 def ensure_images(targets: Sequence[str] = TARGETS) -> list[Image]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 SOURCE: Final = Path(__file__).parent / "source"
-BUILT: Final = Path(__file__).parent / "lib"
+BUILT: Final = Path(__file__).parent / "compiled"
 """Where a library is looked for, beside the package: the image's root file system is read-only."""
 
 COMPILER: Final = "g++"
