@@ -4,8 +4,6 @@ The two functions are vLLM's entry points (`vllm.platform_plugins`, `vllm.genera
 Without a plan in the environment both do nothing, and vLLM alone stays untouched.
 """
 
-from heteroinfer_contract.errors import ContractError
-
 _PLATFORMS = {
     "cpu": "vllm_heteroinfer.platform.cpu.HeteroCpuPlatform",
     "cuda": "vllm_heteroinfer.platform.cuda.HeteroCudaPlatform",
@@ -19,7 +17,8 @@ def platform_plugin() -> str | None:
     Source: vllm/platforms/__init__.py::resolve_current_platform_cls_qualname@v0.32.0.
 
     Raises:
-        ContractError: this process has a plan but no device.
+        SystemExit: this process has a plan but no device of ours. vLLM logs any other error of a
+            plugin at level DEBUG, and would go on with the platform of the hardware.
     """
     import os
 
@@ -29,7 +28,7 @@ def platform_plugin() -> str | None:
         return None
     device = os.environ.get(names.ENV_HETEROGENEOUS_DEVICE, "")
     if device not in _PLATFORMS:
-        raise ContractError(
+        raise SystemExit(
             f"got {names.ENV_HETEROGENEOUS_DEVICE}={device!r}, expected one of {', '.join(_PLATFORMS)}; "
             "the supervisor sets it for each process that it starts"
         )

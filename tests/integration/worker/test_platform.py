@@ -1,0 +1,217 @@
+"""Details of seeds 000 and 001 on a CPU rank's process: its platform, compilation, attention, devices.
+
+Each looks from inside: a process with the environment of a rank, as its supervisor makes it.
+The GPU rank's side is in tests/gpu/test_platform.py.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.launch import CpuBinding, PodLaunch
+from heteroinfer_contract.plan import Device, Plan
+from tests.integration.worker.conftest import Reference
+from tests.integration.worker.groups import WORKER_PYTHON, build_addresses, build_plan, start_group
+from tests.integration.worker.test_serving import answer_all
+from tests.integration.worker.test_sleep import rank_pids
+from vllm_heteroinfer.launch.environment import rank_environment
+from vllm_heteroinfer.launch.host import observe_host
+
+pytestmark = pytest.mark.timeout(600)
+
+SEEN = """
+import json, sys
+from vllm.platforms import current_platform
+print(json.dumps({"class": type(current_platform).__name__, "cpu": current_platform.is_cpu(),
+    "cuda_alike": current_platform.is_cuda_alike(), "device": current_platform.device_type}))
+"""
+ON_CPU = {"class": "HeteroCpuPlatform", "cpu": True, "cuda_alike": False, "device": "cpu"}
+
+CONFIG = """
+import json, os
+from vllm_heteroinfer import rank_main, engine_args
+config = engine_args.build_config(*rank_main.place(os.environ))
+"""
+
+FAKE_NVML = """
+int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
+"""
+"""A driver library with one GPU."""
+
+
+def environment(plan: Plan, rank: int, **variables: str) -> dict[str, str]:
+    """Returns the environment of a rank's process, less its channel."""
+    place = plan.ranks[rank]
+    launch = PodLaunch(
+        group="test/platform/0",
+        group_uid="u",
+        epoch=1,
+        pod_index=place.pod,
+        addresses=build_addresses(plan),
+    )
+    base = {**os.environ, **plan.to_env(), **launch.to_env(), "OMP_NUM_THREADS": "1", **variables}
+    return {**rank_environment(plan, launch, place, base, observe_host(launch, "127.0.0.1")), **variables}
+
+
+def run(script: str, env: dict[str, str], directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(WORKER_PYTHON), "-c", script],
+        env=env,
+        cwd=directory,
+        timeout=240,
+        check=False,
+        text=True,
+        capture_output=True,
+    )
+
+
+def see(script: str, env: dict[str, str], directory: Path) -> Any:
+    """Returns what the script prints as its last line, parsed."""
+    done = run(script, env, directory)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["vllm.platforms", "vllm.config", "vllm.inputs"],
+        ["vllm.inputs", "vllm.platforms.interface", "vllm.config"],
+        ["vllm.config", "vllm.inputs", "vllm.platforms"],
+        ["vllm.model_executor.layers.attention", "vllm.platforms"],
+        ["vllm.v1.attention.selector", "vllm.platforms.cpu", "vllm.config"],
+        ["vllm.v1.worker.gpu_worker", "vllm.v1.worker.cpu_worker"],
+        ["torch", "vllm_heteroinfer.worker.cpu", "vllm.model_executor.layers.attention"],
+    ],
+    ids=lambda modules: modules[0],
+)
+def test_any_import_order(modules: list[str], model: Path, tmp_path: Path) -> None:
+    """Seed 000, 2.1 and 2.6: whatever is imported first, no import cycle, and the CPU's attention."""
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1])
+    script = "".join(f"import {module}\n" for module in modules) + SEEN
+    assert see(script, environment(plan, 1), tmp_path) == ON_CPU
+
+
+def test_cpu_platform_forced_though_nvml_is_there(model: Path, tmp_path: Path) -> None:
+    """Seed 000, 2.2: a GPU that answers, and a build that would take it, change nothing for a CPU rank."""
+    source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
+    source.write_text(FAKE_NVML)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1])
+    env = environment(plan, 0, LD_LIBRARY_PATH=str(tmp_path))
+    # As in the image of both builds, whose version does not say `cpu`.
+    script = """
+import json, os
+import vllm.platforms as platforms
+platforms.vllm_version_matches_substr = lambda substr: False
+print(json.dumps([platforms.cuda_platform_plugin(), platforms.resolve_current_platform_cls_qualname(),
+    os.environ["CUDA_VISIBLE_DEVICES"]]))
+"""
+    stock = "vllm.platforms.cuda.CudaPlatform"
+    ours = "vllm_heteroinfer.platform.cpu.HeteroCpuPlatform"
+    assert see(script, env, tmp_path) == [stock, ours, "-1"]
+    alone = {name: value for name, value in env.items() if name != names.ENV_PLAN}
+    assert see(script, alone, tmp_path) == [stock, stock, "-1"]  # so the library does make a difference
+
+
+def test_heterogeneous_device_is_honoured_by_vllm(model: Path, tmp_path: Path) -> None:
+    """Seed 001, 3: `cpu` and `cuda` choose; another word ends the process instead of being guessed at."""
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1])
+    resolve = "import vllm.platforms as p; print('\\n\"' + p.resolve_current_platform_cls_qualname() + '\"')"
+    cuda = environment(plan, 0, **{names.ENV_HETEROGENEOUS_DEVICE: "cuda"})
+    assert see(resolve, cuda, tmp_path) == "vllm_heteroinfer.platform.cuda.HeteroCudaPlatform"
+    wrong = run(SEEN, environment(plan, 0, **{names.ENV_HETEROGENEOUS_DEVICE: "gpu"}), tmp_path)
+    assert wrong.returncode != 0
+    assert "got VLLM_HETEROGENEOUS_DEVICE='gpu', expected one of cpu, cuda" in wrong.stderr
+
+
+@pytest.mark.parametrize(("eager_cpu", "mode"), [(True, "NONE"), (False, "DYNAMO_TRACE_ONCE")])
+def test_compile_level_per_device(eager_cpu: bool, mode: str, model: Path, tmp_path: Path) -> None:
+    """Seed 000, 2.3: a level meant for GPUs becomes the CPU's own on a CPU rank; no graphs there."""
+    piecewise = ("-cc.cudagraph_mode", "PIECEWISE")
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1], eager_cpu=eager_cpu, extra_args=piecewise)
+    script = CONFIG + (
+        "c = config.compilation_config\n"
+        "print(json.dumps([c.mode.name, c.cudagraph_mode.name, config.model_config.enforce_eager]))"
+    )
+    assert see(script, environment(plan, 0), tmp_path) == [mode, "NONE", eager_cpu]
+
+
+def test_attention_backend_per_instance(model: Path, tmp_path: Path) -> None:
+    """Seed 000, 2.6: the layer asks the platform when it is made, not when its module is imported."""
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1])
+    script = (
+        "from vllm.model_executor.layers.attention import Attention\n"
+        + CONFIG
+        + """
+from vllm.config import set_current_vllm_config
+with set_current_vllm_config(config):
+    layer = Attention(8, 32, 0.2, num_kv_heads=4, cache_config=config.cache_config, prefix="model.layers.0")
+print(json.dumps([layer.attn_backend.get_name(), layer.use_direct_call]))
+"""
+    )
+    assert see(script, environment(plan, 0), tmp_path) == ["CPU_ATTN", True]
+
+
+def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
+    """Seed 001, 2.1: N GPU and M CPU ranks form one group whatever a machine's device_count() says.
+
+    More CPU ranks in a pod than NUMA nodes, and fewer GPUs than ranks: the plan counts.
+    """
+    devices = [Device.CPU, Device.GPU]
+    plan = build_plan(model, layers=[2, 2, 1, 1, 2], pods=[3, 2], devices=devices)
+    script = CONFIG + (
+        "from vllm.platforms import current_platform\n"
+        "p = config.parallel_config\n"
+        "sizes = [p.world_size, p.pipeline_parallel_size, p.nnodes]\n"
+        "print(json.dumps([current_platform.device_count(), *sizes]))"
+    )
+    for rank in (0, 2):
+        counted, world_size, stages, nodes = see(script, environment(plan, rank), tmp_path)
+        assert (world_size, stages, nodes) == (5, 5, 1)
+        assert counted < 5
+
+
+def test_threads_of_a_rank_have_its_cores(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """cpuBinding: every compute thread is bound to the rank's cores; the engine has its own."""
+    cpus = sorted(os.sched_getaffinity(0))
+    assert len(cpus) > 1, "needs two CPUs: one for the engine, one for the rank"
+    plan = build_plan(model, layers=[8], pods=[1])
+    env = {names.ENV_CPU_BINDING: CpuBinding.ALWAYS.value}
+    launch = PodLaunch(
+        group="g",
+        group_uid="u",
+        epoch=1,
+        pod_index=0,
+        addresses=build_addresses(plan),
+        cpu_binding=CpuBinding.ALWAYS,
+    )
+    host = observe_host(launch, "127.0.0.1")
+    expected = rank_environment(plan, launch, plan.ranks[0], {}, host)
+    if host.usable_cpus < len(cpus):
+        own = cpus  # a quota: bound threads could not move to a CPU that is free
+        assert "OMP_PLACES" not in expected
+    else:
+        own = [int(cpu) for cpu in expected["OMP_PLACES"].strip("{}").split(",")]
+        assert own
+        assert set(own) < set(cpus)
+    with start_group(plan, tmp_path, env=env) as group:
+        group.wait_ready()
+        answer_all(group, reference)
+        (pid,) = rank_pids(group)
+        assert sorted(os.sched_getaffinity(pid)) == own  # of the main thread, which computes
+        bound = [task for task in tasks(pid) if sorted(os.sched_getaffinity(task)) == own]
+        assert len(bound) >= int(expected["OMP_NUM_THREADS"])
+        assert sorted(os.sched_getaffinity(group.members[0].process.pid)) == cpus
+
+
+def tasks(pid: int) -> list[int]:
+    return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]

@@ -1,0 +1,37 @@
+"""VLLM_HETEROGENEOUS_DEVICE chooses the platform, whatever hardware is there (seeds 000, 001)."""
+
+import pytest
+
+import vllm_heteroinfer
+from heteroinfer_contract import names
+
+
+@pytest.mark.parametrize(
+    ("device", "platform"),
+    [
+        ("cpu", "vllm_heteroinfer.platform.cpu.HeteroCpuPlatform"),
+        ("cuda", "vllm_heteroinfer.platform.cuda.HeteroCudaPlatform"),
+    ],
+)
+def test_heterogeneous_device_is_honoured(
+    device: str, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(names.ENV_PLAN, "{}")
+    monkeypatch.setenv(names.ENV_HETEROGENEOUS_DEVICE, device)
+    assert vllm_heteroinfer.platform_plugin() == platform
+
+
+@pytest.mark.parametrize("device", ["", "gpu", "CPU"])
+def test_a_wrong_heterogeneous_device_is_an_error(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(names.ENV_PLAN, "{}")
+    monkeypatch.setenv(names.ENV_HETEROGENEOUS_DEVICE, device)
+    with pytest.raises(
+        SystemExit, match=f"got VLLM_HETEROGENEOUS_DEVICE='{device}', expected one of cpu, cuda"
+    ):
+        vllm_heteroinfer.platform_plugin()
+
+
+def test_vllm_alone_stays_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(names.ENV_PLAN, raising=False)
+    monkeypatch.setenv(names.ENV_HETEROGENEOUS_DEVICE, "cpu")
+    assert vllm_heteroinfer.platform_plugin() is None
