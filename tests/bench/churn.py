@@ -4,8 +4,9 @@
 
 Each group starts, answers one request as transformers does, and ends: every second one by SIGTERM of
 all pods, the others by SIGKILL of a rank or of a supervisor. Then no process, no listening port, no
-shared memory and no temporary file of it may be there. A start or an end that takes longer than its
-deadline counts as a hang; its logs are kept. Exits 1 after any failure.
+shared memory and no socket of it may be there, but in the pods' own folder, which goes with them. A
+start or an end that takes longer than its deadline counts as a hang; its logs are kept. Exits 1 after
+any failure.
 
 Where one command may not run for long, `--seconds` bounds it, and `--results FILE` adds up over several.
 """
@@ -25,7 +26,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -93,6 +94,7 @@ class Site:
         env: of every pod.
         start_timeout_s: after which a start is a hang.
         logs: a folder for each group is made in it, and kept if the group failed.
+        alive: groups that run now.
     """
 
     model: Path
@@ -101,6 +103,7 @@ class Site:
     env: Mapping[str, str]
     start_timeout_s: float
     logs: Path
+    alive: list[Group] = field(default_factory=list)
 
 
 def plan_of(mode: Mode, site: Site) -> Plan:
@@ -127,9 +130,11 @@ def live(number: int, mode: Mode, ending: Ending, site: Site) -> Life:
         with start_group(
             plan_of(mode, site), folder, env=site.env, startup_timeout_s=site.start_timeout_s
         ) as group:
+            site.alive.append(group)
             life = replace(life, ready_s=group.wait_ready(site.start_timeout_s))
             check_answer(group, site.reference, number)
             life = replace(life, ended_s=end(group, ending))
+            site.alive.remove(group)
     except (AssertionError, OSError, subprocess.SubprocessError) as error:
         return replace(life, failure=f"{folder}: {error}")
     shutil.rmtree(folder)
@@ -192,7 +197,7 @@ def victim(group: Group, ending: Ending) -> int:
 
 
 def run(site: Site, options: argparse.Namespace) -> list[Life]:
-    """Returns every life; prints each as it ends."""
+    """Returns every life; prints each as it ends. A signal ends the groups that are alive, and then this."""
     began = time.monotonic()
     lock = threading.Lock()
     lives: list[Life] = []
@@ -211,8 +216,18 @@ def run(site: Site, options: argparse.Namespace) -> list[Life]:
             print(f"{len(lives)} of {options.groups}: {describe(life)}", flush=True)
 
     with ThreadPoolExecutor(options.parallel) as pool:
-        for number, (turn, mode) in zip(range(options.groups), turns, strict=False):
+        futures = [
             pool.submit(one, number, turn, mode)
+            for number, (turn, mode) in zip(range(options.groups), turns, strict=False)
+        ]
+        try:
+            for future in futures:
+                future.result()
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for group in list(site.alive):
+                group.terminate()
+            raise
     return lives
 
 
@@ -280,6 +295,7 @@ def main() -> int:
         "--logs", type=Path, help="of groups that failed; default $OUT/churn, else a new folder"
     )
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = os.environ.get("OUT")
     logs = options.logs or (Path(out) / "churn" if out else Path(tempfile.mkdtemp(prefix="churn-")))
     before = frozenset(SHARED_MEMORY.iterdir())

@@ -1,8 +1,8 @@
 """What a group holds of its machine while it lives, and what of that is left when it has ended.
 
-Everything is attributed by the kernel: a process by its folder and its parents, a port and shared memory
-by the processes that hold them; so other groups on the machine do not matter. A process's environment is
-no proof, since setproctitle writes over it.
+Everything is attributed by the kernel: a process by its folder and its parents; ports, sockets and shared
+memory by the processes that hold them; so other groups on the machine do not matter. A process's
+environment is no proof, since setproctitle writes over it.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ class Holdings:
     Attributes:
         processes: all of them, supervisors too.
         ports: inode of a listening TCP socket -> port.
-        shared_memory: files in /dev/shm.
+        files: in /dev/shm, and sockets elsewhere.
     """
 
     processes: frozenset[Process]
     ports: dict[int, int]
-    shared_memory: frozenset[Path]
+    files: frozenset[Path]
 
     def __or__(self, other: "Holdings") -> "Holdings":
         """Returns what was held at either time."""
         return Holdings(
             processes=self.processes | other.processes,
             ports={**self.ports, **other.ports},
-            shared_memory=self.shared_memory | other.shared_memory,
+            files=self.files | other.files,
         )
 
 
@@ -60,12 +60,16 @@ def observe(supervisors: Sequence[int], folder: Path) -> Holdings:
     members |= {pid for pid in stats if _runs_in(pid, folder)}
     while below := {pid for pid, (parent, _) in stats.items() if parent in members} - members:
         members |= below
-    sockets = _listening()
     inodes = {inode for pid in members for inode in _socket_inodes(pid)}
     return Holdings(
         processes=frozenset(Process(pid=pid, start_ticks=stats[pid][1]) for pid in members),
-        ports={inode: port for inode, port in sockets.items() if inode in inodes},
-        shared_memory=frozenset(path for pid in members for path in _shared_memory(pid)),
+        ports={inode: port for inode, port in _listening().items() if inode in inodes},
+        files=frozenset(
+            [
+                *(path for pid in members for path in _shared_memory(pid)),
+                *(path for inode, path in _bound().items() if inode in inodes),
+            ]
+        ),
     )
 
 
@@ -75,7 +79,7 @@ def wait_gone(held: Holdings, folder: Path, scratch: Path, deadline_s: float) ->
     Args:
         held: by the group, while it lived.
         folder: in which its processes ran.
-        scratch: for its temporary files.
+        scratch: for its temporary files, which goes with the pods, as an emptyDir does.
         deadline_s: as time.monotonic() has it.
     """
     while (left := describe_left(held, folder, scratch)) and time.monotonic() < deadline_s:
@@ -90,12 +94,11 @@ def describe_left(held: Holdings, folder: Path, scratch: Path) -> list[str]:
         process.pid for process in held.processes if stats.get(process.pid, (0, -1))[1] == process.start_ticks
     }
     alive |= {pid for pid in stats if _runs_in(pid, folder)}
-    sockets = _listening()
+    listening = _listening()
     return [
         *(f"process {pid} {_name(pid)!r}" for pid in sorted(alive)),
-        *(f"listening port {port}" for inode, port in held.ports.items() if inode in sockets),
-        *(f"{path}" for path in sorted(held.shared_memory) if path.exists()),
-        *(f"{path}" for path in sorted(scratch.rglob("*")) if not path.is_dir()),
+        *(f"listening port {port}" for inode, port in held.ports.items() if inode in listening),
+        *(str(path) for path in sorted(held.files) if path.exists() and not path.is_relative_to(scratch)),
     ]
 
 
@@ -140,6 +143,16 @@ def _listening() -> dict[int, int]:
                 fields = line.split()
                 if fields[3] == LISTENING:
                     found[int(fields[9])] = int(fields[1].rsplit(":", 1)[1], 16)
+    return found
+
+
+def _bound() -> dict[int, Path]:
+    """Returns inode -> path of Unix sockets that are bound to a file."""
+    found = {}
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and fields[7].startswith("/"):
+            found[int(fields[6])] = Path(fields[7])
     return found
 
 
