@@ -73,6 +73,30 @@ SEAMS: Final = (
         why="a later CPU stage lacks its input buffer unless the model has run once",
     ),
     Seam(
+        target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        kind="worker class",
+        used_by="worker/common.py",
+        why="with a planned KV size vLLM measures nothing: a rank with less room would fail later, unnamed",
+    ),
+    Seam(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.sleep",
+        kind="worker class",
+        used_by="worker/sleep.py",
+        why="vLLM's only logs; ours gives the pages of the KV cache back",
+    ),
+    Seam(
+        target="vllm.platforms.interface:Platform.is_sleep_mode_available",
+        kind="platform method",
+        used_by="platform/cpu.py",
+        why="a CPU rank would refuse --enable-sleep-mode",
+    ),
+    Seam(
+        target="vllm.v1.engine.async_llm:AsyncLLM.sleep",
+        kind="instance attribute of the engine's client",
+        used_by="api_server.py",
+        why="a level that a group does not have is refused before requests are aborted",
+    ),
+    Seam(
         target="vllm.platforms.cpu:CpuPlatform.get_device_communicator_cls",
         kind="platform method",
         used_by="distributed/communicators.py",

@@ -1,0 +1,122 @@
+"""Details of seeds 000 and 001 where a GPU is: each rank's process has its own device's platform.
+
+The CPU rank's side alone is in tests/integration/worker/test_platform.py.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Device, Mode, Plan
+from tests.gpu.machine import visible_gpus
+from tests.integration.worker.conftest import make
+from tests.integration.worker.groups import build_plan
+from tests.integration.worker.test_platform import CONFIG, ON_CPU, SEEN, environment, see
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = {"class": "HeteroCudaPlatform", "cpu": False, "cuda_alike": True, "device": "cuda"}
+DEVICES = [Device.GPU, Device.CPU]
+GPU_ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("platform-model"))
+
+
+@pytest.fixture
+def pipeline(model: Path) -> Plan:
+    return build_plan(model, layers=[4, 4], pods=[1, 1], devices=DEVICES, eager_cpu=False)
+
+
+@pytest.fixture
+def tensor(model: Path) -> Plan:
+    return build_plan(
+        model, layers=[8], pods=[1, 1], devices=DEVICES, tensor=2, mode=Mode.TENSOR, eager_cpu=False
+    )
+
+
+def env_of(plan: Plan, rank: int) -> dict[str, str]:
+    """Returns the environment of a rank on this machine, whose GPU ranks use its first GPUs."""
+    env = environment(plan, rank, **GPU_ENV)
+    if plan.ranks[rank].device is Device.GPU:
+        env["CUDA_VISIBLE_DEVICES"] = visible_gpus()[0]
+    return env
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["vllm.platforms", "vllm.config"],
+        ["vllm.model_executor.layers.attention", "vllm.platforms"],
+        ["vllm.v1.worker.gpu_worker", "vllm.v1.attention.selector"],
+    ],
+    ids=lambda modules: modules[0],
+)
+def test_any_import_order(modules: list[str], pipeline: Plan, tmp_path: Path) -> None:
+    """Seed 000, 2.1 and 2.6: both kinds of rank on one machine, whatever is imported first."""
+    script = "".join(f"import {module}\n" for module in modules) + SEEN
+    assert see(script, env_of(pipeline, 0), tmp_path) == ON_GPU
+    assert see(script, env_of(pipeline, 1), tmp_path) == ON_CPU
+
+
+def test_cpu_platform_forced_though_nvml_is_there(pipeline: Plan, tmp_path: Path) -> None:
+    """Seed 000, 2.2: the driver answers in a CPU rank's process, which stays on the CPU all the same."""
+    script = """
+import json, torch
+from vllm.utils.import_utils import import_pynvml
+nvml = import_pynvml()
+nvml.nvmlInit()
+from vllm.platforms import current_platform
+print(json.dumps([nvml.nvmlDeviceGetCount() > 0, current_platform.is_cpu(), torch.cuda.is_available()]))
+"""
+    assert see(script, env_of(pipeline, 1), tmp_path) == [True, True, False]
+
+
+def test_compile_level_per_device(pipeline: Plan, tensor: Plan, tmp_path: Path) -> None:
+    """Seed 000, 2.3 and 2.4: GPU stages keep graphs in a pipeline, and are eager where CPUs split layers."""
+    script = CONFIG + (
+        "c = config.compilation_config\n"
+        "print(json.dumps([c.mode.name, c.cudagraph_mode.name != 'NONE', config.model_config.enforce_eager]))"
+    )
+    assert see(script, env_of(pipeline, 0), tmp_path) == ["VLLM_COMPILE", True, False]
+    assert see(script, env_of(pipeline, 1), tmp_path) == ["DYNAMO_TRACE_ONCE", False, False]
+    assert see(script, env_of(tensor, 0), tmp_path) == ["NONE", False, True]
+    assert see(script, env_of(tensor, 1), tmp_path) == ["DYNAMO_TRACE_ONCE", False, False]
+
+
+def test_attention_backend_per_instance(pipeline: Plan, tmp_path: Path) -> None:
+    """Seed 000, 2.6: a GPU rank's attention is a GPU's, a CPU rank's the CPU's, from one plan."""
+    script = (
+        "from vllm.model_executor.layers.attention import Attention\n"
+        + CONFIG
+        + """
+from vllm.config import set_current_vllm_config
+with set_current_vllm_config(config):
+    layer = Attention(8, 32, 0.2, num_kv_heads=4, cache_config=config.cache_config, prefix="model.layers.0")
+print(json.dumps(layer.attn_backend.get_name()))
+"""
+    )
+    eager = replace(pipeline, engine=replace(pipeline.engine, dtype="bfloat16"))
+    assert see(script, env_of(eager, 1), tmp_path) == "CPU_ATTN"
+    assert see(script, env_of(eager, 0), tmp_path) != "CPU_ATTN"
+
+
+def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
+    """Seed 001, 2.1: N GPU and M CPU ranks; a GPU rank sees its own GPU only, and is one of N + M."""
+    plan = build_plan(model, layers=[2, 2, 1, 3], pods=[1, 3], devices=DEVICES)
+    script = CONFIG + (
+        "from vllm.platforms import current_platform\n"
+        "print(json.dumps([current_platform.device_count(), config.parallel_config.world_size]))"
+    )
+    assert see(script, env_of(plan, 0), tmp_path) == [1, 4]
+    assert see(script, env_of(plan, 2), tmp_path)[1] == 4
+
+
+def test_heterogeneous_device_is_honoured(pipeline: Plan, tmp_path: Path) -> None:
+    """Seed 001, 3: the variable decides, also against what hardware is there."""
+    as_cpu = {**env_of(pipeline, 0), names.ENV_HETEROGENEOUS_DEVICE: "cpu"}
+    assert see(SEEN, as_cpu, tmp_path) == ON_CPU
