@@ -75,7 +75,8 @@ need-gpu:
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || \
 	  { echo "make $(MAKECMDGOALS) needs an NVIDIA GPU: nvidia-smi found none" >&2; exit 1; }
 setup-gpu: need-gpu
-	@[ -n "$(GPU_PYTHON)" ] || ./.ci/setup "$(PYTHON)" $(VENV) "" $(GPU_VENV)
+	@if [ -n "$(GPU_PYTHON)" ]; then $(GPU_RUN) -m vllm_heteroinfer.kernels.build >/dev/null; \
+	else ./.ci/setup "$(PYTHON)" $(VENV) "" $(GPU_VENV); fi
 .PHONY: need-gpu setup-gpu test-gpu bench-gpu churn
 
 test-gpu: setup-gpu  ## on a machine with a GPU: the right tokens in every topology; two GPUs: more of them

@@ -184,14 +184,17 @@ def references(
             future.cancel()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def groups(
     models: dict[str, Path],
     references: References,
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Iterator[Groups]:
-    """Every group that the selected tests ask for; as many alive at once as --groups-at-once says."""
+    """Every group that the selected tests ask for; as many alive at once as --groups-at-once says.
+
+    The first ones start with the session, beside tests that need no group.
+    """
     out = os.environ.get("OUT")
     as_cpu = request.config.getoption("--devices-as-cpu")
     site = Site(
