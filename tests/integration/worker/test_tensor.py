@@ -69,6 +69,14 @@ def test_two_stages_of_two_ranks(model: Path, reference: Reference, tmp_path: Pa
         check_warm_up(group)
 
 
+def test_compiled_ranks(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """A follower compiles while its leader waits in a collective; the compiler does not see the bridge."""
+    plan = tensor_plan(model, layers=[8], pods=[1, 1], eager_cpu=False)
+    with start_group(plan, tmp_path, env=ONE_THREAD) as group:
+        group.wait_ready()
+        check_greedy(group, reference)
+
+
 def check_greedy(group: Group, reference: Reference) -> None:
     """Asks every prompt twice, all at once, and compares every token with transformers'."""
     answers = [*reference.values()] * 2
