@@ -31,6 +31,7 @@ REFERENCE_ENV = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TRITON_F32_DEFAULT": "ieee",
 }
 REPORT = pytest.StashKey[Report]()
 LEFT_OUT = pytest.StashKey[list[str]]()

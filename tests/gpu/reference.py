@@ -10,8 +10,10 @@ VLLM_PLUGINS= keeps vLLM from even asking it. Imports torch and vLLM inside func
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -89,7 +91,8 @@ def make(kind: str, model: Path, out: Path, *options: str, env: Mapping[str, str
         try:
             code = process.wait(TIMEOUT_S)
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
     if code:
         raise RuntimeError(f"{' '.join(command)} exited {code}:\n{log.read_text(errors='replace')[-4000:]}")

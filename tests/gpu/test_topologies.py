@@ -13,6 +13,7 @@ from heteroinfer_contract import metrics as names
 from heteroinfer_contract import names as contract
 from heteroinfer_contract.group_status import RankPhase
 from heteroinfer_contract.plan import Device, Mode
+from tests.bench.leftovers import observe, wait_gone
 from tests.gpu.asking import generate, score, texts_of
 from tests.gpu.conftest import References
 from tests.gpu.reference import ALL_PROMPTS, MAX_TOKENS
@@ -49,7 +50,6 @@ def test_greedy_tokens(served: Served, references: References, report: Report) -
     """As transformers and stock vLLM on one GPU answer, all prompts at once; then from the prefix cache."""
     exact = references["transformers"].result()
     stock = references["float32"].result()
-    assert [answer.tokens for answer in stock] == [answer.tokens for answer in exact]
     row = report.row(served.topology)
     for _ in range(2):
         got = generate(served.group, [answer.prompt for answer in exact])
@@ -65,6 +65,7 @@ def test_greedy_tokens(served: Served, references: References, report: Report) -
             for a, b in zip(g.logprobs, s.logprobs, strict=True)
         )
         assert row.largest_gap < FLOAT32_GAP
+    assert [answer.tokens for answer in stock] == [answer.tokens for answer in exact]
 
 
 @topologies(lambda topology: topology.mode is Mode.TENSOR)
@@ -197,7 +198,7 @@ def test_a_killed_rank_is_named(served: Served, references: References, report: 
     }
     with ThreadPoolExecutor(len(asked)) as pool:
         requests = death.ask(group, asked, pool)
-        pids = death.session_pids(group)
+        held = observe([member.process.pid for member in group.members], group.log_dir)
         killed_at = time.time()
         os.kill(group.rank_pid(rank), signal.SIGKILL)
         death.wait_not_ready(group, killed_at)
@@ -210,4 +211,5 @@ def test_a_killed_rank_is_named(served: Served, references: References, report: 
             assert code == (contract.EXIT_RANK_FAILED if index == pod else contract.EXIT_PEER_FAILED)
         for request in requests:
             assert request.exception(30) is not None, "a request was answered by a group that has ended"
-    assert not death.living(pids)
+    left = wait_gone(held, group.log_dir, group.scratch, time.monotonic() + death.ENDED_WITHIN_S)
+    assert not left

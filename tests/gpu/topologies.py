@@ -196,7 +196,7 @@ TOPOLOGIES = (*SINGLE_GPU, *TWO_GPUS)
 def plan_of(topology: Topology, model: Path, *, devices_as_cpu: bool) -> Plan:
     """Returns the plan of a topology; with CPU ranks in place of GPU ranks if asked."""
     args: list[str] = []
-    if topology.dtype == "float32" and not devices_as_cpu:
+    if topology.dtype == "float32":
         # A backend of the GPU that multiplies in float32; CPU ranks have one backend and keep it.
         args += ["--attention-backend", "TRITON_ATTN"]
     if topology.sleeps:

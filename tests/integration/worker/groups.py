@@ -378,10 +378,11 @@ def _start(
     fds: Sequence[int] = (),
 ) -> Member:
     log = log_dir / f"{name}.log"
+    env = {**env, "PYTHONPATH": _absolute(env.get("PYTHONPATH", ""))}
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
-            env=dict(env),
+            env=env,
             cwd=cwd,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -390,3 +391,8 @@ def _start(
             start_new_session=True,
         )
     return Member(name=name, process=process, log=log)
+
+
+def _absolute(paths: str) -> str:
+    """Returns the folders of a PYTHONPATH as they are from here: pods run elsewhere."""
+    return os.pathsep.join(str(Path(path).absolute()) for path in paths.split(os.pathsep) if path)
