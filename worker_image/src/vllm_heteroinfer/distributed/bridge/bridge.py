@@ -206,7 +206,7 @@ class Bridge:
         sizes = [x.shape[dim]] * len(self._members.ranks)
         if self._members.index == dst:
             return self._gather(header, x, dim, sizes)
-        self._exchange(header, x.reshape(-1), [x.numel()] * len(sizes), None)
+        self._exchange(header, x.movedim(dim, 0).reshape(-1), [x.numel()] * len(sizes), None)
         return None
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -301,7 +301,7 @@ class Bridge:
 
     def _gather(self, header: bytes, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         dim %= x.dim()
-        others = x.numel() // x.shape[dim] if x.shape[dim] else _product(x.shape, dim)
+        others = _product(x.shape, dim)
         rows = x.movedim(dim, 0).contiguous()
         whole = torch.empty((sum(sizes), *rows.shape[1:]), dtype=x.dtype, device=x.device)
         flat = whole.view(-1)
