@@ -148,6 +148,13 @@ def test_an_integer_is_a_quantity() -> None:
             ),
         ),
         (
+            spec(roles=[cpu(), gpu(cpuBinding="Always")]),
+            (
+                "spec.roles[1]: cpuBinding is for device CPU; remove it (the ranks of a GPU role compute on "
+                "their GPUs): got gpu with device GPU"
+            ),
+        ),
+        (
             spec(roles=[cpu(), cpu()]),
             "spec: roles: expected each name once, rename or remove one: got cpu twice",
         ),

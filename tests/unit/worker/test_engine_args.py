@@ -1,5 +1,6 @@
 """Which arguments a user may give, and what a plan makes of them."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -58,10 +59,27 @@ def test_every_spelling_of_an_owned_option_is_found(args: list[str]) -> None:
         ["-cc.mode=0"],
         ["--no-async-scheduling"],
         ["--max-logprobs", "-1"],
+        ["--enable-sleep-mode"],
+        ["--enable-chunked-prefill", "--enable-prefix-caching"],
+        ["--structured-outputs-config", '{"backend": "xgrammar"}'],
     ],
 )
 def test_other_options_pass(args: list[str]) -> None:
     assert find_refused(args) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["--async-scheduling"], "forbids it across pipeline stages .* turns it off on CPU ranks"),
+        (["--enable-lora"], "each rank reads an adapter from its own pod's files"),
+        (["--lora-modules", "a=/a"], "merge the adapter into the model"),
+    ],
+)
+def test_features_that_are_refused_say_why(args: list[str], why: str) -> None:
+    refused = find_refused(args)
+    assert refused is not None
+    assert re.search(why, str(refused))
 
 
 @given(
