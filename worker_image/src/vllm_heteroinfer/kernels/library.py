@@ -68,13 +68,16 @@ class KernelLibrary:
 
 
 @functools.cache
-def load() -> KernelLibrary:
+def load(path: Path | None = None) -> KernelLibrary:
     """Returns the kernels, loaded once.
+
+    Args:
+        path: of the library; by default that of these sources.
 
     Raises:
         KernelsUnavailableError: they were not compiled, or this CPU has no AVX-512.
     """
-    path = library_path()
+    path = path or library_path()
     if not path.exists():
         raise KernelsUnavailableError(
             f"{path.name} was not compiled; run: python -m vllm_heteroinfer.kernels.build"

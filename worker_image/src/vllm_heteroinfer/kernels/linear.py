@@ -1,5 +1,7 @@
 """The bf16 linear layer as a torch op, `heteroinfer::linear`. Imports torch, not vLLM."""
 
+from pathlib import Path
+
 import torch
 
 from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError, load
@@ -12,13 +14,16 @@ _schema = torch.library.Library("heteroinfer", "FRAGMENT")
 _prepared: list[KernelLibrary] = []
 
 
-def prepare() -> KernelLibrary:
-    """Returns the kernels, after which `pack` and the op may be used; once or often.
+def prepare(path: Path | None = None) -> KernelLibrary:
+    """Returns the kernels, after which `pack` and the op may be used; the first call chooses.
+
+    Args:
+        path: of the library; by default that of the package's sources.
 
     Raises:
         KernelsUnavailableError: they can't be used here, and why.
     """
-    library = load()
+    library = _prepared[0] if _prepared else load(path)
     if not _prepared:
         _schema.define("linear(Tensor x, Tensor packed, Tensor? bias, int columns) -> Tensor")
         _schema.impl("linear", _linear, "CPU")
