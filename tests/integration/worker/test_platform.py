@@ -61,9 +61,11 @@ def environment(plan: Plan, rank: int, **variables: str) -> dict[str, str]:
     return {**rank_environment(plan, launch, place, base, observe_host(launch, "127.0.0.1")), **variables}
 
 
-def run(script: str, env: dict[str, str], directory: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, env: dict[str, str], directory: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(WORKER_PYTHON), "-c", script],
+        [str(WORKER_PYTHON), "-c", script, *arguments],
         env=env,
         cwd=directory,
         timeout=240,
@@ -73,31 +75,50 @@ def run(script: str, env: dict[str, str], directory: Path) -> subprocess.Complet
     )
 
 
-def see(script: str, env: dict[str, str], directory: Path) -> Any:
+def see(script: str, env: dict[str, str], directory: Path, *arguments: str) -> Any:
     """Returns what the script prints as its last line, parsed."""
-    done = run(script, env, directory)
+    done = run(script, env, directory, *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        ["vllm.platforms", "vllm.config", "vllm.inputs"],
-        ["vllm.inputs", "vllm.platforms.interface", "vllm.config"],
-        ["vllm.config", "vllm.inputs", "vllm.platforms"],
-        ["vllm.model_executor.layers.attention", "vllm.platforms"],
-        ["vllm.v1.attention.selector", "vllm.platforms.cpu", "vllm.config"],
-        ["vllm.v1.worker.gpu_worker", "vllm.v1.worker.cpu_worker"],
-        ["torch", "vllm_heteroinfer.worker.cpu", "vllm.model_executor.layers.attention"],
-    ],
-    ids=lambda modules: modules[0],
+IMPORT_ORDERS = (
+    ("vllm.platforms", "vllm.config", "vllm.inputs"),
+    ("vllm.inputs", "vllm.platforms.interface", "vllm.config"),
+    ("vllm.config", "vllm.inputs", "vllm.platforms"),
+    ("vllm.model_executor.layers.attention", "vllm.platforms"),
+    ("vllm.v1.attention.selector", "vllm.platforms.cpu", "vllm.config"),
+    ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.cpu_worker"),
+    ("vllm_heteroinfer.worker.cpu", "vllm.model_executor.layers.attention"),
 )
-def test_any_import_order(modules: list[str], model: Path, tmp_path: Path) -> None:
-    """Seed 000, 2.1 and 2.6: whatever is imported first, no import cycle, and the CPU's attention."""
+
+IN_EACH_ORDER = """
+import importlib, json, os, sys
+import torch  # once for all: it knows nothing of platforms, and is most of the time
+orders, seen = json.loads(sys.argv[1]), []
+for order in orders:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        for module in order:
+            importlib.import_module(module)
+        from vllm.platforms import current_platform as p
+        answer = {"class": type(p).__name__, "cpu": p.is_cpu(), "cuda_alike": p.is_cuda_alike(),
+            "device": p.device_type}
+        os.write(write, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as answer:
+        seen.append(json.loads(answer.read() or "null"))
+    os.wait()
+print(json.dumps(seen))
+"""
+
+
+def test_any_import_order(model: Path, tmp_path: Path) -> None:
+    """Seed 000, 2.1 and 2.6: whatever is imported first, no import cycle, and the CPU's platform."""
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
-    script = "".join(f"import {module}\n" for module in modules) + SEEN
-    assert see(script, environment(plan, 1), tmp_path) == ON_CPU
+    seen = see(IN_EACH_ORDER, environment(plan, 1), tmp_path, json.dumps(IMPORT_ORDERS))
+    assert dict(zip(IMPORT_ORDERS, seen, strict=True)) == dict.fromkeys(IMPORT_ORDERS, ON_CPU)
 
 
 def test_cpu_platform_forced_though_nvml_is_there(model: Path, tmp_path: Path) -> None:

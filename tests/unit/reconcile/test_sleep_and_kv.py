@@ -72,6 +72,16 @@ def test_sleep_is_no_failure_however_long_it_is(world: World) -> None:
     assert "failures" not in world.status["groups"][0] or world.status["groups"][0]["failures"] == []
 
 
+def test_a_leader_that_is_slow_to_answer_once_still_sleeps(world: World) -> None:
+    fall_asleep(world)
+    del world.reports[0]
+    world.step()
+    assert world.writes == []
+    set_ready(world, True)
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
 def test_a_woken_group_serves_again(world: World) -> None:
     fall_asleep(world)
     report(world, {}, {})

@@ -91,12 +91,15 @@ def decide_group(
     if fall is not None:
         return _fall(context, status, pods, fall)
     assert plan is not None  # _lost_pod names a missing plan
-    asleep = report is not None and report.epoch == epoch and _is_asleep(report)
+    asleep = _is_asleep(status, report)
     return _living(context, status, current, plan, asleep=asleep)
 
 
-def _is_asleep(report: GroupReport) -> bool:
-    return any(rank.phase is RankPhase.SLEEPING for rank in report.ranks)
+def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
+    if report is None:
+        # A leader that does not answer in time once: what was last said holds as long as no pod ends.
+        return status.phase is GroupPhase.SLEEPING
+    return report.epoch == status.epoch and any(rank.phase is RankPhase.SLEEPING for rank in report.ranks)
 
 
 def stop_group(status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
