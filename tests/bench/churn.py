@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -52,16 +53,7 @@ class Ending(StrEnum):
     FOLLOWER = "SIGKILL of the follower's supervisor"
 
 
-ENDINGS = (
-    Ending.TERM,
-    Ending.RANK_0,
-    Ending.TERM,
-    Ending.FOLLOWER,
-    Ending.TERM,
-    Ending.RANK_1,
-    Ending.TERM,
-    Ending.LEADER,
-)
+ENDINGS = "TERM,RANK_0,TERM,FOLLOWER,TERM,RANK_1,TERM,LEADER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,12 +194,13 @@ def run(site: Site, options: argparse.Namespace) -> list[Life]:
     lock = threading.Lock()
     lives: list[Life] = []
     modes = [Mode(mode) for mode in options.modes.split(",")]
+    endings = [Ending[ending] for ending in options.endings.split(",")]
     turns = ((turn, mode) for turn in itertools.count() for mode in modes)
 
     def one(number: int, turn: int, mode: Mode) -> None:
         if options.seconds and time.monotonic() - began > options.seconds:
             return
-        life = live(number, mode, ENDINGS[turn % len(ENDINGS)], site)
+        life = live(number, mode, endings[turn % len(endings)], site)
         with lock:
             lives.append(life)
             if options.results:
@@ -264,7 +257,7 @@ def _percentiles(seconds: Sequence[float]) -> tuple[str, str]:
     if not seconds:
         return "-", "-"
     ordered = sorted(seconds)
-    return f"{statistics.median(ordered):.1f}", f"{ordered[int(0.99 * (len(ordered) - 1))]:.1f}"
+    return f"{statistics.median(ordered):.1f}", f"{ordered[math.ceil(0.99 * len(ordered)) - 1]:.1f}"
 
 
 def environment(*, gpu: bool) -> dict[str, str]:
@@ -287,6 +280,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--parallel", type=int, default=5, help="groups alive at once")
     parser.add_argument("--modes", default="Pipeline,Tensor")
+    parser.add_argument("--endings", default=ENDINGS, help="taken in turn; default: %(default)s")
     parser.add_argument("--gpu", action="store_true", help="one rank of each group on a GPU")
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
     parser.add_argument("--seconds", type=float, help="start no more groups after so long")
