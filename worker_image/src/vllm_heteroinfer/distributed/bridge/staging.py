@@ -117,7 +117,7 @@ class CudaStaging:
         if not self._fetch_started:
             self._fetch_started = True
             self._fetch_begin.record()
-        staged = self._staged[peer].elements(part.dtype, part.numel())
+        staged = self._staged[peer].shaped(part.dtype, part.shape)
         staged.copy_(part, non_blocking=True)
         return staged
 
