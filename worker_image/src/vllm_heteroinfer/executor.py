@@ -20,6 +20,7 @@ from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan
 from vllm_heteroinfer import fingerprint, kv_room, process, queues
 from vllm_heteroinfer.launch.orphans import die_with_parent
+from vllm_heteroinfer.patches import engine_pause
 from vllm_heteroinfer.rendezvous import Deadline, GroupStore
 from vllm_heteroinfer.sleep_levels import check_level
 
@@ -68,6 +69,7 @@ class GroupExecutor(MultiprocExecutor):
             ConfigMismatchError: this engine's configuration is not the ranks'.
         """
         die_with_parent(os.getppid())
+        engine_pause.apply()
         self.is_failed = False
         self.failure_callback = None
         self.shutting_down = False

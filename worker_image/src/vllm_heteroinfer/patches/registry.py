@@ -17,6 +17,7 @@ class Patch:
         upstream: where vLLM could make it needless; empty if nobody has asked yet.
         verified: versions of vLLM in which its tests passed.
         remove_when: what makes it needless.
+        otherwise: how to serve without it; empty where there is no way.
     """
 
     id: str
@@ -27,6 +28,7 @@ class Patch:
     upstream: str
     verified: tuple[str, ...]
     remove_when: str
+    otherwise: str = ""
 
 
 class PatchError(RuntimeError):
@@ -46,9 +48,23 @@ CPU_LINEAR: Final = Patch(
     upstream="",
     verified=("0.32.0",),
     remove_when="vLLM lets a platform or a plugin choose the CPU's linear layer, or reads as fast itself",
+    otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
+)
+ENGINE_PAUSE: Final = Patch(
+    id="engine_pause",
+    target="vllm.v1.engine.core:EngineCoreProc._process_engine_step",
+    parameters=("self",),
+    processes="the engine of a group",
+    why=(
+        "with a queue of batches vLLM takes a step's answer in a call that has nothing to schedule, and then "
+        "sleeps 1 ms for each token; nothing else decides it: no option, and the engine's class is fixed"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="vLLM sleeps only when a step brought no outputs either",
 )
 
-PATCHES: Final = (CPU_LINEAR,)
+PATCHES: Final = (CPU_LINEAR, ENGINE_PAUSE)
 
 
 def build_refusal(patch: Patch, found: str, version: str) -> PatchError:
@@ -61,6 +77,6 @@ def build_refusal(patch: Patch, found: str, version: str) -> PatchError:
     """
     return PatchError(
         f"patch {patch.id}: got {found} in vLLM {version}, expected {patch.target}"
-        f"({', '.join(patch.parameters)}) as in {', '.join(patch.verified)}; install that version, or set "
-        "HETEROINFER_CPU_LINEAR=onednn to serve without the patch"
+        f"({', '.join(patch.parameters)}) as in {', '.join(patch.verified)}; install that version"
+        f"{patch.otherwise}"
     )

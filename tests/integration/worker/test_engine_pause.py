@@ -1,0 +1,61 @@
+"""The patch `engine_pause` in the pinned vLLM: still needed, effective, idempotent, and refused elsewhere."""
+
+import subprocess
+
+import pytest
+
+from tests.integration.worker.groups import WORKER_PYTHON
+
+SCRIPT = """
+import time
+from types import SimpleNamespace
+from vllm.v1.engine import core
+from vllm_heteroinfer.patches import engine_pause
+from vllm_heteroinfer.patches.registry import PatchError
+
+engine_class = core.EngineCoreProc
+original = engine_class._process_engine_step
+
+def pauses(outputs):
+    slept, put = [], []
+    engine = SimpleNamespace(
+        step_fn=lambda: (outputs, False),
+        output_queue=SimpleNamespace(put_nowait=put.append),
+        post_step=lambda executed: None,
+        scheduler=SimpleNamespace(has_requests=lambda: True),
+    )
+    core.time = SimpleNamespace(sleep=slept.append)
+    engine_class._process_engine_step(engine)
+    core.time = time
+    assert put == list(outputs.items())
+    return len(slept)
+
+def refusal():
+    try:
+        engine_pause.apply()
+    except PatchError as error:
+        return str(error)
+    raise AssertionError("a function that the patch was not written for was replaced")
+
+assert pauses({0: "answer"}) == 1, "vLLM alone no longer sleeps after an answer: remove the patch"
+engine_pause.apply()
+patched = engine_class._process_engine_step
+assert pauses({0: "answer"}) == 0
+assert pauses({}) == 1, "nothing happened: others may run"
+engine_pause.apply()
+assert engine_class._process_engine_step is patched is not original
+engine_pause.revert()
+assert engine_class._process_engine_step is original
+engine_class._process_engine_step = lambda self, other: None
+assert "got parameters (self, other) in vLLM 0.32.0" in refusal()
+del engine_class._process_engine_step
+assert "got nothing" in refusal()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_engine_pause() -> None:
+    done = subprocess.run(
+        [str(WORKER_PYTHON), "-c", SCRIPT], capture_output=True, text=True, timeout=190, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
