@@ -26,6 +26,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(model: Path) -> Reference:
     """Greedy tokens of transformers in float32, by prompt."""
+    return refer(model)
+
+
+def refer(model: Path) -> Reference:
+    """Returns the greedy tokens of transformers in float32, by prompt."""
     command = [str(WORKER_PYTHON), "-m", "tests.models", "reference", str(model)]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.PIPE)
     answers: Reference = json.loads(done.stdout)

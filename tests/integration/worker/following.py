@@ -45,7 +45,7 @@ def main(mistake: str) -> None:
         hidden = leader(input_ids=None, positions=torch.zeros(3, 5))  # as of models with three positions
         leader.compute_logits(hidden[:2])
         leader(input_ids=None, positions=torch.zeros(16))
-    assert "compute_logits" not in vars(leader), "the instance is as it was"
+    assert not {"forward", "compute_logits"} & vars(leader).keys(), "the instance is as it was"
     leader(input_ids=None, positions=torch.zeros(1))
     assert len(announced.messages) == 4, "nothing is announced after the end"
     if mistake == "more":

@@ -16,7 +16,7 @@ from heteroinfer_contract import metrics as metric_names
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.plan import Mode, Plan
-from tests.integration.worker.conftest import Reference
+from tests.integration.worker.conftest import Reference, make, refer
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
 from tests.integration.worker.test_death import (
     ENDED_WITHIN_S,
@@ -69,12 +69,13 @@ def test_two_stages_of_two_ranks(model: Path, reference: Reference, tmp_path: Pa
         check_warm_up(group)
 
 
-def test_compiled_ranks(model: Path, reference: Reference, tmp_path: Path) -> None:
+def test_compiled_ranks(tmp_path: Path) -> None:
     """A follower compiles while its leader waits in a collective; the compiler does not see the bridge."""
-    plan = tensor_plan(model, layers=[8], pods=[1, 1], eager_cpu=False)
-    with start_group(plan, tmp_path, env=ONE_THREAD) as group:
+    small = make(tmp_path / "model", "--layers", "2")
+    plan = tensor_plan(small, layers=[2], pods=[1, 1], eager_cpu=False)
+    with start_group(plan, tmp_path / "group", env=ONE_THREAD) as group:
         group.wait_ready()
-        check_greedy(group, reference)
+        check_greedy(group, refer(small))
 
 
 def check_greedy(group: Group, reference: Reference) -> None:

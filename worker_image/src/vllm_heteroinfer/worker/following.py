@@ -7,6 +7,7 @@ announcement, and nothing of this is active. Imports neither torch nor vLLM.
 """
 
 import contextlib
+import functools
 import logging
 import struct
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ def leading(announcer: Announcer, model: "torch.nn.Module", phase: str) -> Itera
 
     Args:
         announcer: of the leader.
-        model: unwrapped; gets a hook and an instance attribute, both gone afterwards.
+        model: unwrapped; gets two instance attributes, gone afterwards.
         phase: its name, for the log.
     """
     count = 0
@@ -72,15 +73,12 @@ def leading(announcer: Announcer, model: "torch.nn.Module", phase: str) -> Itera
         tell(Event.LOGITS, hidden_states.shape[0])
         return compute_logits(hidden_states, *args, **kwargs)
 
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: tell(Event.FORWARD, num_tokens(args, kwargs)), with_kwargs=True
-    )
     if compute_logits is not None:
         model.compute_logits = announced_logits
     try:
-        yield
+        with _watching(model, lambda tokens: tell(Event.FORWARD, tokens)):
+            yield
     finally:
-        hook.remove()
         if compute_logits is not None:
             del model.compute_logits
     # Not after an error: the group ends with it.
@@ -100,7 +98,7 @@ def follow(
 
     Args:
         listen: returns the next announcement; raises when none comes in time.
-        model: of this rank; gets a hook that counts, gone afterwards.
+        model: of this rank; gets an instance attribute, gone afterwards.
         forward: runs the model once with so many tokens.
         logits: computes the logits of so many rows once.
         phase: its name, for the log.
@@ -110,11 +108,8 @@ def follow(
             leader announced more than came here.
     """
     ran: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: ran.append(num_tokens(args, kwargs)), with_kwargs=True
-    )
     count = 0
-    try:
+    with _watching(model, ran.append):
         while True:
             kind, value = _MESSAGE.unpack(listen())
             event = Event(kind)
@@ -129,11 +124,30 @@ def follow(
                     f"{phase}: ran the model with {ran} tokens, expected {expected} as announced; this is a "
                     "defect of HeteroInfer with this model, use spec.parallelism.mode: Pipeline"
                 )
-    finally:
-        hook.remove()
     if count != value:
         raise FollowError(f"{phase}: followed {count} announcements, but the leader made {value}")
     _logger.info("%s: followed %d forward passes and computations of logits", phase, count)
+
+
+@contextlib.contextmanager
+def _watching(model: "torch.nn.Module", tell: Callable[[int], None]) -> Iterator[None]:
+    """Tells the tokens of each pass through the model just before it.
+
+    Around `forward` and not by a hook of torch's: vLLM's decorated models, those of the Transformers backend,
+    call it past the hooks (vllm/compilation/decorators.py::_support_torch_compile@v0.32.0).
+    """
+    forward: Callable[..., Any] = model.forward
+
+    @functools.wraps(forward)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        tell(num_tokens(args, kwargs))
+        return forward(*args, **kwargs)
+
+    model.forward = told
+    try:
+        yield
+    finally:
+        del model.forward
 
 
 def num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
