@@ -7,6 +7,7 @@ topologies run in the order of tests/gpu/topologies.py, each topology's together
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -168,12 +169,19 @@ def references(
     """Answers of one device alone, made while the first groups start."""
     folder = tmp_path_factory.mktemp("references")
     device = "cpu" if request.config.getoption("--devices-as-cpu") else "gpu"
+    give_up = threading.Event()
     with ThreadPoolExecutor(2) as threads:
         found: References = {}
 
         def start(name: str, kind: str, model: Path, *options: str) -> None:
             found[name] = threads.submit(
-                reference.make, kind, model, folder / f"{name}.json", *options, env=REFERENCE_ENV
+                reference.make,
+                kind,
+                model,
+                folder / f"{name}.json",
+                *options,
+                env=REFERENCE_ENV,
+                give_up=give_up,
             )
 
         for dtype, model in models.items():
@@ -181,8 +189,8 @@ def references(
             if dtype == "float32":
                 start("transformers", "transformers", model)
         yield found
-        for future in found.values():
-            future.cancel()
+        threads.shutdown(wait=False, cancel_futures=True)
+        give_up.set()
 
 
 @pytest.fixture(scope="session", autouse=True)

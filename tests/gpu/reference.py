@@ -15,6 +15,8 @@ import json
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,11 +73,13 @@ def read(path: Path) -> tuple[Answer, ...]:
     )
 
 
-def make(kind: str, model: Path, out: Path, *options: str, env: Mapping[str, str]) -> tuple[Answer, ...]:
+def make(
+    kind: str, model: Path, out: Path, *options: str, env: Mapping[str, str], give_up: threading.Event
+) -> tuple[Answer, ...]:
     """Returns the answers of a reference process, run now.
 
     Raises:
-        RuntimeError: it failed; the message holds its log.
+        RuntimeError: it failed, took longer than TIMEOUT_S, or was given up; the message holds its log.
     """
     command = [str(WORKER_PYTHON), "-m", "tests.gpu.reference", kind, str(model), str(out), *options]
     log = out.with_suffix(".log")
@@ -88,8 +92,11 @@ def make(kind: str, model: Path, out: Path, *options: str, env: Mapping[str, str
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        deadline = time.monotonic() + TIMEOUT_S
         try:
-            code = process.wait(TIMEOUT_S)
+            while (code := process.poll()) is None and time.monotonic() < deadline:
+                if give_up.wait(0.1):
+                    break
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -52,6 +52,7 @@ class Site:
 class _Running:
     served: Future[Served]
     group: Group | None = None
+    told: bool = False
     release: threading.Event = field(default_factory=threading.Event)
     stopped: Future[None] | None = None
 
@@ -74,7 +75,12 @@ class Groups:
 
     def take(self, topology: Topology) -> Served:
         """Returns the group of a topology, once it is ready; raises what kept it from starting."""
-        return self._running[topology.name].served.result(2 * READY_TIMEOUT_S)
+        running = self._running[topology.name]
+        assert not running.told, f"{topology.name} did not start; the first test of it says why"
+        running.told = True
+        served = running.served.result(2 * READY_TIMEOUT_S)
+        running.told = False
+        return served
 
     def release(self, topology: Topology) -> None:
         """Ends the group of a topology; raises AssertionError when it did not stop in its time."""
