@@ -91,6 +91,12 @@ class RankMetrics:
         self._gauge(names.HEARTBEAT_AGE_SECONDS, "Since the group was last known whole").set_function(
             reporter.heartbeat_age_s
         )
+        self._transport = Gauge(
+            names.TRANSPORT_INFO,
+            "How this rank's tensors travel",
+            (*names.RANK_LABELS, "between", "path"),
+            registry=self.registry,
+        )
         self._steps = 0
         self._averages: tuple[float, ...] = ()
         self._busy: str | None = None
@@ -111,6 +117,10 @@ class RankMetrics:
     def waiting_for(self, rank: int | None) -> None:
         """Tells the supervisor for whose message this rank waits now."""
         self._reporter.busy(self._busy, waiting_for_rank=rank)
+
+    def travels(self, between: str, path: str) -> None:
+        """Says how tensors travel: between `stages` or `ranks` of a stage, by `shared_memory` or `gloo`."""
+        self._transport.labels(*self._labels, between, path).set(1)
 
     def on_device(self, seconds: Callable[[], float]) -> None:
         """Says how to read the time of this step's forward pass on the device, once the step is over."""

@@ -255,6 +255,7 @@ class GroupWorkerMixin:
             on_error=context.fail,
         )
         self._transport.attach()
+        context.metrics.travels("stages", "gloo")
 
     def _agree_on(self, schema: HopSchema) -> None:
         """Compares the schema with the stage before; raises RuntimeError if they differ."""

@@ -84,6 +84,7 @@ class TensorGroup:
             timeout_s=context.startup.left_s,
             meter=self._meter,
         )
+        context.metrics.travels("ranks", self._bridge.path)
         # A traced forward must not look into the bridge: vLLM's own op is opaque, and on GPUs its default.
         # Source: vllm/distributed/parallel_state.py::GroupCoordinator.all_reduce@v0.32.0.
         group.use_custom_op_call = group.use_custom_op_call or compiles
