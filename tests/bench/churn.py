@@ -128,7 +128,7 @@ def live(number: int, mode: Mode, ending: Ending, site: Site) -> Life:
             life = replace(life, ended_s=end(group, ending))
             site.alive.remove(group)
     except (AssertionError, OSError, subprocess.SubprocessError) as error:
-        return replace(life, failure=f"{folder}: {error}")
+        return replace(life, failure=f"{folder}: {error}")  # with the last lines of each pod's log
     shutil.rmtree(folder)
     return life
 

@@ -105,12 +105,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Notes failures in the table of results."""
+    """Notes failures in the table of results, and beside it with the group's logs."""
     outcome = yield
     topology = topology_of(item)
-    if outcome.failed and topology is not None:
-        item.config.stash[REPORT].row(topology).failures.append(getattr(item, "originalname", item.name))
+    if outcome.failed:
+        if topology is not None:
+            item.config.stash[REPORT].row(topology).failures.append(getattr(item, "originalname", item.name))
+        write_failure(item, outcome.longreprtext)
     return outcome
+
+
+def write_failure(item: pytest.Item, text: str) -> None:
+    """Adds a failure to `failures.txt` beside the report, if there is one."""
+    report = report_path(item.config)
+    if report is None:
+        return
+    served = getattr(item, "funcargs", {}).get("served")
+    logs = served.group.logs() if isinstance(served, Served) else ""
+    report.parent.mkdir(parents=True, exist_ok=True)
+    with report.with_name("failures.txt").open("a") as file:
+        file.write(f"===== {item.nodeid}\n{text}\n{logs}\n")
 
 
 def pytest_terminal_summary(
@@ -204,11 +218,10 @@ def groups(
 
     The first ones start with the session, beside tests that need no group.
     """
-    out = os.environ.get("OUT")
     as_cpu = request.config.getoption("--devices-as-cpu")
     site = Site(
         models=models,
-        logs=Path(out) / "groups" if out else tmp_path_factory.mktemp("groups"),
+        logs=tmp_path_factory.mktemp("groups"),
         # The compilers' work outlives a run of the tests, as a node's cache outlives a pod.
         caches=Path(tempfile.gettempdir()) / "heteroinfer-test-gpu",
         gpus=() if as_cpu else visible_gpus(),

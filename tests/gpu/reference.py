@@ -34,7 +34,7 @@ ALL_PROMPTS = (
     "When a rank is lost the whole group ends, and it starts again as the next epoch. Why?",
     "x",
 )
-TIMEOUT_S = 280.0
+TIMEOUT_S = 400.0
 LEAST_LEAD = 1e-3
 """How far the best token's logit must lead: float32 sums in another order differ by less."""
 MAX_MODEL_LEN = 512
@@ -101,8 +101,9 @@ def make(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
-    if code:
-        raise RuntimeError(f"{' '.join(command)} exited {code}:\n{log.read_text(errors='replace')[-4000:]}")
+    if code != 0:
+        ended = f"was not done within {TIMEOUT_S} s" if code is None else f"exited {code}"
+        raise RuntimeError(f"{' '.join(command)} {ended}:\n{log.read_text(errors='replace')[-4000:]}")
     return read(out)
 
 

@@ -70,7 +70,7 @@ def test_greedy_tokens(served: Served, references: References, report: Report) -
 
 @topologies(lambda topology: topology.mode is Mode.TENSOR)
 def test_way_of_the_bridge(served: Served) -> None:
-    """The log says how the ranks of a stage exchange: shared memory on one host, unless gloo is asked for."""
+    """Metrics and log say how the ranks of a stage exchange: by memory that they share, unless asked else."""
     way = dict(served.topology.env).get(contract.ENV_BRIDGE, "shared_memory")
     plan = served.group.plan
     for stage in range(plan.pipeline_parallel_size):
@@ -78,6 +78,8 @@ def test_way_of_the_bridge(served: Served) -> None:
         line = f"ranks {[rank.rank for rank in ranks]}: {way}, because"
         for rank in ranks:
             assert line in served.group.members[rank.pod].log.read_text(), served.group.logs()
+            seen = scrape(served.group, rank.rank)
+            assert seen.total(names.TRANSPORT_INFO, between="ranks", path=way) == 1, seen.text
 
 
 @topologies(lambda topology: topology.dtype == "bfloat16")
