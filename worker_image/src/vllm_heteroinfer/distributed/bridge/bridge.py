@@ -6,34 +6,28 @@ group's order: with the same numbers in the same order every member gets the sam
 
 import logging
 import platform
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.distributed.bridge.exchange import Exchange
 from vllm_heteroinfer.distributed.bridge.gloo import GlooLink
 from vllm_heteroinfer.distributed.bridge.header import (
     Operation,
-    describe,
     header_of_part,
     num_parts,
     pack_header,
 )
-from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Link, Members
+from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Link, Members, Meter
 from vllm_heteroinfer.distributed.bridge.shared_memory import MACHINES, SharedMemoryLink
 from vllm_heteroinfer.distributed.bridge.slab import gather_values, share_slab
 from vllm_heteroinfer.distributed.bridge.staging import CudaStaging, HostStaging, Staging
-from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
-from vllm_heteroinfer.distributed.transport import Meter
 
 _logger = logging.getLogger(__name__)
 _NARROW = (torch.bfloat16, torch.float16)
 """Dtypes whose sums are made in float32."""
-
-_Take = Callable[[int, int, Sequence[torch.Tensor]], None]
-"""Uses elements [begin, end) of each member's tensor, given in the group's order."""
 
 
 class Bridge:
@@ -53,7 +47,7 @@ class Bridge:
         listeners: global ranks that `announce` reaches: the members on CPUs, without the first.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what each member of a group must be told
         self,
         *,
         group: str,
@@ -97,21 +91,21 @@ class Bridge:
         machines = {machine for _, _, machine in hellos}
         self.path: Literal["shared_memory", "gloo"]
         self.path, why = _choose_path(share_host, machines)
-        self._device, self._meter = device, meter
+        self._device = device
         self._mail = GlooLink(cpu_group, self._members, device, timeout_s=timeout_s, meter=meter)
         self._link: Link = self._mail
         if self.path == "shared_memory":
             slab = share_slab(self._members, cpu_group, device)
             self._link = SharedMemoryLink(slab, self._members, device, timeout_s=timeout_s, meter=meter)
-        self._staging: Staging = (
-            CudaStaging(device, self._members.peers) if device.type == "cuda" else HostStaging()
-        )
+        staging: Staging = HostStaging()
+        if device.type == "cuda":
+            staging = CudaStaging(device, self._members.peers, self._link.buffers())
+        self._exchange = Exchange(self._members, self._link, staging, meter)
         self._wide = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
         self._step = self._count = self._history = 0
         self._mailed: dict[tuple[int, int], int] = {}
-        _logger.info(
-            "bridge of group %s, ranks %s: %s, because %s", group, list(ranks), self.path, why
-        )
+        words = "bridge of group %s, ranks %s: %s, because %s; host memory is %s"
+        _logger.info(words, group, list(ranks), self.path, why, staging.way)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Says for how long a member is waited for from now on, in seconds."""
@@ -134,13 +128,13 @@ class Bridge:
             x: any shape, of the same shape and dtype on each member.
             in_place: the sum may take the place of `x`, which is then returned.
         """
-        header = self._header(Operation.ALL_REDUCE, x, x.shape)
         if x.nbytes <= PART_BYTES:
-            return self._all_reduce_whole(header, x, x if in_place else None)
+            return self._all_reduce_whole(x, x if in_place else None)
+        header = self._header(Operation.ALL_REDUCE, x, x.shape)
         source = x.contiguous()
         target = x if in_place and source is x else torch.empty_like(source)
         into = target.view(-1)
-        self._exchange(
+        self._exchange.run(
             header,
             source.view(-1),
             [x.numel()] * len(self._members.ranks),
@@ -148,23 +142,13 @@ class Bridge:
         )
         return target
 
-    def _all_reduce_whole(
-        self, header: bytes, x: torch.Tensor, target: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _all_reduce_whole(self, x: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         """Sums a tensor that is one part, in its own shape: a view less is 1 us less, 65 times a step."""
-        shape, dtype, num_bytes = x.shape, x.dtype, x.nbytes
-        staging, meter = self._staging, self._meter
-        staging.put(self._link.outgoing().shaped(dtype, shape), x, first=True)
-        meter.transferred("send", staging.settle(), num_bytes)
-        self._link.publish(header, num_bytes)
-        parts = [x] * len(self._members.ranks)
-        for peer, theirs, buffer in self._link.collect():
-            if theirs != header:
-                self._mismatch(header, peer, theirs)
-            parts[peer] = staging.fetch(peer, buffer.shaped(dtype, shape))
+        self._exchange.put(x)
+        header = self._header(Operation.ALL_REDUCE, x, x.shape)  # while the device copies
+        parts = self._exchange.swap(header, x)
         result = torch.add(*parts, out=target) if len(parts) == 2 else self._sum_whole(target, parts)
-        staging.fetched()
-        meter.transferred("recv", 0.0, num_bytes * (len(parts) - 1))
+        self._exchange.taken(x)
         return result
 
     def _sum_whole(self, target: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -206,7 +190,7 @@ class Bridge:
         sizes = [x.shape[dim]] * len(self._members.ranks)
         if self._members.index == dst:
             return self._gather(header, x, dim, sizes)
-        self._exchange(header, x.movedim(dim, 0).reshape(-1), [x.numel()] * len(sizes), None)
+        self._exchange.run(header, x.movedim(dim, 0).reshape(-1), [x.numel()] * len(sizes), None)
         return None
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -220,7 +204,9 @@ class Bridge:
             raise ValueError(
                 f"reduce_scatter: got {size} rows along dim {dim}, expected a multiple of {world}"
             )
-        return self._scatter(self._header(Operation.REDUCE_SCATTER, x, x.shape), x, dim, [size // world] * world)
+        return self._scatter(
+            self._header(Operation.REDUCE_SCATTER, x, x.shape), x, dim, [size // world] * world
+        )
 
     def reduce_scatterv(
         self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
@@ -239,9 +225,9 @@ class Bridge:
         counts = [x.numel() if member == src else 0 for member in range(len(self._members.ranks))]
         flat = x.contiguous().view(-1)
         if self._members.index == src:
-            self._exchange(header, flat, counts, None)
+            self._exchange.run(header, flat, counts, None)
             return x
-        self._exchange(header, flat, counts, lambda begin, end, parts: flat[begin:end].copy_(parts[src]))
+        self._exchange.run(header, flat, counts, lambda begin, end, parts: flat[begin:end].copy_(parts[src]))
         if flat.data_ptr() != x.data_ptr():
             x.copy_(flat.view(x.shape))
         return x
@@ -266,7 +252,7 @@ class Bridge:
         room = PART_BYTES // target.element_size()
         for part in range(num_parts(flat.numel(), room)):
             theirs, bytes_ = self._mail.receive(src)
-            self._compare(header_of_part(header, part), src, theirs)
+            self._exchange.compare(header_of_part(header, part), src, theirs)
             wanted = flat[part * room : (part + 1) * room]
             wanted.copy_(bytes_.elements(dtype, wanted.numel()))
         return target
@@ -295,7 +281,7 @@ class Bridge:
 
     def close(self) -> None:
         """Gives everything back; other members that wait for this one see at once that it is gone."""
-        self._staging.settle()
+        self._exchange.settle()
         self._link.close()
         self._mail.close()
 
@@ -312,7 +298,7 @@ class Bridge:
             for start, part in zip(starts, parts, strict=True):
                 flat[start + begin : start + begin + part.numel()].copy_(part)
 
-        self._exchange(header, rows.view(-1), counts, take)
+        self._exchange.run(header, rows.view(-1), counts, take)
         return whole.movedim(0, dim).contiguous()
 
     def _scatter(self, header: bytes, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -327,66 +313,8 @@ class Bridge:
             self._sum(flat[begin - first : end - first], parts)
 
         counts = [x.numel()] * len(sizes)
-        self._exchange(header, rows.view(-1), counts, take, window=(first, first + flat.numel()))
+        self._exchange.run(header, rows.view(-1), counts, take, window=(first, first + flat.numel()))
         return share.movedim(0, dim).contiguous()
-
-    def _exchange(
-        self,
-        header: bytes,
-        mine: torch.Tensor,
-        counts: Sequence[int],
-        take: _Take | None,
-        window: tuple[int, int] | None = None,
-    ) -> None:
-        """Publishes this member's elements part by part, and takes the others'.
-
-        Args:
-            header: of the call.
-            mine: [n], contiguous.
-            counts: elements that each member gives; this one gives the first of `mine`.
-            take: is given every part, unless None; on a GPU in the order of the current stream.
-            window: elements that `take` wants; all if None.
-        """
-        room = PART_BYTES // mine.element_size()
-        index, dtype = self._members.index, mine.dtype
-        low, high = window or (0, max(counts) if take else 0)
-        for part in range(num_parts(max(counts), room)):
-            begin, end = part * room, (part + 1) * room
-            own = mine[begin : max(begin, min(end, counts[index]))]
-            size = own.numel()
-            if size:
-                self._staging.put(self._link.outgoing().elements(dtype, size), own, first=part == 0)
-            self._meter.transferred("send", self._staging.settle(), size * mine.element_size())
-            ours = header_of_part(header, part)
-            self._link.publish(ours, size * mine.element_size())
-            begin, end = max(begin, low), min(end, high)
-            self._collect(ours, part * room, begin, end, mine, counts, take)
-
-    def _collect(
-        self,
-        header: bytes,
-        offset: int,
-        begin: int,
-        end: int,
-        mine: torch.Tensor,
-        counts: Sequence[int],
-        take: _Take | None,
-    ) -> None:
-        """Compares every member's header, then takes elements [begin, end) of the part at `offset`."""
-        parts: list[torch.Tensor] = [mine[:0]] * len(counts)
-        for peer, theirs, buffer in self._link.collect():
-            if theirs != header:
-                self._mismatch(header, peer, theirs)
-            stop = min(end, counts[peer])
-            if take is not None and stop > begin:
-                part = buffer.elements(mine.dtype, stop - offset)[begin - offset :]
-                parts[peer] = self._staging.fetch(peer, part)
-        if take is None or end <= begin:
-            return
-        parts[self._members.index] = mine[begin : max(begin, min(end, counts[self._members.index]))]
-        take(begin, end, parts)
-        self._staging.fetched()
-        self._meter.transferred("recv", 0.0, sum(part.numel() for part in parts) * mine.element_size())
 
     def _sum(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Writes the sum of the parts, in their order; `target` may be one of them."""
@@ -424,20 +352,13 @@ class Bridge:
     def _mail_header(self, src: int, dst: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:
         count = self._mailed[src, dst] = self._mailed.get((src, dst), 0) + 1
         return pack_header(
-            Operation.SEND, shape=shape, dtype=str(dtype), root=src, step=self._step, count=count, history=self._history
-        )
-
-    def _compare(self, ours: bytes, peer: int, theirs: bytes) -> None:
-        if theirs != ours:
-            self._mismatch(ours, peer, theirs)
-
-    def _mismatch(self, ours: bytes, peer: int, theirs: bytes) -> None:
-        ranks = self._members.ranks
-        raise CollectiveMismatchError(
-            self._members.group,
-            ranks[peer],
-            f"rank {ranks[self._members.index]} is at {describe(ours)}",
-            f"rank {ranks[peer]} at {describe(theirs)}",
+            Operation.SEND,
+            shape=shape,
+            dtype=str(dtype),
+            root=src,
+            step=self._step,
+            count=count,
+            history=self._history,
         )
 
     def _check_sizes(self, sizes: Sequence[int], own: int, dim: int) -> None:
@@ -453,7 +374,10 @@ def _choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_
     if not share_host:
         return "gloo", "the plan says that the ranks share no host"
     if not machines <= set(MACHINES):
-        return "gloo", f"shared memory needs stores seen in order ({', '.join(MACHINES)}), got {sorted(machines)}"
+        return (
+            "gloo",
+            f"shared memory needs stores seen in order ({', '.join(MACHINES)}), got {sorted(machines)}",
+        )
     return "shared_memory", "the plan says that the ranks share a host, and each read what the others wrote"
 
 

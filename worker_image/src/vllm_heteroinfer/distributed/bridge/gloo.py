@@ -5,8 +5,9 @@ gloo never sees two sizes that differ and a mismatch is found by comparing heade
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,15 +15,16 @@ import torch
 import torch.distributed as dist
 
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
-from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
+from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Members, Meter
 from vllm_heteroinfer.distributed.errors import PeerLostError
-from vllm_heteroinfer.distributed.transport import Meter
 
 _TAG = 0x4862
 """Of the bridge's messages on a process group that others use too: parts, announcements, sends."""
 _PART_TAG, _ANNOUNCE_TAG, _SEND_TAG = range(_TAG, _TAG + 3)
 _PARTS = 2
 _RING = 16
+_FAREWELL_S = 1.0
+"""For which a member that found a mismatch stays, so that the other one finds it too."""
 _LENGTH_BYTES = 8
 
 
@@ -54,9 +56,7 @@ class GlooLink:
         self._pinned = device.type == "cuda"
         self._published = self._announced = 0
         self._out = [_Message(pinned=self._pinned) for _ in range(_PARTS)]
-        self._in = {
-            peer: [_Message(pinned=self._pinned) for _ in range(_PARTS)] for peer in members.peers
-        }
+        self._in = {peer: [_Message(pinned=self._pinned) for _ in range(_PARTS)] for peer in members.peers}
         self._ring = torch.zeros((_RING, _LENGTH_BYTES + MESSAGE_BYTES), dtype=torch.uint8)
         self._ring_works: list[list[tuple[int, Any]]] = [[] for _ in range(_RING)]
         self._letter: _Message | None = None
@@ -64,6 +64,11 @@ class GlooLink:
         self._waiters = (
             ThreadPoolExecutor(len(members.peers), "heteroinfer-bridge") if len(members.peers) > 1 else None
         )
+
+    def buffers(self) -> Iterable[Buffer]:
+        """Returns the parts of all messages."""
+        messages = (self._out, *self._in.values())
+        return (message.part for both in messages for message in both)
 
     def outgoing(self) -> Buffer:
         """Returns the part of the message that was sent the time before the last."""
@@ -148,6 +153,14 @@ class GlooLink:
         work = self._post_receive(letter.bytes, peer, _SEND_TAG)
         self._wait(work, peer, "a tensor", self.timeout_s)
         return letter.header, letter.part
+
+    def finish_sending(self, peer: int) -> None:
+        """Waits until a member has taken this member's last part, for a second at most."""
+        works = self._out[self._published % _PARTS].works
+        for receiver, work in zip(self._members.peers, works, strict=False):
+            if receiver == peer:
+                with suppress(PeerLostError):
+                    self._finish(work, peer, "the taking of a part", _FAREWELL_S)
 
     def close(self) -> None:
         """Ends the waiting threads; connections end with the process group."""

@@ -44,7 +44,7 @@ class Operation(IntEnum):
     SEND = 8
 
 
-def pack_header(
+def pack_header(  # noqa: PLR0913 - the fields of a header
     operation: Operation,
     *,
     shape: Sequence[int],

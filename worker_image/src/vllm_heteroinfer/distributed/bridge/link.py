@@ -1,6 +1,6 @@
 """What carries parts of tensors between the hosts' memories of a group's members."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,19 @@ class Members:
         return tuple(peer for peer in range(len(self.ranks)) if peer != self.index)
 
 
+class Meter(Protocol):
+    """Who is told what a collective cost."""
+
+    def waited(self, seconds: float) -> None:
+        """Adds time until the peers' parts were there."""
+
+    def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
+        """Adds time spent copying and combining, and bytes; direction is `send` or `recv`."""
+
+    def waiting_for(self, rank: int | None) -> None:
+        """Says which global rank this one waits for now; None when it has come."""
+
+
 _MOST_SHAPES = 4096
 """Views that a buffer remembers; a decode step asks for the same few 65 times."""
 
@@ -43,6 +56,7 @@ class Buffer:
 
     def __init__(self, memory: torch.Tensor) -> None:
         """Takes `memory`: [num_bytes], uint8, any device, num_bytes a multiple of 8."""
+        self.memory = memory
         self._views = {torch.uint8: memory}
         self._shaped: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
 
@@ -75,6 +89,9 @@ class Link(Protocol):
 
     timeout_s: float
 
+    def buffers(self) -> Iterable[Buffer]:
+        """Returns every buffer that the link will ever give."""
+
     def outgoing(self) -> Buffer:
         """Returns where this member puts the part that it publishes next."""
 
@@ -101,6 +118,9 @@ class Link(Protocol):
         Raises:
             PeerLostError: none came.
         """
+
+    def finish_sending(self, peer: int) -> None:
+        """Lets one member have what was published, before this one ends."""
 
     def close(self) -> None:
         """Gives back what it holds; the others see that this member is gone."""

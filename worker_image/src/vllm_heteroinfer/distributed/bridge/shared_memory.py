@@ -5,11 +5,12 @@ part and its header; on x86-64 other CPUs see stores in that order, elsewhere th
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 
-from vllm_heteroinfer.distributed.bridge.link import Buffer, Members
+from vllm_heteroinfer.distributed.bridge.link import Buffer, Members, Meter
 from vllm_heteroinfer.distributed.bridge.slab import (
     ANNOUNCED,
     CLOSED,
@@ -21,9 +22,8 @@ from vllm_heteroinfer.distributed.bridge.slab import (
     Slab,
     unlock_pages,
 )
-from vllm_heteroinfer.distributed.bridge.waiting import wait_until
+from vllm_heteroinfer.distributed.bridge.waiting import SPIN_S, wait_until
 from vllm_heteroinfer.distributed.errors import PeerLostError
-from vllm_heteroinfer.distributed.transport import Meter
 
 MACHINES = ("x86_64",)
 """Machines whose stores are seen in order."""
@@ -41,6 +41,10 @@ class SharedMemoryLink:
         self._line = members.index * WORDS
         self._own = slab.parts[members.index]
         self._own_headers = slab.headers[members.index]
+
+    def buffers(self) -> Iterable[Buffer]:
+        """Returns the buffers of all members."""
+        return (part for parts in self._slab.parts for part in parts)
 
     def outgoing(self) -> Buffer:
         """Returns the buffer that was published the time before the last."""
@@ -71,7 +75,7 @@ class SharedMemoryLink:
         lines = [peer * WORDS for peer in pending]
 
         def ready() -> bool:
-            for line in lines:
+            for line in lines:  # noqa: SIM110 - three times as fast as any() of a generator
                 if words[line + WRITTEN] >= published or words[line + CLOSED]:
                     return True
             return False
@@ -83,15 +87,21 @@ class SharedMemoryLink:
                     self._members.ranks[peer], 0.0, "it has closed its bridge", awaited="a collective's part"
                 )
 
-    def _wait(self, ready: Callable[[], bool], peer: int, awaited: str, timeout_s: float | None = None) -> None:
+    def _wait(
+        self, ready: Callable[[], bool], peer: int, awaited: str, timeout_s: float | None = None
+    ) -> None:
         rank = self._members.ranks[peer]
         start = time.perf_counter()
-        self._meter.waiting_for(rank)
-        came = wait_until(ready, self.timeout_s if timeout_s is None else timeout_s)
+        came = wait_until(ready, SPIN_S)
+        told = not came
+        if told:  # telling of a wait costs as much as a short one takes
+            self._meter.waiting_for(rank)
+            came = wait_until(ready, self.timeout_s if timeout_s is None else timeout_s)
         waited = time.perf_counter() - start
         if not came:
             raise PeerLostError(rank, waited, f"group {self._members.group}: no sign of it", awaited=awaited)
-        self._meter.waiting_for(None)
+        if told:
+            self._meter.waiting_for(None)
         self._meter.waited(waited)
 
     def announce(self, message: bytes) -> None:
@@ -102,9 +112,7 @@ class SharedMemoryLink:
             word = peer * WORDS + READ
             if words[word] <= announced - 1 - RING:
                 self._wait(
-                    lambda word=word: words[word] > announced - 1 - RING,
-                    peer,
-                    "the reading of announcements",
+                    partial(_exceeds, words, word, announced - 1 - RING), peer, "the reading of announcements"
                 )
         entry = self._slab.ring[announced % RING]
         entry[:8] = len(message).to_bytes(8, "little")
@@ -127,9 +135,16 @@ class SharedMemoryLink:
         self._read = words[self._line + READ] = wanted
         return message
 
+    def finish_sending(self, peer: int) -> None:
+        """Does nothing: what was published stays for as long as a member has the slab mapped."""
+
     def close(self) -> None:
         """Says so to the others; the memory goes with the last process that maps it."""
         self._slab.words[self._line + CLOSED] = 1
         if self._on_gpu:
             unlock_pages(self._slab.bytes)
             self._on_gpu = False
+
+
+def _exceeds(words: "memoryview[int]", word: int, value: int) -> bool:
+    return words[word] > value

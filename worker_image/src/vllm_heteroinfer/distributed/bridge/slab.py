@@ -63,7 +63,10 @@ class Slab:
         first = _parts_offset(members)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.parts = [
-            [Buffer(self.bytes[start : start + PART_BYTES]) for start in _starts(first, member, PARTS, PART_BYTES)]
+            [
+                Buffer(self.bytes[start : start + PART_BYTES])
+                for start in _starts(first, member, PARTS, PART_BYTES)
+            ]
             for member in range(members)
         ]
 

@@ -1,23 +1,36 @@
 """Copies between a member's tensors and the host memory that the link shows to others."""
 
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Buffer
 
+MAPPED_BYTES = 256 << 10
+"""Up to here a GPU reads and writes host memory from its kernels.
+
+That saves the copy engine's start and a launch: with copies 8 KiB took 68 us and 256 KiB 80
+(H200, 2026-11-21). Above, the copy engine moves parts both ways at once.
+"""
+_SAMPLE = 16
+"""One in so many mapped copies is timed, and counts for all: two events cost as much as the copy."""
+
 
 class Staging(Protocol):
-    """The copies of one member; calls come in the order put, settle, fetch for each part."""
+    """The copies of one member; calls come in the order put, settle, fetch, fetched for each part."""
 
-    def put(self, target: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
-        """Starts to copy `source` to host memory; `first` part of a tensor or a later one."""
+    way: str
+    """How it copies, for the log."""
+
+    def put(self, buffer: Buffer, source: torch.Tensor, *, first: bool) -> None:
+        """Starts to copy `source` to a buffer; `first` part of a tensor or a later one."""
 
     def settle(self) -> float:
         """Returns when nothing that was put or fetched is still under way; the seconds it took."""
 
-    def fetch(self, peer: int, part: torch.Tensor) -> torch.Tensor:
+    def fetch(self, peer: int, buffer: Buffer, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """Returns what a peer put, on this member's device, in the order of its stream."""
 
     def fetched(self) -> None:
@@ -27,14 +40,16 @@ class Staging(Protocol):
 class HostStaging:
     """A CPU member's: plain copies; peers' parts are read where they are."""
 
+    way = "used in place"
+
     def __init__(self) -> None:
         self._seconds = 0.0
         self._fetch_start: float | None = None
 
-    def put(self, target: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
+    def put(self, buffer: Buffer, source: torch.Tensor, *, first: bool) -> None:
         """Copies at once."""
         start = time.perf_counter()
-        target.copy_(source)
+        buffer.shaped(source.dtype, source.shape).copy_(source)
         self._seconds += time.perf_counter() - start
 
     def settle(self) -> float:
@@ -42,11 +57,11 @@ class HostStaging:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def fetch(self, peer: int, part: torch.Tensor) -> torch.Tensor:
-        """Returns the part itself."""
+    def fetch(self, peer: int, buffer: Buffer, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """Returns the peer's part itself."""
         if self._fetch_start is None:
             self._fetch_start = time.perf_counter()
-        return part
+        return buffer.shaped(dtype, shape)
 
     def fetched(self) -> None:
         """Counts the time since `fetch`: what was computed with the parts is done."""
@@ -56,39 +71,50 @@ class HostStaging:
 
 
 class CudaStaging:
-    """A GPU member's: asynchronous copies to and from page-locked memory.
+    """A GPU member's: kernels over mapped host memory for small parts, asynchronous copies for others.
 
-    The first part of a tensor leaves on the stream that computed it, which costs no event
-    across streams; the others on a stream of their own, while what came in before is copied
-    in and combined on the first.
+    The first part of a tensor leaves on the stream that computed it; the others on a stream
+    of their own, while what came in before is copied in and combined on the first.
     """
 
-    def __init__(self, device: torch.device, peers: tuple[int, ...]) -> None:
+    def __init__(self, device: torch.device, peers: tuple[int, ...], buffers: Iterable[Buffer]) -> None:
+        """Takes every buffer of the link, page-locked."""
+        self._device = device
+        self._mapped: dict[Buffer, Buffer] = {}
+        self._mapped_bytes, self.way = MAPPED_BYTES, f"mapped up to {MAPPED_BYTES} bytes, copied above"
+        try:
+            for buffer in buffers:
+                self._mapped[buffer] = Buffer(map_to_device(buffer.memory, device))
+        except (OSError, RuntimeError) as error:  # slower, and the log says so
+            self._mapped_bytes, self.way = 0, f"copied, since the device does not map it: {error}"
         self._copies = torch.cuda.Stream(device)
         self._staged = {
             peer: Buffer(torch.empty(PART_BYTES, dtype=torch.uint8, device=device)) for peer in peers
         }
-        # With times: what the device copied is transfer, what it computed before is not.
-        self._put_begin, self._put_end, self._fetch_begin, self._fetch_end = (
-            torch.cuda.Event(enable_timing=True) for _ in range(4)
-        )
-        self._first = self._putting = self._fetching = False
-        self._fetch_started = False
+        self._stream = torch.cuda.current_stream(device)
+        self._put_time, self._fetch_time = _DeviceTime(), _DeviceTime()
+        self._puts = self._weight = 0
+        self._first = True
 
-    def put(self, target: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
-        """Starts to copy; `target` is page-locked."""
-        self._first, self._putting = first, True
-        if first:
-            self._copy_out(target, source)
+    def put(self, buffer: Buffer, source: torch.Tensor, *, first: bool) -> None:
+        """Starts to copy."""
+        self._first = first
+        if not first:  # the first part has been settled, so what made the tensor is done
+            with torch.cuda.stream(self._copies):
+                buffer.shaped(source.dtype, source.shape).copy_(source, non_blocking=True)
             return
-        # The first part has been settled, so what made the tensor is done.
-        with torch.cuda.stream(self._copies):
-            self._copy_out(target, source)
-
-    def _copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._put_begin.record()
-        target.copy_(source, non_blocking=True)
-        self._put_end.record()
+        small = source.nbytes <= self._mapped_bytes
+        self._puts += 1
+        timed = not small or self._puts % _SAMPLE == 0
+        self._weight = 0 if not timed else _SAMPLE if small else 1
+        if timed:
+            self._put_time.begin(self._weight)
+        if small:
+            _write(self._mapped[buffer].shaped(source.dtype, source.shape), source)
+        else:
+            buffer.shaped(source.dtype, source.shape).copy_(source, non_blocking=True)
+        if timed:
+            self._put_time.end()
 
     def settle(self) -> float:
         """Waits for the device.
@@ -98,31 +124,93 @@ class CudaStaging:
             wait is for its computation too; for the others the time of the wait.
         """
         start = time.perf_counter()
-        seconds = 0.0
-        if self._putting:
-            self._put_end.synchronize()
-            if self._first:
-                seconds += self._put_begin.elapsed_time(self._put_end) / 1e3
-        if self._fetching:
-            self._fetch_end.synchronize()
-            if self._first:
-                seconds += self._fetch_begin.elapsed_time(self._fetch_end) / 1e3
-        if not self._first:
-            seconds = time.perf_counter() - start
-        self._first = self._putting = self._fetching = False
-        return seconds
+        stream, last = torch.cuda.current_stream(self._device), self._stream
+        stream.synchronize()
+        if last != stream:  # what was fetched before may be in use there
+            last.synchronize()
+            self._stream = stream
+        if self._first:
+            return self._put_time.take() + self._fetch_time.take()
+        self._first = True
+        self._copies.synchronize()
+        return time.perf_counter() - start
 
-    def fetch(self, peer: int, part: torch.Tensor) -> torch.Tensor:
-        """Starts to copy a peer's part to the device, on the current stream."""
-        if not self._fetch_started:
-            self._fetch_started = True
-            self._fetch_begin.record()
-        staged = self._staged[peer].shaped(part.dtype, part.shape)
-        staged.copy_(part, non_blocking=True)
-        return staged
+    def fetch(self, peer: int, buffer: Buffer, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """Returns host memory itself if it is small, else what is being copied from it."""
+        if self._weight:
+            self._fetch_time.begin(self._weight)
+        if shape.numel() * dtype.itemsize <= self._mapped_bytes:
+            return self._mapped[buffer].shaped(dtype, shape)
+        staged = self._staged[peer].shaped(dtype, shape)
+        return staged.copy_(buffer.shaped(dtype, shape), non_blocking=True)
 
     def fetched(self) -> None:
-        """Marks the end of the fetches on the current stream."""
-        if self._fetch_started:
-            self._fetch_started, self._fetching = False, True
-            self._fetch_end.record()
+        """Ends the time of the fetches, on the current stream."""
+        self._fetch_time.end()
+
+
+class _DeviceTime:
+    """Time that the current stream takes from one point to another."""
+
+    def __init__(self) -> None:
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._weight = 0
+        self._begun = self._ended = False
+
+    def begin(self, weight: int) -> None:
+        """Marks the begin, unless it is marked; `weight` such times are taken together."""
+        if not self._begun:
+            self._begun, self._ended, self._weight = True, False, weight
+            self._begin.record()
+
+    def end(self) -> None:
+        """Marks the end, if there was a begin."""
+        if self._begun:
+            self._begun, self._ended = False, True
+            self._end.record()
+
+    def take(self) -> float:
+        """Returns the seconds between the marks, once: the device must have passed both."""
+        if not self._ended:
+            return 0.0
+        self._ended = False
+        return self._begin.elapsed_time(self._end) / 1e3 * self._weight
+
+
+def _write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies by a kernel: `copy_` would take the copy engine. A product with 1 is the number itself."""
+    if source.dtype is torch.bool:
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    torch.mul(source, 1, out=target)
+
+
+class _HostMemory:
+    """Page-locked host memory, told to torch as memory of the device that maps it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.numel(),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def map_to_device(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns page-locked host memory as a tensor of the device, at the same address.
+
+    Source: at::cuda::getDeviceFromPtr@torch-2.13, which takes registered host memory.
+
+    Args:
+        memory: [num_bytes], uint8, on the host, page-locked.
+        device: a GPU whose host pointers are device pointers (unified addressing).
+
+    Raises:
+        OSError: torch made a copy, or the address is another one.
+    """
+    with torch.cuda.device(device):
+        mapped = torch.as_tensor(_HostMemory(memory), device=device)
+    if mapped.data_ptr() != memory.data_ptr():
+        raise OSError(f"{device} sees host memory at another address; expected unified addressing")
+    return mapped

@@ -1,0 +1,78 @@
+"""The bridge between a GPU rank and CPU ranks: what tests/integration/bridge asks of CPU ranks, on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.integration.bridge.calls import DTYPES, OPERATIONS, Call
+from tests.integration.bridge.members import Group, outcomes, running
+from tests.integration.bridge.scenarios import (
+    LARGE,
+    check_differences,
+    differing_calls,
+    every_operation,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+PAIR = ("cuda:0", "cpu")
+GROUPS = [
+    pytest.param(Group(devices=devices, share_host=share), id=f"{path}-{'.'.join(devices)}")
+    for path, share in (("shared_memory", True), ("gloo", False))
+    for devices in (PAIR, ("cuda:0", "cpu", "cpu"))
+]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_operation_is_what_torch_says(group: Group) -> None:
+    calls = every_operation(len(group.devices))
+    assert {call.operation for call in calls} == set(OPERATIONS)
+    assert {call.dtype for call in calls} == set(DTYPES)
+    done = outcomes(group, "calls", calls=[call.to_json() for call in calls])
+    assert [one["done"] for one in done] == [len(calls)] * len(group.devices)
+    assert len({one["digest"] for one in done}) == 1
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_sizes_on_both_sides_of_each_way_to_copy(group: Group) -> None:
+    """Mapped up to 256 KiB, copied up to 4 MiB, in parts above; in two and three dims."""
+    elements = (1, 7, 4096, 131_071, 131_072, 131_073, 1 << 20, (2 << 20) - 1, (2 << 20) + 1)
+    calls = [Call(shape=(1, 1, size), step=index) for index, size in enumerate(elements)]
+    calls += [Call(shape=(rows, 4096), dtype="bfloat16") for rows in (1, 3, 16, 33, 300, 1025)]
+    calls += LARGE(len(group.devices))
+    done = outcomes(group, "calls", calls=[call.to_json() for call in calls])
+    assert [one["done"] for one in done] == [len(calls)] * len(group.devices)
+    assert len({one["digest"] for one in done}) == 1
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_thousand_random_calls_are_equal_bit_by_bit(group: Group) -> None:
+    done = outcomes(group, "calls", seed=20261121, count=1000)
+    assert [one["done"] for one in done] == [1000] * len(group.devices)
+    assert len({one["digest"] for one in done}) == 1
+    assert all(one["waited_s"] > 0 and one["transferred_s"] > 0 for one in done)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_members_at_different_calls_are_named_on_both_sides(group: Group) -> None:
+    check_differences(outcomes(group, "differ", differences=differing_calls(len(group.devices))))
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=PAIR)
+@pytest.mark.parametrize("share_host", [True, False], ids=["shared_memory", "gloo"])
+def test_a_killed_member_is_named_within_the_time_out(share_host: bool, lost: int) -> None:
+    group = replace(Group(devices=PAIR), share_host=share_host, timeout_s=3.0)
+    with running(group, "until_error", elements=1000) as members:
+        for member in members:
+            while "ready" not in member.next_event():
+                pass
+        members[lost].kill()
+        told = members[1 - lost].next_event()
+    assert (told["error"], told["peer"]) == ("PeerLostError", lost)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_announcements_and_tensors_between_two(group: Group) -> None:
+    told = outcomes(group, "announcements", count=200)
+    assert [one["heard"] for one in told[1:]] == [200] * (len(group.devices) - 1)
+    assert [one["done"] for one in outcomes(group, "mail")] == [True] * len(group.devices)

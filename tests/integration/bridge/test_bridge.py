@@ -1,0 +1,171 @@
+"""The bridge between real processes on CPUs: by shared memory and by gloo, two members and three."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.integration.bridge.members import Group, outcomes, running
+from tests.integration.bridge.scenarios import LARGE, check_differences, differing_calls, every_operation
+
+pytestmark = pytest.mark.timeout(180)
+PATHS = {"shared_memory": True, "gloo": False}
+
+GROUPS = [
+    pytest.param(Group(devices=("cpu",) * members, share_host=share), id=f"{path}-{members}")
+    for path, share in PATHS.items()
+    for members in (2, 3)
+]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_operation_is_what_torch_says(group: Group) -> None:
+    world = len(group.devices)
+    calls = every_operation(world)
+    done = outcomes(group, "calls", calls=[call.to_json() for call in calls])
+    assert [one["path"] for one in done] == ["shared_memory" if group.share_host else "gloo"] * world
+    assert [one["done"] for one in done] == [len(calls)] * world
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_tensors_larger_than_a_part(group: Group) -> None:
+    done = outcomes(group, "calls", calls=[call.to_json() for call in LARGE(len(group.devices))])
+    assert len({one["digest"] for one in done}) == 1
+    assert all(one["num_bytes"] > 100 << 20 for one in done)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@settings(max_examples=1, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_a_thousand_random_calls_are_equal_bit_by_bit(group: Group, seed: int) -> None:
+    done = outcomes(group, "calls", seed=seed, count=1000)
+    assert [one["done"] for one in done] == [1000] * len(group.devices)
+    assert len({one["digest"] for one in done}) == 1
+    assert all(one["waited_s"] > 0 and one["transferred_s"] > 0 for one in done)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_members_at_different_calls_are_named_on_both_sides(group: Group) -> None:
+    check_differences(outcomes(group, "differ", differences=differing_calls(len(group.devices))))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_killed_member_is_named_within_the_time_out(group: Group) -> None:
+    group = replace(group, timeout_s=3.0)
+    with running(group, "until_error", elements=1000) as members:
+        for member in members:
+            while "ready" not in member.next_event():
+                pass
+        members[-1].kill()
+        for member in members[:-1]:
+            told = member.next_event()
+            assert told["error"] == "PeerLostError"
+            # With three, the first to say so ends, and the others may lose that one.
+            assert told["peer"] in range(len(members))
+    assert told["message"].startswith("waited ")
+
+
+def test_a_killed_member_is_the_one_that_is_named() -> None:
+    group = Group(devices=("cpu", "cpu"), timeout_s=2.0)
+    with running(group, "until_error", elements=1000) as members:
+        for member in members:
+            while "ready" not in member.next_event():
+                pass
+        members[1].kill()
+        told = members[0].next_event()
+    assert (told["error"], told["peer"]) == ("PeerLostError", 1)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_member_that_closed_is_seen_at_once(group: Group) -> None:
+    told = outcomes(group, "leave")
+    assert [one.get("error") for one in told[:-1]] == ["PeerLostError"] * (len(told) - 1)
+    assert all(one["seconds"] < 2 for one in told[:-1])
+
+
+def test_shared_memory_has_no_name_and_nothing_stays() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with running(Group(), "until_error", elements=100_000) as members:
+        for member in members:
+            while "ready" not in member.next_event():
+                pass
+        for member in members:
+            maps = Path(f"/proc/{member.pid}/maps").read_text()
+            ours = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "heteroinfer-bridge" in line}
+            assert len(ours) == 1
+            assert ours.pop().startswith("/memfd:heteroinfer-bridge-")
+            assert not [
+                link
+                for link in Path(f"/proc/{member.pid}/fd").iterdir()
+                if "heteroinfer-bridge" in _target(link)
+            ]
+        for member in members:
+            member.kill()
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "heteroinfer" in name]
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:  # closed meanwhile
+        return ""
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_announcements_come_in_order_and_do_not_wait(group: Group) -> None:
+    told = outcomes(group, "announcements", count=200)
+    assert told[0]["listeners"] == list(range(1, len(group.devices)))
+    assert [one["heard"] for one in told[1:]] == [200] * (len(group.devices) - 1)
+
+
+@pytest.mark.parametrize("share_host", PATHS.values(), ids=PATHS)
+def test_an_announcement_that_never_comes(share_host: bool) -> None:
+    with running(Group(share_host=share_host), "silence") as (first, second):
+        second.next_event()
+        told = second.next_event()
+        first.release()
+    assert (told["error"], told["peer"]) == ("PeerLostError", 0)
+    assert 0.5 <= told["seconds"] < 2
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_tensors_between_two_members(group: Group) -> None:
+    assert [one["done"] for one in outcomes(group, "mail")] == [True] * len(group.devices)
+
+
+def own_pid_namespace() -> tuple[str, ...]:
+    user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    return ("unshare", *user, "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def test_shared_memory_that_is_declared_but_not_there_is_refused_on_every_member() -> None:
+    told = outcomes(Group(wrappers=((), own_pid_namespace())), "calls", seed=0, count=1)
+    _check_refusals(told)
+    assert (
+        "not the memory of the group's first rank" in told[0]["message"]
+        or "No such file" in told[0]["message"]
+    )
+
+
+def test_another_dev_shm_does_not_matter() -> None:
+    wrapper = (
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"',
+        "sh",
+    )
+    told = outcomes(Group(wrappers=((), wrapper)), "calls", seed=0, count=1)
+    assert [one["path"] for one in told] == ["shared_memory"] * 2
+
+
+def _check_refusals(told: list[dict[str, Any]]) -> None:
+    for one in told:
+        assert one["error"] == "ContractError"
+        for word in ("share a host's memory", "got: rank 1", "expected one memory", "put them into one pod"):
+            assert word in one["message"]

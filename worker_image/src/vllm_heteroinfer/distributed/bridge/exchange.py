@@ -1,0 +1,125 @@
+"""Every member's part to every other one, compared and in the group's order; the core of all collectives."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm_heteroinfer.distributed.bridge.header import describe, header_of_part, num_parts
+from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Link, Members, Meter
+from vllm_heteroinfer.distributed.bridge.staging import Staging
+from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
+
+Take = Callable[[int, int, Sequence[torch.Tensor]], None]
+"""Uses elements [begin, end) of each member's tensor, in the group's order; less of those that end before."""
+
+
+class Exchange:
+    """See `Link` for the order of publishing and reading that it keeps.
+
+    All methods but `compare` raise what collectives raise: see `Bridge`.
+    """
+
+    def __init__(self, members: Members, link: Link, staging: Staging, meter: Meter) -> None:
+        self._members, self._link, self._staging, self._meter = members, link, staging, meter
+
+    def put(self, x: torch.Tensor) -> None:
+        """Starts to copy a tensor of at most PART_BYTES to where the others will see it."""
+        self._staging.put(self._link.outgoing(), x, first=True)
+
+    def swap(self, header: bytes, x: torch.Tensor) -> list[torch.Tensor]:
+        """Returns each member's tensor, in the group's order, once `x` was put; valid until `taken`.
+
+        A tensor of one part goes in its own shape: `run` would make views of it, which takes
+        longer than all else here.
+        """
+        shape, dtype, num_bytes = x.shape, x.dtype, x.nbytes
+        self._meter.transferred("send", self._staging.settle(), num_bytes)
+        self._link.publish(header, num_bytes)
+        parts = [x] * len(self._members.ranks)
+        for peer, theirs, buffer in self._link.collect():
+            if theirs != header:
+                self.compare(header, peer, theirs)
+            parts[peer] = self._staging.fetch(peer, buffer, dtype, shape)
+        return parts
+
+    def taken(self, x: torch.Tensor) -> None:
+        """Says that the use of what `swap` returned is in the current stream."""
+        self._staging.fetched()
+        self._meter.transferred("recv", 0.0, x.nbytes * (len(self._members.ranks) - 1))
+
+    def run(
+        self,
+        header: bytes,
+        mine: torch.Tensor,
+        counts: Sequence[int],
+        take: Take | None,
+        window: tuple[int, int] | None = None,
+    ) -> None:
+        """Publishes this member's elements part by part, and takes the others'.
+
+        Args:
+            header: of the call.
+            mine: [n], contiguous.
+            counts: elements that each member gives; this one gives the first of `mine`.
+            take: is given every part, unless None; on a GPU in the order of the current stream.
+            window: elements that `take` wants; all if None.
+        """
+        room = PART_BYTES // mine.element_size()
+        low, high = window or (0, max(counts))
+        for part in range(num_parts(max(counts), room)):
+            offset = part * room
+            own = mine[offset : max(offset, min(offset + room, counts[self._members.index]))]
+            if own.numel():
+                self._staging.put(self._link.outgoing(), own, first=part == 0)
+            self._meter.transferred("send", self._staging.settle(), own.nbytes)
+            ours = header_of_part(header, part)
+            self._link.publish(ours, own.nbytes)
+            begin, end = max(offset, low), min(offset + room, high)
+            if take is None or begin >= end:
+                self._hear(ours)
+                continue
+            parts = self._collect(ours, mine, [(offset, begin, min(end, count)) for count in counts])
+            take(begin, end, parts)
+            self._staging.fetched()
+            self._meter.transferred("recv", 0.0, sum(part.nbytes for part in parts))
+
+    def _hear(self, header: bytes) -> None:
+        """Compares what the members are at, and reads nothing of their parts."""
+        for peer, theirs, _ in self._link.collect():
+            self.compare(header, peer, theirs)
+
+    def _collect(
+        self, header: bytes, mine: torch.Tensor, spans: Sequence[tuple[int, int, int]]
+    ) -> list[torch.Tensor]:
+        """Returns each member's elements [begin, end) of the part at offset, as `spans` says for each."""
+        parts = [mine[:0]] * len(spans)
+        for peer, theirs, buffer in self._link.collect():
+            self.compare(header, peer, theirs)
+            offset, begin, end = spans[peer]
+            if end > begin:
+                whole = self._staging.fetch(peer, buffer, mine.dtype, torch.Size((end - offset,)))
+                parts[peer] = whole[begin - offset :]
+        _, begin, end = spans[self._members.index]
+        parts[self._members.index] = mine[begin : max(begin, end)]
+        return parts
+
+    def compare(self, ours: bytes, peer: int, theirs: bytes) -> None:
+        """Checks that a member is at the same call.
+
+        Raises:
+            CollectiveMismatchError: it is not; it has what it needs to see that too.
+        """
+        if theirs == ours:
+            return
+        self._link.finish_sending(peer)
+        ranks = self._members.ranks
+        raise CollectiveMismatchError(
+            self._members.group,
+            ranks[peer],
+            f"rank {ranks[self._members.index]} is at {describe(ours)}",
+            f"rank {ranks[peer]} at {describe(theirs)}",
+        )
+
+    def settle(self) -> None:
+        """Returns when no copy is under way."""
+        self._staging.settle()
