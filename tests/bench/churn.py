@@ -285,13 +285,10 @@ def main() -> int:
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
     parser.add_argument("--seconds", type=float, help="start no more groups after so long")
     parser.add_argument("--results", type=Path, help="add to these results, and report all of them")
-    parser.add_argument(
-        "--logs", type=Path, help="of groups that failed; default $OUT/churn, else a new folder"
-    )
+    parser.add_argument("--logs", type=Path, help="of groups that failed; default: a new folder")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    out = os.environ.get("OUT")
-    logs = options.logs or (Path(out) / "churn" if out else Path(tempfile.mkdtemp(prefix="churn-")))
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="churn-"))
     before = frozenset(SHARED_MEMORY.iterdir())
     with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
         model = make(Path(scratch) / "model")
