@@ -142,6 +142,8 @@ def test_metrics_of_every_rank(served: Served, references: References) -> None:
         timed = seen.total(names.DEVICE_SECONDS + "_count")
         assert (timed > 0) == (rank.device is Device.GPU), seen.text
         assert seen.total(names.WEIGHT_BYTES) > 0
+        stages = plan.pipeline_parallel_size > 1
+        assert seen.total(names.TRANSPORT_INFO, between="stages") == stages, seen.text
     if plan.tensor_parallel_size == 1:
         check_hops(served, found)
 
