@@ -1,0 +1,168 @@
+"""What the patch `cpu_linear` does to vLLM's layers: `python -m tests.integration.kernels.layers_probe NAME`.
+
+Run with the worker's Python; answers JSON as its last line. Layers are vLLM's own, on the CPU.
+"""
+
+import json
+import logging
+import sys
+from typing import Any
+
+import torch
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from vllm_heteroinfer.kernels import layers
+from vllm_heteroinfer.patches import cpu_linear
+from vllm_heteroinfer.patches.registry import PatchError
+from vllm_heteroinfer.worker.common import weight_bytes
+
+ROWS, INPUTS = 5, 64
+
+
+class Said(logging.Handler):
+    """Keeps what our modules log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger("vllm_heteroinfer")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def build_linear(columns: int, dtype: torch.dtype, *, bias: bool = False) -> tuple[torch.nn.Module, Any]:
+    """Returns a loaded layer as vLLM builds it inside of its linear layers, and its method."""
+    layer, method = torch.nn.Module(), UnquantizedLinearMethod()
+    method.create_weights(layer, INPUTS, [columns], INPUTS, columns, dtype, weight_loader=None)
+    layer.input_size_per_partition, layer.output_size_per_partition = INPUTS, columns
+    torch.nn.init.normal_(layer.weight)
+    layer.bias = torch.nn.Parameter(torch.randn(columns).to(dtype)) if bias else None
+    return layer, method
+
+
+def gap(layer: torch.nn.Module, method: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> float:
+    """Returns how far a layer's product is from torch's, as a share of the largest value."""
+    x = torch.randn(ROWS, INPUTS).to(weight.dtype)
+    exact = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    got = method.apply(layer, x, bias).float()
+    return float((got - exact).abs().max() / exact.abs().max())
+
+
+def linear_layers() -> Any:
+    """bf16 layers are packed and counted; others go to vLLM's own; each is said once."""
+    said = Said()
+    layers.install()
+    answer: dict[str, Any] = {"gaps": [], "served": []}
+    for columns, dtype, bias in (
+        (96, torch.bfloat16, False),
+        (200, torch.bfloat16, True),
+        (96, torch.float32, False),
+        (64, torch.float32, True),
+    ):
+        layer, method = build_linear(columns, dtype, bias=bias)
+        weight = layer.weight.detach().clone()
+        before = weight_bytes(layer)
+        method.process_weights_after_loading(layer)
+        answer["gaps"].append(gap(layer, method, weight, layer.bias))
+        answer["served"].append(layer.weight.ndim == 4)
+        if columns % 32 == 0:
+            assert weight_bytes(layer) == before, (columns, dtype)
+    return {**answer, "said": said.lines}
+
+
+def heads() -> Any:
+    """A head keeps one form of its weight, an embedding its table, a tied pair one of each."""
+    layers.install()
+    torch.set_default_dtype(torch.bfloat16)
+    table, head, tied = (
+        VocabParallelEmbedding(128, INPUTS),
+        ParallelLMHead(128, INPUTS),
+        ParallelLMHead(128, INPUTS),
+    )
+    for layer in (table, head, tied):
+        torch.nn.init.normal_(layer.weight)
+    tied = tied.tie_weights(table)
+    own, shared = head.weight.detach().clone(), table.weight.detach().clone()
+    for layer in (table, head, tied):
+        layer.quant_method.process_weights_after_loading(layer)
+    return {
+        "gaps": [
+            gap(head, head.quant_method, own),
+            gap(tied, tied.quant_method, shared),
+            gap(table, table.quant_method, shared),  # a model that takes the embedding itself as its head
+        ],
+        "lookup": bool(torch.equal(table(torch.arange(128)), shared)),
+        "packed": [layer.weight.ndim == 4 for layer in (table, head, tied)],
+    }
+
+
+def patch() -> Any:
+    """Applied twice it is applied once; reverted it is gone; another vLLM is refused in words."""
+    original = utils.dispatch_cpu_unquantized_gemm
+    layers.install()
+    first = utils.dispatch_cpu_unquantized_gemm
+    layers.install()
+    answer: dict[str, Any] = {
+        "applied": first is not original,
+        "twice": utils.dispatch_cpu_unquantized_gemm is first,
+    }
+    cpu_linear.revert()
+    answer["reverted"] = utils.dispatch_cpu_unquantized_gemm is original
+    refusals = []
+    for found in (None, lambda layer: None):
+        try:
+            cpu_linear.check(found)
+        except PatchError as error:
+            refusals.append(str(error))
+    return {**answer, "refusals": refusals}
+
+
+def without() -> Any:
+    """What a bf16 layer comes to where the kernels are not wanted, or were not compiled."""
+    said = Said()
+    layers.install()
+    answer = []
+    for columns in (96, 200):
+        layer, method = build_linear(columns, torch.bfloat16)
+        weight = layer.weight.detach().clone()
+        method.process_weights_after_loading(layer)
+        answer.append(gap(layer, method, weight))
+    return {"gaps": answer, "said": said.lines}
+
+
+def onednn_alone() -> Any:
+    """How vLLM's own function leaves a bf16 layer and a head: the reason for the patch."""
+    torch.set_default_dtype(torch.bfloat16)
+    layer, method = build_linear(96, torch.bfloat16)
+    method.process_weights_after_loading(layer)
+    head = ParallelLMHead(128, INPUTS)
+    head.quant_method.process_weights_after_loading(head)
+    return {"linear": list(layer.weight.shape), "head": list(head.weight.shape)}
+
+
+QUESTIONS = {f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone)}
+
+
+def main(name: str) -> None:
+    """Answers in a process that is a rank of its own."""
+    import tempfile
+
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
+        initialize_model_parallel(1)
+        print(json.dumps(QUESTIONS[name]()))
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

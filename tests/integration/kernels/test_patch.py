@@ -1,0 +1,78 @@
+"""The patch `cpu_linear`, through the layers of the pinned vLLM that consume what it replaces."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.integration.kernels.asking import ask
+from vllm_heteroinfer.kernels import build
+from vllm_heteroinfer.patches.registry import CPU_LINEAR, PATCHES
+from vllm_heteroinfer.seams import VLLM_VERSION
+
+pytestmark = pytest.mark.timeout(300)
+
+PROBE = "tests.integration.kernels.layers_probe"
+ROUNDING = 2.0**-7
+"""Of the largest output, in bf16."""
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    build.build()
+
+
+def test_it_applies_once_and_goes() -> None:
+    answer = ask(PROBE, "patch")
+    assert answer["applied"]
+    assert answer["twice"]
+    assert answer["reverted"]
+    missing, changed = answer["refusals"]
+    assert "got nothing in vLLM" in missing
+    assert "got parameters (layer)" in changed
+    assert all("HETEROINFER_CPU_LINEAR=onednn" in text for text in (missing, changed))
+
+
+def test_linear_layers() -> None:
+    answer = ask(PROBE, "linear_layers")
+    assert answer["served"] == [True, True, False, False]
+    assert max(answer["gaps"]) < ROUNDING
+    served, left = answer["said"]  # once each, whatever the number of layers
+    assert served.startswith("CPU linear layers: HeteroInfer's bf16 kernels (avx512f")
+    assert left == "CPU linear layers with torch.float32 weights: left to vLLM (oneDNN)"
+
+
+def test_heads_and_embeddings_are_kept_once() -> None:
+    answer = ask(PROBE, "heads")
+    assert max(answer["gaps"]) < ROUNDING
+    assert answer["lookup"], "an embedding's table is still there to be looked up"
+    assert answer["packed"] == [False, True, True]
+
+
+def test_without_compiled_kernels_onednn_serves_and_says_so(tmp_path: Path) -> None:
+    """The package as in an image whose build left the library out."""
+    package = build.SOURCE.parents[1]
+    copy = shutil.copytree(
+        package, tmp_path / package.name, ignore=shutil.ignore_patterns("compiled", "__pycache__")
+    )
+    answer = ask(PROBE, "without", env={"PYTHONPATH": str(tmp_path)})
+    assert max(answer["gaps"]) < ROUNDING
+    (line,) = answer["said"]
+    assert "vLLM's own (oneDNN), reads slower" in line
+    assert "was not compiled; run: python -m vllm_heteroinfer.kernels.build" in line
+    assert not (copy / "kernels/compiled").exists(), "nothing is compiled while serving"
+
+
+def test_setting_is_checked() -> None:
+    with pytest.raises(AssertionError, match="got HETEROINFER_CPU_LINEAR='fast', expected auto or onednn"):
+        ask(PROBE, "without", env={"HETEROINFER_CPU_LINEAR": "fast"})
+
+
+def test_vllm_still_needs_it() -> None:
+    """Fails once vLLM no longer empties linear weights and keeps a head beside its packed form."""
+    answer = ask(PROBE, "onednn_alone")
+    assert answer == {"linear": [0], "head": [128, 64]}, f"is the patch {CPU_LINEAR.id} still needed?"
+
+
+def test_registry_is_of_the_pinned_version() -> None:
+    assert all(VLLM_VERSION in patch.verified for patch in PATCHES)
