@@ -1,0 +1,95 @@
+"""What members say of the collective that they are at."""
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from vllm_heteroinfer.distributed.bridge.header import (
+    HEADER_BYTES,
+    Operation,
+    describe,
+    header_of_part,
+    num_parts,
+    pack_header,
+)
+
+DTYPES = ("torch.bool", "torch.int64", "torch.float16", "torch.bfloat16", "torch.float32")
+CALLS = st.fixed_dictionaries(
+    {
+        "operation": st.sampled_from(Operation),
+        "shape": st.lists(st.integers(-1, 2**40), max_size=8).map(tuple),
+        "dtype": st.sampled_from(DTYPES),
+        "root": st.integers(-1, 1000),
+        "step": st.integers(0, 2**62),
+        "count": st.integers(0, 2**31),
+        "history": st.integers(0, 2**64 - 1),
+        "sizes": st.none() | st.lists(st.integers(0, 2**40), min_size=2, max_size=8),
+    }
+)
+
+
+def pack(call: dict[str, Any]) -> bytes:
+    return pack_header(call["operation"], **{key: call[key] for key in call if key != "operation"})
+
+
+@given(call=CALLS)
+def test_equal_calls_have_equal_headers(call: dict[str, Any]) -> None:
+    assert pack(call) == pack(dict(call))
+    assert len(pack(call)) == HEADER_BYTES
+
+
+@given(
+    call=CALLS, other=CALLS, field=st.sampled_from(["operation", "dtype", "root", "step", "count", "history"])
+)
+def test_any_difference_is_in_the_header(call: dict[str, Any], other: dict[str, Any], field: str) -> None:
+    assume(call[field] != other[field])
+    assert pack(call) != pack(call | {field: other[field]})
+
+
+@given(call=CALLS, shape=st.lists(st.integers(-1, 2**40), max_size=8).map(tuple))
+def test_shapes_differ_also_by_trailing_zeros(call: dict[str, Any], shape: tuple[int, ...]) -> None:
+    assume(shape != call["shape"])
+    assert pack(call) != pack(call | {"shape": shape})
+    if len(shape) < 8:
+        assert pack(call | {"shape": (*shape, 0)}) != pack(call | {"shape": shape})
+
+
+@given(call=CALLS, part=st.integers(1, 2**40))
+def test_parts_of_a_call_differ(call: dict[str, Any], part: int) -> None:
+    header = pack(call)
+    assert header_of_part(header, 0) == header
+    assert header_of_part(header, part) != header
+    assert f"part {part}" in describe(header_of_part(header, part))
+
+
+def test_words() -> None:
+    header = pack_header(
+        Operation.ALL_REDUCE, shape=(16, 4096), dtype="torch.bfloat16", step=12, count=7, history=0xAB
+    )
+    assert describe(header) == "all_reduce #7 of step 12 [16, 4096] bfloat16 history 00000000000000ab"
+    header = pack_header(
+        Operation.GATHER, shape=(), dtype="torch.int64", root=1, step=0, count=1, history=0, sizes=[1, 2]
+    )
+    assert describe(header).startswith("gather #1 of step 0 [] int64 root 1 sizes ")
+
+
+def test_bytes_that_are_no_header_are_said_to_be_none() -> None:
+    assert "no header" in describe(b"\xff" * HEADER_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1,) * 9, "torch.float32"), ((1,), "torch.complex64"), ((1,), "torch.float8_e4m3fn")],
+)
+def test_what_cannot_be_carried_is_refused(shape: tuple[int, ...], dtype: str) -> None:
+    with pytest.raises(ValueError, match=r"all_reduce: got .*, expected one of torch\.bool"):
+        pack_header(Operation.ALL_REDUCE, shape=shape, dtype=dtype, step=0, count=1, history=0)
+
+
+@given(elements=st.integers(0, 2**40), room=st.integers(1, 2**22))
+def test_parts_cover_a_tensor(elements: int, room: int) -> None:
+    parts = num_parts(elements, room)
+    assert parts * room >= elements
+    assert parts == 1 or (parts - 1) * room < elements
