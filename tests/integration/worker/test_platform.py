@@ -172,12 +172,17 @@ def test_attention_backend_per_instance(model: Path, tmp_path: Path) -> None:
         + CONFIG
         + """
 from vllm.config import set_current_vllm_config
-with set_current_vllm_config(config):
-    layer = Attention(8, 32, 0.2, num_kv_heads=4, cache_config=config.cache_config, prefix="model.layers.0")
-print(json.dumps([layer.attn_backend.get_name(), layer.use_direct_call]))
+from vllm.platforms import current_platform
+def make(name):
+    with set_current_vllm_config(config):
+        return Attention(8, 32, 0.2, num_kv_heads=4, cache_config=config.cache_config, prefix=name)
+first = make("model.layers.0")
+type(current_platform).opaque_attention_op = classmethod(lambda cls: False)
+second = make("model.layers.1")
+print(json.dumps([first.attn_backend.get_name(), first.use_direct_call, second.use_direct_call]))
 """
     )
-    assert see(script, environment(plan, 0), tmp_path) == ["CPU_ATTN", True]
+    assert see(script, environment(plan, 0), tmp_path) == ["CPU_ATTN", False, True]
 
 
 def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
