@@ -24,6 +24,7 @@ constexpr long kFewRows = 64;            // up to here threads share single bloc
 constexpr long kAmxRows = 4;             // from here on tiles beat vectors
 constexpr long kSerialBytes = 64 << 10;  // of weights: below, waking the team takes longer
 constexpr long kChunkUnits = 16;         // of weights that several groups of rows read in turn: 32 KiB
+constexpr long kSharedChunkUnits = 8;    // where they prefetch the next chunk meanwhile: half of the first cache
 constexpr long kManyRows = 256;          // that share one pass over a chunk of weights
 constexpr long kManyBlocks = 4;          // blocks of columns that share one pass over the inputs
 constexpr long kHugePage = 2 << 20;
@@ -112,8 +113,9 @@ void multiply_piece(const Call& call, const Piece& piece, const Piece& next, flo
   const Kernel& kernel = *call.kernel;
   const long length = piece.end - piece.first, streams = length < call.streams ? 1 : call.streams;
   const long each = length / streams, next_each = (next.end - next.first) / streams;
-  const long distance = std::min<long>(call.prefetch, each);
-  const long chunk = call.rows.groups == 1 ? each : std::max<long>(1, kChunkUnits / streams);
+  const bool several = call.rows.groups > 1, shares = several && kernel.shares && call.prefetch;
+  const long chunk = !several ? each : std::max<long>(1, (shares ? kSharedChunkUnits : kChunkUnits) / streams);
+  const long distance = std::min<long>(shares ? chunk : call.prefetch, each);
   Stream stream[kMaxStreams];
   for (long from = 0; from < each; from += chunk) {
     const long to = std::min(each, from + chunk);
@@ -127,14 +129,15 @@ void multiply_piece(const Call& call, const Piece& piece, const Piece& next, flo
           const long unit = piece.first + s * each + at;
           stream[s].w = call.weights(piece.block, unit);
           stream[s].x = call.group_inputs(group, unit);
-          if (group || !call.prefetch)
+          if (!call.prefetch || (group && !shares))
             stream[s].ahead = stream[s].w;
           else if (own)
             stream[s].ahead = stream[s].w + distance * kUnitElements;
           else
             stream[s].ahead = call.weights(next.block, next.first + s * next_each + at - (each - distance));
         }
-        kernel.multiply(sums, call.rows.count(group), stream, static_cast<int>(streams), until - at);
+        const Share share = shares ? Share{static_cast<int>(group), static_cast<int>(call.rows.groups)} : Share{0, 1};
+        kernel.multiply(sums, call.rows.count(group), stream, static_cast<int>(streams), until - at, share);
         at = until;
       }
     }
@@ -143,7 +146,7 @@ void multiply_piece(const Call& call, const Piece& piece, const Piece& next, flo
     for (long group = 0; group < call.rows.groups; group++) {
       const uint16_t* w = call.weights(piece.block, unit);
       stream[0] = {w, w, call.group_inputs(group, unit)};
-      kernel.multiply(c + call.rows.first(group) * kColumns, call.rows.count(group), stream, 1, 1);
+      kernel.multiply(c + call.rows.first(group) * kColumns, call.rows.count(group), stream, 1, 1, {0, 1});
     }
 }
 
@@ -198,7 +201,7 @@ void many_rows(const Call& call, float* sums, long first_group, long end_group, 
       for (long group = first_group; group < end_group; group++) {
         const Stream stream = {w, w, call.group_inputs(group, unit)};
         call.kernel->multiply(c + (call.rows.first(group) - first_row) * kColumns, call.rows.count(group), &stream,
-                              1, length);
+                              1, length, {0, 1});
       }
     }
   }

@@ -24,8 +24,13 @@ constexpr int kMaxStreams = 4;
 // One place that a thread reads from.
 struct Stream {
   const uint16_t* w;      // packed weights
-  const uint16_t* ahead;  // what to prefetch while w is read: as long as w
+  const uint16_t* ahead;  // what to prefetch while w is read: as long as w; w itself for nothing
   const void* x;          // the rows' inputs at the same k, as `pack_rows` lays them
+};
+
+// Which part of `ahead` to prefetch: `index` of `count` equal ones.
+struct Share {
+  int index, count;
 };
 
 // One instruction set's part.
@@ -35,11 +40,12 @@ struct Kernel {
   int x_bytes;        // of one packed input
   int streams;        // at once, for few rows
   int prefetch;       // distance, in units
+  bool shares;        // whether groups of rows prefetch a share each, a chunk ahead; else the first all
   // Packs rows x[rows][k] (row stride ldx) for the units [first, end) of k into `out`, which is
   // the start of these rows' inputs; zeros beyond k.
   void (*pack_rows)(void* out, const uint16_t* x, long ldx, int rows, long k, long first, long end);
   // c[rows][32] += x * w over `units` units of each stream.
-  void (*multiply)(float* c, int rows, const Stream* streams, int count, long units);
+  void (*multiply)(float* c, int rows, const Stream* streams, int count, long units, Share share);
   // Before the first and after the last `multiply` of a thread.
   void (*enter)();
   void (*leave)();

@@ -38,14 +38,14 @@ void configure(int rows) {
   configured_rows = rows;
 }
 
-inline __attribute__((always_inline)) void prefetch_unit(const uint16_t* ahead) {
-#pragma GCC unroll 32
-  for (int line = 0; line < 32; line++)
+inline __attribute__((always_inline)) void prefetch_unit(const uint16_t* ahead, int first, int end) {
+  for (int line = first; line < end; line++)
     _mm_prefetch(reinterpret_cast<const char*>(ahead) + line * 64, _MM_HINT_T0);
 }
 
 template <bool Lower>
-void multiply_tiles(float* c, int rows, const Stream* streams, int count, long units) {
+void multiply_tiles(float* c, int rows, const Stream* streams, int count, long units, Share share) {
+  const int first_line = 32 * share.index / share.count, end_line = 32 * (share.index + 1) / share.count;
   _tile_loadd(0, c, 128);
   _tile_loadd(1, c + 16, 128);
   if (Lower) {
@@ -56,7 +56,7 @@ void multiply_tiles(float* c, int rows, const Stream* streams, int count, long u
     for (int s = 0; s < count; s++) {
       const uint16_t* w = streams[s].w + u * kUnitElements;
       const uint16_t* x = static_cast<const uint16_t*>(streams[s].x) + u * kUnit * rows;
-      if (streams[s].ahead != streams[s].w) prefetch_unit(streams[s].ahead + u * kUnitElements);
+      if (streams[s].ahead != streams[s].w) prefetch_unit(streams[s].ahead + u * kUnitElements, first_line, end_line);
       _tile_loadd(6, w, 128);
       _tile_loadd(4, x, 64);
       _tile_dpbf16ps(0, 4, 6);
@@ -76,12 +76,12 @@ void multiply_tiles(float* c, int rows, const Stream* streams, int count, long u
   }
 }
 
-void multiply(float* c, int rows, const Stream* streams, int count, long units) {
+void multiply(float* c, int rows, const Stream* streams, int count, long units, Share share) {
   configure(rows);
   if (rows > 16)
-    multiply_tiles<true>(c, rows, streams, count, units);
+    multiply_tiles<true>(c, rows, streams, count, units, share);
   else
-    multiply_tiles<false>(c, rows, streams, count, units);
+    multiply_tiles<false>(c, rows, streams, count, units, share);
 }
 
 void pack_rows(void* out, const uint16_t* x, long ldx, int rows, long k, long first, long end) {
@@ -104,7 +104,7 @@ void leave() {
 
 }  // namespace
 
-const Kernel kAmx = {"amx_bf16", 32, 2, 2, 1, pack_rows, multiply, enter, leave};
+const Kernel kAmx = {"amx_bf16", 32, 2, 2, 1, true, pack_rows, multiply, enter, leave};
 
 bool request_amx() {
   constexpr long kArchReqXcompPerm = 0x1023, kXfeatureTileData = 18;

@@ -38,7 +38,7 @@ struct Dot {
 
 }  // namespace
 
-const Kernel kAvx512 = {"avx512f", 12, 4, 4, 1, pack_rows<Dot>, multiply<Dot>, nothing, nothing};
+const Kernel kAvx512 = {"avx512f", 12, 4, 4, 1, false, pack_rows<Dot>, multiply<Dot>, nothing, nothing};
 
 void store_rows(uint16_t* y, long ldy, const float* c, int rows, long columns, const uint16_t* bias) {
   for (int r = 0; r < rows; r++)

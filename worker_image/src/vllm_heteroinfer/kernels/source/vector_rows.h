@@ -53,7 +53,7 @@ static void multiply_streams(float* c, const Stream* streams, int count, long un
 }
 
 template <class Dot>
-static void multiply(float* c, int rows, const Stream* streams, int count, long units) {
+static void multiply(float* c, int rows, const Stream* streams, int count, long units, Share) {
   switch (rows) {
     case 1: return multiply_streams<Dot, 1>(c, streams, count, units);
     case 2: return multiply_streams<Dot, 2>(c, streams, count, units);
