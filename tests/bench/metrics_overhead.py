@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import itertools
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -175,6 +176,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.shape == "8b" and not visible_gpus():
         parser.error("--shape 8b needs an NVIDIA GPU: nvidia-smi found none; take --shape tiny")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the groups too
     pairs: list[Pair] = []
     with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
         plan = plan_of(options.shape, Path(scratch))
