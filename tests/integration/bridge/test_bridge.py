@@ -98,21 +98,9 @@ def test_shared_memory_has_no_name_and_nothing_stays() -> None:
             ours = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "heteroinfer-bridge" in line}
             assert len(ours) == 1
             assert ours.pop().startswith("/memfd:heteroinfer-bridge-")
-            assert not [
-                link
-                for link in Path(f"/proc/{member.pid}/fd").iterdir()
-                if "heteroinfer-bridge" in _target(link)
-            ]
         for member in members:
             member.kill()
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "heteroinfer" in name]
-
-
-def _target(link: Path) -> str:
-    try:
-        return os.readlink(link)
-    except FileNotFoundError:  # closed meanwhile
-        return ""
 
 
 @pytest.mark.parametrize("group", GROUPS)
