@@ -78,7 +78,9 @@ def prompts(requests: int) -> list[list[int]]:
     return [[(7 * i + j) % 500 + 1 for j in range(PROMPT_TOKENS)] for i in range(requests)]
 
 
-def measure(load: Load, ask: Callable[[int, int], float], scrape: Callable[[], list[dict[str, float]]] | None = None) -> Times:
+def measure(
+    load: Load, ask: Callable[[int, int], float], scrape: Callable[[], list[dict[str, float]]] | None = None
+) -> Times:
     """Returns the time of a step.
 
     Args:

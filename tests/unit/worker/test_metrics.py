@@ -8,7 +8,7 @@ from heteroinfer_contract import metrics as names
 from heteroinfer_contract.launch import PodAddress, PodLaunch
 from tests.integration.worker.groups import build_plan
 from vllm_heteroinfer.launch.channel import RankChannel, RankReporter
-from vllm_heteroinfer.metrics import RankMetrics
+from vllm_heteroinfer.metrics import RankMetrics, Step, fit_transfer
 
 LAUNCH = PodLaunch(
     group="ns/x/0", group_uid="u", epoch=1, pod_index=0, addresses=(PodAddress(host="127.0.0.1"),)
@@ -45,3 +45,9 @@ def test_a_step_adds_up() -> None:
     finally:
         reporter.close()
         ours.close()
+
+
+def test_a_step_has_no_more_transfer_than_time() -> None:
+    step = Step(step_s=1.0, wait_s=0.4, transfer_s={"send": 0.9, "recv": 0.3})
+    fit_transfer(step)
+    assert step.transfer_s == pytest.approx({"send": 0.45, "recv": 0.15})

@@ -23,6 +23,7 @@ def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], rooms_bytes
     each = ", ".join(f"rank {rank.rank} {could[rank.rank]}" for rank in plan.ranks)
     return (
         f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank; rank {tightest.rank} "
-        f"(role {tightest.role}, {tightest.device}) limits it: {rooms_bytes[tightest.rank] / 2**20:.0f} MiB are room "
-        f"for {room} blocks{by_plan}; room in blocks: {each}"
+        f"(role {tightest.role}, {tightest.device}) limits it: "
+        f"{rooms_bytes[tightest.rank] / 2**20:.0f} MiB are room for {room} blocks{by_plan}; "
+        f"room in blocks: {each}"
     )

@@ -34,7 +34,7 @@ _SMOOTHING = 0.1
 
 
 @dataclass(slots=True)
-class _Step:
+class Step:
     """What one step cost so far.
 
     Attributes:
@@ -100,7 +100,7 @@ class RankMetrics:
         self._steps = 0
         self._averages: tuple[float, ...] = ()
         self._busy: str | None = None
-        self._step = _Step()
+        self._step = Step()
         self._left: float | None = None
         self._inside = False
         self._lock = threading.Lock()
@@ -173,14 +173,15 @@ class RankMetrics:
             prefill_tokens: prompt tokens of the step; a step with any is a prefill.
             decode_tokens: others.
         """
-        step, self._step, self._busy = self._step, _Step(), None
+        step, self._step, self._busy = self._step, Step(), None
         with self._lock:
             step.tokens = (prefill_tokens, decode_tokens)
             if not step.runs_on:
                 self._record(step, step.tokens)
 
-    def _record(self, step: _Step, tokens: tuple[int, int]) -> None:
+    def _record(self, step: Step, tokens: tuple[int, int]) -> None:
         phase = names.PHASE_PREFILL if tokens[0] else names.PHASE_DECODE
+        fit_transfer(step)
         transfer_s = sum(step.transfer_s.values())
         compute_s = max(0.0, step.step_s - step.wait_s - transfer_s)
         if self.counts:
@@ -190,7 +191,7 @@ class RankMetrics:
             self._average(step.step_s, compute_s, step.wait_s, transfer_s)
         self._reporter.step(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
 
-    def _count(self, step: _Step, phase: str, tokens: tuple[int, int], compute_s: float) -> None:
+    def _count(self, step: Step, phase: str, tokens: tuple[int, int], compute_s: float) -> None:
         self._step_seconds.labels(*self._labels, phase).observe(step.step_s)
         self._compute.labels(*self._labels, phase).observe(compute_s)
         self._wait.labels(*self._labels, phase).observe(step.wait_s)
@@ -213,6 +214,17 @@ class RankMetrics:
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, names.RANK_LABELS, registry=self.registry).labels(*self._labels)
+
+
+def fit_transfer(step: Step) -> None:
+    """Scales a step's transfer down to what its wall time leaves room for.
+
+    Small copies of a GPU are timed by sampling, so that one step may be told more than it had.
+    """
+    room_s, transfer_s = max(0.0, step.step_s - step.wait_s), sum(step.transfer_s.values())
+    if transfer_s > room_s:
+        for direction in step.transfer_s:
+            step.transfer_s[direction] *= room_s / transfer_s
 
 
 def serve(

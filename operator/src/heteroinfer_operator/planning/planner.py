@@ -172,20 +172,19 @@ def _kv_tokens(
     use; and no more than max_num_seqs sequences of full length can ever be used.
     """
     if any(stage.room is None for stage in budgets):
-        return (
-            max(_UNKNOWN_MEMORY_SEQUENCES * engine.max_model_len, _min_tokens(engine))
-            // BLOCK_SIZE
-            * BLOCK_SIZE
-        )
-    useful = engine.max_num_seqs * engine.max_model_len + BLOCK_SIZE
-    rooms = _token_rooms(layers, budgets, sizes)
-    return max(min(*rooms, useful), _min_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
+        useful = _UNKNOWN_MEMORY_SEQUENCES * engine.max_model_len
+    else:
+        useful = engine.max_num_seqs * engine.max_model_len + BLOCK_SIZE
+    rooms = [room for room in _token_rooms(layers, budgets, sizes) if room is not None]
+    return max(min([*rooms, useful]), _min_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def _token_rooms(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> list[int]:
-    """Returns the tokens that each stage's memory has room for; those of a stage of unknown memory are 0."""
+def _token_rooms(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> list[int | None]:
+    """Returns the tokens that each stage's memory has room for; None for a stage of unknown memory."""
     return [
-        ((stage.room or 0) - sizes.layers(end - count, end)) // (count * sizes.kv_bytes)
+        None
+        if stage.room is None
+        else (stage.room - sizes.layers(end - count, end)) // (count * sizes.kv_bytes)
         for stage, count, end in zip(budgets, layers, accumulate(layers), strict=True)
     ]
 
@@ -193,9 +192,9 @@ def _token_rooms(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: S
 def _limiting_rank(
     topology: Topology, layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
 ) -> int | None:
-    if any(stage.room is None for stage in budgets):
+    rooms = [room for room in _token_rooms(layers, budgets, sizes) if room is not None]
+    if len(rooms) < len(budgets):
         return None
-    rooms = _token_rooms(layers, budgets, sizes)
     stage = rooms.index(min(rooms))
     seats = topology.stages[stage]
     tightest = next(i for i, seat in enumerate(seats) if seat.placed.role.name == budgets[stage].role)
