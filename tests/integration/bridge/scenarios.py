@@ -87,6 +87,7 @@ def check_differences(told: list[dict[str, Any]]) -> None:
     last = len(told) - 1
     for name, (*_, words) in DIFFERENCES.items():
         for rank, events in enumerate(told):
+            assert name in events, (name, rank, events.get("error"))
             one = events[name]
             context = (name, rank, one)
             assert "peer" in one, context

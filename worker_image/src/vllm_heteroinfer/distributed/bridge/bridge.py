@@ -96,7 +96,7 @@ class Bridge:
         self._link: Link = self._mail
         if self.path == "shared_memory":
             slab = share_slab(self._members, cpu_group, device)
-            self._link = SharedMemoryLink(slab, self._members, device, timeout_s=timeout_s, meter=meter)
+            self._link = SharedMemoryLink(slab, self._members, timeout_s=timeout_s, meter=meter)
         staging: Staging = HostStaging()
         if device.type == "cuda":
             staging = CudaStaging(device, self._members.peers, self._link.buffers())

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-import torch
-
 from vllm_heteroinfer.distributed.bridge.link import Buffer, Members, Meter
 from vllm_heteroinfer.distributed.bridge.slab import (
     ANNOUNCED,
@@ -20,7 +18,6 @@ from vllm_heteroinfer.distributed.bridge.slab import (
     WORDS,
     WRITTEN,
     Slab,
-    unlock_pages,
 )
 from vllm_heteroinfer.distributed.bridge.waiting import SPIN_S, wait_until
 from vllm_heteroinfer.distributed.errors import PeerLostError
@@ -32,11 +29,8 @@ MACHINES = ("x86_64",)
 class SharedMemoryLink:
     """See `Link`."""
 
-    def __init__(
-        self, slab: Slab, members: Members, device: torch.device, *, timeout_s: float, meter: Meter
-    ) -> None:
+    def __init__(self, slab: Slab, members: Members, *, timeout_s: float, meter: Meter) -> None:
         self._slab, self._members, self._meter, self.timeout_s = slab, members, meter, timeout_s
-        self._on_gpu = device.type == "cuda"
         self._published = self._announced = self._read = 0
         self._line = members.index * WORDS
         self._own = slab.parts[members.index]
@@ -141,9 +135,7 @@ class SharedMemoryLink:
     def close(self) -> None:
         """Says so to the others; the memory goes with the last process that maps it."""
         self._slab.words[self._line + CLOSED] = 1
-        if self._on_gpu:
-            unlock_pages(self._slab.bytes)
-            self._on_gpu = False
+        self._slab.unlock()
 
 
 def _exceeds(words: "memoryview[int]", word: int, value: int) -> bool:

@@ -9,6 +9,8 @@ namespace: one pod, or one machine under `heteroinfer up`.
 import mmap
 import os
 import secrets
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +46,10 @@ class Slab:
         parts: by rank in group, the PARTS buffers of that member.
         headers: by rank in group, the headers of these.
         ring: the announcements of the first member: length in 8 bytes, then the bytes.
+        unlock: takes `lock_pages` back; the second call and later ones do nothing.
     """
+
+    unlock: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, fd: int, members: int) -> None:
         self._memory = mmap.mmap(fd, slab_bytes(members), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -165,7 +170,7 @@ def _attempt(offer: _Offer, members: Members, device: torch.device) -> _Attempt:
     try:
         attempt.slab = _open(offer, len(members.ranks))
         if device.type == "cuda":
-            lock_pages(attempt.slab.bytes, device)
+            lock_pages(attempt.slab, device)
     except OSError as error:
         attempt.error = str(error)
     else:
@@ -199,21 +204,22 @@ def _verdict(attempt: _Attempt, seen: list[tuple[bytes, str]], members: Members)
     return f"{here} does not see what ranks {unseen} wrote" if unseen else ""
 
 
-def lock_pages(memory: torch.Tensor, device: torch.device) -> None:
-    """Lets the GPU copy from and to host memory by itself, until `unlock_pages`.
+def lock_pages(slab: Slab, device: torch.device) -> None:
+    """Lets the GPU copy from and to a slab by itself, until `Slab.unlock` or the slab's end.
+
+    Memory that went while it was locked would keep its address from being locked again.
 
     Raises:
         OSError: CUDA does not take it.
     """
+    address, num_bytes = slab.bytes.data_ptr(), slab.bytes.numel()
     with torch.cuda.device(device):
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
     if int(status) != 0:
-        raise OSError(f"cudaHostRegister of {memory.numel()} bytes failed with {status}")
-
-
-def unlock_pages(memory: torch.Tensor) -> None:
-    """Takes `lock_pages` back; the memory may then be unmapped."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with {status}")
+    unlock = weakref.finalize(slab, torch.cuda.cudart().cudaHostUnregister, address)
+    unlock.atexit = False  # it ends with the process
+    slab.unlock = unlock
 
 
 def gather_values(value: _T, cpu_group: Any) -> list[_T]:
