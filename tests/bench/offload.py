@@ -202,8 +202,7 @@ def run_group(
 ) -> dict[Load, Times]:
     """Returns the times of one of our groups."""
     env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    if options.threads:
-        env["OMP_NUM_THREADS"] = str(options.threads)
+    env |= dict(setting.split("=", 1) for setting in options.env)
     with start_group(plan, folder, env=env, startup_timeout_s=START_TIMEOUT_S) as group:
         print(f"  ready after {group.wait_ready(START_TIMEOUT_S):.0f} s", flush=True)
 
