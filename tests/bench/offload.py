@@ -415,9 +415,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--threads", type=int, default=0, help="of the CPU rank; 0: as the supervisor decides"
-    )
+    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE, for our pods")
     parser.add_argument("--batches-in-flight", type=int, default=1)
     parser.add_argument("--compile-cpu", action="store_true")
     parser.add_argument("--write", type=Path, help="write the tables to this file")
