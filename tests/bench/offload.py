@@ -1,6 +1,8 @@
 """Decode of an 8B-shaped model whose layers are partly off the GPU: ours against vLLM's two weight offloads.
 
-    python -m tests.bench.offload [--layers 4,8,16] [--requests 1,4,16,64] [--write FILE]
+    python -m tests.bench.offload [--layers 4,8,16] [--requests 1,4,16,64] [--results FILE] [--write FILE]
+
+Where one command may not run for long, `--only` takes a part, and `--results FILE` adds up over several.
 
 Needs one GPU and a Python with vLLM's CUDA and CPU builds (the worker image's). In one run, one
 after the other, with dummy bf16 weights, torch.compile and CUDA graphs:
@@ -28,13 +30,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import metrics as names
 from heteroinfer_contract.plan import Device, Plan
+from tests.bench.offload_tables import Load, Times, read_results, to_markdown, write_results
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
 from tests.models import Recipe, cached_model
 
@@ -49,28 +52,6 @@ KV_LAYER_BYTES = 2 * KV_HEADS * HEAD_DIM * 2 * MAX_LEN * (MAX_SEQS + 1)
 SHORT, START_TIMEOUT_S = 8, 500.0
 PROMPT_TOKENS = 16
 CAPTURE = json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What is asked: how many requests at once, how many steps are timed, how often."""
-
-    requests: int
-    steps: int
-    rounds: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """What one load cost, in seconds a step.
-
-    Attributes:
-        step_s: median over rounds.
-        ranks: of ours only; by rank, where the step's time went.
-    """
-
-    step_s: float
-    ranks: tuple[Mapping[str, float], ...] = ()
 
 
 def prompts(requests: int) -> list[list[int]]:
@@ -352,55 +333,6 @@ def run(options: argparse.Namespace) -> dict[str, dict[Load, Times]]:
     return results
 
 
-def to_markdown(results: Mapping[str, Mapping[Load, Times]], options: argparse.Namespace) -> str:
-    """Returns the tables of docs/benchmarks.md."""
-    lines = [
-        "| layers off | requests | ours, ms | UVA, ms | prefetch, ms | UVA / ours | prefetch / ours |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    parts = [
-        "| layers off | N | rank | compute | on the device | peers | transfer | engine | explained | alone |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for off in options.layers:
-        for load in results.get(f"ours/{off}", {}):
-            by = {
-                kind: results.get(f"{kind}/{off}", {}).get(load)
-                for kind in ("ours", "uva", "prefetch", "alone")
-            }
-            lines.append(_row(off, load, by))
-            parts += _rank_rows(off, load, by)
-    return "\n".join([*lines, "", *parts])
-
-
-def _row(off: int, load: Load, by: Mapping[str, Times | None]) -> str:
-    def ms(kind: str) -> str:
-        times = by[kind]
-        return "failed" if times is None else f"{times.step_s * 1e3:.1f}"
-
-    def ratio(kind: str) -> str:
-        peer, ours = by[kind], by["ours"]
-        return "-" if peer is None or ours is None else f"{peer.step_s / ours.step_s:.2f}"
-
-    cells = [off, load.requests, ms("ours"), ms("uva"), ms("prefetch"), ratio("uva"), ratio("prefetch")]
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _rank_rows(off: int, load: Load, by: Mapping[str, Times | None]) -> list[str]:
-    ours, alone = by["ours"], by["alone"]
-    rows = []
-    for rank, part in enumerate(ours.ranks if ours else ()):
-        own = f"{alone.ranks[0]['compute'] * 1e3:.2f}" if rank and alone else ""
-        cells = [f"{part[key] * 1e3:.2f}" for key in ("compute", "device", "wait", "transfer", "idle")]
-        who = f"{rank} ({'GPU' if rank else 'CPU'})"
-        rows.append(
-            "| "
-            + " | ".join([str(off), str(load.requests), who, *cells, f"{part['explained']:.0%}", own])
-            + " |"
-        )
-    return rows
-
-
 def main() -> int:
     """Runs the comparison; see the module."""
 
@@ -418,6 +350,7 @@ def main() -> int:
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE, for our pods")
     parser.add_argument("--batches-in-flight", type=int, default=1)
     parser.add_argument("--compile-cpu", action="store_true")
+    parser.add_argument("--results", type=Path, help="add to these results, and show all of them")
     parser.add_argument("--write", type=Path, help="write the tables to this file")
     parser.add_argument("--stock", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -425,8 +358,10 @@ def main() -> int:
         stock_main(options.stock)
         return 0
     start = time.monotonic()
-    results = run(options)
-    page = to_markdown(results, options)
+    results = read_results(options.results) | run(options)
+    if options.results:
+        write_results(options.results, results)
+    page = to_markdown(results, options.layers)
     date = datetime.datetime.now(tz=datetime.UTC).date()
     print(f"\n{date}, {os.cpu_count()} cores, {time.monotonic() - start:.0f} s\n{page}")
     if options.write:

@@ -1,6 +1,6 @@
 """Tokens a second and start-up of our PP=2 CPU group against stock vLLM `--nnodes 2` PP=2, on one machine.
 
-    .venv/bin/python -m tests.bench.pipeline_vs_stock [--write docs/benchmarks.md]
+    .venv/bin/python -m tests.bench.pipeline_vs_stock [--write FILE]
 
 Both groups are up at once and idle but for the one that is asked: rounds alternate, so that
 whatever else the machine does meets both. Exits 1 if ours has less than 0.95 of stock's tokens/s.
@@ -180,7 +180,7 @@ def warm_caches(folder: Path, env: dict[str, str], model: Path) -> None:
 def to_markdown(
     started: dict[str, float], rates: dict[Load, dict[str, list[float]]], rounds: int, command: str
 ) -> str:
-    """Returns the page docs/benchmarks.md."""
+    """Returns the section of docs/benchmarks.md."""
     rows = [
         f"| {load.concurrency} at once, {load.tokens} tokens each | {statistics.median(by['ours']):.1f} | "
         f"{statistics.median(by['stock']):.1f} | {ratio(by):.2f} |"
@@ -196,9 +196,7 @@ def to_markdown(
     )
     busy = os.getloadavg()[1]
     date = datetime.datetime.now(tz=datetime.UTC).date()
-    return f"""# Benchmarks
-
-## Pipeline of two CPU stages against stock vLLM
+    return f"""## Pipeline of two CPU stages against stock vLLM
 
 Ours (two pods under supervisors) against stock vLLM 0.32.0 `--nnodes 2 --pipeline-parallel-size 2`, the same
 random Llama-shaped model (8 layers, 256 wide, float32), prompts and settings, torch.compile on, one thread a
@@ -226,7 +224,7 @@ def main() -> int:
     """Runs the comparison; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.pipeline_vs_stock")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--write", type=Path, help="write the table to this page")
+    parser.add_argument("--write", type=Path, help="write the section to this file")
     args = parser.parse_args()
     loads = [
         Load(concurrency=1, tokens=128),
