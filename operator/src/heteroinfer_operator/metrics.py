@@ -52,8 +52,7 @@ class OperatorMetrics:
         if after:
             self._groups[key] = after
         for phase in before.keys() | after.keys():
-            total = sum(counts[phase] for counts in self._groups.values())
-            self._groups_gauge.labels(phase).set(total)
+            self._groups_gauge.labels(phase).inc(after[phase] - before[phase])
 
     def observe_write(self, verb: str, kind: str) -> None:
         """Counts an accepted write: verb and plural as in RBAC."""

@@ -135,8 +135,9 @@ def test_only_pods_that_are_placed_and_not_over_take_room() -> None:
     assert mine is not None
     key = ResourceKey(namespace="ns", name="llama")
     other = ResourceKey(namespace="ns", name="other")
-    assert trim.requested_by_node([mine], except_of=key) == {}
-    assert trim.requested_by_node([mine, mine], except_of=other) == {"n1": {"nvidia.com/gpu": 2}}
+    assert trim.total_requests([mine], except_of=key) == {}
+    assert trim.total_requests([mine, mine], except_of=other) == {"nvidia.com/gpu": 2}
+    assert trim.total_requests([mine, mine], except_of=None) == {"nvidia.com/gpu": 2}
     pod["status"]["phase"] = "Succeeded"
     assert trim.pod_requests(pod) is None
     del pod["spec"]["nodeName"]

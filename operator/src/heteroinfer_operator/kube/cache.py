@@ -7,7 +7,8 @@ kopf's index is not used: after a 410 and a relist it keeps objects that are gon
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, TypeVar
 
@@ -71,6 +72,7 @@ class WatchCache(Generic[T]):
         collection: what to hold.
         trim: an object to its value; None for objects that don't belong here.
         changed: called with the value before and after each change that `trim` shows.
+        index: what `under` finds a value by; None where nobody asks for it.
     """
 
     def __init__(
@@ -80,13 +82,16 @@ class WatchCache(Generic[T]):
         *,
         trim: Callable[[Manifest], T | None],
         changed: Callable[[T | None, T | None], None],
+        index: Callable[[T], Hashable] | None = None,
     ) -> None:
         self.collection = collection
         self.synced = asyncio.Event()
         self._server = server
         self._trim = trim
         self._changed = changed
+        self._index = index
         self._entries: dict[ObjectName, _Entry[T]] = {}
+        self._indexed: defaultdict[Hashable, dict[ObjectName, T]] = defaultdict(dict)
         self._version = ""
 
     def get(self, name: ObjectName) -> T | None:
@@ -97,6 +102,11 @@ class WatchCache(Generic[T]):
     def values(self) -> list[T]:
         """Returns all values, in order of their names."""
         return [self._entries[name].value for name in sorted(self._entries)]
+
+    def under(self, indexed: Hashable) -> list[T]:
+        """Returns the values with this index, in order of their names; costs no look at any other."""
+        found = self._indexed.get(indexed, {})
+        return [found[name] for name in sorted(found)]
 
     def note_written(self, stored: Manifest) -> None:
         """Takes in the API server's answer to a write, unless the watch is past it already."""
@@ -202,13 +212,25 @@ class WatchCache(Generic[T]):
             return
         self._entries[name] = entry
         before = kept.value if kept else None
+        self._file(name, before, entry.value)
         if before != entry.value:
             self._changed(before, entry.value)
 
     def _drop(self, name: ObjectName) -> None:
         kept = self._entries.pop(name, None)
         if kept is not None:
+            self._file(name, kept.value, None)
             self._changed(kept.value, None)
+
+    def _file(self, name: ObjectName, before: T | None, after: T | None) -> None:
+        if self._index is None:
+            return
+        if before is not None:
+            self._indexed[self._index(before)].pop(name, None)
+            if not self._indexed[self._index(before)]:
+                del self._indexed[self._index(before)]
+        if after is not None:
+            self._indexed[self._index(after)][name] = after
 
 
 def _uid(stored: Manifest) -> str:

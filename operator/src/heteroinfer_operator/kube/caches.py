@@ -1,7 +1,8 @@
 """All that the operator keeps a copy of, in cluster scope or in a few namespaces."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
@@ -43,10 +44,18 @@ class Caches:
                     touched(record.key)
 
         def build_pods(scope: str | None) -> WatchCache[PodRecord]:
-            return WatchCache(server, _ours(POD, scope), trim=trim.pod_record, changed=touch)
+            return WatchCache(
+                server, _ours(POD, scope), trim=trim.pod_record, changed=touch, index=lambda pod: pod.key
+            )
 
         def build_children(kind: Kind, scope: str | None) -> WatchCache[ChildRecord]:
-            return WatchCache(server, _ours(kind, scope), trim=trim.child_record, changed=touch)
+            return WatchCache(
+                server,
+                _ours(kind, scope),
+                trim=trim.child_record,
+                changed=touch,
+                index=lambda child: child.key,
+            )
 
         self._pods = {scope: build_pods(scope) for scope in scopes}
         self._children = {
@@ -65,8 +74,11 @@ class Caches:
                 server,
                 Collection(label="requests of all pods", path=POD.path(), query=PLACED),
                 trim=trim.pod_requests,
-                changed=lambda before, after: None,
+                changed=self._requests_changed,
+                index=lambda pod: pod.node,
             )
+        # By node: what all its pods request, and whose they are; made anew when one of them has changed.
+        self._requested: dict[str, tuple[Mapping[str, float], frozenset[ResourceKey | None]]] = {}
 
     def all(self) -> list[WatchCache[Any]]:
         """Returns every cache."""
@@ -100,14 +112,14 @@ class Caches:
     def pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
         """Returns the pods of a resource, in order of their names."""
         cache: WatchCache[PodRecord] = self.of(POD, key.namespace)
-        return [pod for pod in cache.values() if pod.key == key and pod.owner_uid == uid]
+        return [pod for pod in cache.under(key) if pod.owner_uid == uid]
 
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
         """Returns the other children of a resource, in order of kind and name."""
         found: list[ChildRecord] = []
         for kind in CHILDREN:
             cache: WatchCache[ChildRecord] = self.of(kind, key.namespace)
-            found += [child for child in cache.values() if child.key == key and child.owner_uid == uid]
+            found += [child for child in cache.under(key) if child.owner_uid == uid]
         return found
 
     def child(self, kind: Kind, name: ObjectName) -> ChildRecord | None:
@@ -119,16 +131,28 @@ class Caches:
         """Returns nodes with what all but this resource request; None outside cluster scope."""
         if self._nodes is None or self._requests is None:
             return None
-        requested = trim.requested_by_node(self._requests.values(), except_of=key)
         return tuple(
-            NodeView(
-                name=node.name,
-                allocatable=node.allocatable,
-                requested=requested.get(node.name, {}),
-                schedulable=node.schedulable,
-            )
+            replace(node, requested=self._requested_of(node.name, except_of=key))
             for node in self._nodes.values()
         )
+
+    def _requested_of(self, node: str, *, except_of: ResourceKey) -> Mapping[str, float]:
+        """Returns what others than a resource request of a node; looks at its pods only where it must."""
+        assert self._requests is not None
+        known = self._requested.get(node)
+        if known is None:
+            pods = self._requests.under(node)
+            keys = frozenset(pod.key for pod in pods)
+            known = self._requested[node] = (trim.total_requests(pods, except_of=None), keys)
+        total, keys = known
+        if except_of in keys:
+            return trim.total_requests(self._requests.under(node), except_of=except_of)
+        return total
+
+    def _requests_changed(self, before: PodRequests | None, after: PodRequests | None) -> None:
+        for pod in (before, after):
+            if pod is not None:
+                self._requested.pop(pod.node, None)
 
 
 def _ours(kind: Kind, scope: str | None) -> Collection:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import (
@@ -254,10 +254,10 @@ def _maximum(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str,
     return {name: max(left.get(name, 0.0), right.get(name, 0.0)) for name in {**left, **right}}
 
 
-def requested_by_node(pods: Iterable[PodRequests], *, except_of: ResourceKey) -> dict[str, dict[str, float]]:
-    """Returns what is requested of each node by all pods but those of one resource."""
-    totals: dict[str, dict[str, Any]] = {}
+def total_requests(pods: Iterable[PodRequests], *, except_of: ResourceKey | None) -> dict[str, float]:
+    """Returns what pods request together, by resource name; those of one resource left out."""
+    total: dict[str, float] = {}
     for pod in pods:
-        if pod.key != except_of:
-            totals[pod.node] = _sum(totals.get(pod.node, {}), pod.requests)
-    return totals
+        if except_of is None or pod.key != except_of:
+            total = _sum(total, pod.requests)
+    return total
