@@ -11,9 +11,11 @@ from pathlib import Path
 from tests.cluster import processes, tools
 from tests.cluster.pki import Pki
 from tests.cluster.processes import ProcessIdentity
+from tests.cluster.programs import Program
 from tests.cluster.state import State
 
 READY_TIMEOUT_S = 60.0
+API_SERVER = "kube-apiserver"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,7 @@ class Site:
     """Where the control plane listens: `address`, and a port for each of its listeners.
 
     `prefix` is what starts a program in the cluster's own namespaces; empty: on the machine itself.
+    `node_grace_s`: a node without a sign of life for so long is NotReady; Kubernetes' own default.
     """
 
     address: str
@@ -32,6 +35,7 @@ class Site:
     service_range: str
     prefix: tuple[str, ...] = ()
     reachable_by_pods: bool = False
+    node_grace_s: int = 50
 
     @property
     def server(self) -> str:
@@ -133,6 +137,7 @@ def build_controller_manager_command(site: Site, pki: Pki) -> list[str]:
         # At the default 20 a second, the start and a namespace's removal wait for the client's own limit.
         "--kube-api-qps=300",
         "--kube-api-burst=600",
+        f"--node-monitor-grace-period={site.node_grace_s}s",
     ]
 
 
@@ -159,7 +164,45 @@ def api_status(site: Site, pki: Pki, path: str) -> int:
 
 
 def _start(state: State, site: Site, name: str, command: Sequence[str]) -> ProcessIdentity:
-    return processes.spawn([*site.prefix, *command], mark=state.folder, log=state.log(name))
+    return Program.start(state, name, [*site.prefix, *command]).identity
+
+
+@contextlib.contextmanager
+def api_server_down(state: State) -> Iterator[float]:
+    """Kills the API server for as long as the context lasts; yields the Unix time of its end.
+
+    Leaving the context starts it again and returns once it is ready. Its port stays bound meanwhile, so that
+    no client of it is given the port by chance.
+
+    Raises:
+        ClusterError: it did not end, or did not come back.
+    """
+    program, (site, pki) = Program.of(state, API_SERVER), site_of(state)
+    with socket.socket() as holder:
+        if not site.prefix:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind((site.address, site.api_port))
+        try:
+            yield program.kill()
+        finally:
+            again = program.start_again()
+            _wait_api_server(state, site, pki, again.identity)
+
+
+def site_of(state: State) -> tuple[Site, Pki]:
+    """Returns where a running control plane listens, and its keys."""
+    stored = json.loads((state.folder / "site.json").read_text())
+    return Site(**{**stored, "prefix": tuple(stored["prefix"])}), Pki(folder=state.folder / "pki")
+
+
+def _wait_api_server(state: State, site: Site, pki: Pki, process: ProcessIdentity) -> None:
+    processes.wait_until(
+        "the API server's /readyz",
+        lambda: api_status(site, pki, "/readyz") == http.client.OK,
+        timeout_s=READY_TIMEOUT_S,
+        process=process,
+        log=state.log(API_SERVER),
+    )
 
 
 def start_control_plane(state: State, site: Site, pki: Pki) -> None:
@@ -172,14 +215,8 @@ def start_control_plane(state: State, site: Site, pki: Pki) -> None:
     for name in ("kube-controller-manager", "kube-scheduler"):
         pki.write_kubeconfig(name, site.server, pki.folder / f"{name}.kubeconfig")
     _start(state, site, "etcd", build_etcd_command(site, state.folder / "etcd"))
-    apiserver = _start(state, site, "kube-apiserver", build_apiserver_command(site, pki))
-    processes.wait_until(
-        "the API server's /readyz",
-        lambda: api_status(site, pki, "/readyz") == http.client.OK,
-        timeout_s=READY_TIMEOUT_S,
-        process=apiserver,
-        log=state.log("kube-apiserver"),
-    )
+    apiserver = _start(state, site, API_SERVER, build_apiserver_command(site, pki))
+    _wait_api_server(state, site, pki, apiserver)
     _start(state, site, "kube-scheduler", build_scheduler_command(site, pki))
     manager = _start(state, site, "kube-controller-manager", build_controller_manager_command(site, pki))
     processes.wait_until(

@@ -19,9 +19,14 @@ from tests.cluster.namespaces import Addresses, Namespaces, connect_namespaces, 
 from tests.cluster.oci import Image
 from tests.cluster.pki import Pki, create_pki
 from tests.cluster.processes import ProcessIdentity
+from tests.cluster.programs import Program
 from tests.cluster.state import State
 
 NODE_LIMIT = 4
+NODE_GRACE_S = 20
+"""Kubernetes' own 50 s is long for tests that wait for it."""
+LEASE_S = 16
+"""Renewed four times as often: a busy machine may miss a few."""
 READY_TIMEOUT_S = 60.0
 SOCKET = "/run/containerd/containerd.sock"
 CTR = ("ctr", "--address", SOCKET, "--namespace", "k8s.io")
@@ -97,11 +102,10 @@ def _start(state: State, seed: Path) -> NodeCluster:
     namespaces = create_namespaces(state)
     (state.folder / "holder.json").write_text(json.dumps(dataclasses.asdict(namespaces.holder)))
     connect_namespaces(state, namespaces, addresses)
-    state.will_change("cgroup", _cgroup(state))
-    cgroups.create(_cgroup(state))
-    (state.folder / image_store.SEED_MARK).write_text(str(seed))
-    namespaces.run("sh", "-c", image_store.build_mount_script(seed, Path("/var/lib/containerd")))
-    programs = _Programs(state=state, namespaces=namespaces, addresses=addresses)
+    state.will_change("cgroup", node_cgroup(state))
+    cgroups.create(node_cgroup(state))
+    give_images(state, namespaces, seed)
+    programs = NodePrograms(state=state, namespaces=namespaces, addresses=addresses)
     programs.start_containerd()
     site = Site(
         address=addresses.node,
@@ -113,6 +117,7 @@ def _start(state: State, seed: Path) -> NodeCluster:
         service_range=addresses.service_range,
         prefix=namespaces.prefix,
         reachable_by_pods=True,
+        node_grace_s=NODE_GRACE_S,
     )
     pki = create_pki(state.folder / "pki", addresses.node, addresses.api_service, node=state.name)
     start_control_plane(state, site, pki)
@@ -122,8 +127,15 @@ def _start(state: State, seed: Path) -> NodeCluster:
     return cluster
 
 
-def _cgroup(state: State) -> str:
+def node_cgroup(state: State) -> str:
+    """Returns the name of the cgroup that holds everything of a node."""
     return f"heteroinfer-{state.name}"
+
+
+def give_images(state: State, namespaces: Namespaces, seed: Path) -> None:
+    """Mounts a seed of images where containerd of these namespaces looks for them."""
+    (state.folder / image_store.SEED_MARK).write_text(str(seed))
+    namespaces.run("sh", "-c", image_store.build_mount_script(seed, Path("/var/lib/containerd")))
 
 
 def _wait_ready(cluster: NodeCluster) -> None:
@@ -141,20 +153,16 @@ def _wait_ready(cluster: NodeCluster) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Programs:
-    """The node's own programs, each with its configuration file in the state folder."""
+class NodePrograms:
+    """A node's own programs, each with its configuration file in the state folder."""
 
     state: State
     namespaces: Namespaces
     addresses: Addresses
 
     def _spawn(self, name: str, *command: str) -> ProcessIdentity:
-        return processes.spawn(
-            [*self.namespaces.prefix, *command],
-            mark=self.state.folder,
-            log=self.state.log(name),
-            environment={"TMPDIR": "/run", "PYTHONPATH": str(REPOSITORY)},
-        )
+        environment = {"TMPDIR": "/run", "PYTHONPATH": str(REPOSITORY)}
+        return Program.start(self.state, name, [*self.namespaces.prefix, *command], environment).identity
 
     def _configure(self, name: str, content: str) -> str:
         file = self.state.folder / "etc" / name
@@ -174,25 +182,34 @@ class _Programs:
     def start_the_rest(self, site: Site, pki: Pki) -> None:
         """Starts kubelet, kube-proxy, CoreDNS and the NetworkPolicy enforcer; waits for none of them."""
         kubeconfigs = {}
-        for name in ("kubelet", "kube-proxy", "coredns"):
+        for name in ("kube-proxy", "coredns"):
             kubeconfigs[name] = pki.path(f"{name}.kubeconfig")
             pki.write_kubeconfig(name, site.server, Path(kubeconfigs[name]))
         binaries = tools.ensure_built(tools.KUBERNETES)
-        resolver = self._configure("resolv.conf", "# pods get cluster DNS only\n")
-        config = build_kubelet_config(self.addresses, pki, resolver, _cgroup(self.state))
-        self._spawn(
-            "kubelet",
-            str(binaries / "kubelet"),
-            f"--config={self._configure('kubelet.json', json.dumps(config))}",
-            f"--kubeconfig={kubeconfigs['kubelet']}",
-            f"--hostname-override={self.state.name}",
-            f"--node-ip={self.addresses.node}",
-        )
+        self.start_kubelet(site, pki, "kubelet", dns=self.addresses.node)
         self._spawn("kube-proxy", str(binaries / "kube-proxy"), *self._proxy_flags(kubeconfigs["kube-proxy"]))
         corefile = self._configure("Corefile", build_corefile(self.addresses, kubeconfigs["coredns"]))
         self._spawn("coredns", str(tools.program(tools.COREDNS, "coredns")), "-conf", corefile)
         enforcer = (sys.executable, "-B", "-m", "tests.cluster.network_policy")
         self._spawn("network-policy", *enforcer, str(pki.folder), site.address, str(site.api_port))
+
+    def start_kubelet(self, site: Site, pki: Pki, key: str, *, dns: str, flags: Sequence[str] = ()) -> None:
+        """Starts kubelet with the certificate `key` of the cluster, and pods that ask `dns` for names."""
+        kubeconfig = pki.path(f"{key}.kubeconfig")
+        pki.write_kubeconfig(key, site.server, Path(kubeconfig))
+        resolver = self._configure("resolv.conf", "# pods get cluster DNS only\n")
+        config = build_kubelet_config(
+            self.addresses, pki, resolver, node_cgroup(self.state), key=key, dns=dns
+        )
+        self._spawn(
+            "kubelet",
+            str(tools.program(tools.KUBERNETES, "kubelet")),
+            f"--config={self._configure('kubelet.json', json.dumps(config))}",
+            f"--kubeconfig={kubeconfig}",
+            f"--hostname-override={self.state.name}",
+            f"--node-ip={self.addresses.node}",
+            *flags,
+        )
 
     def _proxy_flags(self, kubeconfig: str) -> list[str]:
         return [
@@ -244,7 +261,9 @@ disabled_plugins = {json.dumps(list(image_store.DISABLED_PLUGINS))}
 {image_store.COLLECT_WHEN_ASKED}"""
 
 
-def build_kubelet_config(addresses: Addresses, pki: Pki, resolver: str, cgroup: str) -> dict[str, object]:
+def build_kubelet_config(
+    addresses: Addresses, pki: Pki, resolver: str, cgroup: str, *, key: str, dns: str
+) -> dict[str, object]:
     """Returns kubelet's configuration."""
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -256,8 +275,8 @@ def build_kubelet_config(addresses: Addresses, pki: Pki, resolver: str, cgroup: 
         },
         "authorization": {"mode": "Webhook"},
         "address": addresses.node,
-        "tlsCertFile": pki.path("kubelet.crt"),
-        "tlsPrivateKeyFile": pki.path("kubelet.key"),
+        "tlsCertFile": pki.path(f"{key}.crt"),
+        "tlsPrivateKeyFile": pki.path(f"{key}.key"),
         "cgroupDriver": "cgroupfs",
         "cgroupRoot": f"/{cgroup}",
         "failCgroupV1": False,
@@ -265,13 +284,14 @@ def build_kubelet_config(addresses: Addresses, pki: Pki, resolver: str, cgroup: 
         "oomScoreAdj": 0,
         "makeIPTablesUtilChains": False,
         "clusterDomain": "cluster.local",
-        "clusterDNS": [addresses.node],
+        "clusterDNS": [dns],
         "resolvConf": resolver,
         "containerRuntimeEndpoint": f"unix://{SOCKET}",
         "volumePluginDir": "/var/lib/kubelet/volume-plugins",
         # The images are nowhere to be pulled from again: never collect them.
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
+        "nodeLeaseDurationSeconds": LEASE_S,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
     }
 

@@ -1,0 +1,153 @@
+"""A second real node, kubelet and containerd in namespaces of their own, joined to a running cluster.
+
+Its only way to anywhere is a link to the first node, which also routes its pods; so one command cuts it off,
+as when a machine or its network dies. Names are resolved by the first node, and NetworkPolicies made there.
+It has no Service addresses of its own (no kube-proxy) and a taint, so that only pods come here that ask to.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cluster import cgroups, processes
+from tests.cluster.control_plane import site_of
+from tests.cluster.image_store import SEED_MARK
+from tests.cluster.namespaces import Addresses, Namespaces, create_namespaces
+from tests.cluster.node import NODE_LIMIT, NodeCluster, NodePrograms, give_images, node_cgroup
+from tests.cluster.programs import Program
+from tests.cluster.state import State
+
+TAINT = "heteroinfer.test/joined"
+KEY = "joined-kubelet"
+READY_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedNode:
+    """The second node of `cluster`; `state` is its own folder, with its own programs."""
+
+    cluster: NodeCluster
+    state: State
+    namespaces: Namespaces
+    addresses: Addresses
+
+    @property
+    def name(self) -> str:
+        return self.state.name
+
+    @property
+    def cgroup(self) -> str:
+        return node_cgroup(self.state)
+
+    def kill_kubelet(self) -> float:
+        """Ends its kubelet as a crash does and leaves its pods running; returns the time just before."""
+        return Program.of(self.state, "kubelet").kill()
+
+    def start_kubelet(self) -> None:
+        """Starts its kubelet again, which registers the node if it was deleted; returns once it is Ready."""
+        Program.of(self.state, "kubelet").start_again()
+        self.wait_ready()
+
+    def cut_off(self) -> None:
+        """Takes its link down: nothing of it reaches anybody, and nobody reaches it."""
+        self.cluster.namespaces.run("ip", "link", "set", self.addresses.link, "down")
+
+    def connect(self) -> None:
+        """Takes its link up again; the routes over it went with it."""
+        self.cluster.namespaces.run("ip", "link", "set", self.addresses.link, "up")
+        self.cluster.namespaces.run(
+            "ip", "route", "replace", self.addresses.pod_range, "via", self.addresses.node
+        )
+
+    def ready(self) -> bool:
+        """Returns whether the API server has it as Ready; False if it does not know it."""
+        nodes = json.loads(self.cluster.kubectl("get", "nodes", "-o", "json"))["items"]
+        return any(
+            {"type": "Ready", "status": "True"}.items() <= condition.items()
+            for node in nodes
+            if node["metadata"]["name"] == self.name
+            for condition in node["status"].get("conditions", ())
+        )
+
+    def wait_ready(self) -> None:
+        """Returns once it is Ready.
+
+        Raises:
+            ClusterError: it was not within a minute; the message ends with kubelet's log.
+        """
+        log = self.state.log("kubelet")
+        processes.wait_until(f"node {self.name}", self.ready, timeout_s=READY_TIMEOUT_S, log=log)
+
+
+@contextlib.contextmanager
+def joined_node(cluster: NodeCluster) -> Iterator[JoinedNode]:
+    """Gives a running cluster a second node for as long as the context lasts; it is Ready at the start.
+
+    Raises:
+        ClusterError: it did not come up; nothing of it is left.
+    """
+    state = State.claim("joined-node", NODE_LIMIT)
+    try:
+        node = _join(cluster, state)
+        try:
+            yield node
+        finally:
+            cluster.kubectl("delete", "node", node.name, "--ignore-not-found")
+    finally:
+        _leave(cluster, state)
+
+
+def _addresses(state: State) -> Addresses:
+    """Returns ranges beyond those of all first nodes."""
+    return Addresses(number=NODE_LIMIT + state.number)
+
+
+def _join(cluster: NodeCluster, state: State) -> JoinedNode:
+    first, addresses = Addresses(number=cluster.state.number), _addresses(state)
+    namespaces = create_namespaces(state)
+    _link(cluster.namespaces, state, namespaces, addresses)
+    state.will_change("cgroup", node_cgroup(state))
+    cgroups.create(node_cgroup(state))
+    give_images(state, namespaces, Path((cluster.state.folder / SEED_MARK).read_text()))
+    programs = NodePrograms(state=state, namespaces=namespaces, addresses=addresses)
+    programs.start_containerd()
+    site, pki = site_of(cluster.state)
+    pki.issue(
+        KEY,
+        f"/O=system:nodes/CN=system:node:{state.name}",
+        server_names=[f"DNS:{state.name}", f"IP:{addresses.node}"],
+    )
+    taint = f"--register-with-taints={TAINT}=:NoSchedule"
+    programs.start_kubelet(site, pki, KEY, dns=first.node, flags=[taint])
+    node = JoinedNode(cluster=cluster, state=state, namespaces=namespaces, addresses=addresses)
+    node.wait_ready()
+    return node
+
+
+def _link(first: Namespaces, state: State, namespaces: Namespaces, addresses: Addresses) -> None:
+    """Links the namespaces with the first node's; what the first node does not know ends on this machine."""
+    for destination in (addresses.link_range, addresses.pod_range):
+        state.will_change("blackhole", destination)
+        processes.run(["ip", "route", "add", "blackhole", destination, "metric", "4096"])
+    peer = ("peer", "name", "eth0", "netns", str(namespaces.holder.pid))
+    first.run("ip", "link", "add", addresses.link, "type", "veth", *peer)
+    first.run("ip", "address", "add", f"{addresses.machine}/24", "dev", addresses.link)
+    first.run("ip", "link", "set", addresses.link, "up")
+    for command in (
+        ("ip", "link", "set", "lo", "up"),
+        ("ip", "address", "add", f"{addresses.node}/24", "dev", "eth0"),
+        ("ip", "link", "set", "eth0", "up"),
+        ("ip", "route", "add", "default", "via", addresses.machine),
+        ("sysctl", "-q", "-w", "net.ipv4.ip_forward=1"),
+    ):
+        namespaces.run(*command)
+    first.run("ip", "route", "add", addresses.pod_range, "via", addresses.node)
+
+
+def _leave(cluster: NodeCluster, state: State) -> None:
+    link = _addresses(state).link
+    if link in cluster.namespaces.run("ip", "-brief", "link"):
+        cluster.namespaces.run("ip", "link", "delete", link)
+    state.remove()

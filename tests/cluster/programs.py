@@ -1,0 +1,81 @@
+"""Programs of a cluster by name: written down as they start, so that they can be ended and started again."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from tests.cluster import processes
+from tests.cluster.errors import ClusterError
+from tests.cluster.processes import ProcessIdentity
+from tests.cluster.state import State
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One program of the cluster whose folder `state` is; `identity` is its process of now."""
+
+    state: State
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    identity: ProcessIdentity
+
+    @classmethod
+    def start(
+        cls, state: State, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> Self:
+        """Returns the program, started, with its log in the state folder.
+
+        Raises:
+            ClusterError: it could not be started, or ended at once.
+        """
+        environment = dict(environment or {})
+        identity = processes.spawn(command, mark=state.folder, log=state.log(name), environment=environment)
+        record = {"command": list(command), "environment": environment, **dataclasses.asdict(identity)}
+        file = _file(state, name)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(record))
+        return cls(state=state, name=name, command=tuple(command), environment=environment, identity=identity)
+
+    @classmethod
+    def of(cls, state: State, name: str) -> Self:
+        """Returns the program of that name as it was last started.
+
+        Raises:
+            ClusterError: the cluster has none of that name.
+        """
+        try:
+            record = json.loads(_file(state, name).read_text())
+        except FileNotFoundError as error:
+            known = sorted(file.stem for file in _file(state, name).parent.glob("*.json"))
+            raise ClusterError(f"{state.name} has no program {name!r}; it has {known}") from error
+        return cls(
+            state=state,
+            name=name,
+            command=tuple(record["command"]),
+            environment=record["environment"],
+            identity=ProcessIdentity(pid=record["pid"], started_ticks=record["started_ticks"]),
+        )
+
+    def kill(self) -> float:
+        """Ends it by SIGKILL, as a crash does; returns the Unix time just before.
+
+        Raises:
+            ClusterError: it runs on after 10 s.
+        """
+        at = time.time()
+        if self.identity.alive():
+            processes.kill([self.identity.pid])
+        processes.wait_until(f"the end of {self.name}", lambda: not self.identity.alive(), timeout_s=10)
+        return at
+
+    def start_again(self) -> Self:
+        """Returns it started anew, with the same command."""
+        return type(self).start(self.state, self.name, self.command, self.environment)
+
+
+def _file(state: State, name: str) -> Path:
+    return state.folder / "programs" / f"{name}.json"
