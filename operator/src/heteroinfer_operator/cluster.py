@@ -77,6 +77,8 @@ class PodView:
         labels: the contract's labels.
         created: creation time.
         deleting: whether it has a deletionTimestamp.
+        gone_by: when a pod that is being deleted has used up its grace period, or None.
+        started: whether its worker container runs or ran: before, no rank of it can have spoken.
         phase: Pending, Running, Succeeded or Failed.
         reason: the pod's own, such as `Evicted`.
         message: the pod's own.
@@ -94,6 +96,8 @@ class PodView:
     labels: Mapping[str, str]
     created: datetime
     deleting: bool = False
+    gone_by: datetime | None = None
+    started: bool = False
     phase: str = "Pending"
     reason: str = ""
     message: str = ""
@@ -119,12 +123,14 @@ class NodeView:
         allocatable: by resource name: bytes for memory, cores for cpu, counts for devices.
         requested: of that, by pods which are not of the resource in question.
         schedulable: Ready and not cordoned.
+        unreachable_since: since when its kubelet has not been heard, or None while it is.
     """
 
     name: str
     allocatable: Mapping[str, float]
     requested: Mapping[str, float] = field(default_factory=dict)
     schedulable: bool = True
+    unreachable_since: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

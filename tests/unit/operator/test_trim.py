@@ -1,5 +1,6 @@
 """Stored objects to values: what decisions read of pods and nodes."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -106,10 +107,20 @@ def test_a_pod_that_goes_and_one_that_was_evicted() -> None:
     going = stored_pod(phase="Running")
     going["metadata"]["deletionTimestamp"] = "2026-11-21T01:02:04Z"
     assert trim.pod_view(going).ended
+    assert trim.pod_view(going).gone_by == datetime(2026, 11, 21, 1, 2, 4, tzinfo=UTC)
     evicted = stored_pod(
         conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]
     )
     assert trim.pod_view(evicted).disrupted == "EvictionByEvictionAPI"
+
+
+def test_a_pod_has_started_once_its_worker_has_run() -> None:
+    waiting = {"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}
+    sidecar = {"name": "sidecar", "state": {"running": {}}}
+    assert not trim.pod_view(stored_pod(phase="Failed", reason="OutOfcpu")).started
+    assert not trim.pod_view(stored_pod(containerStatuses=[waiting, sidecar])).started
+    assert trim.pod_view(stored_pod(containerStatuses=[{"name": "worker", "state": {"running": {}}}])).started
+    assert trim.pod_view(stored_pod(containerStatuses=[terminated("worker", 0)])).started
 
 
 def test_effective_requests_are_the_schedulers() -> None:
@@ -152,10 +163,15 @@ def test_a_node_counts_while_ready_and_not_cordoned(ready: str, cordoned: bool, 
     node = {
         "metadata": {"name": "n1"},
         "spec": {"unschedulable": cordoned},
-        "status": {"allocatable": {"cpu": "7910m"}, "conditions": [{"type": "Ready", "status": ready}]},
+        "status": {
+            "allocatable": {"cpu": "7910m"},
+            "conditions": [{"type": "Ready", "status": ready, "lastTransitionTime": "2026-11-21T01:02:04Z"}],
+        },
     }
     view = trim.node_view(node)
     assert (view.schedulable, view.allocatable) == (schedulable, {"cpu": 7.91})
+    silent_since = datetime(2026, 11, 21, 1, 2, 4, tzinfo=UTC) if ready == "Unknown" else None
+    assert view.unreachable_since == silent_since
 
 
 def test_paths() -> None:

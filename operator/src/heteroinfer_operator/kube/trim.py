@@ -162,6 +162,8 @@ def pod_view(stored: Manifest) -> PodView:
         },
         created=datetime.fromisoformat(metadata["creationTimestamp"]),
         deleting="deletionTimestamp" in metadata,
+        gone_by=_moment(metadata.get("deletionTimestamp")),
+        started=any(_has_run(c) for c in containers if c["name"] == names.CONTAINER_WORKER),
         phase=status.get("phase", "Pending"),
         reason=status.get("reason", ""),
         message=status.get("message", ""),
@@ -172,6 +174,15 @@ def pod_view(stored: Manifest) -> PodView:
         waiting=_waiting(containers),
         termination=_termination(containers),
     )
+
+
+def _moment(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None
+
+
+def _has_run(container: Manifest) -> bool:
+    states = [container.get("state") or {}, container.get("lastState") or {}]
+    return any("running" in state or "terminated" in state for state in states)
 
 
 def _waiting(containers: Iterable[Manifest]) -> str:
@@ -201,11 +212,14 @@ def _termination(containers: Iterable[Manifest]) -> ContainerTermination | None:
 def node_view(stored: Manifest) -> NodeView:
     """Returns a node as decisions see it, without what is requested of it."""
     status, spec = stored.get("status") or {}, stored.get("spec") or {}
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
+    ready = next((c for c in status.get("conditions") or () if c["type"] == "Ready"), {})
+    # The node controller writes Unknown when the kubelet is silent; False is the kubelet's own word.
+    silent = ready.get("status") == "Unknown"
     return NodeView(
         name=stored["metadata"]["name"],
         allocatable={name: quantity(value) for name, value in (status.get("allocatable") or {}).items()},
-        schedulable=ready and not spec.get("unschedulable", False),
+        schedulable=ready.get("status") == "True" and not spec.get("unschedulable", False),
+        unreachable_since=_moment(ready.get("lastTransitionTime")) if silent else None,
     )
 
 

@@ -59,6 +59,7 @@ class StoredPod:
             labels=self.manifest["metadata"].get("labels", {}),
             created=self.created,
             deleting=self.deleting,
+            started=True,
             phase=self._phase(),
             ready=self.ready,
             node=node,
