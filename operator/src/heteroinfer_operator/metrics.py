@@ -1,19 +1,31 @@
-"""The operator's own metrics; names stand in heteroinfer_contract.metrics."""
+"""The operator's own metrics, and what it knows of resources; names stand in heteroinfer_contract.metrics.
+
+Of each resource only a few small values are kept, and made into samples when they are asked
+for: a thousand resources are some hundred kilobytes.
+"""
 
 from collections import Counter as Count
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from heteroinfer_contract import metrics as names
+from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.cluster import ResourceKey
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_UNKNOWN: Final = "Unknown"
+_CONDITION_VALUE: Final = {"True": 1.0, "False": 0.0}
+_UNKNOWN_VALUE: Final = -1.0
 
 
 class OperatorMetrics:
-    """What the operator counts of itself, in a registry of its own."""
+    """What the operator counts of itself and sees of resources, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -40,24 +52,155 @@ class OperatorMetrics:
             "Unix time at which a pass over all resources last ended.",
             registry=self.registry,
         )
-        self._groups_gauge = Gauge(
-            names.OPERATOR_GROUPS, "Groups, by phase of their status.", ("phase",), registry=self.registry
-        )
-        self._groups: dict[ResourceKey, Count[str]] = {}
+        self._resources = _Resources()
+        self.registry.register(self._resources)
+        ProcessCollector(registry=self.registry)
 
     def observe_status(self, key: ResourceKey, status: Mapping[str, Any] | None) -> None:
-        """Counts the groups of a resource by phase; None forgets a resource that is gone."""
-        before = self._groups.pop(key, Count[str]())
-        after = Count[str](str(group.get("phase", "Unknown")) for group in (status or {}).get("groups") or ())
-        if after:
-            self._groups[key] = after
-        for phase in before.keys() | after.keys():
-            self._groups_gauge.labels(phase).inc(after[phase] - before[phase])
+        """Keeps what a resource's status says; None forgets a resource that is gone."""
+        if status is None:
+            self._resources.known.pop(key, None)
+        else:
+            self._resources.known[key] = _resource(status)
 
     def observe_write(self, verb: str, kind: str) -> None:
         """Counts an accepted write: verb and plural as in RBAC."""
         self.writes.labels(verb, kind).inc()
 
     def exposition(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format; any thread may ask."""
         return generate_latest(self.registry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """What is kept of a group's status.
+
+    Attributes:
+        index: from 0.
+        phase: of GroupPhase.
+        epoch: from 1; 0 before the first.
+        ranks: that its plan has; None without a plan.
+        restarts: that count.
+        failed_at: Unix time of its newest failure, in seconds; None without one.
+        reason: of that failure.
+        rank: that it was, or "".
+    """
+
+    index: int
+    phase: str
+    epoch: int
+    ranks: int | None
+    restarts: int
+    failed_at: float | None
+    reason: str
+    rank: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resource:
+    """What is kept of a status: conditions as type, reason and value; groups."""
+
+    conditions: tuple[tuple[str, str, float], ...]
+    groups: tuple[_Group, ...]
+
+
+def _resource(status: Mapping[str, Any]) -> _Resource:
+    ranks = {plan["hash"]: int(plan["worldSize"]) for plan in status.get("plans") or ()}
+    return _Resource(
+        conditions=tuple(
+            (item["type"], item["reason"], _CONDITION_VALUE.get(item["status"], _UNKNOWN_VALUE))
+            for item in status.get("conditions") or ()
+        ),
+        groups=tuple(_group(group, ranks) for group in status.get("groups") or ()),
+    )
+
+
+def _group(group: Mapping[str, Any], ranks: Mapping[str, int]) -> _Group:
+    failure = (group.get("failures") or ({},))[-1]
+    failed_at = datetime.fromisoformat(failure["time"]).timestamp() if failure else None
+    return _Group(
+        index=int(group.get("index", 0)),
+        phase=str(group.get("phase", _UNKNOWN)),
+        epoch=int(group.get("epoch", 0)),
+        ranks=ranks.get(group.get("planHash", "")),
+        restarts=int(group.get("restarts", 0)),
+        failed_at=failed_at,
+        reason=str(failure.get("reason", "")),
+        rank=str(failure.get("rank", "")),
+    )
+
+
+class _Resources(Collector):
+    """Samples of all known resources, made when they are collected."""
+
+    def __init__(self) -> None:
+        self.known: dict[ResourceKey, _Resource] = {}
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yields the families, all of one moment."""
+        known = list(self.known.items())
+        groups = [
+            ((key.namespace, key.name, f"{key}/{group.index}"), group)
+            for key, resource in known
+            for group in resource.groups
+        ]
+        yield _phases(group for _, group in groups)
+        yield _conditions(known)
+        yield from _of_groups(groups)
+
+    def describe(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yields the families without samples: their names are taken."""
+        return self.collect()
+
+
+def _phases(groups: Iterable[_Group]) -> GaugeMetricFamily:
+    counts = Count({phase.value: 0 for phase in GroupPhase})
+    counts.update(group.phase for group in groups)
+    family = GaugeMetricFamily(names.OPERATOR_GROUPS, "Groups, by phase of their status.", labels=("phase",))
+    for phase, count in sorted(counts.items()):
+        family.add_metric((phase,), count)
+    return family
+
+
+def _conditions(known: Iterable[tuple[ResourceKey, _Resource]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(
+        names.RESOURCE_CONDITION,
+        "Conditions of a resource: 1 True, 0 False, -1 Unknown.",
+        labels=(*names.RESOURCE_LABELS, "condition", "reason"),
+    )
+    for key, resource in known:
+        for kind, reason, value in resource.conditions:
+            family.add_metric((key.namespace, key.name, kind, reason), value)
+    return family
+
+
+def _of_groups(
+    groups: list[tuple[tuple[str, str, str], _Group]],
+) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, text, labels=(*names.GROUP_LABELS, *labels))
+
+    ready = gauge(names.GROUP_READY, "1 while the group serves.")
+    phase = gauge(names.GROUP_PHASE, "The phase that the group is in; always 1.", "phase")
+    epoch = gauge(names.GROUP_EPOCH, "Incarnation of the group, from 1.")
+    ranks = gauge(names.GROUP_RANKS, "Ranks that the group's plan has.")
+    failed = gauge(
+        names.GROUP_LAST_FAILURE_TIMESTAMP_SECONDS,
+        "Unix time of the group's newest failure, and what failed.",
+        "reason",
+        "rank",
+    )
+    restarts = CounterMetricFamily(
+        names.GROUP_RESTARTS_TOTAL, "Restarts because of failures that count.", labels=names.GROUP_LABELS
+    )
+    for labels, group in groups:
+        ready.add_metric(labels, group.phase == GroupPhase.READY)
+        phase.add_metric((*labels, group.phase), 1)
+        epoch.add_metric(labels, group.epoch)
+        restarts.add_metric(labels, group.restarts)
+        if group.ranks is not None:
+            ranks.add_metric(labels, group.ranks)
+        if group.failed_at is not None:
+            failed.add_metric((*labels, group.reason, group.rank), group.failed_at)
+    yield from (ready, phase, epoch, ranks, restarts, failed)

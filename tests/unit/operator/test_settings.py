@@ -2,11 +2,8 @@
 
 import pytest
 
-from heteroinfer_contract import metrics as names
-from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.health import Health
-from heteroinfer_operator.metrics import OperatorMetrics
 from heteroinfer_operator.settings import Settings
 
 
@@ -86,20 +83,3 @@ def test_health_tells_a_stuck_operator_from_one_that_waits() -> None:
     assert health.stuck() == ""
     now += 1
     assert health.stuck() == "no pass over all resources for 901 s"
-
-
-def test_groups_are_counted_by_phase_until_their_resource_is_gone() -> None:
-    metrics = OperatorMetrics()
-    a, b = (ResourceKey(namespace="ns", name=name) for name in "ab")
-
-    def count(phase: str) -> float | None:
-        return metrics.registry.get_sample_value(names.OPERATOR_GROUPS, {"phase": phase})
-
-    metrics.observe_status(a, {"groups": [{"phase": "Ready"}, {"phase": "Starting"}]})
-    metrics.observe_status(b, {"groups": [{"phase": "Ready"}]})
-    assert (count("Ready"), count("Starting")) == (2, 1)
-    metrics.observe_status(a, {"groups": [{"phase": "Ready"}, {"phase": "Ready"}]})
-    assert (count("Ready"), count("Starting")) == (3, 0)
-    metrics.observe_status(a, None)
-    metrics.observe_status(b, {})
-    assert (count("Ready"), count("Starting")) == (0, 0)

@@ -88,6 +88,9 @@ class RankMetrics:
         self.kv_cache_bytes = self._gauge(names.KV_CACHE_BYTES, "Size of this rank's KV cache")
         self.kv_blocks = self._gauge(names.KV_BLOCKS, "KV blocks of the group")
         self.weight_bytes = self._gauge(names.WEIGHT_BYTES, "Size of this rank's weights as loaded")
+        self._gauge(names.PREDICTED_STEP_SECONDS, "Planned compute of a decode step of one request").set(
+            rank.predicted_step_s
+        )
         self._gauge(names.HEARTBEAT_AGE_SECONDS, "Since the group was last known whole").set_function(
             reporter.heartbeat_age_s
         )

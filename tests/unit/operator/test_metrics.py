@@ -1,0 +1,96 @@
+"""What the operator's metrics say of resources, from their status alone."""
+
+from typing import Any
+
+from heteroinfer_contract import metrics as names
+from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.metrics import OperatorMetrics
+
+KEY = ResourceKey(namespace="ns", name="tiny")
+GROUP = {"namespace": "ns", "name": "tiny", "group": "ns/tiny/0"}
+STATUS: dict[str, Any] = {
+    "conditions": [
+        {"type": "Ready", "status": "False", "reason": "RankExited"},
+        {"type": "Failed", "status": "False", "reason": "NotFailed"},
+        {"type": "Planned", "status": "True", "reason": "PlanReady"},
+        {"type": "ModelReady", "status": "Unknown", "reason": "Inspecting"},
+    ],
+    "plans": [{"hash": "p1", "worldSize": 3}],
+    "groups": [
+        {
+            "index": 0,
+            "phase": "Starting",
+            "epoch": 3,
+            "planHash": "p1",
+            "restarts": 2,
+            "failures": [
+                {"epoch": 1, "time": "2026-11-21T08:00:00Z", "reason": "PodLost"},
+                {"epoch": 2, "time": "2026-11-21T08:01:00Z", "reason": "RankExited", "rank": 1},
+            ],
+        }
+    ],
+}
+
+
+def test_groups_are_counted_by_phase_until_their_resource_is_gone() -> None:
+    metrics = OperatorMetrics()
+    a, b = (ResourceKey(namespace="ns", name=name) for name in "ab")
+
+    def count(phase: str) -> float | None:
+        return metrics.registry.get_sample_value(names.OPERATOR_GROUPS, {"phase": phase})
+
+    metrics.observe_status(a, {"groups": [{"index": 0, "phase": "Ready"}, {"index": 1, "phase": "Starting"}]})
+    metrics.observe_status(b, {"groups": [{"index": 0, "phase": "Ready"}]})
+    assert (count("Ready"), count("Starting"), count("Failed")) == (2, 1, 0)
+    metrics.observe_status(a, {"groups": [{"index": 0, "phase": "Ready"}, {"index": 1, "phase": "Ready"}]})
+    assert (count("Ready"), count("Starting")) == (3, 0)
+    metrics.observe_status(a, None)
+    metrics.observe_status(b, {})
+    assert (count("Ready"), count("Starting")) == (0, 0)
+
+
+def test_a_group_tells_its_life() -> None:
+    metrics = OperatorMetrics()
+    metrics.observe_status(KEY, STATUS)
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {**GROUP, **labels})
+
+    assert value(names.GROUP_READY) == 0
+    assert value(names.GROUP_PHASE, phase="Starting") == 1
+    assert value(names.GROUP_EPOCH) == 3
+    assert value(names.GROUP_RANKS) == 3
+    assert value(names.GROUP_RESTARTS_TOTAL) == 2
+    newest = {"reason": "RankExited", "rank": "1"}
+    assert value(names.GROUP_LAST_FAILURE_TIMESTAMP_SECONDS, **newest) == 1795248060
+    served = {**STATUS, "groups": [{**STATUS["groups"][0], "phase": "Ready"}]}
+    metrics.observe_status(KEY, served)
+    assert value(names.GROUP_READY) == 1
+    assert value(names.GROUP_PHASE, phase="Starting") is None
+
+
+def test_conditions_are_one_zero_or_minus_one() -> None:
+    metrics = OperatorMetrics()
+    metrics.observe_status(KEY, STATUS)
+    found = {
+        item["type"]: metrics.registry.get_sample_value(
+            names.RESOURCE_CONDITION,
+            {"namespace": "ns", "name": "tiny", "condition": item["type"], "reason": item["reason"]},
+        )
+        for item in STATUS["conditions"]
+    }
+    assert found == {"Ready": 0, "Failed": 0, "Planned": 1, "ModelReady": -1}
+
+
+def test_series_do_not_outlive_their_resource() -> None:
+    metrics = OperatorMetrics()
+    metrics.observe_status(KEY, STATUS)
+    assert b"ns/tiny/0" in metrics.exposition()
+    metrics.observe_status(KEY, None)
+    assert b"ns/tiny" not in metrics.exposition()
+
+
+def test_its_own_memory_is_told() -> None:
+    held = OperatorMetrics().registry.get_sample_value(names.PROCESS_RESIDENT_MEMORY_BYTES)
+    assert held is not None
+    assert held > 1 << 20
