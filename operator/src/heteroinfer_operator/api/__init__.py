@@ -51,6 +51,8 @@ from heteroinfer_operator.api.status import (
     ModelStatus,
     PlanStatus,
     RankPlan,
+    StartupPhase,
+    StartupStatus,
     Summary,
 )
 from heteroinfer_operator.api.template import (
@@ -112,7 +114,9 @@ __all__ = [
     "ShortageAction",
     "ShortageSpec",
     "StageOrder",
+    "StartupPhase",
     "StartupSpec",
+    "StartupStatus",
     "StatusModel",
     "Summary",
     "TokenReference",

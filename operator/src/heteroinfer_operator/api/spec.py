@@ -75,10 +75,11 @@ class NetworkSpec(Model):
 
 
 class StartupSpec(Model):
-    """How long a group may take to start."""
+    """How long a group that starts may stand still."""
 
     timeout: Duration = "30m"
-    """From its pods running to every rank ready."""
+    """Longest time without progress once every pod runs; a load whose bytes move goes on.
+    Waiting for a node, an image or the model has no limit."""
 
 
 class RestartSpec(Model):
@@ -91,7 +92,7 @@ class RestartSpec(Model):
     backoff_max: Duration = "5m"
     """Longest wait between two restarts."""
     node_lost_after: Duration = "60s"
-    """How long a node may be unreachable before its pods are given up."""
+    """How long a node may be unreachable before its pods are given up, and deleted by force."""
 
 
 class RolloutSpec(Model):
@@ -248,7 +249,7 @@ class HeteroInferenceSpec(Model):
     network: NetworkSpec = NetworkSpec()
     """How the pods of a group reach each other."""
     startup: StartupSpec = StartupSpec()
-    """How long a group may take to start."""
+    """How long a group that starts may stand still."""
     restart: RestartSpec = RestartSpec()
     """How often a group is started again."""
     rollout: RolloutSpec = RolloutSpec()
@@ -256,7 +257,7 @@ class HeteroInferenceSpec(Model):
     scheduling: SchedulingSpec = SchedulingSpec()
     """How the pods of a group get onto nodes."""
     drain_timeout: Duration = "60s"
-    """How long running requests may take to end when a group is stopped."""
+    """How long running requests may take to end when a group is stopped; of pods made from then on."""
 
     @property
     def world_size(self) -> int:

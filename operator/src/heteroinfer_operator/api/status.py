@@ -52,6 +52,23 @@ class GroupPhase(StrEnum):
     FAILED = "Failed"
 
 
+class StartupPhase(StrEnum):
+    """What a group that starts waits for, in order."""
+
+    MODEL = "Model"
+    """The model's files and sizes."""
+    SCHEDULING = "Scheduling"
+    """A node for each pod; no limit of time, since only room helps."""
+    IMAGE = "Image"
+    """Images and volumes on the nodes; no limit of time, since a new pod would begin again."""
+    CONNECTING = "Connecting"
+    """Every pod runs; its ranks meet."""
+    LOADING = "Loading"
+    """A rank reads weights."""
+    WARMING_UP = "WarmingUp"
+    """Weights are read; ranks measure memory, compile, and the API comes up."""
+
+
 class ModelStatus(StatusModel):
     """The model."""
 
@@ -167,6 +184,21 @@ class KvStatus(StatusModel):
     """Blocks that the limiting rank has room for."""
 
 
+class StartupStatus(StatusModel):
+    """How far a group that starts has come."""
+
+    phase: StartupPhase
+    """What it waits for."""
+    since: Time
+    """When this phase began."""
+    bytes_done: Count | None = None
+    """Weights read by all ranks; written at most once a minute."""
+    bytes_total: Count | None = None
+    """Weights to read."""
+    measured_time: Time | None = None
+    """When the bytes last moved, as far as it was written."""
+
+
 class GroupStatus(StatusModel):
     """One copy of the model."""
 
@@ -184,6 +216,8 @@ class GroupStatus(StatusModel):
     """What it waits for."""
     epoch_start_time: Time | None = None
     """When its pods were made."""
+    startup: StartupStatus | None = None
+    """How far it has come, while it starts."""
     next_epoch_time: Time | None = None
     """When it will be started again."""
     restarts: Count = 0
