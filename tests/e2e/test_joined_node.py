@@ -1,4 +1,4 @@
-"""The test cluster's second node: it joins, pods run on it, it can be cut off, and it goes without a trace."""
+"""The test cluster's second node: it joins, runs pods, can be cut off, and goes without a trace."""
 
 import json
 
