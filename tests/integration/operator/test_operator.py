@@ -186,6 +186,7 @@ async def test_a_restarted_operator_writes_nothing_where_all_is_right(
     async with operator(installed.kubeconfig, tmp_path / "second", resync_seconds="1") as second:
         await second.working()
         await until("passes", lambda: passed(second, 5))
+        assert await second.metric(metrics.OPERATOR_RECONCILE_ERRORS_TOTAL) == 0, second.said
         assert await second.writes() == {}
         assert await versions(server, namespace) == before
         resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))

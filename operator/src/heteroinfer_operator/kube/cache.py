@@ -151,7 +151,10 @@ class WatchCache(Generic[T]):
         query: dict[str, str | int] = {**self.collection.query, "limit": PAGE_OBJECTS}
         while True:
             page = await self._server.get(self.collection.path, query)
-            for item in page.get("items") or ():
+            # An item of a list lacks what the list says of all: kind and apiVersion.
+            said = {"apiVersion": page["apiVersion"], "kind": page["kind"].removesuffix("List")}
+            for bare in page.get("items") or ():
+                item = {**said, **bare}
                 value = self._trim(item)
                 if value is not None:
                     listed[ObjectName.of(item)] = _Entry(_uid(item), _version(item), value)
