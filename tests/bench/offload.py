@@ -38,7 +38,8 @@ from typing import Any
 from heteroinfer_contract import metrics as names
 from heteroinfer_contract.plan import Device, Plan
 from tests.bench.offload_tables import Load, Times, read_results, to_markdown, write_results
-from tests.integration.worker.groups import Group, build_plan, fetch, start_group
+from tests.gpu.scrape import scrape
+from tests.integration.worker.groups import Group, build_plan, start_group
 from tests.models import Recipe, cached_model
 
 LAYERS = 32
@@ -60,24 +61,24 @@ def prompts(requests: int) -> list[list[int]]:
 
 
 def measure(
-    load: Load, ask: Callable[[int, int], float], scrape: Callable[[], list[dict[str, float]]] | None = None
+    load: Load, ask: Callable[[int, int], float], read: Callable[[], list[dict[str, float]]] | None = None
 ) -> Times:
     """Returns the time of a step.
 
     Args:
         load: what to ask.
         ask: (requests, tokens of each) -> seconds until the last answer.
-        scrape: returns the ranks' counters, read around the last round's long answers.
+        read: returns the ranks' counters, read around the last round's long answers.
     """
     ask(load.requests, SHORT)  # warms up
     steps: list[float] = []
     ranks: tuple[Mapping[str, float], ...] = ()
     for _ in range(load.rounds):
         short = ask(load.requests, SHORT)
-        before = scrape() if scrape else []
+        before = read() if read else []
         long = ask(load.requests, SHORT + load.steps)
-        if scrape:
-            ranks = tuple(explain(a, b) for a, b in zip(before, scrape(), strict=True))
+        if read:
+            ranks = tuple(explain(a, b) for a, b in zip(before, read(), strict=True))
         steps.append((long - short) / load.steps)
     return Times(step_s=statistics.median(steps), ranks=ranks)
 
@@ -94,22 +95,10 @@ def explain(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str
     }
 
 
-def counters(url: str) -> dict[str, float]:
+def counters(group: Group, rank: int) -> dict[str, float]:
     """Returns a rank's sums, in seconds: decode steps by part, and everything else of its wall time."""
     wall = time.perf_counter()
-    text = fetch(url + "/metrics")
-    assert text is not None, url
-
-    def total(name: str, **labels: str) -> float:
-        found = 0.0
-        for line in text.splitlines():
-            match = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
-            if match:
-                own = dict(re.findall(r'(\w+)="([^"]*)"', match[1]))
-                if all(own.get(key) == value for key, value in labels.items()):
-                    found += float(match[2])
-        return found
-
+    total = scrape(group, rank).total
     decode = {"phase": names.PHASE_DECODE}
     return {
         "wall": wall,
@@ -190,11 +179,11 @@ def run_group(
         def ask(requests: int, tokens: int) -> float:
             return ask_group(group, requests, tokens)
 
-        def scrape() -> list[dict[str, float]]:
-            return [counters(group.metrics_url(rank.rank)) for rank in plan.ranks]
+        def read() -> list[dict[str, float]]:
+            return [counters(group, rank.rank) for rank in plan.ranks]
 
         try:
-            return {load: show(load, measure(load, ask, scrape)) for load in loads}
+            return {load: show(load, measure(load, ask, read)) for load in loads}
         except Exception:
             print(group.logs(), flush=True)
             raise

@@ -26,7 +26,7 @@ def generate(group: Group, prompts: Sequence[Sequence[int]], **options: Any) -> 
     """Returns answers of MAX_TOKENS tokens; greedy unless `options` say otherwise."""
 
     def one(prompt: Sequence[int]) -> Generated:
-        choice = _complete(group, prompt, **{"max_tokens": MAX_TOKENS, "logprobs": 1, **options})
+        choice = group.choice(prompt, **{"max_tokens": MAX_TOKENS, "logprobs": 1, **options})
         return Generated(
             tokens=tuple(choice["token_ids"]), logprobs=tuple(choice["logprobs"]["token_logprobs"])
         )
@@ -43,7 +43,7 @@ def score(group: Group, texts: Sequence[Sequence[int]], *, best: int = 0) -> lis
     """
 
     def one(text: Sequence[int]) -> list[dict[int, float]]:
-        choice = _complete(group, text, max_tokens=1, prompt_logprobs=best)
+        choice = group.choice(text, max_tokens=1, prompt_logprobs=best)
         return [
             {int(token): found["logprob"] for token, found in position.items()}
             for position in choice["prompt_logprobs"][1:]
@@ -56,14 +56,3 @@ def score(group: Group, texts: Sequence[Sequence[int]], *, best: int = 0) -> lis
 def texts_of(answers: Sequence[Answer]) -> list[list[int]]:
     """Returns prompt and tokens of each answer as one text."""
     return [[*answer.prompt, *answer.tokens] for answer in answers]
-
-
-def _complete(group: Group, prompt: Sequence[int], **options: Any) -> Any:
-    body = {
-        "model": group.plan.engine.served_name,
-        "prompt": list(prompt),
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    return group.post("/v1/completions", {**body, **options})["choices"][0]

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_heteroinfer.kernels import layers
-from vllm_heteroinfer.patches import cpu_linear
-from vllm_heteroinfer.patches.registry import PatchError
+from vllm_heteroinfer.patches import cpu_linear, replacing
+from vllm_heteroinfer.patches.registry import CPU_LINEAR, PatchError
 from vllm_heteroinfer.worker.common import weight_bytes
 
 ROWS, INPUTS = 5, 64
@@ -116,7 +116,7 @@ def patch() -> Any:
     refusals = []
     for found in (None, lambda layer: None):
         try:
-            cpu_linear.check(found)
+            replacing.check(CPU_LINEAR, found)
         except PatchError as error:
             refusals.append(str(error))
     return {**answer, "refusals": refusals}

@@ -1,9 +1,7 @@
 """Groups of real CPU ranks in bf16: the kernels serve them, and their logprobs are transformers'."""
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,22 +26,12 @@ def flat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("model"), "--layers", "4", "--initializer-range", "0.05")
 
 
-def complete(group: Group, text: Sequence[int], **options: Any) -> Any:
-    body = {
-        "model": group.plan.engine.served_name,
-        "prompt": list(text),
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    return group.post("/v1/completions", {**body, "return_token_ids": True, **options})["choices"][0]
-
-
 def gaps(group: Group, model: Path) -> list[float]:
     """Returns how far the group's logprobs of transformers' best tokens are from transformers'."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = list(pool.map(lambda prompt: complete(group, prompt, max_tokens=TOKENS), PROMPTS))
+        answers = list(pool.map(lambda prompt: group.choice(prompt, max_tokens=TOKENS), PROMPTS))
         texts = [[*prompt, *a["token_ids"]] for prompt, a in zip(PROMPTS, answers, strict=True)]
-        scored = list(pool.map(lambda text: complete(group, text, max_tokens=1, prompt_logprobs=5), texts))
+        scored = list(pool.map(lambda text: group.choice(text, max_tokens=1, prompt_logprobs=5), texts))
     reference = ask("tests.integration.kernels.bf16_reference", str(model), texts)
     found = []
     for best, choice in zip(reference, scored, strict=True):
@@ -72,7 +60,7 @@ def test_onednn_serves_if_asked(flat_model: Path, tmp_path: Path) -> None:
     plan = build_plan(flat_model, layers=[4], pods=[1], dtype="bfloat16")
     with start_group(plan, tmp_path, env={**ONE_THREAD, names.ENV_CPU_LINEAR: "onednn"}) as group:
         group.wait_ready()
-        complete(group, PROMPTS[0], max_tokens=4)
+        group.choice(PROMPTS[0], max_tokens=4)
         logs = group.members[0].log.read_text()
     assert SERVED not in logs
     assert "CPU linear layers: oneDNN, as HETEROINFER_CPU_LINEAR=onednn says" in logs

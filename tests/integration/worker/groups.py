@@ -218,16 +218,19 @@ class Group:
 
     def complete(self, prompt_token_ids: Sequence[int], max_tokens: int = 32, **options: Any) -> list[int]:
         """Returns the greedy tokens after a prompt."""
+        token_ids: list[int] = self.choice(prompt_token_ids, max_tokens=max_tokens, **options)["token_ids"]
+        return token_ids
+
+    def choice(self, prompt_token_ids: Sequence[int], **options: Any) -> Any:
+        """Returns the API's answer to a prompt, greedy unless `options` of the request say otherwise."""
         body = {
             "model": self.plan.engine.served_name,
             "prompt": list(prompt_token_ids),
-            "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        token_ids: list[int] = self.post("/v1/completions", {**body, **options})["choices"][0]["token_ids"]
-        return token_ids
+        return self.post("/v1/completions", {**body, **options})["choices"][0]
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process of a rank, as its supervisor says in the log."""

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,19 +33,24 @@ def test_a_killed_rank_is_named_by_all(
     with start_group(plan, tmp_path, env=ONE_THREAD) as group, ThreadPoolExecutor(4) as pool:
         group.wait_ready()
         requests = ask(group, reference, pool) if decoding else []
-        pids = session_pids(group)
-        killed_at = time.time()
-        os.kill(group.rank_pid(rank), signal.SIGKILL)
-        wait_not_ready(group, killed_at)
-        for pod, member in enumerate(group.members):
-            code = member.process.wait(ENDED_WITHIN_S)
-            failure = group.failure(pod)
-            assert failure is not None, group.logs()
-            check_failure(failure, rank, killed_at)
-            assert code == (names.EXIT_RANK_FAILED if pod == rank else names.EXIT_PEER_FAILED)
-        for request in requests:
-            assert request.exception(30) is not None, "a request was answered by a group that has ended"
-        assert not living(pids)
+        check_death(group, rank, requests)
+
+
+def check_death(group: Group, rank: int, requests: "Sequence[Future[list[int]]]") -> None:
+    """Kills a rank; every pod names it and ends, and so do the requests under way."""
+    pids = session_pids(group)
+    killed_at = time.time()
+    os.kill(group.rank_pid(rank), signal.SIGKILL)
+    wait_not_ready(group, killed_at)
+    for pod, member in enumerate(group.members):
+        code = member.process.wait(ENDED_WITHIN_S)
+        failure = group.failure(pod)
+        assert failure is not None, group.logs()
+        check_failure(failure, rank, killed_at)
+        assert code == (names.EXIT_RANK_FAILED if pod == rank else names.EXIT_PEER_FAILED)
+    for request in requests:
+        assert request.exception(30) is not None, "a request was answered by a group that has ended"
+    assert not living(pids)
 
 
 def ask(group: Group, reference: Reference, pool: ThreadPoolExecutor) -> "list[Future[list[int]]]":

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import signal
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +17,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.plan import Mode, Plan
 from tests.integration.worker.conftest import Reference, make, refer
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
-from tests.integration.worker.test_death import (
-    ENDED_WITHIN_S,
-    NAMED_WITHIN_S,
-    ask,
-    check_failure,
-    living,
-    session_pids,
-    wait_not_ready,
-)
+from tests.integration.worker.test_death import ENDED_WITHIN_S, NAMED_WITHIN_S, ask, check_death
 from tests.integration.worker.test_serving import ONE_THREAD, samples
 
 pytestmark = pytest.mark.timeout(600)
@@ -238,17 +229,4 @@ def test_a_killed_rank_is_named_while_decoding(
     plan = tensor_plan(model, layers=[8], pods=[1, 1])
     with start_group(plan, tmp_path, env=ONE_THREAD) as group, ThreadPoolExecutor(4) as pool:
         group.wait_ready()
-        requests = ask(group, reference, pool)
-        pids = session_pids(group)
-        killed_at = time.time()
-        os.kill(group.rank_pid(rank), signal.SIGKILL)
-        wait_not_ready(group, killed_at)
-        for pod, member in enumerate(group.members):
-            code = member.process.wait(ENDED_WITHIN_S)
-            failure = group.failure(pod)
-            assert failure is not None, group.logs()
-            check_failure(failure, rank, killed_at)
-            assert code == (names.EXIT_RANK_FAILED if pod == rank else names.EXIT_PEER_FAILED)
-        for request in requests:
-            assert request.exception(30) is not None
-        assert not living(pids)
+        check_death(group, rank, ask(group, reference, pool))

@@ -189,13 +189,12 @@ class GroupExecutor(MultiprocExecutor):
         """Gives every rank its KV cache, as many blocks as the tightest has, and names that one."""
         super().initialize_from_config(kv_cache_configs)
         rooms_bytes = self.collective_rpc("kv_room_bytes")
-        sizes = [max((t.size for t in c.kv_cache_tensors), default=0) for c in kv_cache_configs]
         _logger.info(
             "%s",
             kv_room.describe(
                 self._plan,
                 blocks=kv_cache_configs[0].num_blocks,
-                sizes_bytes=sizes,
+                sizes_bytes=[kv_room.size_bytes(config) for config in kv_cache_configs],
                 rooms_bytes=rooms_bytes,
             ),
         )

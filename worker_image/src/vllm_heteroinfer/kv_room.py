@@ -1,8 +1,22 @@
-"""Which rank limits a group's KV cache, in words. Stdlib only; pure."""
+"""A rank's KV cache in blocks, and which rank limits the group's, in words. Stdlib only; pure."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from heteroinfer_contract.plan import Plan
+
+
+def size_bytes(kv_cache_config: Any) -> int:
+    """Returns the size of the KV cache of vLLM's KVCacheConfig.
+
+    All tensors lie in one allocation (vllm/v1/worker/utils.py::allocate_kv_cache@v0.32.0).
+    """
+    return max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
+
+
+def room_blocks(*, blocks: int, size_bytes: int, room_bytes: int) -> int:
+    """Returns how many blocks `room_bytes` hold, where `blocks` take `size_bytes`; 0 without a KV cache."""
+    return room_bytes * blocks // size_bytes if size_bytes else 0
 
 
 def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], rooms_bytes: Sequence[int]) -> str:
@@ -15,7 +29,8 @@ def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], rooms_bytes
         rooms_bytes: that each rank measured for it.
     """
     could = [
-        room * blocks // size if size else 0 for size, room in zip(sizes_bytes, rooms_bytes, strict=True)
+        room_blocks(blocks=blocks, size_bytes=size, room_bytes=room)
+        for size, room in zip(sizes_bytes, rooms_bytes, strict=True)
     ]
     tightest = min(plan.ranks, key=lambda rank: could[rank.rank])
     room = could[tightest.rank]

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_heteroinfer.distributed.errors import PeerLostError
+from vllm_heteroinfer.distributed.meter import Meter
 
 _ALIGNMENT_BYTES = 16
 """Columns of a row begin at multiples of this, so that each can be viewed as its dtype."""
@@ -27,17 +28,8 @@ _SLOTS = 2
 """Buffers of each direction: one under way while the next is filled."""
 
 
-class Meter(Protocol):
+class HopMeter(Meter, Protocol):
     """Who is told what a hop cost."""
-
-    def waited(self, seconds: float) -> None:
-        """Adds time spent waiting for a peer."""
-
-    def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
-        """Adds time spent copying and sending; direction is `send` or `recv`."""
-
-    def waiting_for(self, rank: int | None) -> None:
-        """Says for whose message this rank waits now; None when it has it."""
 
     def runs_on(self) -> Callable[[float], None]:
         """Says that the device works on after the step's calls; returns what to call at the end of it."""
@@ -162,7 +154,7 @@ class PipelineTransport:
         max_rows: int,
         device: torch.device,
         timeout_s: float,
-        meter: Meter,
+        meter: HopMeter,
         on_error: Callable[[BaseException], None],
     ) -> None:
         """Makes the buffers.

@@ -1,7 +1,8 @@
 """`heteroinfer-worker`: the entry point of a worker pod. Stdlib and the contract only.
 
-`run` (the default) supervises the pod that the environment describes; `inspect` reads a
-model's sizes and leaves them as the pod's termination message.
+`run` (the default) supervises the pod that the environment describes; `fetch` brings a model
+of a hub into a cache (the one command that needs huggingface_hub, imported for it alone);
+`inspect` reads a model's sizes. Both leave their answer as the pod's termination message.
 """
 
 import argparse
@@ -34,17 +35,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("run", help="supervise the ranks of the pod that the environment describes (default)")
     inspect = commands.add_parser("inspect", help="print a model's sizes, read from its own files")
     inspect.add_argument("--model", type=Path, required=True, help="directory of the model")
-    inspect.add_argument(
-        "--termination-message-path",
-        type=Path,
-        default=_inspect_message_path(os.environ),
-        help=f"where to leave the sizes, or the failure, too; default: {names.ENV_TERMINATION_MESSAGE_PATH}, "
-        f"or {names.TERMINATION_MESSAGE_PATH} in a pod",
+    fetch = commands.add_parser(
+        "fetch", help="bring a model of a hub into a cache; HF_ENDPOINT names the hub"
     )
+    fetch.add_argument("--repository", required=True, metavar="ORG/MODEL")
+    fetch.add_argument("--revision", default="main", help="branch, tag or commit; default: main")
+    fetch.add_argument("--cache", type=Path, required=True, metavar="DIR", help="root of the cache")
+    fetch.add_argument("--health-host", default="0.0.0.0", help="where this pod is reached")  # noqa: S104 - by the kubelet and the operator
+    fetch.add_argument("--health-port", type=int, default=names.DEFAULT_HEALTH_PORT)
+    fetch.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="end after so long without a new byte",
+    )
+    for command in (inspect, fetch):
+        command.add_argument(
+            "--termination-message-path",
+            type=Path,
+            default=_message_path(os.environ),
+            help="where to leave the answer, or the failure, too; default: "
+            f"{names.ENV_TERMINATION_MESSAGE_PATH}, or {names.TERMINATION_MESSAGE_PATH} in a pod",
+        )
     arguments = parser.parse_args(argv)
     if arguments.command == "inspect":
         return inspect_model(arguments.model, arguments.termination_message_path)
+    if arguments.command == "fetch":
+        return _fetch(arguments)
     return supervise(os.environ, Commands())
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the library is imported
+    from vllm_heteroinfer.fetch.main import FetchOptions, fetch_model
+
+    return fetch_model(
+        FetchOptions(
+            repository=arguments.repository,
+            revision=arguments.revision,
+            cache=arguments.cache,
+            health_host=arguments.health_host,
+            health_port=arguments.health_port,
+            patience_s=arguments.patience,
+            termination_message_path=arguments.termination_message_path,
+        )
+    )
 
 
 def inspect_model(model: Path, termination_message_path: Path | None) -> int:
@@ -70,7 +106,7 @@ def inspect_model(model: Path, termination_message_path: Path | None) -> int:
     return code
 
 
-def _inspect_message_path(env: Mapping[str, str]) -> Path | None:
+def _message_path(env: Mapping[str, str]) -> Path | None:
     path = Path(env.get(names.ENV_TERMINATION_MESSAGE_PATH) or names.TERMINATION_MESSAGE_PATH)
     # The kubelet makes the file before the container starts; without one nobody would read it.
     return path if names.ENV_TERMINATION_MESSAGE_PATH in env or path.exists() else None

@@ -8,15 +8,11 @@ Source: vllm/v1/engine/core.py::EngineCoreProc._process_engine_step@v0.32.0, whi
 a method of the same class, so that the class's attribute is the only binding.
 """
 
-import functools
-import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_heteroinfer.patches.registry import ENGINE_PAUSE, build_refusal
-
-_ORIGINAL = "heteroinfer_original"
+from vllm_heteroinfer.patches.registry import ENGINE_PAUSE
+from vllm_heteroinfer.patches.replacing import replace, restore
 
 
 def apply() -> None:
@@ -25,39 +21,15 @@ def apply() -> None:
     Raises:
         PatchError: this vLLM's function is missing, or another one.
     """
-    owner, name = _target()
-    original: Any = getattr(owner, name, None)
-    if hasattr(original, _ORIGINAL):
-        return
-    check(original)
-    setattr(owner, name, _wrap(original))
+    replace(ENGINE_PAUSE, _build)
 
 
 def revert() -> None:
     """Puts vLLM's own function back; a no-op where the patch is not applied."""
-    owner, name = _target()
-    original = getattr(getattr(owner, name), _ORIGINAL, None)
-    if original is not None:
-        setattr(owner, name, original)
+    restore(ENGINE_PAUSE)
 
 
-def check(target: Any) -> None:
-    """Raises PatchError unless `target` is the function that the patch was written for."""
-    if not callable(target):
-        raise build_refusal(ENGINE_PAUSE, "nothing" if target is None else repr(target), _version())
-    found = tuple(inspect.signature(target).parameters)
-    if found != ENGINE_PAUSE.parameters:
-        raise build_refusal(ENGINE_PAUSE, f"parameters ({', '.join(found)})", _version())
-
-
-def _target() -> tuple[Any, str]:
-    module, path = ENGINE_PAUSE.target.split(":")
-    owner, name = path.split(".")
-    return getattr(importlib.import_module(module), owner), name
-
-
-def _wrap(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    @functools.wraps(original)
+def _build(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def process_engine_step(self: Any) -> bool:
         step = self.step_fn
 
@@ -72,11 +44,4 @@ def _wrap(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         finally:
             self.step_fn = step
 
-    setattr(process_engine_step, _ORIGINAL, original)
     return process_engine_step
-
-
-def _version() -> str:
-    import vllm
-
-    return str(vllm.__version__)

@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import (
 from heteroinfer_contract.group_status import RankPhase
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Device, Mode, Plan, RankAssignment
+from vllm_heteroinfer import kv_room
 from vllm_heteroinfer.distributed import communicators
 from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
 from vllm_heteroinfer.metrics import RankMetrics
@@ -160,13 +161,14 @@ class GroupWorkerMixin:
         if self.tensor_group is not None:
             self.tensor_group.agree_on_order(self.model_runner)  # type: ignore[attr-defined]
         blocks = kv_cache_config.num_blocks
-        # All tensors lie in one allocation (vllm/v1/worker/utils.py::allocate_kv_cache@v0.32.0).
-        size = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
+        size = kv_room.size_bytes(kv_cache_config)
         self.context.metrics.kv_blocks.set(blocks)
         self.context.metrics.kv_cache_bytes.set(size)
         room = self._room.size_bytes
         self.context.reporter.kv_cache(
-            blocks=blocks, room_blocks=room * blocks // size if size else 0, room_bytes=room
+            blocks=blocks,
+            room_blocks=kv_room.room_blocks(blocks=blocks, size_bytes=size, room_bytes=room),
+            room_bytes=room,
         )
 
     def compile_or_warm_up_model(self) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from vllm_heteroinfer.launch.environment import neighbours
 from vllm_heteroinfer.launch.host import cgroup_directories
 
 CUDA_GRAPHS_BYTES = 1 << 30
@@ -95,8 +96,7 @@ def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Frac
     CPU ranks of one pod share its memory limit, and those of pods with one address
     (`heteroinfer up`) the machine.
     """
-    here = launch.address.host
-    sharing = [r for r in plan.ranks if r.device is Device.CPU and launch.addresses[r.pod].host == here]
+    sharing = neighbours(plan, launch, Device.CPU)
     return Fraction(rank.kv_cache_bytes, sum(r.kv_cache_bytes for r in sharing))
 
 

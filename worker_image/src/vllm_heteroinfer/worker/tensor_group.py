@@ -7,7 +7,7 @@ Other GPU ranks run their own warm-up, which is the leader's. Imports vLLM; see 
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from heteroinfer_contract.plan import Device, Mode, eager_reason
 from vllm_heteroinfer.distributed import communicators
 from vllm_heteroinfer.distributed.bridge import Bridge
 from vllm_heteroinfer.distributed.bridge_communicator import BridgeCommunicator
-from vllm_heteroinfer.distributed.transport import Meter
+from vllm_heteroinfer.distributed.meter import Meter
 from vllm_heteroinfer.worker.following import follow, leading
 from vllm_heteroinfer.worker.sampling import SharedSamples
 
@@ -48,10 +48,6 @@ class StepMeter:
         """As Meter."""
         if self.inside:
             self._meter.waiting_for(rank)
-
-    def runs_on(self) -> Callable[[float], None]:
-        """As Meter; called inside of steps only."""
-        return self._meter.runs_on()
 
 
 class TensorGroup:

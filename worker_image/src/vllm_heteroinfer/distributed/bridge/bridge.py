@@ -20,10 +20,11 @@ from vllm_heteroinfer.distributed.bridge.header import (
     num_parts,
     pack_header,
 )
-from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Link, Members, Meter
+from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Link, Members
 from vllm_heteroinfer.distributed.bridge.shared_memory import MACHINES, SharedMemoryLink
 from vllm_heteroinfer.distributed.bridge.slab import gather_values, share_slab
 from vllm_heteroinfer.distributed.bridge.staging import CudaStaging, HostStaging, Staging
+from vllm_heteroinfer.distributed.meter import Meter
 
 _logger = logging.getLogger(__name__)
 _NARROW = (torch.bfloat16, torch.float16)

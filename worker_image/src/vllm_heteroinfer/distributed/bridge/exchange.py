@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_heteroinfer.distributed.bridge.header import describe, header_of_part, num_parts
-from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Link, Members, Meter
+from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Link, Members
 from vllm_heteroinfer.distributed.bridge.staging import Staging
 from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
+from vllm_heteroinfer.distributed.meter import Meter
 
 Take = Callable[[int, int, Sequence[torch.Tensor]], None]
 """Uses elements [begin, end) of each member's tensor, in the group's order; less of those that end before."""

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
-from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Members, Meter
+from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
 from vllm_heteroinfer.distributed.errors import PeerLostError
+from vllm_heteroinfer.distributed.meter import Meter
 
 _TAG = 0x4862
 """Of the bridge's messages on a process group that others use too: parts, announcements, sends."""

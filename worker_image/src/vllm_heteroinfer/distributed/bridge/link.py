@@ -34,19 +34,6 @@ class Members:
         return tuple(peer for peer in range(len(self.ranks)) if peer != self.index)
 
 
-class Meter(Protocol):
-    """Who is told what a collective cost."""
-
-    def waited(self, seconds: float) -> None:
-        """Adds time until the peers' parts were there."""
-
-    def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
-        """Adds time spent copying and combining, and bytes; direction is `send` or `recv`."""
-
-    def waiting_for(self, rank: int | None) -> None:
-        """Says which global rank this one waits for now; None when it has come."""
-
-
 _MOST_SHAPES = 4096
 """Views that a buffer remembers; a decode step asks for the same few 65 times."""
 

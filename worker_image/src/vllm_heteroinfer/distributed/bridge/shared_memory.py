@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from vllm_heteroinfer.distributed.bridge.link import Buffer, Members, Meter
+from vllm_heteroinfer.distributed.bridge.link import Buffer, Members
 from vllm_heteroinfer.distributed.bridge.slab import (
     ANNOUNCED,
     CLOSED,
@@ -21,6 +21,7 @@ from vllm_heteroinfer.distributed.bridge.slab import (
 )
 from vllm_heteroinfer.distributed.bridge.waiting import SPIN_S, wait_until
 from vllm_heteroinfer.distributed.errors import PeerLostError
+from vllm_heteroinfer.distributed.meter import Meter
 
 MACHINES = ("x86_64",)
 """Machines whose stores are seen in order."""

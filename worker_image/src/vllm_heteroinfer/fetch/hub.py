@@ -1,0 +1,180 @@
+"""A model on a hub, through huggingface_hub; its errors in words, never with a token.
+
+The files are fetched by the client's `http_get` into files of ours. Its own
+`snapshot_download` begins each file anew after a restart: it writes to a name that no later
+process knows (`huggingface_hub/file_download.py::_download_to_tmp_and_move@2.4.0`).
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedFile
+from vllm_heteroinfer.fetch.errors import FetchError
+
+REQUEST_TIMEOUT_S: Final = 30.0
+_BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_QUERY: Final = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
+"""Of a URL: a content network's holds a signature that is as good as a token for a while."""
+_HOW_TO_GIVE_A_TOKEN: Final = (
+    "set spec.model.tokenSecretRef to a Secret with a token of an account that may read it "
+    f"(with `heteroinfer up`: export {names.ENV_HUB_TOKEN})"
+)
+
+
+class HubModel:
+    """One revision of a model on a hub.
+
+    Args:
+        repository: ORG/MODEL.
+        revision: branch, tag or commit.
+    """
+
+    def __init__(self, repository: str, revision: str) -> None:
+        from huggingface_hub import constants, get_token, logging, utils
+
+        logging.set_verbosity_error()  # it would log URLs with signatures in them
+        utils.disable_progress_bars()
+        self._repository = repository
+        self._revision = revision
+        self._endpoint: str = constants.ENDPOINT
+        self._most_http_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
+        self._token: str | None = get_token()
+
+    def list(self) -> tuple[str, list[FetchedFile]]:
+        """Returns the commit that the revision means now, and all files of it.
+
+        Raises:
+            FetchError: the hub does not show them.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=self._endpoint, token=self._token)
+        with self._in_words():
+            found = api.model_info(
+                self._repository, revision=self._revision, files_metadata=True, timeout=REQUEST_TIMEOUT_S
+            )
+        if not found.sha or not found.siblings:
+            raise self._no_hub("its answer names no commit or no files")
+        return str(found.sha), [self._file(sibling) for sibling in found.siblings]
+
+    def _file(self, sibling: Any) -> FetchedFile:
+        size_bytes = sibling.lfs.size if sibling.lfs else sibling.size
+        digest = f"sha256:{sibling.lfs.sha256}" if sibling.lfs else f"git:{sibling.blob_id}"
+        if size_bytes is None or digest == "git:None":
+            raise self._no_hub(f"it does not tell size and hash of {sibling.rfilename}")
+        return FetchedFile(path=str(sibling.rfilename), size_bytes=int(size_bytes), digest=digest)
+
+    def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
+        """Fetches what `into` lacks of a file; bytes that it holds are not asked for again.
+
+        Raises:
+            FetchError: it is not complete; what came is kept.
+        """
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers
+
+        if file.size_bytes > self._most_http_bytes:
+            raise FetchError(
+                FailureReason.MODEL_NOT_READABLE,
+                f"{HUB_SCHEME}{self._repository}: {file.path} has {file.size_bytes / 1e9:.0f} GB; hubs serve no file "
+                f"above {self._most_http_bytes / 1e9:.0f} GB in a way that can be resumed: put it into a volume "
+                "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",
+            )
+        url = hf_hub_url(self._repository, file.path, revision=commit, endpoint=self._endpoint)
+        # Compressed, a part of a file cannot be asked for.
+        headers = {**build_hf_headers(token=self._token), "accept-encoding": "identity"}
+        with self._in_words(), into.open("r+b") as target:
+            have_bytes = target.seek(0, os.SEEK_END)
+            http_get(url, target, resume_size=have_bytes, headers=headers, expected_size=file.size_bytes)
+            target.flush()
+            os.fsync(target.fileno())
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        import httpx2
+        from huggingface_hub import errors
+
+        model = f"{HUB_SCHEME}{self._repository}"
+        page = f"{self._endpoint}/{self._repository}"
+        try:
+            yield
+        except errors.GatedRepoError as error:
+            raise FetchError(
+                FailureReason.MODEL_ACCESS_DENIED,
+                f"{model} is gated: accept its licence at {page} with the account of the token"
+                + ("" if self._token else f", and {_HOW_TO_GIVE_A_TOKEN}"),
+            ) from error
+        except errors.RevisionNotFoundError as error:
+            raise FetchError(
+                FailureReason.MODEL_NOT_FOUND,
+                f"{model} has no revision {self._revision} at {self._endpoint}: correct spec.model.revision",
+            ) from error
+        except errors.RepositoryNotFoundError as error:
+            raise FetchError(
+                FailureReason.MODEL_NOT_FOUND,
+                f"{self._endpoint} shows no model {self._repository}: correct spec.model.uri; "
+                + (
+                    "a private one must be readable with the token that is set"
+                    if self._token
+                    else f"if it is private, {_HOW_TO_GIVE_A_TOKEN}"
+                ),
+            ) from error
+        except errors.HfHubHTTPError as error:
+            raise self._refusal(error) from error
+        except errors.OfflineModeIsEnabled as error:
+            raise FetchError(
+                FailureReason.MODEL_HUB_UNREACHABLE,
+                f"{names.ENV_HUB_OFFLINE} forbids to ask {self._endpoint} for {model}: unset it",
+            ) from error
+        except httpx2.HTTPError as error:
+            raise FetchError(
+                FailureReason.MODEL_HUB_UNREACHABLE,
+                f"{self._endpoint} does not answer ({type(error).__name__}: {self._clean(error)}): check the way out "
+                "of the pods, and HTTPS_PROXY or HF_ENDPOINT in spec.engine.env",
+                may_heal=True,
+            ) from error
+        except OSError as error:
+            if error.errno is not None:
+                raise  # of the cache, not of the hub
+            raise FetchError(
+                FailureReason.MODEL_HUB_UNREACHABLE, f"{model}: {self._clean(error)}", may_heal=True
+            ) from error
+        except ValueError as error:
+            raise self._no_hub(self._clean(error)) from error
+
+    def _refusal(self, error: Any) -> FetchError:
+        status, said = error.response.status_code, self._clean(error)
+        model = f"{HUB_SCHEME}{self._repository}"
+        if status in _BUSY:
+            return FetchError(
+                FailureReason.MODEL_HUB_UNREACHABLE,
+                f"{self._endpoint} answers {status} for {model}: {said}",
+                may_heal=True,
+            )
+        if status in (401, 403):
+            remedy = "check the token of spec.model.tokenSecretRef" if self._token else _HOW_TO_GIVE_A_TOKEN
+            return FetchError(
+                FailureReason.MODEL_ACCESS_DENIED,
+                f"{self._endpoint} answers {status} for {model}: {said}; {remedy}",
+            )
+        return FetchError(
+            FailureReason.MODEL_NOT_FOUND, f"{self._endpoint} answers {status} for {model}: {said}"
+        )
+
+    def _no_hub(self, why: str) -> FetchError:
+        return FetchError(
+            FailureReason.MODEL_HUB_UNREACHABLE,
+            f"{self._endpoint} does not answer as a model hub does: {why}; check HF_ENDPOINT in spec.engine.env",
+        )
+
+    def _clean(self, error: BaseException) -> str:
+        text = " ".join(str(error).split()) or "no further word"
+        text = _QUERY.sub(r"\1", text)
+        return (text.replace(self._token, "***") if self._token else text)[:300]

@@ -1,0 +1,186 @@
+"""One fetch: lists the model, fetches what is missing, verifies, marks; waits out what may heal."""
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile, FetchedModel, FetchProgress
+from heteroinfer_contract.model_files import INDEX_FILE, read_profile
+from vllm_heteroinfer.fetch.errors import FetchError
+from vllm_heteroinfer.fetch.selection import describing_files, weight_files
+from vllm_heteroinfer.fetch.store import ModelStore
+
+PATIENCE_S: Final = 600.0
+"""Without a new byte for so long the fetch ends; the operator starts another, later and later."""
+FILES_AT_ONCE: Final = 4
+_PAUSES_S: Final = (2.0, 5.0, 15.0, 30.0)
+_LOCK_POLL_S: Final = 1.0
+_WRONG_HASHES: Final = 3
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+
+class Source(Protocol):
+    """Where a model comes from; HubModel."""
+
+    def list(self) -> tuple[str, list[FetchedFile]]:
+        """Returns the commit and all files; raises FetchError."""
+        ...
+
+    def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
+        """Fetches what `into` lacks; raises FetchError, or OSError of the cache."""
+        ...
+
+
+class FetchJob:
+    """Brings one model into a cache.
+
+    Args:
+        source: where it comes from.
+        repository: ORG/MODEL.
+        revision: branch, tag or commit; a commit that is complete already needs no hub.
+        cache: its root.
+        patience_s: see PATIENCE_S.
+    """
+
+    def __init__(
+        self, source: Source, *, repository: str, revision: str, cache: Path, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._source = source
+        self._repository = repository
+        self._revision = revision
+        self._cache = cache
+        self._patience_s = patience_s
+        self._store: ModelStore | None = None
+        self._commit = ""
+        self._wanted: tuple[FetchedFile, ...] = ()
+        self._message = "asking the hub"
+
+    def progress(self) -> FetchProgress:
+        """Returns how far it is now, as the cache's files tell; from any thread."""
+        store, wanted = self._store, self._wanted
+        return FetchProgress(
+            commit=self._commit,
+            done_bytes=store.done_bytes(wanted) if store is not None else 0,
+            total_bytes=sum(file.size_bytes for file in wanted),
+            message=self._message,
+        )
+
+    def run(self) -> FetchedModel:
+        """Returns the model once it is complete in the cache.
+
+        Raises:
+            FetchError: it cannot be had, or nothing moved for the whole patience.
+            ModelFilesError: it is complete, and no model that can be planned.
+        """
+        failures, most_bytes, moved_at = 0, -1, time.monotonic()
+        while True:
+            try:
+                return self._attempt()
+            except FetchError as error:
+                if not error.may_heal:
+                    raise
+                done_bytes = self._used_bytes()
+                if done_bytes > most_bytes:
+                    failures, most_bytes, moved_at = 0, done_bytes, time.monotonic()
+                if time.monotonic() - moved_at > self._patience_s:
+                    raise
+                pause_s = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
+                failures += 1
+                self._message = f"{error}; trying again"
+                time.sleep(min(pause_s, self._patience_s))
+
+    def _attempt(self) -> FetchedModel:
+        complete = self._known_complete()
+        if complete is None:
+            commit, files = self._source.list()
+            store = self._open(commit)
+            self._message = ""
+            complete = self._complete(store, files)
+        self._wanted = complete.files
+        profile = read_profile(self._open(complete.commit).folder)
+        return FetchedModel(commit=complete.commit, size_bytes=complete.size_bytes, profile=profile)
+
+    def _known_complete(self) -> CompleteModel | None:
+        """Returns the model if the revision is a commit, and the cache has all of it."""
+        return self._open(self._revision).complete() if _COMMIT.fullmatch(self._revision) else None
+
+    def _open(self, commit: str) -> ModelStore:
+        if self._store is None or self._commit != commit:
+            self._store, self._commit = ModelStore(self._cache, self._repository, commit), commit
+        return self._store
+
+    def _used_bytes(self) -> int:
+        return self._store.used_bytes() if self._store is not None else 0
+
+    def _complete(self, store: ModelStore, files: Sequence[FetchedFile]) -> CompleteModel:
+        used_bytes, moved_at = -1, time.monotonic()
+        while True:
+            with store.try_lock() as alone:
+                complete = store.complete()
+                if complete is not None:
+                    return complete
+                if alone:
+                    self._message = ""
+                    return store.mark_complete(self._fetch_all(store, files))
+            now_bytes = store.used_bytes()
+            if now_bytes > used_bytes:
+                used_bytes, moved_at = now_bytes, time.monotonic()
+            self._message = "another fetch of this model into the same cache is running; waiting for it"
+            if time.monotonic() - moved_at > self._patience_s:
+                raise FetchError(
+                    FailureReason.MODEL_CACHE_NOT_WRITABLE,
+                    f"another fetch holds the lock of {store.folder.relative_to(self._cache)} and has written "
+                    f"nothing for {self._patience_s:.0f} s: end the pod that has it",
+                )
+            time.sleep(_LOCK_POLL_S)
+
+    def _fetch_all(self, store: ModelStore, files: Sequence[FetchedFile]) -> Sequence[FetchedFile]:
+        describing = describing_files(files)
+        store.check_room(describing)
+        self._fetch_missing(store, describing)
+        weights = weight_files(files, _read_index(store.folder, describing))
+        wanted = tuple({file.path: file for file in [*describing, *weights]}.values())
+        self._wanted = wanted
+        # Linked before room is counted: what another commit has already takes none.
+        for file in store.missing(weights):
+            store.adopt(file)
+        store.check_room(wanted)
+        self._fetch_missing(store, weights)
+        return wanted
+
+    def _fetch_missing(self, store: ModelStore, files: Sequence[FetchedFile]) -> None:
+        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
+            running = [pool.submit(self._fetch_one, store, file) for file in store.missing(files)]
+            done, _ = wait(running, return_when=FIRST_EXCEPTION)
+            pool.shutdown(wait=True, cancel_futures=True)
+        for future in done:
+            future.result()
+
+    def _fetch_one(self, store: ModelStore, file: FetchedFile) -> None:
+        for _ in range(_WRONG_HASHES):
+            part = store.open_part(file)
+            try:
+                self._source.fetch(self._commit, file, part)
+            except OSError as error:
+                raise store.refusal(error) from error
+            if store.keep(file):
+                return
+        raise FetchError(
+            FailureReason.MODEL_NOT_READABLE,
+            f"{file.path} came {_WRONG_HASHES} times with another hash than {file.digest}: "
+            "a proxy or mirror (HF_ENDPOINT) changes it, or the volume does not keep what is written",
+        )
+
+
+def _read_index(folder: Path, files: Sequence[FetchedFile]) -> Any:
+    if not any(file.path == INDEX_FILE for file in files):
+        return None
+    try:
+        return json.loads((folder / INDEX_FILE).read_bytes())
+    except ValueError:
+        return {}  # named by the caller as an index without files

@@ -1,0 +1,225 @@
+"""A model's folder in a cache: parts that grow, files that were verified, and the marker last.
+
+A file has its own name only once its hash is the hub's, so that whatever happens to two
+fetches at once, or to a node, no wrong file is ever taken for a model's. The lock saves work;
+on file systems where it does nothing, the hashes still hold.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model_fetch import (
+    MARKER_FILE,
+    CompleteModel,
+    FetchedFile,
+    damaged_files,
+    model_folder,
+    read_marker,
+)
+from vllm_heteroinfer.fetch.errors import FetchError
+
+PARTS: Final = ".parts"
+_LOCK: Final = ".lock"
+_BLOCK_BYTES: Final = 8 * 2**20
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_LOCKS: Final = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL})
+
+
+class ModelStore:
+    """The folder of one commit of a model in a cache; made with it.
+
+    Args:
+        cache: root of the cache.
+        repository: ORG/MODEL.
+        commit: of the hub.
+
+    Raises:
+        FetchError: the cache cannot be written.
+    """
+
+    def __init__(self, cache: Path, repository: str, commit: str) -> None:
+        self.cache = cache
+        self.folder = cache / model_folder(repository, commit)
+        self._repository = repository
+        self._commit = commit
+        self._parts = self.folder / PARTS
+        with self.in_words():
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def try_lock(self) -> Iterator[bool]:
+        """Yields whether this fetch alone works in the folder now; the kernel frees it with the process."""
+        with self.in_words():
+            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            yield self._lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            # Two fetches may do the same work here; each file is verified before it gets its name.
+        return True
+
+    def complete(self) -> CompleteModel | None:
+        """Returns what the folder holds if it is a complete model, with every file of its size."""
+        marker = read_marker(self.folder)
+        return None if marker is None or damaged_files(self.folder, marker) else marker
+
+    def done_bytes(self, files: Sequence[FetchedFile]) -> int:
+        """Returns how much of these files is here."""
+        return sum(min(self._present_bytes(file), file.size_bytes) for file in files)
+
+    def used_bytes(self) -> int:
+        """Returns the size of all that is in the folder now; grows as long as another fetch works there."""
+        used = 0
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                used += path.stat().st_size
+        return used
+
+    def _present_bytes(self, file: FetchedFile) -> int:
+        for path in (self.folder / file.path, self._part(file)):
+            with contextlib.suppress(OSError):
+                return path.stat().st_size
+        return 0
+
+    def missing(self, files: Sequence[FetchedFile]) -> list[FetchedFile]:
+        """Returns the files that do not have their name and size; one of another size is removed."""
+        missing = []
+        with self.in_words():
+            for file in files:
+                path = self.folder / file.path
+                if not path.is_file() or path.stat().st_size != file.size_bytes:
+                    path.unlink(missing_ok=True)
+                    missing.append(file)
+        return missing
+
+    def check_room(self, files: Sequence[FetchedFile]) -> None:
+        """Checks that what is missing of these files has room.
+
+        Raises:
+            FetchError: it has not; by how much.
+        """
+        needed_bytes = sum(file.size_bytes for file in files) - self.done_bytes(files)
+        with self.in_words():
+            free_bytes = shutil.disk_usage(self.folder).free
+        if needed_bytes > free_bytes:
+            raise FetchError(
+                FailureReason.MODEL_CACHE_FULL,
+                f"the cache has {free_bytes / 2**30:.2f} GiB free, {needed_bytes / 2**30:.2f} GiB more are needed: "
+                "set a larger spec.model.cache.size (a new claim is made), or remove models from the claim",
+            )
+
+    def open_part(self, file: FetchedFile) -> Path:
+        """Returns the path of what is there of a file, made empty if there is nothing yet."""
+        part = self._part(file)
+        with self.in_words():
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.touch()
+            if part.stat().st_size > file.size_bytes:
+                os.truncate(part, 0)
+        return part
+
+    def keep(self, file: FetchedFile) -> bool:
+        """Gives a fetched file its name if it is what the hub says; else it is removed. Returns which."""
+        part = self._part(file)
+        with self.in_words():
+            if part.stat().st_size != file.size_bytes or digest_of(part, file.digest) != file.digest:
+                part.unlink()
+                return False
+            path = self.folder / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.chmod(0o644)
+            part.rename(path)
+        return True
+
+    def adopt(self, file: FetchedFile) -> bool:
+        """Links a file from another commit of the model that has the same; returns whether there was one."""
+        for other in sorted(self.folder.parent.iterdir()):
+            marker = read_marker(other) if other != self.folder else None
+            for candidate in marker.files if marker else ():
+                if (candidate.digest, candidate.size_bytes) == (file.digest, file.size_bytes):
+                    return self._link(other / candidate.path, file)
+        return False
+
+    def _link(self, source: Path, file: FetchedFile) -> bool:
+        path = self.folder / file.path
+        try:
+            if source.stat().st_size != file.size_bytes:
+                return False
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.hardlink_to(source)
+        except OSError:  # a file system without hard links: it is fetched
+            return False
+        return True
+
+    def mark_complete(self, files: Sequence[FetchedFile]) -> CompleteModel:
+        """Returns the marker, written so that it is there as a whole or not at all."""
+        marker = CompleteModel(repository=self._repository, commit=self._commit, files=tuple(files))
+        unfinished = self.folder / f"{MARKER_FILE}.{os.getpid()}"
+        with self.in_words():
+            with unfinished.open("w") as file:
+                file.write(marker.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(self.folder / MARKER_FILE)
+            shutil.rmtree(self._parts, ignore_errors=True)
+        return marker
+
+    def _part(self, file: FetchedFile) -> Path:
+        # With its hash: what came of one version of a file is never continued with another.
+        return self._parts / f"{file.path.replace('/', '--')}.{file.digest.partition(':')[2][:16]}"
+
+    @contextlib.contextmanager
+    def in_words(self) -> Iterator[None]:
+        """Tells in words what the cache's file system refuses.
+
+        Raises:
+            FetchError: in place of an OSError.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise self.refusal(error) from error
+
+    def refusal(self, error: OSError) -> FetchError:
+        """Returns the words for an error of the cache's file system."""
+        if error.errno in _FULL:
+            return FetchError(
+                FailureReason.MODEL_CACHE_FULL,
+                f"the cache is full ({error.strerror}); what was fetched is kept: set a larger "
+                "spec.model.cache.size (a new claim is made), or remove models from the claim",
+            )
+        return FetchError(
+            FailureReason.MODEL_CACHE_NOT_WRITABLE,
+            f"the cache cannot be written as user {os.getuid()}: {error.strerror} ({error.filename or self.folder}); "
+            "take a volume that honours fsGroup, or make its folder writable for that user",
+        )
+
+
+def digest_of(path: Path, like: str) -> str:
+    """Returns the hash of a file, of the kind that `like` begins with: `sha256:`, or `git:` of a blob."""
+    kind = like.partition(":")[0]
+    digest = hashlib.sha256()
+    if kind == "git":  # as git hashes a blob
+        digest = hashlib.sha1(usedforsecurity=False)
+        digest.update(f"blob {path.stat().st_size}\0".encode())
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return f"{kind}:{digest.hexdigest()}"

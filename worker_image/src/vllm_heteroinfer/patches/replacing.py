@@ -1,0 +1,57 @@
+"""How a function of vLLM is replaced and put back: guarded, once, with the original kept. Imports vLLM."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vllm_heteroinfer.patches.registry import Patch, build_refusal
+
+_ORIGINAL = "heteroinfer_original"
+
+
+def replace(patch: Patch, build: Callable[[Any], Callable[..., Any]]) -> None:
+    """Puts `build(original)` in the place of a patch's target; twice is a no-op.
+
+    Args:
+        patch: names the target.
+        build: is given vLLM's own function, and returns what takes its place.
+
+    Raises:
+        PatchError: this vLLM's function is missing, or another one.
+    """
+    owner, name = _find(patch)
+    original: Any = getattr(owner, name, None)
+    if hasattr(original, _ORIGINAL):
+        return
+    check(patch, original)
+    replacement = functools.wraps(original)(build(original))
+    setattr(replacement, _ORIGINAL, original)
+    setattr(owner, name, replacement)
+
+
+def restore(patch: Patch) -> None:
+    """Puts vLLM's own function back; a no-op where the patch is not applied."""
+    owner, name = _find(patch)
+    original = getattr(getattr(owner, name), _ORIGINAL, None)
+    if original is not None:
+        setattr(owner, name, original)
+
+
+def check(patch: Patch, target: Any) -> None:
+    """Raises PatchError unless `target` is the function that the patch was written for."""
+    import vllm
+
+    if not callable(target):
+        raise build_refusal(patch, "nothing" if target is None else repr(target), str(vllm.__version__))
+    found = tuple(inspect.signature(target).parameters)
+    if found != patch.parameters:
+        raise build_refusal(patch, f"parameters ({', '.join(found)})", str(vllm.__version__))
+
+
+def _find(patch: Patch) -> tuple[Any, str]:
+    """Returns the module or class that has the target, and the target's name in it."""
+    module, path = patch.target.split(":")
+    *owners, name = path.split(".")
+    return functools.reduce(getattr, owners, importlib.import_module(module)), name
