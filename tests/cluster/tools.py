@@ -52,7 +52,9 @@ KUBERNETES = Tool(
 ETCD = Tool(name="etcd", programs=("etcd",))
 HELM = Tool(name="helm", programs=("helm",))
 COREDNS = Tool(name="coredns", programs=("coredns",))
+KWOK = Tool(name="kwok", programs=("kwok",))
 ALL = (ETCD, KUBERNETES, HELM, COREDNS)
+"""What most tests need; kwok, for thousands of pods that nobody runs, is built where it is used."""
 
 
 def build_ldflags(tool: Tool) -> str:
