@@ -1,0 +1,102 @@
+"""Keeps what this version of the operator stores, for the upgrade tests of later versions.
+
+Run in the tree of a version that is about to be released:
+
+    python -m tests.integration.upgrade.record tests/integration/upgrade/versions/NAME
+
+It installs the chart on a control plane, has the operator bring resources.yaml to Ready, and
+writes the chart's package and every object. No node is there: this says for the kubelet how
+pods fare. One group falls once, so that failures and a second epoch are among what is kept.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, NETWORK_POLICY, POD, SERVICE, Kind
+from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.folders import REPOSITORY
+from tests.integration.operator.support import PROFILE, end_pod, operator, run_pod, until
+
+NAMESPACE = "recorded"
+RESOURCES = Path(__file__).parent / "resources.yaml"
+OBJECTS = "objects.json"
+CHILDREN = (SERVICE, NETWORK_POLICY, CONFIG_MAP, POD)
+
+
+async def listed(server: ApiServer, kind: Kind) -> list[dict[str, Any]]:
+    """Returns what is ours of a kind, complete as for `kubectl apply`."""
+    query = {} if kind is HETERO_INFERENCE else {"labelSelector": names.LABEL_RESOURCE}
+    items = (await server.get(kind.path(NAMESPACE), query))["items"]
+    return [{"apiVersion": kind.api_version, "kind": kind.name, **item} for item in items]
+
+
+async def play_kubelet(server: ApiServer) -> bool:
+    """Has every new pod run, or give the profile; returns whether every group is Ready."""
+    for pod in await listed(server, POD):
+        metadata, status = pod["metadata"], pod.get("status", {})
+        if status.get("phase") != "Pending" or "deletionTimestamp" in metadata:
+            continue
+        if metadata["labels"][names.LABEL_COMPONENT] == names.COMPONENT_WORKER:
+            await run_pod(server, NAMESPACE, metadata["name"])
+        else:
+            await end_pod(server, NAMESPACE, metadata["name"], exit_code=0, message=json.dumps(PROFILE))
+    groups = [
+        g for r in await listed(server, HETERO_INFERENCE) for g in r.get("status", {}).get("groups", ())
+    ]
+    wanted = [document["spec"].get("replicas", 1) for document in yaml.safe_load_all(RESOURCES.read_text())]
+    return len(groups) == sum(wanted) and all(group["phase"] == "Ready" for group in groups)
+
+
+async def record(cluster: Cluster, folder: Path, log: Path) -> None:
+    server = ApiServer(await load_configuration(str(cluster.kubeconfig)))
+    settings = {"watch_namespaces": NAMESPACE, "resync_seconds": "1"}
+    try:
+        async with operator(cluster.kubeconfig, log, **settings) as process:
+            await process.working()
+            for document in yaml.safe_load_all(RESOURCES.read_text()):
+                await server.create(HETERO_INFERENCE.path(NAMESPACE), document)
+            await until("every group is Ready", lambda: play_kubelet(server), 120, lambda: process.said)
+            failure = Failure(
+                reason=FailureReason.RANK_EXITED, message="rank 1 was killed", pod=1, rank=1, exit_code=-9
+            )
+            await end_pod(server, NAMESPACE, "pair-1-1-1", exit_code=70, message=failure.to_json())
+
+            async def second_epoch() -> bool:
+                (pair,) = [
+                    r for r in await listed(server, HETERO_INFERENCE) if r["metadata"]["name"] == "pair"
+                ]
+                return await play_kubelet(server) and pair["status"]["groups"][1]["epoch"] == 2
+
+            await until("the second epoch", second_epoch, 60, lambda: process.said)
+            await process.stop()
+        found = [item for kind in (HETERO_INFERENCE, *CHILDREN) for item in await listed(server, kind)]
+    finally:
+        await server.close()
+    for item in found:
+        del item["metadata"]["managedFields"]
+    (folder / OBJECTS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def main(arguments: list[str]) -> None:
+    folder = Path(arguments[0]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with start_control_plane_only() as cluster, tempfile.TemporaryDirectory() as scratch:
+        chart = str(REPOSITORY / "charts" / "heteroinfer")
+        cluster.helm("package", chart, "--destination", str(folder))
+        cluster.helm("install", "heteroinfer", chart, "--set", "replicas=0")
+        cluster.kubectl("create", "namespace", NAMESPACE)
+        cluster.kubectl("wait", "-n", NAMESPACE, "--for=create", "serviceaccount/default", "--timeout=20s")
+        asyncio.run(record(cluster, folder, Path(scratch) / "log"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,184 @@
+"""An upgrade with groups running: an older chart and what its operator stored, then this chart and operator.
+
+What a version stored is kept in versions/, written by record.py in that version's own tree.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_contract import metrics, names
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.kube.paths import CHILDREN, EVENT, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.manifests.identity import revision
+from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.folders import REPOSITORY
+from tests.integration.operator.support import OperatorProcess, end_pod, operator, run_pod, until
+from tests.integration.upgrade.record import NAMESPACE, OBJECTS
+
+VERSIONS = sorted(path for path in (Path(__file__).parent / "versions").iterdir() if path.is_dir())
+RELEASE = "heteroinfer"
+KINDS = {kind.name: kind for kind in (HETERO_INFERENCE, POD, *CHILDREN)}
+
+every_version = pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.name)
+
+
+def recorded(version: Path) -> list[dict[str, Any]]:
+    return list(json.loads((version / OBJECTS).read_text()))
+
+
+def resources(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [item for item in objects if item["kind"] == names.KIND]
+
+
+@every_version
+def test_the_revision_of_an_old_spec_stays(version: Path) -> None:
+    for resource in resources(recorded(version)):
+        name = resource["metadata"]["name"]
+        assert revision(parse_spec(resource["spec"])) == resource["status"]["currentRevision"], name
+
+
+@pytest.fixture
+def plane() -> Iterator[Cluster]:
+    """A control plane of the test's own: the CRD belongs to the release."""
+    with start_control_plane_only() as cluster:
+        yield cluster
+
+
+async def restore(server: ApiServer, objects: list[dict[str, Any]]) -> None:
+    """Stores what the old operator had stored, under its field manager; uids are the new ones."""
+    text = json.dumps(objects)
+    for resource in resources(objects):
+        bare = {**resource, "metadata": at_rest(resource["metadata"])}
+        stored = await server.create(HETERO_INFERENCE.path(NAMESPACE), bare)
+        old, new = resource["metadata"]["uid"], stored["metadata"]["uid"]
+        text = text.replace(old, new)
+        path = HETERO_INFERENCE.path(NAMESPACE, resource["metadata"]["name"], "status")
+        await server.update(path, {**stored, "status": resource["status"]})
+    for item in json.loads(text):
+        kind, name = KINDS[item["kind"]], item["metadata"]["name"]
+        item["metadata"] = at_rest(item["metadata"])
+        if kind is POD:
+            created = await server.create(kind.path(NAMESPACE), item, {"fieldManager": names.MANAGER})
+            assert created["spec"]["containers"] == item["spec"]["containers"]
+            await run_pod(server, NAMESPACE, name)
+        elif kind is not HETERO_INFERENCE:
+            if item.get("spec", {}).get("clusterIP") not in (None, "None"):
+                item["spec"] = {k: v for k, v in item["spec"].items() if not k.startswith("clusterIP")}
+            await server.apply(kind.path(NAMESPACE, name), item, manager=names.MANAGER)
+
+
+def at_rest(metadata: dict[str, Any]) -> dict[str, Any]:
+    given = ("name", "namespace", "labels", "annotations", "finalizers", "ownerReferences")
+    return {key: metadata[key] for key in given if key in metadata}
+
+
+async def pods(server: ApiServer) -> dict[str, Any]:
+    """Returns of every pod in the namespace all but its status, which the scheduler writes too."""
+    items = (await server.get(POD.path(NAMESPACE)))["items"]
+    return {pod["metadata"]["name"]: untouched(pod) for pod in items}
+
+
+def untouched(pod: dict[str, Any]) -> dict[str, Any]:
+    changing = ("resourceVersion", "managedFields")
+    return {
+        "spec": pod["spec"],
+        "metadata": {key: value for key, value in pod["metadata"].items() if key not in changing},
+    }
+
+
+async def statuses(server: ApiServer) -> dict[str, Any]:
+    items = (await server.get(HETERO_INFERENCE.path(NAMESPACE)))["items"]
+    return {item["metadata"]["name"]: item["status"] for item in items}
+
+
+async def settled(process: OperatorProcess) -> None:
+    """Returns once several full passes in a row wrote nothing."""
+
+    async def quiet() -> bool:
+        written = await process.writes()
+        count = f"{metrics.OPERATOR_RECONCILE_SECONDS}_count"
+        passes = await process.metric(count) + 9
+
+        async def more() -> bool:
+            return await process.metric(count) >= passes
+
+        await until("three passes over three resources", more, said=lambda: process.said)
+        return await process.writes() == written
+
+    await until("passes that write nothing", quiet, timeout_s=40, said=lambda: process.said)
+
+
+def account_kubeconfig(plane: Cluster, folder: Path) -> Path:
+    token = plane.kubectl("create", "token", "-n", RELEASE, RELEASE).strip()
+    config = yaml.safe_load(plane.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": token}
+    path = folder / "account.kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    path.chmod(0o600)
+    return path
+
+
+@every_version
+async def test_groups_of_an_older_version_run_on(version: Path, plane: Cluster, tmp_path: Path) -> None:
+    (package,) = version.glob("*.tgz")
+    plane.helm("install", RELEASE, str(package), "-n", RELEASE, "--create-namespace", "--set", "replicas=0")
+    plane.kubectl("create", "namespace", NAMESPACE)
+    plane.kubectl("wait", "-n", NAMESPACE, "--for=create", "serviceaccount/default", "--timeout=20s")
+    server = ApiServer(await load_configuration(str(plane.kubeconfig)))
+    try:
+        objects = recorded(version)
+        await restore(server, objects)
+        before = await pods(server)
+        chart = str(REPOSITORY / "charts" / "heteroinfer")
+        plane.helm("upgrade", RELEASE, chart, "-n", RELEASE, "--set", "replicas=0")
+        settings = {"resync_seconds": "1"}
+        async with operator(account_kubeconfig(plane, tmp_path), tmp_path / "log", **settings) as process:
+            await process.working()
+            await settled(process)
+            assert await pods(server) == before, process.said
+            await check_as_recorded(server, objects)
+            await check_next_epoch(server, process)
+            assert "Traceback" not in process.said, process.said
+            assert " 403 " not in process.said, process.said
+    finally:
+        await server.close()
+
+
+async def check_as_recorded(server: ApiServer, objects: list[dict[str, Any]]) -> None:
+    """Every group is what it was, and nobody was told otherwise."""
+    now = await statuses(server)
+    for resource in resources(objects):
+        was, name = resource["status"], resource["metadata"]["name"]
+        kept = ("index", "epoch", "phase", "revision", "planHash", "restarts")
+        for old, new in zip(was["groups"], now[name]["groups"], strict=True):
+            assert {key: new.get(key) for key in kept} == {key: old.get(key) for key in kept}, name
+            assert len(new.get("failures", ())) == len(old.get("failures", ())), name
+        for key in ("currentRevision", "updateRevision", "readyReplicas", "updatedReplicas"):
+            assert now[name][key] == was[key], (name, key)
+        assert {"type": "Ready", "status": "True"}.items() <= next(
+            c for c in now[name]["conditions"] if c["type"] == "Ready"
+        ).items()
+    events = (await server.get(EVENT.path(NAMESPACE)))["items"]
+    ours = [e["reason"] for e in events if e["regarding"]["kind"] == names.KIND]
+    assert not {"EpochStarted", "PlanLost", "RevisionChanged", "PodDeleted"}.intersection(ours), ours
+
+
+async def check_next_epoch(server: ApiServer, process: OperatorProcess) -> None:
+    """A fall after the upgrade ends the old epoch whole, and the new operator makes the next one."""
+    await end_pod(server, NAMESPACE, "pair-0-1-1", exit_code=137, message="")
+
+    async def second_epoch() -> bool:
+        found = [name for name in await pods(server) if name.startswith("pair-0-2-")]
+        for name in found:
+            await run_pod(server, NAMESPACE, name)
+        group = (await statuses(server))["pair"]["groups"][0]
+        return len(found) == 2 and (group["epoch"], group["phase"]) == (2, "Ready")
+
+    await until("the second epoch", second_epoch, timeout_s=40, said=lambda: process.said)
+    assert not [name for name in await pods(server) if name.startswith("pair-0-1-")]
