@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from tests.integration.bridge.members import Group, outcomes, running
 from tests.integration.bridge.scenarios import LARGE, check_differences, differing_calls, every_operation
+from tests.integration.kernels.asking import ask
 
 pytestmark = pytest.mark.timeout(180)
+LATE_S = 0.3
 PATHS = {"shared_memory": True, "gloo": False}
 
 GROUPS = [
@@ -157,3 +159,16 @@ def _check_refusals(told: list[dict[str, Any]]) -> None:
         assert one["error"] == "ContractError"
         for word in ("share a host's memory", "got: rank 1", "expected one memory", "put them into one pod"):
             assert word in one["message"]
+
+
+def test_a_word_that_the_device_writes_later() -> None:
+    """As a GPU's stream does it: until a member's own word is there it waits for nobody, with a deadline."""
+    told = ask("tests.integration.bridge.late_words", "")
+    before, after = told["before"], told["after"]
+    assert before["got"] == after["got"] == [1]
+    assert before["waited_s"] == 0.0
+    assert before["peer_waited_s"] >= LATE_S / 2
+    assert after["took_s"] >= 2 * LATE_S
+    assert LATE_S / 2 <= after["waited_s"] <= after["took_s"] - LATE_S / 2
+    assert told["failed"] == "the device has failed"
+    assert "device of rank 0 has not finished" in told["stuck"]

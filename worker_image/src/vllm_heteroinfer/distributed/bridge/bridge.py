@@ -22,8 +22,9 @@ from vllm_heteroinfer.distributed.bridge.header import (
 )
 from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Link, Members
 from vllm_heteroinfer.distributed.bridge.shared_memory import MACHINES, SharedMemoryLink
-from vllm_heteroinfer.distributed.bridge.slab import gather_values, share_slab
+from vllm_heteroinfer.distributed.bridge.slab import PROOF, WORDS, gather_values, share_slab
 from vllm_heteroinfer.distributed.bridge.staging import CudaStaging, HostStaging, Staging
+from vllm_heteroinfer.distributed.bridge.stream_signal import find_signal
 from vllm_heteroinfer.distributed.meter import Meter
 
 _logger = logging.getLogger(__name__)
@@ -95,18 +96,22 @@ class Bridge:
         self._device = device
         self._mail = GlooLink(cpu_group, self._members, device, timeout_s=timeout_s, meter=meter)
         self._link: Link = self._mail
+        signal, publisher = None, "the host publishes"
         if self.path == "shared_memory":
             slab = share_slab(self._members, cpu_group, device)
             self._link = SharedMemoryLink(slab, self._members, timeout_s=timeout_s, meter=meter)
+            if device.type == "cuda":
+                proof_word = self._members.index * WORDS + PROOF
+                signal, publisher = find_signal(slab.words, slab.bytes.data_ptr(), device, proof_word)
         staging: Staging = HostStaging()
         if device.type == "cuda":
-            staging = CudaStaging(device, self._members.peers, self._link.buffers())
+            staging = CudaStaging(device, self._members.peers, self._link.buffers(), signal)
         self._exchange = Exchange(self._members, self._link, staging, meter)
         self._wide = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
         self._step = self._count = self._history = 0
         self._mailed: dict[tuple[int, int], int] = {}
-        words = "bridge of group %s, ranks %s: %s, because %s; host memory is %s"
-        _logger.info(words, group, list(ranks), self.path, why, staging.way)
+        words = "bridge of group %s, ranks %s: %s, because %s; host memory is %s; %s"
+        _logger.info(words, group, list(ranks), self.path, why, staging.way, publisher)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Says for how long a member is waited for from now on, in seconds."""

@@ -34,8 +34,9 @@ class Exchange:
         longer than all else here.
         """
         shape, dtype, num_bytes = x.shape, x.dtype, x.nbytes
-        self._meter.transferred("send", self._staging.settle(), num_bytes)
-        self._link.publish(header, num_bytes)
+        signal = self._staging.in_order()
+        self._meter.transferred("send", self._staging.settle() if signal is None else 0.0, num_bytes)
+        self._link.publish(header, num_bytes, signal)
         parts = [x] * len(self._members.ranks)
         for peer, theirs, buffer in self._link.collect():
             if theirs != header:

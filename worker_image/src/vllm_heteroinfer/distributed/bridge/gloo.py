@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
 from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
+from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
 
@@ -75,8 +76,10 @@ class GlooLink:
         """Returns the part of the message that was sent the time before the last."""
         return self._out[(self._published + 1) % _PARTS].part
 
-    def publish(self, header: bytes, num_bytes: int) -> None:
-        """Posts all receives, then all sends, of this member."""
+    def publish(self, header: bytes, num_bytes: int, signal: Signal | None = None) -> None:
+        """Posts all receives, then all sends, of this member; without a signal only."""
+        if signal is not None:
+            raise ValueError("gloo sends what is there: got a signal for later, expected none")
         self._published += 1
         place = self._published % _PARTS
         message = self._out[place]

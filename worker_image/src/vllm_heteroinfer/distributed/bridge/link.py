@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
+
 PART_BYTES = 4 << 20
 """Most bytes of a tensor that go at once; a larger one goes in parts, so that copies overlap."""
 MESSAGE_BYTES = 4096
@@ -82,8 +84,8 @@ class Link(Protocol):
     def outgoing(self) -> Buffer:
         """Returns where this member puts the part that it publishes next."""
 
-    def publish(self, header: bytes, num_bytes: int) -> None:
-        """Lets the others see the outgoing part, of `num_bytes` bytes."""
+    def publish(self, header: bytes, num_bytes: int, signal: Signal | None = None) -> None:
+        """Lets the others see the outgoing part, of `num_bytes` bytes: now, or when `signal` says so."""
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
         """Yields (rank in group, header, part) of each other member as they come.

@@ -19,12 +19,15 @@ from vllm_heteroinfer.distributed.bridge.slab import (
     WRITTEN,
     Slab,
 )
+from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
 from vllm_heteroinfer.distributed.bridge.waiting import SPIN_S, wait_until
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
 
 MACHINES = ("x86_64",)
 """Machines whose stores are seen in order."""
+_CHECK_S = 0.1
+"""Between looks at what the device has met, while its own part is not there."""
 
 
 class SharedMemoryLink:
@@ -33,6 +36,7 @@ class SharedMemoryLink:
     def __init__(self, slab: Slab, members: Members, *, timeout_s: float, meter: Meter) -> None:
         self._slab, self._members, self._meter, self.timeout_s = slab, members, meter, timeout_s
         self._published = self._announced = self._read = 0
+        self._signal: Signal | None = None
         self._line = members.index * WORDS
         self._own = slab.parts[members.index]
         self._own_headers = slab.headers[members.index]
@@ -45,11 +49,15 @@ class SharedMemoryLink:
         """Returns the buffer that was published the time before the last."""
         return self._own[(self._published + 1) % PARTS]
 
-    def publish(self, header: bytes, num_bytes: int) -> None:
-        """Writes the header, then the word that says so."""
-        published = self._published + 1
+    def publish(self, header: bytes, num_bytes: int, signal: Signal | None = None) -> None:
+        """Writes the header, then the word that says so, or lets the signal write it."""
+        published = self._published = self._published + 1
         self._own_headers[published % PARTS][:] = header
-        self._published = self._slab.words[self._line + WRITTEN] = published
+        self._signal = signal
+        if signal is None:
+            self._slab.words[self._line + WRITTEN] = published
+        else:
+            signal.write(self._line + WRITTEN, published)
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
         """Yields each peer's part once its word says that it is there."""
@@ -59,11 +67,30 @@ class SharedMemoryLink:
         while pending:
             there = [peer for peer in pending if words[peer * WORDS + WRITTEN] >= published]
             if not there:
+                if self._signal is not None:
+                    self._wait_for_own(self._signal, published)
                 self._wait_for_any(pending, published)
                 continue
             for peer in there:
                 yield peer, bytes(self._slab.headers[peer][place]), self._slab.parts[peer][place]
             pending = tuple(peer for peer in pending if peer not in there)
+
+    def _wait_for_own(self, signal: Signal, published: int) -> None:
+        """Returns when this member's own device has come as far: until then it waits for no peer.
+
+        Raises:
+            TimeoutError: it has not, in a time in which the peers give up.
+        """
+        words, word = self._slab.words, self._line + WRITTEN
+        start = time.perf_counter()
+        while not wait_until(lambda: words[word] >= published, _CHECK_S):
+            signal.check()
+            if time.perf_counter() - start > self.timeout_s:
+                rank = self._members.ranks[self._members.index]
+                raise TimeoutError(
+                    f"group {self._members.group}: the device of rank {rank} has not finished what its part "
+                    f"is made of within {self.timeout_s:.0f} s"
+                )
 
     def _wait_for_any(self, pending: tuple[int, ...], published: int) -> None:
         words = self._slab.words

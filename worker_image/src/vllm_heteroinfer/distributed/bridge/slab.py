@@ -28,8 +28,8 @@ RING = 16
 """Announcements that may be unread."""
 WORDS = 16
 """Words of 8 bytes of each member's line."""
-WRITTEN, CLOSED, READ, ANNOUNCED = range(4)
-"""Words of a member's line: parts published, 1 when it is gone, announcements read and made."""
+WRITTEN, CLOSED, READ, ANNOUNCED, PROOF = range(5)
+"""Words of a member's line: parts published, 1 when it is gone, announcements read, made; for a trial."""
 _NONCE = 8
 """Words of a line from here on hold the member's nonce."""
 _NONCE_BYTES = 16

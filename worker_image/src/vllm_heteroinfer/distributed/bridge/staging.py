@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Buffer
+from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
 
 MAPPED_BYTES = 256 << 10
 """Up to here a GPU reads and writes host memory from its kernels.
@@ -19,13 +20,16 @@ _SAMPLE = 16
 
 
 class Staging(Protocol):
-    """The copies of one member; calls come in the order put, settle, fetch, fetched for each part."""
+    """The copies of one member; for each part the calls are put, in_order or settle, fetch, fetched."""
 
     way: str
     """How it copies, for the log."""
 
     def put(self, buffer: Buffer, source: torch.Tensor, *, first: bool) -> None:
         """Starts to copy `source` to a buffer; `first` part of a tensor or a later one."""
+
+    def in_order(self) -> Signal | None:
+        """Returns what publishes what was put once it is there; None: `settle`, then publish."""
 
     def settle(self) -> float:
         """Returns when nothing that was put or fetched is still under way; the seconds it took."""
@@ -52,6 +56,9 @@ class HostStaging:
         buffer.shaped(source.dtype, source.shape).copy_(source)
         self._seconds += time.perf_counter() - start
 
+    def in_order(self) -> None:
+        """Returns None."""
+
     def settle(self) -> float:
         """Returns the seconds spent since the last call."""
         seconds, self._seconds = self._seconds, 0.0
@@ -77,9 +84,15 @@ class CudaStaging:
     of their own, while what came in before is copied in and combined on the first.
     """
 
-    def __init__(self, device: torch.device, peers: tuple[int, ...], buffers: Iterable[Buffer]) -> None:
-        """Takes every buffer of the link, page-locked."""
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        peers: tuple[int, ...],
+        buffers: Iterable[Buffer],
+        signal: Signal | None = None,
+    ) -> None:
+        """Takes every buffer of the link, page-locked, and what writes its words, if the link has such."""
+        self._device, self._signal = device, signal
         self._mapped: dict[Buffer, Buffer] = {}
         self._mapped_bytes, self.way = MAPPED_BYTES, f"mapped up to {MAPPED_BYTES} bytes, copied above"
         try:
@@ -94,7 +107,7 @@ class CudaStaging:
         self._stream = torch.cuda.current_stream(device)
         self._put_time, self._fetch_time = _DeviceTime(), _DeviceTime()
         self._puts = self._weight = 0
-        self._first = True
+        self._first, self._small = True, False
 
     def put(self, buffer: Buffer, source: torch.Tensor, *, first: bool) -> None:
         """Starts to copy."""
@@ -103,7 +116,7 @@ class CudaStaging:
             with torch.cuda.stream(self._copies):
                 buffer.shaped(source.dtype, source.shape).copy_(source, non_blocking=True)
             return
-        small = source.nbytes <= self._mapped_bytes
+        small = self._small = source.nbytes <= self._mapped_bytes
         self._puts += 1
         timed = not small or self._puts % _SAMPLE == 0
         self._weight = 0 if not timed else _SAMPLE if small else 1
@@ -115,6 +128,16 @@ class CudaStaging:
             buffer.shaped(source.dtype, source.shape).copy_(source, non_blocking=True)
         if timed:
             self._put_time.end()
+
+    def in_order(self) -> Signal | None:
+        """Returns the signal for a small part that is not timed, on the stream of the one before.
+
+        Nothing need be waited for then: the next part is written, and what was fetched for
+        this one is used, in the order of that stream.
+        """
+        if self._weight or not self._small or self._stream != torch.cuda.current_stream(self._device):
+            return None
+        return self._signal
 
     def settle(self) -> float:
         """Waits for the device.

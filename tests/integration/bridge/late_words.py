@@ -1,0 +1,102 @@
+"""Two members of a slab in one process; words of the first are written later, as a GPU's stream does it."""
+
+import json
+import os
+import threading
+import time
+from typing import Any
+
+from tests.integration.bridge.member import CountingMeter
+from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
+from vllm_heteroinfer.distributed.bridge.link import Members
+from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink
+from vllm_heteroinfer.distributed.bridge.slab import Slab, slab_bytes
+
+HEADER = b"h" * HEADER_BYTES
+LATE_S = 0.3
+
+
+class LateWords:
+    """A stream that runs when it is told to, or has failed."""
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self.pending: list[tuple[int, int]] = []
+        self.failed = False
+
+    def write(self, word: int, value: int) -> None:
+        self.pending.append((word, value))
+
+    def check(self) -> None:
+        if self.failed:
+            raise RuntimeError("the device has failed")
+
+    def run(self) -> None:
+        for word, value in self.pending:
+            self._slab.words[word] = value
+
+
+def links(timeout_s: float) -> tuple[LateWords, list[SharedMemoryLink], list[CountingMeter]]:
+    fd = os.memfd_create("late-words")
+    os.posix_fallocate(fd, 0, slab_bytes(2))
+    slab = Slab(fd, 2)
+    meters = [CountingMeter(), CountingMeter()]
+    members = [Members(group="late", ranks=(0, 1), index=index, listeners=(1,)) for index in range(2)]
+    return (
+        LateWords(slab),
+        [
+            SharedMemoryLink(slab, member, timeout_s=timeout_s, meter=meter)
+            for member, meter in zip(members, meters, strict=True)
+        ],
+        meters,
+    )
+
+
+def told(link: SharedMemoryLink) -> str:
+    try:
+        list(link.collect())
+    except (RuntimeError, TimeoutError) as error:
+        return str(error)
+    return ""
+
+
+def late(peer_s: float) -> dict[str, Any]:
+    """The first member's word comes after LATE_S, the second member after `peer_s`."""
+    signal, (first, second), (own, other) = links(timeout_s=30.0)
+    first.publish(HEADER, 0, signal)
+
+    def second_member() -> None:
+        second.publish(HEADER, 0)
+        list(second.collect())
+
+    timers = [threading.Timer(LATE_S, signal.run), threading.Timer(peer_s, second_member)]
+    start = time.perf_counter()
+    for timer in timers:
+        timer.start()
+    got = [peer for peer, _, _ in first.collect()]
+    took_s = time.perf_counter() - start
+    for timer in timers:
+        timer.join()
+    return {
+        "got": got,
+        "took_s": took_s,
+        "waited_s": own.waited_s,
+        "peer_waited_s": other.waited_s,
+    }
+
+
+def main() -> None:
+    failed, (first, _), _ = links(timeout_s=30.0)
+    failed.failed = True
+    first.publish(HEADER, 0, failed)
+    never, (stuck, _), _ = links(timeout_s=0.3)
+    stuck.publish(HEADER, 0, never)
+    print(
+        json.dumps(
+            {"before": late(0.0), "after": late(2 * LATE_S), "failed": told(first), "stuck": told(stuck)}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
