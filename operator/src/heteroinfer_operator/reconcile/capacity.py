@@ -54,15 +54,25 @@ class GroupPlanner:
             Shortage: GPUs are missing now.
             PlanError: there is no plan, or the model is not known yet.
         """
-        if self.profile is None:
-            raise PlanError(f"waiting for the model: {self.waits_for}", reason=WAITING_FOR_MODEL)
-        inventory = Inventory(gpus=self.free_gpus, shortage_age_s=self.shortage_age_s)
-        planned = make_plan(
-            self.spec, self.profile, inventory, served_name=self.served_name, model_path=self.model_path
-        )
+        planned = self._plan(Inventory(gpus=self.free_gpus, shortage_age_s=self.shortage_age_s))
         if self.free_gpus is not None:
             self.free_gpus.subtract(self._gpus(planned.plan))
         return planned
+
+    def refusal(self) -> PlanError | None:
+        """Returns why there would be no plan however much were free, or None if there is one."""
+        try:
+            self._plan(Inventory())
+        except PlanError as refusal:
+            return refusal
+        return None
+
+    def _plan(self, inventory: Inventory) -> Planned:
+        if self.profile is None:
+            raise PlanError(f"waiting for the model: {self.waits_for}", reason=WAITING_FOR_MODEL)
+        return make_plan(
+            self.spec, self.profile, inventory, served_name=self.served_name, model_path=self.model_path
+        )
 
     def _gpus(self, plan: Plan) -> Counter[str]:
         return Counter(self._roles[rank.role] for rank in plan.ranks if rank.device is Device.GPU)

@@ -6,6 +6,7 @@ from datetime import datetime
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import Addressing, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.pod import WorkerImages
@@ -40,6 +41,7 @@ class Context:
         source: where the model is.
         plans: kept ones, by hash.
         make_plan: makes the plan of a new epoch; raises PlanError when there is none.
+        refusal: why no new epoch could start however much were free, or None.
     """
 
     spec: HeteroInferenceSpec
@@ -50,3 +52,4 @@ class Context:
     source: ModelSource
     plans: Mapping[str, Plan]
     make_plan: Callable[[], Planned]
+    refusal: Callable[[], PlanError | None]

@@ -85,7 +85,7 @@ def decide_group(
     if not current:
         return _between_epochs(context, status, pods)
     plan = context.plans.get(current[0].labels.get(names.LABEL_PLAN, ""))
-    if replace and status.revision != context.revision:
+    if replace and current[0].labels.get(names.LABEL_REVISION) != context.revision:
         return _replace(context, status, pods)
     fall = find_fall(current) or _lost_pod(status, current, plan)
     if fall is not None:

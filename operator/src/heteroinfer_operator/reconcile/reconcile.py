@@ -7,8 +7,6 @@ from datetime import datetime
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
     Condition,
@@ -17,6 +15,7 @@ from heteroinfer_operator.api import (
     GroupPhase,
     GroupStatus,
     HeteroInferenceStatus,
+    ModelPhase,
     merge_conditions,
     parse_duration_s,
     parse_spec,
@@ -39,8 +38,9 @@ from heteroinfer_operator.reconcile import status as statuses
 from heteroinfer_operator.reconcile.capacity import GroupPlanner, free_gpus, shortage_age_s
 from heteroinfer_operator.reconcile.children import build_children, decide_children
 from heteroinfer_operator.reconcile.context import Context, Options
-from heteroinfer_operator.reconcile.group import GroupDecision, decide_group, stop_group
+from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
 from heteroinfer_operator.reconcile.model import ModelDecision, decide_model
+from heteroinfer_operator.reconcile.rollout import decide_wanted, find_rollout
 
 _MEASURE_EVERY_S = 60.0
 """A serving group is looked at this often for its step times."""
@@ -76,6 +76,15 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
         images=options.images,
         now=now,
     )
+    planner = GroupPlanner(
+        spec=spec,
+        profile=model.profile,
+        waits_for=model.message,
+        served_name=spec.model.served_name or resource.key.name,
+        model_path=source.path,
+        free_gpus=free_gpus(spec, observation),
+        shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
+    )
     context = Context(
         spec=spec,
         owner=owner,
@@ -84,15 +93,8 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
         options=options,
         source=source,
         plans=_kept_plans(observation),
-        make_plan=GroupPlanner(
-            spec=spec,
-            profile=model.profile,
-            waits_for=model.message,
-            served_name=spec.model.served_name or resource.key.name,
-            model_path=source.path,
-            free_gpus=free_gpus(spec, observation),
-            shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
-        ).make,
+        make_plan=planner.make,
+        refusal=planner.refusal,
     )
     return _act(observation, status, context, model)
 
@@ -102,7 +104,7 @@ def _act(
 ) -> Decision:
     by_group = _by_group(observation.pods)
     old = {group.index: group for group in status.groups}
-    wanted = _decide_wanted(context, old, by_group, observation.groups, model.profile)
+    wanted = decide_wanted(context, old, by_group, observation.groups)
     unwanted = [
         stop_group(old.get(index, GroupStatus(index=index)), pods)
         for index, pods in sorted(by_group.items())
@@ -128,33 +130,6 @@ def _act(
     return Decision(
         actions=tuple(actions), look_again_s=_look_again_s(decisions, model, context, next_status)
     )
-
-
-def _decide_wanted(
-    context: Context,
-    old: Mapping[int, GroupStatus],
-    by_group: Mapping[int, Sequence[PodView]],
-    reports: Mapping[int, GroupReport],
-    profile: ModelProfile | None,
-) -> list[GroupDecision]:
-    """Decides every wanted group; at most rollout.maxUnavailable ready ones are replaced at once."""
-    unready = sum(not _serves(by_group.get(index, ())) for index in range(context.spec.replicas))
-    budget = context.spec.rollout.max_unavailable - unready
-    decisions = []
-    for index in range(context.spec.replicas):
-        pods = by_group.get(index, ())
-        status = old.get(index, GroupStatus(index=index))
-        # Without a profile nothing new can start, so nothing that serves is taken down.
-        may_replace = profile is not None and (not _serves(pods) or budget > 0)
-        decision = decide_group(context, status, pods, replace=may_replace, report=reports.get(index))
-        if _serves(pods) and decision.deletes:
-            budget -= 1
-        decisions.append(decision)
-    return decisions
-
-
-def _serves(pods: Sequence[PodView]) -> bool:
-    return bool(pods) and all(pod.ready and not pod.ended for pod in pods)
 
 
 def _measured(
@@ -187,8 +162,9 @@ def _next_status(
     spec, generation = context.spec, observation.resource.generation
     groups = tuple(decision.status for decision in [*wanted, *unwanted])
     ready = sum(group.phase is GroupPhase.READY for group in groups)
-    updated = sum(decision.status.revision == context.revision for decision in wanted)
+    updated = sum(d.plan is not None and d.status.revision == context.revision for d in wanted)
     model_ready = model.profile is not None
+    unreadable = model.message if model.status.phase is ModelPhase.FAILED else ""
     conditions = (
         statuses.condition(
             ConditionType.MODEL_READY,
@@ -199,7 +175,12 @@ def _next_status(
             generation=generation,
         ),
         *statuses.group_conditions(
-            wanted, spec.replicas, suspended=spec.suspend, now=context.now, generation=generation
+            wanted,
+            spec.replicas,
+            suspended=spec.suspend,
+            rollout=find_rollout(wanted, context.revision, model_problem=unreadable),
+            now=context.now,
+            generation=generation,
         ),
         *statuses.plan_conditions(wanted, status, now=context.now, generation=generation),
     )

@@ -26,6 +26,7 @@ from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.errors import Shortage
 from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.group import GroupDecision
+from heteroinfer_operator.reconcile.rollout import Rollout
 
 _MEASURE_EVERY = timedelta(seconds=60)
 _MOVED = 0.10
@@ -48,7 +49,13 @@ def condition(
 
 
 def group_conditions(
-    decisions: Sequence[GroupDecision], wanted: int, *, suspended: bool, now: datetime, generation: int
+    decisions: Sequence[GroupDecision],
+    wanted: int,
+    *,
+    suspended: bool,
+    rollout: Rollout | None,
+    now: datetime,
+    generation: int,
 ) -> tuple[Condition, ...]:
     """Returns Ready, Progressing, Degraded and Failed of all wanted groups."""
     groups = [decision.status for decision in decisions]
@@ -80,12 +87,7 @@ def group_conditions(
             "Serving" if ready else _ready_reason(worst),
             f"{len(ready)} of {wanted} groups serve" if ready else words,
         ),
-        make(
-            ConditionType.PROGRESSING,
-            bool(busy),
-            worst.phase.value if busy else "Settled",
-            words if busy else "",
-        ),
+        make(ConditionType.PROGRESSING, *_progress(busy, worst, words, rollout)),
         make(ConditionType.DEGRADED, bool(ready) and len(ready) < wanted, worst.phase.value, words),
         make(
             ConditionType.FAILED,
@@ -94,6 +96,19 @@ def group_conditions(
             words if failed else "",
         ),
     )
+
+
+def _progress(
+    busy: Sequence[GroupStatus], worst: GroupStatus, words: str, rollout: Rollout | None
+) -> tuple[bool, str, str]:
+    """Returns whether something is on its way, the reason and what it waits for."""
+    if rollout is not None and rollout.stuck:
+        return False, "RolloutStuck", rollout.message
+    if busy:
+        return True, worst.phase.value, words
+    if rollout is not None:
+        return True, "RollingOut", rollout.message
+    return False, "Settled", ""
 
 
 def _ready_reason(worst: GroupStatus) -> str:

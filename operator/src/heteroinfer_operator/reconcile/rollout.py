@@ -1,0 +1,115 @@
+"""Which groups are replaced by a new revision, how far that is, and why it goes no further. Pure.
+
+A group is replaced as a whole: its next epoch has the new revision. Groups that serve are taken
+down only within `rollout.maxUnavailable`, and only for a revision that has a plan.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from heteroinfer_contract import names
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_operator.api import GroupPhase, GroupStatus
+from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
+from heteroinfer_operator.reconcile.context import Context
+from heteroinfer_operator.reconcile.group import GroupDecision, decide_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A rollout that has not reached every group.
+
+    Attributes:
+        outdated: groups of an older revision.
+        wanted: groups there should be.
+        stuck: why it goes no further until somebody acts, or "".
+    """
+
+    outdated: int
+    wanted: int
+    stuck: str
+
+    @property
+    def message(self) -> str:
+        """Returns how far it is, for people."""
+        if self.stuck:
+            return (
+                f"{self.stuck}; {self.outdated} groups of an older revision are left as they are: "
+                "change the spec, or apply the former one again"
+            )
+        return f"{self.wanted - self.outdated} of {self.wanted} groups have the new revision"
+
+
+def decide_wanted(
+    context: Context,
+    old: Mapping[int, GroupStatus],
+    by_group: Mapping[int, Sequence[PodView]],
+    reports: Mapping[int, GroupReport],
+) -> list[GroupDecision]:
+    """Decides every wanted group, by index.
+
+    Args:
+        context: of this pass.
+        old: groups as last written.
+        by_group: pods of each group.
+        reports: what leaders say of their groups.
+    """
+    count = context.spec.replicas
+    serving = {i for i in range(count) if i in old and _serves(old[i], by_group.get(i, ()))}
+    outdated = {i for i in range(count) if _is_outdated(by_group.get(i, ()), context.revision)}
+    refusal = context.refusal() if outdated and not context.spec.suspend else None
+    budget = context.spec.rollout.max_unavailable - (count - len(serving))
+    decisions = []
+    for index in range(count):
+        pods, serves = by_group.get(index, ()), index in serving
+        decision = decide_group(
+            context,
+            old.get(index, GroupStatus(index=index)),
+            pods,
+            replace=refusal is None and (not serves or budget > 0),
+            report=reports.get(index),
+        )
+        if serves and decision.deletes:
+            budget -= 1
+        if index in outdated and decision.plan is not None and decision.refusal is None:
+            decision = replace(decision, refusal=refusal)
+        decisions.append(decision)
+    return decisions
+
+
+def find_rollout(decisions: Sequence[GroupDecision], revision: str, *, model_problem: str) -> Rollout | None:
+    """Returns the rollout that these decisions are part of, or None where no group has an older revision.
+
+    Args:
+        decisions: of all wanted groups.
+        revision: of the spec.
+        model_problem: why the model of the spec cannot be had, or "".
+    """
+    outdated = [d for d in decisions if d.plan is not None and d.status.revision != revision]
+    if not outdated:
+        return None
+    return Rollout(
+        outdated=len(outdated),
+        wanted=len(decisions),
+        stuck=model_problem or next(filter(None, map(_problem, decisions)), ""),
+    )
+
+
+def _problem(decision: GroupDecision) -> str:
+    if decision.refusal is not None and decision.refusal.reason != WAITING_FOR_MODEL:
+        return decision.refusal.message
+    if decision.status.phase is GroupPhase.FAILED:
+        return f"group {decision.status.index}: {decision.status.message}"
+    return ""
+
+
+def _serves(status: GroupStatus, pods: Sequence[PodView]) -> bool:
+    """Returns whether a group serves now; one that has lost a pod does not, however ready the others are."""
+    present = {pod.name for pod in pods}
+    whole = all(member.pod in present for member in status.members)
+    return bool(pods) and whole and all(pod.ready and not pod.ended for pod in pods)
+
+
+def _is_outdated(pods: Sequence[PodView], revision: str) -> bool:
+    return any(pod.labels.get(names.LABEL_REVISION) != revision for pod in pods)
