@@ -50,6 +50,9 @@ PROFILE = ModelProfile(
 )
 
 
+_GRACE_S = 90
+
+
 def cpu_pair(**changes: Any) -> dict[str, Any]:
     """Returns the spec of two CPU pods, one rank each."""
     role = {"device": "CPU", "pods": 1, "resources": {"limits": {"cpu": "4", "memory": "8Gi"}}}
@@ -67,6 +70,7 @@ class World:
     Attributes:
         writes: actions of the last pass that would write to the API server.
         events: reasons of all events so far.
+        graces: seconds that each deleted pod was given, by name; None is the pod's own.
     """
 
     spec: dict[str, Any]
@@ -86,6 +90,7 @@ class World:
     writes: list[Action] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
+    graces: dict[str, int | None] = field(default_factory=dict)
     uids: int = 0
 
     def observe(self) -> Observation:
@@ -139,16 +144,30 @@ class World:
 
     def all_ready(self) -> None:
         """Turns every living worker pod ready."""
-        self._change(lambda pod: replace(pod, phase="Running", ready=not pod.ended, node="node"))
+        self.all_started()
+        self._change(lambda pod: replace(pod, ready=not pod.ended))
+
+    def all_started(self) -> None:
+        """Has a node run every worker pod that has not ended before."""
+
+        def start(pod: PodView) -> PodView:
+            if pod.ended and not pod.started:
+                return pod
+            return replace(pod, phase="Running", started=True, node=pod.node or "node")
+
+        self._change(start)
 
     def end_pod(self, name: str, *, exit_code: int = 70, message: str = "", reason: str = "") -> None:
         """Ends the worker container of a pod."""
         ended = ContainerTermination(exit_code=exit_code, message=message, reason=reason)
-        self.pods[name] = replace(self.pods[name], termination=ended, ready=False, phase="Failed")
+        self.pods[name] = replace(
+            self.pods[name], termination=ended, started=True, ready=False, phase="Failed"
+        )
 
     def delete_pod(self, name: str) -> None:
         """Deletes a pod as a user would: it is there until `reap`."""
-        self.pods[name] = replace(self.pods[name], deleting=True)
+        gone_by = self.now + timedelta(seconds=_GRACE_S)
+        self.pods[name] = replace(self.pods[name], deleting=True, gone_by=gone_by)
 
     def reap(self) -> None:
         """Lets pods that are being deleted go."""
@@ -189,9 +208,13 @@ class World:
                 self.events.append(reason)
             case CreateObject(manifest=manifest) | ApplyObject(manifest=manifest):
                 self._store(dict(manifest))
-            case DeleteObject(kind="Pod", name=name, uid=uid):
+            case DeleteObject(kind="Pod", name=name, uid=uid, grace_s=grace_s):
+                self.graces[name] = grace_s
                 if name in self.pods and self.pods[name].uid == uid:
-                    self.delete_pod(name)
+                    if grace_s == 0:
+                        del self.pods[name]
+                    else:
+                        self.delete_pod(name)
             case DeleteObject(kind=kind, name=name):
                 self.objects.pop((kind, name), None)
 

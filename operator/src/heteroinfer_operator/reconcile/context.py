@@ -11,6 +11,7 @@ from heteroinfer_operator.manifests.addressing import Addressing, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.pod import WorkerImages
 from heteroinfer_operator.planning import Planned
+from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Context:
         plans: kept ones, by hash.
         make_plan: makes the plan of a new epoch; raises PlanError when there is none.
         refusal: why no new epoch could start however much were free, or None.
+        node_loss: which pods are given up because of their node.
     """
 
     spec: HeteroInferenceSpec
@@ -53,3 +55,4 @@ class Context:
     plans: Mapping[str, Plan]
     make_plan: Callable[[], Planned]
     refusal: Callable[[], PlanError | None]
+    node_loss: NodeLoss

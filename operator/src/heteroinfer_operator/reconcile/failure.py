@@ -1,11 +1,16 @@
 """Why an epoch ended: the culprit among the pods of a group. Pure."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heteroinfer_contract import names
-from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.cluster import PodView
+
+_OOM_KILLED = "OOMKilled"
+"""The kubelet's reason of a container in which the kernel ended a process for want of memory."""
+_LONGEST_WORD, _LONGEST_LOG = 370, 160
+"""Characters of a failure's message and log line together, and of the log line: a kept failure has 400."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +22,10 @@ class Fall:
         message: one line for people.
         rank: the culprit's rank, or None if it is not a rank.
         exit_code: of the culprit, or None if unknown.
-        counted: whether it counts towards `restart.maxRestarts`: evictions, drains and
-            preemptions don't.
+        counted: whether it counts towards `restart.maxRestarts`: evictions, drains, preemptions
+            and lost nodes don't.
+        orderly: whether the group was asked to end and nothing of it has failed: it may still
+            answer the requests that it has.
     """
 
     reason: str
@@ -26,17 +33,30 @@ class Fall:
     rank: int | None = None
     exit_code: int | None = None
     counted: bool = True
+    orderly: bool = False
+
+
+def has_run(pod: PodView) -> bool:
+    """Returns whether a peer may have met this pod: if not, another one can take its place and name."""
+    return pod.started or pod.termination is not None or pod.phase == "Succeeded"
 
 
 def find_fall(pods: Sequence[PodView]) -> Fall | None:
     """Returns why an epoch with these pods has ended, or None if it has not.
 
-    A pod that tells of itself is believed first, then what Kubernetes says of a pod,
-    then what its peers say of it: a peer sees only that a pod is gone.
+    A pod that ended before it ran ends nothing. A pod that tells of itself is believed first,
+    then what Kubernetes says of a pod, then what its peers say of it: a peer sees only that a
+    pod is gone.
     """
-    ended = [pod for pod in pods if pod.ended]
+    ended = [pod for pod in pods if pod.ended and has_run(pod)]
     if not ended:
         return None
+    fall = _first_cause(ended)
+    orderly = all(pod.deleting and pod.termination is None for pod in ended)
+    return replace(fall, orderly=orderly)
+
+
+def _first_cause(ended: Sequence[PodView]) -> Fall:
     rungs: tuple[Iterable[Fall | None], ...] = (
         (_own_word(pod) for pod in ended),
         (_disruption(pod) for pod in ended),
@@ -60,7 +80,14 @@ def _own_word(pod: PodView) -> Fall | None:
     failure = _word(pod)
     if failure is None or str(failure.pod) != pod.labels.get(names.LABEL_POD_INDEX):
         return None
-    return _from_failure(failure)
+    fall = _from_failure(failure)
+    assert pod.termination is not None  # it is where the word was
+    if pod.termination.reason != _OOM_KILLED or failure.reason is not FailureReason.RANK_EXITED:
+        return fall
+    # The kernel killed the rank, not the supervisor, which knows only that it was a SIGKILL.
+    return replace(
+        fall, reason=_OOM_KILLED, message=f"pod {pod.name} reached its memory limit: {fall.message}"
+    )
 
 
 def _peers_word(pod: PodView) -> Fall | None:
@@ -69,10 +96,12 @@ def _peers_word(pod: PodView) -> Fall | None:
 
 
 def _from_failure(failure: Failure) -> Fall:
-    log = f" (last log line: {failure.last_log})" if failure.last_log else ""
+    message, log = failure.message, failure.last_log
+    if len(message) + len(log) > _LONGEST_WORD:  # the end of a log tells most, the beginning of a message
+        message, log = message[: _LONGEST_WORD - min(len(log), _LONGEST_LOG)], log[-_LONGEST_LOG:]
     return Fall(
         reason=failure.reason.value,
-        message=failure.message + log,
+        message=f"{message} (last log line: {log})" if log else message,
         rank=failure.rank,
         exit_code=failure.exit_code,
     )
@@ -96,7 +125,7 @@ def _termination(pod: PodView) -> Fall | None:
         return None
     ended = pod.termination
     return Fall(
-        reason=ended.reason if ended.reason == "OOMKilled" else "PodFailed",
+        reason=_OOM_KILLED if ended.reason == _OOM_KILLED else "PodFailed",
         message=f"pod {pod.name} ended with exit code {ended.exit_code} {ended.message[:300]}".strip(),
         exit_code=ended.exit_code,
     )

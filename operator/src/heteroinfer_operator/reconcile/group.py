@@ -1,31 +1,41 @@
 """What is to be done with one group. Pure.
 
-An epoch lives as long as all its pods do. Whatever ends it, the failure and the next
-epoch are written to the status first, then the old pods are deleted, and the new ones
-are created once the old are gone.
+An epoch lives as long as all its pods do, from their first run on: a pod that ends before it
+has run is replaced, and the others wait for it. Whatever ends an epoch, the failure and the
+next one are written to the status first, then the old pods are deleted, and the new ones are
+created once the old are gone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_status import GroupStatus as GroupReport
 from heteroinfer_contract.group_status import RankPhase
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus
+from heteroinfer_operator.api import (
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+    StartupPhase,
+    parse_duration_s,
+)
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.identity import GroupRef
 from heteroinfer_operator.manifests.pod import WorkerPods
-from heteroinfer_operator.reconcile import restarts
+from heteroinfer_operator.reconcile import restarts, startup
+from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.context import Context
 from heteroinfer_operator.reconcile.failure import Fall, find_fall
 
 _FALLEN_GRACE_S = 2
 """For the members of a fallen group: there is no request left that they could answer."""
-_MESSAGE_CHARACTERS = 400
-"""Of a kept failure: 64 groups with 21 of them stay below etcd's 1.5 MiB an object."""
+_CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, "PodDeleted", "PodEnded"})
+_NOTHING_RUNS: Final[Mapping[str, Any]] = {"startup": None, "members": (), "measured_time": None, "kv": None}
+"""What a status says of a group without an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,67 +91,75 @@ def decide_group(
     current = [pod for pod in pods if epoch_of(pod) == epoch]
     status = status.model_copy(update={"epoch": epoch})
     if context.spec.suspend:
-        return _empty(status, pods, "suspended: set spec.suspend to false to start")
-    if not current:
+        return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
+    if not current and not (status.members and _has_run(status)):
         return _between_epochs(context, status, pods)
-    plan = context.plans.get(current[0].labels.get(names.LABEL_PLAN, ""))
-    if replace and current[0].labels.get(names.LABEL_REVISION) != context.revision:
+    plan = context.plans.get(current[0].labels.get(names.LABEL_PLAN, "")) if current else None
+    if replace and current and current[0].labels.get(names.LABEL_REVISION) != context.revision:
         return _replace(context, status, pods)
-    fall = find_fall(current) or _lost_pod(status, current, plan)
+    if report is not None and report.epoch != epoch:
+        report = None
+    fall = _find_fall(context, status, current, plan)
     if fall is not None:
         return _fall(context, status, pods, fall)
-    assert plan is not None  # _lost_pod names a missing plan
-    asleep = _is_asleep(status, report)
-    return _living(context, status, current, plan, asleep=asleep)
+    assert plan is not None  # _find_fall names a missing plan
+    living = _living(context, status, current, plan, report)
+    if living.status.startup is None:
+        return living
+    timeout_s = parse_duration_s(context.spec.startup.timeout)
+    overdue = startup.find_overdue(living.status.startup, report, timeout_s=timeout_s, now=context.now)
+    return living if overdue is None else _fall(context, status, pods, overdue)
+
+
+def _find_fall(
+    context: Context, status: GroupStatus, current: Sequence[PodView], plan: Plan | None
+) -> Fall | None:
+    fall = find_fall(current) or context.node_loss.find_fall([pod for pod in current if pod.started])
+    if fall is not None:
+        return fall
+    present = {pod.name for pod in current}
+    gone = [member.pod for member in status.members if member.pod not in present]
+    if gone and (not current or any(pod.started for pod in current)):
+        return Fall(reason="PodDeleted", message=f"pod {gone[0]} is gone")
+    if plan is None:
+        return Fall(
+            reason="PlanLost",
+            message=f"the ConfigMap of the plan of epoch {status.epoch} is gone; a new epoch gets a new plan",
+        )
+    return None
+
+
+def _has_run(status: GroupStatus) -> bool:
+    """Returns whether the pods of an epoch had met, as last written."""
+    return status.startup is None or status.startup.phase not in startup.BEFORE_RANKS
 
 
 def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
     if report is None:
         # A leader that does not answer in time once: what was last said holds as long as no pod ends.
         return status.phase is GroupPhase.SLEEPING
-    return report.epoch == status.epoch and any(rank.phase is RankPhase.SLEEPING for rank in report.ranks)
+    return any(rank.phase is RankPhase.SLEEPING for rank in report.ranks)
 
 
-def stop_group(status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
-    """Returns how a group that is no longer wanted ends."""
-    return _empty(status, pods, "stopping: no longer wanted")
-
-
-def _empty(status: GroupStatus, pods: Sequence[PodView], message: str) -> GroupDecision:
-    phase = GroupPhase.STOPPING if pods else GroupPhase.PENDING
+def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], message: str) -> GroupDecision:
+    """Returns how a group that shall not run ends; its running requests may end first."""
     update: dict[str, Any] = {
-        "phase": phase,
+        **_NOTHING_RUNS,
+        "phase": GroupPhase.STOPPING if pods else GroupPhase.PENDING,
         "message": message,
-        "members": (),
-        "measured_time": None,
-        "kv": None,
     }
     if not pods and status.epoch_start_time is not None:
         update |= {"epoch": status.epoch + 1, "epoch_start_time": None}
-    return GroupDecision(status=status.model_copy(update=update), deletes=_deletes(pods, grace_s=None))
-
-
-def _deletes(pods: Sequence[PodView], *, grace_s: int | None) -> tuple[DeleteObject, ...]:
-    return tuple(
-        DeleteObject(kind="Pod", name=pod.name, uid=pod.uid, grace_s=grace_s)
-        for pod in pods
-        if not pod.deleting
+    return GroupDecision(
+        status=status.model_copy(update=update),
+        deletes=context.node_loss.deletes(pods, grace_s=None),
+        look_again_s=context.node_loss.look_again_s(pods),
     )
-
-
-def _lost_pod(status: GroupStatus, current: Sequence[PodView], plan: Plan | None) -> Fall | None:
-    if plan is None:
-        return Fall(
-            reason="PlanLost",
-            message=f"the ConfigMap of the plan of epoch {status.epoch} is gone; a new epoch gets a new plan",
-        )
-    present = {pod.name for pod in current}
-    gone = [member.pod for member in status.members if member.pod not in present]
-    return Fall(reason="PodDeleted", message=f"pod {gone[0]} is gone") if gone else None
 
 
 def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
     update = {
+        **_NOTHING_RUNS,
         "epoch": status.epoch + 1,
         "revision": context.revision,
         "phase": GroupPhase.STOPPING,
@@ -150,11 +168,12 @@ def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> 
         "next_epoch_time": None,
         "restarts": 0,
         "failures": (),
-        "members": (),
-        "measured_time": None,
-        "kv": None,
     }
-    return GroupDecision(status=status.model_copy(update=update), deletes=_deletes(pods, grace_s=None))
+    return GroupDecision(
+        status=status.model_copy(update=update),
+        deletes=context.node_loss.deletes(pods, grace_s=None),
+        look_again_s=context.node_loss.look_again_s(pods),
+    )
 
 
 def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: Fall) -> GroupDecision:
@@ -162,7 +181,7 @@ def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: 
         epoch=status.epoch,
         time=context.now,
         reason=fall.reason,
-        message=fall.message[:_MESSAGE_CHARACTERS],
+        message=fall.message[:1024],
         rank=fall.rank,
         exit_code=fall.exit_code,
         counted=fall.counted,
@@ -170,16 +189,14 @@ def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: 
     failures = restarts.remember(status.failures, failure)
     failed = restarts.used_up(failures, context.spec.restart)
     update = {
+        **_NOTHING_RUNS,
         "epoch": status.epoch + 1,
         "phase": GroupPhase.FAILED if failed else GroupPhase.STOPPING,
-        "message": _culprit(failure),
+        "message": _culprit(failures[-1]),
         "epoch_start_time": None,
         "next_epoch_time": restarts.next_epoch_time(failures, context.spec.restart),
         "restarts": status.restarts + (fall.counted and not failed),
         "failures": failures,
-        "members": (),
-        "measured_time": None,
-        "kv": None,
     }
     who = "" if fall.rank is None else f"rank {fall.rank}: "
     event = RecordEvent(
@@ -187,10 +204,12 @@ def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: 
         message=f"group {status.index} epoch {status.epoch} ended: {who}{fall.message}"[:1000],
         warning=True,
     )
+    ending = [pod for pod in pods if not (failed and _has_logs(pod))]
     return GroupDecision(
         status=status.model_copy(update=update),
-        deletes=_deletes([pod for pod in pods if not (failed and _has_logs(pod))], grace_s=_FALLEN_GRACE_S),
+        deletes=context.node_loss.deletes(ending, grace_s=None if fall.orderly else _FALLEN_GRACE_S),
         events=(event,),
+        look_again_s=context.node_loss.look_again_s(ending),
     )
 
 
@@ -207,16 +226,20 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
     if status.revision != context.revision:
         update: dict[str, Any] = {"failures": (), "restarts": 0, "next_epoch_time": None}
         status = status.model_copy(update=update)
-    if restarts.used_up(status.failures, context.spec.restart):
+    status, events = _put_down_to_node(context, status, pods)
+    failed = restarts.used_up(status.failures, context.spec.restart)
+    if failed:
         update = {"phase": GroupPhase.FAILED, "message": _culprit(status.failures[-1])}
-        kept = [pod for pod in pods if not _has_logs(pod)]
+        pods = [pod for pod in pods if not _has_logs(pod)]
+    elif pods:
+        silent = context.node_loss.message(pods)
+        update = {"phase": GroupPhase.STOPPING} | ({"message": silent} if silent else {})
+    if failed or pods:
         return GroupDecision(
-            status=status.model_copy(update=update), deletes=_deletes(kept, grace_s=_FALLEN_GRACE_S)
-        )
-    if pods:
-        update = {"phase": GroupPhase.STOPPING}
-        return GroupDecision(
-            status=status.model_copy(update=update), deletes=_deletes(pods, grace_s=_FALLEN_GRACE_S)
+            status=status.model_copy(update=update),
+            deletes=context.node_loss.deletes(pods, grace_s=_FALLEN_GRACE_S),
+            events=events,
+            look_again_s=context.node_loss.look_again_s(pods),
         )
     if status.next_epoch_time is not None and status.next_epoch_time > context.now:
         wait_s = (status.next_epoch_time - context.now).total_seconds()
@@ -225,11 +248,38 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
     return _start(context, status)
 
 
+def _put_down_to_node(
+    context: Context, status: GroupStatus, pods: Sequence[PodView]
+) -> tuple[GroupStatus, tuple[RecordEvent, ...]]:
+    """Returns the status with a counted loss of a pod put down to its node, where that is lost too."""
+    last = status.failures[-1] if status.failures else None
+    if last is None or not last.counted or last.reason not in _CONSEQUENCES_OF_NODE_LOSS:
+        return status, ()
+    lost = context.node_loss.find_fall([pod for pod in pods if epoch_of(pod) == last.epoch])
+    if lost is None:
+        return status, ()
+    failures = restarts.excuse(status.failures, lost.message)
+    update = {
+        "failures": failures,
+        "restarts": max(0, status.restarts - 1),
+        "next_epoch_time": restarts.next_epoch_time(failures, context.spec.restart),
+        "message": _culprit(failures[-1]),
+    }
+    message = f"group {status.index} epoch {last.epoch}: {lost.message}"
+    event = RecordEvent(reason=lost.reason, message=message[:1000], warning=True)
+    return status.model_copy(update=update), (event,)
+
+
 def _start(context: Context, status: GroupStatus) -> GroupDecision:
     try:
         planned = context.make_plan()
     except PlanError as refusal:
-        update: dict[str, Any] = {"phase": GroupPhase.PENDING, "message": refusal.message[:1024]}
+        phase = StartupPhase.MODEL if refusal.reason == WAITING_FOR_MODEL else StartupPhase.SCHEDULING
+        update: dict[str, Any] = {
+            "phase": GroupPhase.PENDING,
+            "message": refusal.message[:1024],
+            "startup": startup.begin(phase, status.startup, context.now),
+        }
         return GroupDecision(status=status.model_copy(update=update), refusal=refusal)
     plan = planned.plan
     update = {
@@ -242,6 +292,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         "next_epoch_time": None,
         "members": (),
         "kv": None,
+        "startup": startup.begin(StartupPhase.SCHEDULING, status.startup, context.now),
     }
     status = status.model_copy(update=update)
     return GroupDecision(
@@ -260,35 +311,62 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
 
 
 def _living(
-    context: Context, status: GroupStatus, current: Sequence[PodView], plan: Plan, *, asleep: bool
+    context: Context,
+    status: GroupStatus,
+    current: Sequence[PodView],
+    plan: Plan,
+    report: GroupReport | None,
 ) -> GroupDecision:
     present = {int(pod.labels[names.LABEL_POD_INDEX]) for pod in current}
     missing = {pod.index for pod in plan.pods} - present
-    ready = not missing and all(pod.ready for pod in current)
-    phase = GroupPhase.READY if ready else GroupPhase.STARTING
-    message = None if ready else _waits_for(current, len(plan.pods))
-    if asleep and not ready and not missing:
-        phase, message = GroupPhase.SLEEPING, _how_to_wake(current)
+    ready = not missing and all(pod.ready and not pod.ended for pod in current)
+    asleep = not ready and not missing and _is_asleep(status, report)
+    start = None
+    if not ready and not asleep:
+        start = startup.observe_startup(status.startup, current, report, whole=not missing, now=context.now)
+    phase = GroupPhase.READY if ready else GroupPhase.SLEEPING if asleep else GroupPhase.STARTING
+    silent = context.node_loss.message(current)
+    message = silent or (_how_to_wake(current) if asleep else None)
+    if start is not None:
+        message = _unplaced(current) or silent or startup.describe(start, current, report, len(plan.pods))
     update = {
         "phase": phase,
-        "message": message,
+        "message": message[:1024] if message else None,
         "plan_hash": plan.hash,
         "revision": current[0].labels.get(names.LABEL_REVISION),
         "epoch_start_time": status.epoch_start_time or (None if missing else context.now),
+        "startup": start,
     }
-    events = (
-        (RecordEvent(reason="GroupReady", message=f"group {status.index} epoch {status.epoch} serves"),)
-        if ready and status.phase is not GroupPhase.READY
-        else ()
-    )
-    status = status.model_copy(update=update)
+    before, status = status, status.model_copy(update=update)
+    spare = startup.find_spare(current, context.node_loss, context.now)
+    waits = [context.node_loss.look_again_s(current), startup.look_again_s(start, current, context.now)]
     return GroupDecision(
         status=status,
+        deletes=context.node_loss.deletes(spare, grace_s=0),
         creates=_creates(context, status, plan, missing),
-        events=events,
+        events=_events(before, status, current, spare),
         plan=plan,
         unplaced=_unplaced(current),
+        look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
+
+
+def _events(
+    before: GroupStatus, after: GroupStatus, pods: Sequence[PodView], spare: Sequence[PodView]
+) -> tuple[RecordEvent, ...]:
+    who = f"group {after.index} epoch {after.epoch}"
+    if after.phase is GroupPhase.READY and before.phase is not GroupPhase.READY:
+        return (RecordEvent(reason="GroupReady", message=f"{who} serves"),)
+    told = [
+        RecordEvent(reason="PodReplaced", message=f"{who}: {startup.describe_end(pod)}"[:1000], warning=True)
+        for pod in spare
+        if not pod.deleting
+    ]
+    stuck = next((startup.describe_wait(pod) for pod in pods if startup.waits_in_vain(pod)), "")
+    # Its reason flips between ErrImagePull and ImagePullBackOff: once is enough.
+    if stuck and stuck.split(": ")[0] not in (before.message or ""):
+        told.append(RecordEvent(reason="PodWaits", message=f"{who}: {stuck}"[:1000], warning=True))
+    return tuple(told)
 
 
 def _how_to_wake(pods: Sequence[PodView]) -> str:
@@ -300,16 +378,6 @@ def _unplaced(pods: Sequence[PodView]) -> str:
     return next(
         (f"pod {pod.name} is not placed: {pod.unschedulable}"[:1024] for pod in pods if pod.unschedulable), ""
     )
-
-
-def _waits_for(pods: Sequence[PodView], expected: int) -> str:
-    if unplaced := _unplaced(pods):
-        return unplaced
-    for pod in pods:
-        if pod.waiting:
-            return f"pod {pod.name} waits: {pod.waiting}"[:1024]
-    ready = sum(pod.ready for pod in pods)
-    return f"{ready} of {expected} pods are ready"
 
 
 def _group_ref(context: Context, status: GroupStatus) -> GroupRef:

@@ -40,6 +40,7 @@ from heteroinfer_operator.reconcile.children import build_children, decide_child
 from heteroinfer_operator.reconcile.context import Context, Options
 from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
 from heteroinfer_operator.reconcile.model import ModelDecision, decide_model
+from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.rollout import decide_wanted, find_rollout
 
 _MEASURE_EVERY_S = 60.0
@@ -95,6 +96,7 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
         plans=_kept_plans(observation),
         make_plan=planner.make,
         refusal=planner.refusal,
+        node_loss=NodeLoss.of(observation, spec.restart, now),
     )
     return _act(observation, status, context, model)
 
@@ -106,7 +108,7 @@ def _act(
     old = {group.index: group for group in status.groups}
     wanted = decide_wanted(context, old, by_group, observation.groups)
     unwanted = [
-        stop_group(old.get(index, GroupStatus(index=index)), pods)
+        stop_group(context, old.get(index, GroupStatus(index=index)), pods, "stopping: no longer wanted")
         for index, pods in sorted(by_group.items())
         if index >= context.spec.replicas
     ]

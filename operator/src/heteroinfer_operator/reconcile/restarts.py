@@ -9,6 +9,10 @@ _FIRST_BACKOFF_S = 10.0
 """Wait before the second restart within the window; each further one waits twice as long."""
 
 
+_MESSAGE_CHARACTERS = 400
+"""Of a kept failure: 64 groups with 21 of them stay below etcd's 1.5 MiB an object."""
+
+
 def recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
     """Returns how many failures count, within the window that ends at the last one.
 
@@ -35,9 +39,22 @@ def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> 
     return failures[-1].time + timedelta(seconds=backoff_s)
 
 
+def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:
+    """Returns the failures with the last one put down to a lost node, which counts for nothing.
+
+    Peers miss a pod within seconds, the cluster its node after most of a minute: what was counted
+    as a lost pod was none.
+    """
+    last = failures[-1]
+    told = f"{message}; before that: {last.message}"[:_MESSAGE_CHARACTERS]
+    changed = last.model_copy(update={"reason": "NodeLost", "message": told, "counted": False})
+    return (*failures[:-1], changed)
+
+
 def remember(failures: Sequence[FailureStatus], failure: FailureStatus) -> tuple[FailureStatus, ...]:
     """Returns the failures to keep: those that don't count are forgotten first, then the oldest."""
-    kept = [*failures, failure]
+    short = failure.model_copy(update={"message": failure.message[:_MESSAGE_CHARACTERS]})
+    kept = [*failures, short]
     while len(kept) > MAX_FAILURES:
         spare = next((old for old in kept[:-1] if not old.counted), kept[0])
         kept.remove(spare)

@@ -1,0 +1,97 @@
+"""Pods whose node is gone: when they are given up, and how they are deleted. Pure.
+
+A pod that is deleted stays until its kubelet says that it has ended. A node that is lost never
+says so: its pods are deleted by force, so that the next epoch can start.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from heteroinfer_operator.api import RestartSpec, parse_duration_s
+from heteroinfer_operator.cluster import DeleteObject, NodeView, Observation, PodView
+from heteroinfer_operator.reconcile.failure import Fall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLoss:
+    """What is known of the nodes of pods.
+
+    Attributes:
+        nodes: by name; None where nodes may not be read: then no node is ever taken for lost.
+        after: how long a node may be silent, `restart.nodeLostAfter`.
+        now: time of the pass.
+    """
+
+    nodes: Mapping[str, NodeView] | None
+    after: timedelta
+    now: datetime
+
+    @classmethod
+    def of(cls, observation: Observation, restart: RestartSpec, now: datetime) -> "NodeLoss":
+        """Returns the loss of nodes in an observation."""
+        nodes = observation.nodes
+        return cls(
+            nodes=None if nodes is None else {node.name: node for node in nodes},
+            after=timedelta(seconds=parse_duration_s(restart.node_lost_after)),
+            now=now,
+        )
+
+    def is_silent(self, pod: PodView) -> bool:
+        """Returns whether the pod's node has been silent for too long."""
+        given_up = self._given_up(pod)
+        return given_up is not None and given_up <= self.now
+
+    def find_fall(self, pods: Sequence[PodView]) -> Fall | None:
+        """Returns the end of an epoch that has a pod on a lost node, or None."""
+        pod = next((pod for pod in pods if self.is_silent(pod)), None)
+        if pod is None:
+            return None
+        return Fall(reason="NodeLost", message=f"{self._describe(pod)}; it is given up", counted=False)
+
+    def deletes(self, pods: Sequence[PodView], *, grace_s: int | None) -> tuple[DeleteObject, ...]:
+        """Returns the deletion of these pods, by force where nobody is left to say that they ended.
+
+        Args:
+            pods: to delete; those that are being deleted already are left to end.
+            grace_s: seconds to end by themselves; None takes each pod's own.
+        """
+        graces = {pod.name: 0 if self._is_orphan(pod) else grace_s for pod in pods}
+        return tuple(
+            DeleteObject(kind="Pod", name=pod.name, uid=pod.uid, grace_s=graces[pod.name])
+            for pod in pods
+            if not pod.deleting or self._is_orphan(pod)
+        )
+
+    def look_again_s(self, pods: Sequence[PodView]) -> float | None:
+        """Returns when one of these pods may have to be given up, in seconds, or None."""
+        moments = [self._given_up(pod) for pod in pods]
+        moments += [pod.gone_by for pod in pods if self._is_nowhere(pod)]
+        waits = [(moment - self.now).total_seconds() for moment in moments if moment is not None]
+        return min((wait for wait in waits if wait > 0), default=None)
+
+    def message(self, pods: Sequence[PodView]) -> str:
+        """Returns which pod's node is silent, "" if none is."""
+        return next((self._describe(pod) for pod in pods if self._given_up(pod) is not None), "")
+
+    def _describe(self, pod: PodView) -> str:
+        node = self.nodes[pod.node] if self.nodes else None
+        since = node.unreachable_since if node else None
+        return f"node {pod.node} of pod {pod.name} has not been heard since {since:%H:%M:%S} UTC"
+
+    def _given_up(self, pod: PodView) -> datetime | None:
+        node = self.nodes.get(pod.node) if self.nodes else None
+        return None if node is None or node.unreachable_since is None else node.unreachable_since + self.after
+
+    def _is_nowhere(self, pod: PodView) -> bool:
+        """Returns whether a pod that shall go is bound to a node that does not exist."""
+        return self.nodes is not None and pod.deleting and pod.node != "" and pod.node not in self.nodes
+
+    def _is_orphan(self, pod: PodView) -> bool:
+        """Returns whether nobody will ever say that this pod has ended.
+
+        Where its node does not exist, it is not believed before the pod's grace period has passed:
+        the node may just not have been seen yet.
+        """
+        past_grace = pod.gone_by is not None and pod.gone_by <= self.now
+        return self.is_silent(pod) or (self._is_nowhere(pod) and past_grace)

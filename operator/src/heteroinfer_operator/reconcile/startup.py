@@ -1,0 +1,178 @@
+"""How far a group that starts has come, and when it has stood still for too long. Pure.
+
+Waiting for room, images and the model has no limit: a new epoch would begin the same wait again.
+What happens once all pods are connected is watched by the leader's supervisor, which sees every
+move; here is what it cannot see, since a pod that never speaks may as well be pulling its image.
+"""
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase
+from heteroinfer_operator.api import StartupPhase, StartupStatus, format_bytes
+from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.reconcile.failure import Fall, has_run
+from heteroinfer_operator.reconcile.node_loss import NodeLoss
+
+LOOK_EVERY_S = 15.0
+"""While ranks connect, load and warm up: nothing else tells that they moved."""
+_WRITE_EVERY = timedelta(seconds=60)
+_SUPERVISORS_FIRST = timedelta(seconds=30)
+"""A supervisor's own time-out has the same length, and names the rank."""
+BEFORE_RANKS = frozenset({StartupPhase.MODEL, StartupPhase.SCHEDULING, StartupPhase.IMAGE})
+"""Phases in which not every pod has run yet."""
+REPLACE_AFTER_S = 10.0
+"""From the creation of a pod that its node rejected to the next try: the scheduler may choose the same."""
+_LATER_S = 0.1
+"""Behind a moment, so that it has passed."""
+_DOING = {
+    StartupPhase.CONNECTING: "the ranks connect",
+    StartupPhase.LOADING: "reading weights",
+    StartupPhase.WARMING_UP: "warming up",
+}
+_NO_ERROR = frozenset({"ContainerCreating", "PodInitializing"})
+
+
+def begin(phase: StartupPhase, old: StartupStatus | None, now: datetime) -> StartupStatus:
+    """Returns a phase with the time since when it lasts."""
+    if old is not None and old.phase is phase:
+        return old
+    return StartupStatus(phase=phase, since=now)
+
+
+def observe_startup(
+    old: StartupStatus | None,
+    pods: Sequence[PodView],
+    report: GroupReport | None,
+    *,
+    whole: bool,
+    now: datetime,
+) -> StartupStatus:
+    """Returns how far a group that is not ready has come.
+
+    Args:
+        old: as last written.
+        pods: of the epoch.
+        report: what the leader says of this epoch now, or None if it does not answer.
+        whole: whether all its pods exist.
+        now: time of the pass.
+    """
+    status = begin(_phase(old, pods, report, whole=whole), old, now)
+    if report is None or status.phase not in {StartupPhase.LOADING, StartupPhase.WARMING_UP}:
+        return status
+    done = sum(rank.loaded_bytes for rank in report.ranks)
+    total = sum(rank.total_bytes for rank in report.ranks)
+    before = old if old is not None and old.measured_time is not None else None
+    if not total or (before is not None and _is_fresh(before, done, now)):
+        return status.model_copy(update=_measured(before))
+    return status.model_copy(update={"bytes_done": done, "bytes_total": total, "measured_time": now})
+
+
+def _phase(
+    old: StartupStatus | None, pods: Sequence[PodView], report: GroupReport | None, *, whole: bool
+) -> StartupPhase:
+    if not whole or not all(pod.node for pod in pods):
+        return StartupPhase.SCHEDULING
+    if not all(pod.started for pod in pods):
+        return StartupPhase.IMAGE
+    if report is None:
+        # Silent once: what was last said holds.
+        return StartupPhase.CONNECTING if old is None or old.phase in BEFORE_RANKS else old.phase
+    phases = {rank.phase for rank in report.ranks}
+    if phases & {RankPhase.STARTING, RankPhase.CONNECTING}:
+        return StartupPhase.CONNECTING
+    return StartupPhase.LOADING if RankPhase.LOADING in phases else StartupPhase.WARMING_UP
+
+
+def _is_fresh(before: StartupStatus, done: int, now: datetime) -> bool:
+    assert before.measured_time is not None
+    return before.bytes_done == done or now - before.measured_time < _WRITE_EVERY
+
+
+def _measured(before: StartupStatus | None) -> dict[str, object]:
+    if before is None:
+        return {}
+    return {name: getattr(before, name) for name in ("bytes_done", "bytes_total", "measured_time")}
+
+
+def find_overdue(
+    startup: StartupStatus, report: GroupReport | None, *, timeout_s: float, now: datetime
+) -> Fall | None:
+    """Returns the end of an epoch whose pods all run and have not met in time, or None.
+
+    Nobody is blamed while the leader does not answer the operator: its supervisor may be well.
+    """
+    if startup.phase is not StartupPhase.CONNECTING or report is None:
+        return None
+    if now - startup.since < timedelta(seconds=timeout_s) + _SUPERVISORS_FIRST:
+        return None
+    return Fall(
+        reason=FailureReason.STARTUP_TIMEOUT.value,
+        message=f"all pods run, but have not met within {timeout_s:g} s (startup.timeout): {report.message}; "
+        "see the logs of that pod, and whether its node reaches the leader's",
+    )
+
+
+def describe(
+    startup: StartupStatus, pods: Sequence[PodView], report: GroupReport | None, expected: int
+) -> str:
+    """Returns in words what a group waits for, of so many pods."""
+    ended = next((pod for pod in pods if pod.ended), None)
+    if ended is not None:
+        return describe_end(ended)
+    late = sorted((pod for pod in pods if not pod.started and pod.node), key=waits_in_vain, reverse=True)
+    if late:
+        return describe_wait(late[0])
+    if startup.phase is StartupPhase.CONNECTING and report is None:
+        return "the ranks connect; their leader does not answer the operator yet"
+    if startup.phase is StartupPhase.LOADING and startup.bytes_total:
+        done, total = format_bytes(startup.bytes_done or 0), format_bytes(startup.bytes_total)
+        return f"reading weights: {done} of {total}"
+    if startup.phase in _DOING:
+        return _DOING[startup.phase]
+    return f"{sum(pod.ready for pod in pods)} of {expected} pods are ready"
+
+
+def describe_wait(pod: PodView) -> str:
+    """Returns what a placed pod that has not run yet waits for."""
+    return f"pod {pod.name} waits: {pod.waiting or 'its container is not made yet'}"
+
+
+def waits_in_vain(pod: PodView) -> bool:
+    """Returns whether a container cannot be made as things are, as with an image that is not there."""
+    return bool(pod.waiting) and not pod.started and pod.waiting.split(":")[0] not in _NO_ERROR
+
+
+def describe_end(pod: PodView) -> str:
+    """Returns how a pod ended that had not run."""
+    why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
+    where = f" by node {pod.node}" if pod.node else ""
+    how = "was deleted" if pod.deleting else f"was rejected{where}"
+    return f"pod {pod.name} {how} before it ran{f' ({why})' if why else ''}; it is replaced"
+
+
+def find_spare(pods: Sequence[PodView], node_loss: NodeLoss, now: datetime) -> list[PodView]:
+    """Returns the pods that never ran and never will, whose name another one shall have now."""
+
+    def is_spare(pod: PodView) -> bool:
+        if has_run(pod):
+            return False
+        rejected = pod.ended and not pod.deleting
+        return pod.deleting or node_loss.is_silent(pod) or (rejected and _age_s(pod, now) >= REPLACE_AFTER_S)
+
+    return [pod for pod in pods if is_spare(pod)]
+
+
+def look_again_s(startup: StartupStatus | None, pods: Sequence[PodView], now: datetime) -> float | None:
+    """Returns when a group that starts shall be looked at though nothing says that it changed, in seconds."""
+    rejected = [pod for pod in pods if pod.ended and not pod.deleting and not has_run(pod)]
+    waits = [max(0.0, REPLACE_AFTER_S - _age_s(pod, now)) + _LATER_S for pod in rejected]
+    if startup is not None and startup.phase not in BEFORE_RANKS:
+        waits.append(LOOK_EVERY_S)
+    return min(waits, default=None)
+
+
+def _age_s(pod: PodView, now: datetime) -> float:
+    return (now - pod.created).total_seconds()
