@@ -7,12 +7,23 @@ this machine's processes. Must not import kopf, a client, os, time, random or lo
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol, TypeAlias
+from enum import StrEnum
+from typing import Protocol, TypeAlias
 
 from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_operator.demand import Manifest as Manifest  # noqa: PLC0414 - part of the port's face
+from heteroinfer_operator.demand import PodDemand, Taint
 
-Manifest: TypeAlias = Mapping[str, Any]
-"""A Kubernetes object as JSON."""
+
+class Gang(StrEnum):
+    """Who places all pods of a group at once, or none."""
+
+    KUEUE = "Kueue"
+    VOLCANO = "Volcano"
+    COSCHEDULING = "Coscheduling"
+    """The plugin of kubernetes-sigs/scheduler-plugins."""
+    NATIVE = "Native"
+    """kube-scheduler's own, with scheduling.k8s.io/v1alpha1 Workload (alpha in Kubernetes 1.35)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -121,8 +132,11 @@ class NodeView:
     Attributes:
         name: its name.
         allocatable: by resource name: bytes for memory, cores for cpu, counts for devices.
-        requested: of that, by pods which are not of the resource in question.
+        requested: of that, by the pods on it.
         schedulable: Ready and not cordoned.
+        problem: why it is not schedulable, if it is not.
+        labels: its labels.
+        taints: its taints.
         unreachable_since: since when its kubelet has not been heard, or None while it is.
     """
 
@@ -130,6 +144,9 @@ class NodeView:
     allocatable: Mapping[str, float]
     requested: Mapping[str, float] = field(default_factory=dict)
     schedulable: bool = True
+    problem: str = "not Ready"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[Taint, ...] = ()
     unreachable_since: datetime | None = None
 
 
@@ -142,6 +159,8 @@ class Observation:
         pods: all its pods, of every group and epoch, inspect pods too.
         objects: its other children as stored (Service, NetworkPolicy, ConfigMap).
         nodes: of the cluster; None where nodes may not be read.
+        promised: what pods of ours that have no node yet, of any resource, will take of the nodes.
+        gangs: gang schedulers that the cluster has.
         groups: by group index: what a running leader says of its group now.
     """
 
@@ -149,6 +168,8 @@ class Observation:
     pods: tuple[PodView, ...] = ()
     objects: tuple[Manifest, ...] = ()
     nodes: tuple[NodeView, ...] | None = None
+    promised: tuple[PodDemand, ...] = ()
+    gangs: frozenset[Gang] = frozenset()
     groups: Mapping[int, GroupStatus] = field(default_factory=dict)
 
 

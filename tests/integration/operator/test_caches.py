@@ -197,18 +197,16 @@ async def test_nodes_carry_what_others_request_and_changes_of_readiness_alone_ar
             del manifest["metadata"]["labels"], manifest["metadata"]["ownerReferences"]
         await direct.create(POD.path("default"), manifest)
     async with watching(direct) as watched:
-        (view,) = watched.caches.nodes(owner.key) or ()
+        (view,) = watched.caches.nodes() or ()
         assert view.schedulable
         assert view.allocatable == {"cpu": 8, "memory": 32 * 2**30, "nvidia.com/gpu": 2, "pods": 110}
-        assert view.requested == {"cpu": 1.5, "memory": 4 * 2**30}
+        assert view.requested == {"cpu": 3, "memory": 8 * 2**30, "pods": 2}
         before = watched.node_changes
         status["conditions"][0]["lastHeartbeatTime"] = "2026-01-01T00:00:00Z"
         await patch_node(direct, status)  # a heartbeat: nothing that a plan reads
         status["conditions"][0] |= {"status": "False"}
         await patch_node(direct, status)
-        await until(
-            "the node is not ready", lambda: not (watched.caches.nodes(owner.key) or ())[0].schedulable
-        )
+        await until("the node is not ready", lambda: not (watched.caches.nodes() or ())[0].schedulable)
         assert watched.node_changes == before + 1
 
 
@@ -221,7 +219,7 @@ async def test_an_object_that_loses_its_label_is_no_child_any_more(direct: ApiSe
     await direct.create("/api/v1/namespaces/default/configmaps", child(owner, "ConfigMap", "label-plan"))
     async with watching(direct, "default") as watched:
         assert len(watched.caches.children(owner.key, owner.uid)) == 1
-        assert watched.caches.nodes(owner.key) is None
+        assert watched.caches.nodes() is None
         await direct.merge(
             "/api/v1/namespaces/default/configmaps/label-plan",
             {"metadata": {"labels": {"heteroinfer.dev/resource": None}}},

@@ -7,8 +7,10 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ContainerTermination, ResourceKey
+from heteroinfer_operator.demand import effective_requests, quantity
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, ObjectName, writable_kind
+from heteroinfer_operator.kube.trim import PodRequests
 
 
 def stored_pod(**status: Any) -> dict[str, Any]:
@@ -50,13 +52,13 @@ def terminated(name: str, exit_code: int, message: str = "") -> dict[str, Any]:
     ],
 )
 def test_quantities_as_the_api_server_writes_them(text: object, number: float) -> None:
-    assert trim.quantity(text) == pytest.approx(number)
+    assert quantity(text) == pytest.approx(number)
 
 
 @pytest.mark.parametrize("text", ["", "8 GB", "x", "1KiB", None])
 def test_what_is_no_quantity_is_refused_in_words(text: object) -> None:
     with pytest.raises(ValueError, match=r"expected a quantity such as 4Gi"):
-        trim.quantity(text)
+        quantity(text)
 
 
 def test_a_pod_that_runs() -> None:
@@ -133,25 +135,29 @@ def test_effective_requests_are_the_schedulers() -> None:
         "overhead": {"cpu": "100m"},
     }
     # The largest init step is 4 beside the sidecar's 0.5; containers with it are 1.75.
-    assert trim.effective_requests(spec) == {"cpu": pytest.approx(4.6)}
-    assert trim.effective_requests({"containers": [asks("1")], "resources": {"requests": {"cpu": "3"}}}) == {
+    assert effective_requests(spec) == {"cpu": pytest.approx(4.6)}
+    assert effective_requests({"containers": [asks("1")], "resources": {"requests": {"cpu": "3"}}}) == {
         "cpu": 3
     }
 
 
-def test_only_pods_that_are_placed_and_not_over_take_room() -> None:
+def test_what_a_pod_takes_of_its_node_and_what_is_promised_to_ours() -> None:
     pod = stored_pod(phase="Running")
-    pod["spec"]["containers"][0]["resources"] = {"requests": {"nvidia.com/gpu": "1"}}
-    mine = trim.pod_requests(pod)
-    assert mine is not None
-    key = ResourceKey(namespace="ns", name="llama")
-    other = ResourceKey(namespace="ns", name="other")
-    assert trim.total_requests([mine], except_of=key) == {}
-    assert trim.total_requests([mine, mine], except_of=other) == {"nvidia.com/gpu": 2}
-    assert trim.total_requests([mine, mine], except_of=None) == {"nvidia.com/gpu": 2}
-    pod["status"]["phase"] = "Succeeded"
-    assert trim.pod_requests(pod) is None
+    pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
+    placed = trim.pod_requests(pod)
+    assert placed == PodRequests(node="n1", requests={"nvidia.com/gpu": 1, "pods": 1})
     del pod["spec"]["nodeName"]
+    waiting = trim.pod_requests(pod)
+    assert waiting is not None
+    assert waiting.promised is not None
+    assert (waiting.node, waiting.promised.name) == ("", "ns/llama-0-1-0")
+    assert waiting.promised.requests == {"nvidia.com/gpu": 1, "pods": 1}
+    pod["metadata"]["deletionTimestamp"] = "2026-11-21T01:02:04Z"
+    assert trim.pod_requests(pod) is None, "it will never be placed"
+    del pod["metadata"]["deletionTimestamp"], pod["metadata"]["labels"][names.LABEL_RESOURCE]
+    assert trim.pod_requests(pod) is None, "nobody promised a stranger's pod anything"
+    pod["status"]["phase"] = "Succeeded"
+    pod["spec"]["nodeName"] = "n1"
     assert trim.pod_requests(pod) is None
 
 

@@ -85,7 +85,8 @@ class KubeCluster:
             resource=resource,
             pods=tuple(pod.view for pod in pods),
             objects=tuple(child.stored for child in self._caches.children(key, resource.uid)),
-            nodes=self._caches.nodes(key),
+            nodes=self._caches.nodes(),
+            promised=self._caches.promised(),
             groups=groups,
         )
 
@@ -98,8 +99,14 @@ class KubeCluster:
             ApiError: the API server did not answer, or refused.
         """
         one_pass = _Pass(self._server, self._caches, self._recorder, observation.resource)
-        for action in actions:
-            await one_pass.run(action)
+        pods = [
+            action.manifest
+            for action in actions
+            if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name
+        ]
+        with self._caches.promising(pods):
+            for action in actions:
+                await one_pass.run(action)
 
 
 class _Pass:
@@ -143,7 +150,7 @@ class _Pass:
             if error.api_reason == ALREADY_EXISTS:
                 await self._meet(kind, name)
             raise ConflictError(error.message) from error
-        self._caches.of(kind, name.namespace).note_written(stored)
+        self._caches.note_written(kind, stored)
 
     async def _apply(self, manifest: Manifest) -> None:
         kind, name = self._address(manifest)
@@ -163,7 +170,7 @@ class _Pass:
             if error.status != CONFLICT:
                 raise
             raise ConflictError(error.message) from error
-        self._caches.of(kind, name.namespace).note_written(stored)
+        self._caches.note_written(kind, stored)
 
     async def _meet(self, kind: Kind, name: ObjectName) -> str:
         """Takes an object that the cache does not know into it; returns its uid, "" if there is none.
@@ -179,7 +186,7 @@ class _Pass:
                 raise
             return ""
         if trim.owner_uid(stored) == self._resource.uid:
-            self._caches.of(kind, name.namespace).note_written(stored)
+            self._caches.note_written(kind, stored)
             return str(stored["metadata"]["uid"])
         if "deletionTimestamp" in stored["metadata"] or _is_of_earlier(stored, self._resource.key):
             raise ConflictError(f"{kind.name} {name} of an earlier {names.KIND} is not gone yet")
@@ -195,7 +202,6 @@ class _Pass:
     async def _delete(self, action: DeleteObject) -> None:
         kind = writable_kind(action.kind)
         name = ObjectName(namespace=self._resource.key.namespace, name=action.name)
-        cache = self._caches.of(kind, name.namespace)
         options: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -209,13 +215,13 @@ class _Pass:
         except ApiError as error:
             if error.status not in (NOT_FOUND, CONFLICT):  # conflict: the name has another uid now
                 raise
-            cache.note_gone(name, action.uid)
+            self._caches.note_gone(kind, name, action.uid)
             return
         if kind is POD:
             metadata = {"deletionTimestamp": "", **stored["metadata"]}
-            cache.note_written({**stored, "metadata": metadata})
+            self._caches.note_written(kind, {**stored, "metadata": metadata})
         else:
-            cache.note_gone(name, action.uid)
+            self._caches.note_gone(kind, name, action.uid)
 
     async def _patch_status(self, action: PatchStatus) -> None:
         observed = action.resource_version == self._resource.resource_version

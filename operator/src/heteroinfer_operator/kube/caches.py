@@ -1,12 +1,14 @@
 """All that the operator keeps a copy of, in cluster scope or in a few namespaces."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import NodeView, ResourceKey
+from heteroinfer_operator.cluster import Manifest, NodeView, ResourceKey
+from heteroinfer_operator.demand import PodDemand, total
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.cache import Collection, WatchCache
 from heteroinfer_operator.kube.paths import CHILDREN, NODE, POD, Kind, ObjectName
@@ -14,7 +16,7 @@ from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodRecord, PodRequests
 
 OURS: Final = {"labelSelector": names.LABEL_RESOURCE}
-PLACED: Final = {"fieldSelector": "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"}
+NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
 
 
 class Caches:
@@ -68,17 +70,20 @@ class Caches:
                 server,
                 Collection(label="nodes", path=NODE.path()),
                 trim=trim.node_view,
-                changed=lambda before, after: nodes_changed(),
+                changed=self._node_changed,
             )
             self._requests = WatchCache(
                 server,
-                Collection(label="requests of all pods", path=POD.path(), query=PLACED),
+                Collection(label="requests of all pods", path=POD.path(), query=NOT_OVER),
                 trim=trim.pod_requests,
                 changed=self._requests_changed,
                 index=lambda pod: pod.node,
             )
-        # By node: what all its pods request, and whose they are; made anew when one of them has changed.
-        self._requested: dict[str, tuple[Mapping[str, float], frozenset[ResourceKey | None]]] = {}
+        self._nodes_changed = nodes_changed
+        # By node: what all its pods request; made anew when one of them has changed.
+        self._requested: dict[str, Mapping[str, float]] = {}
+        self._views: tuple[NodeView, ...] | None = None
+        self._promises: dict[ObjectName, PodDemand] = {}
 
     def all(self) -> list[WatchCache[Any]]:
         """Returns every cache."""
@@ -93,6 +98,18 @@ class Caches:
         """
         scope = None if self.cluster_scope else namespace
         return self._pods[scope] if kind is POD else self._children[kind.name, scope]
+
+    def note_written(self, kind: Kind, stored: Manifest) -> None:
+        """Takes in the API server's answer to a write."""
+        self.of(kind, stored["metadata"]["namespace"]).note_written(stored)
+        if kind is POD and self._requests is not None:
+            self._requests.note_written(stored)
+
+    def note_gone(self, kind: Kind, name: ObjectName, uid: str) -> None:
+        """Takes in that the API server says that an object is gone; one of another uid stays."""
+        self.of(kind, name.namespace).note_gone(name, uid)
+        if kind is POD and self._requests is not None:
+            self._requests.note_gone(name, uid)
 
     def unsynced(self) -> list[str]:
         """Returns the labels of the caches that have not been listed once."""
@@ -127,32 +144,52 @@ class Caches:
         cache: WatchCache[ChildRecord] = self.of(kind, name.namespace)
         return cache.get(name)
 
-    def nodes(self, key: ResourceKey) -> tuple[NodeView, ...] | None:
-        """Returns nodes with what all but this resource request; None outside cluster scope."""
-        if self._nodes is None or self._requests is None:
+    def nodes(self) -> tuple[NodeView, ...] | None:
+        """Returns nodes with what their pods request; None outside cluster scope."""
+        if self._nodes is None:
             return None
-        return tuple(
-            replace(node, requested=self._requested_of(node.name, except_of=key))
-            for node in self._nodes.values()
-        )
+        if self._views is None:
+            nodes = self._nodes.values()
+            self._views = tuple(replace(node, requested=self._requested_of(node.name)) for node in nodes)
+        return self._views
 
-    def _requested_of(self, node: str, *, except_of: ResourceKey) -> Mapping[str, float]:
-        """Returns what others than a resource request of a node; looks at its pods only where it must."""
+    def promised(self) -> tuple[PodDemand, ...]:
+        """Returns what pods of ours without a node ask for, created or about to be."""
+        waiting = self._requests.under("") if self._requests is not None else []
+        known = {pod.promised.name: pod.promised for pod in waiting if pod.promised is not None}
+        return tuple({**{demand.name: demand for demand in self._promises.values()}, **known}.values())
+
+    @contextlib.contextmanager
+    def promising(self, pods: Sequence[Manifest]) -> Iterator[None]:
+        """Has `promised` count these pods from now on, before the API server has any of them.
+
+        Two resources that are decided one after the other would else be given the same room.
+        """
+        promises = {ObjectName.of(pod): trim.promise(pod) for pod in pods}
+        self._promises |= promises
+        try:
+            yield
+        finally:
+            for name in promises:
+                self._promises.pop(name, None)
+
+    def _requested_of(self, node: str) -> Mapping[str, float]:
         assert self._requests is not None
         known = self._requested.get(node)
         if known is None:
-            pods = self._requests.under(node)
-            keys = frozenset(pod.key for pod in pods)
-            known = self._requested[node] = (trim.total_requests(pods, except_of=None), keys)
-        total, keys = known
-        if except_of in keys:
-            return trim.total_requests(self._requests.under(node), except_of=except_of)
-        return total
+            known = total(pod.requests for pod in self._requests.under(node))
+            self._requested[node] = known
+        return known
 
     def _requests_changed(self, before: PodRequests | None, after: PodRequests | None) -> None:
+        self._views = None
         for pod in (before, after):
             if pod is not None:
                 self._requested.pop(pod.node, None)
+
+    def _node_changed(self, before: NodeView | None, after: NodeView | None) -> None:
+        self._views = None
+        self._nodes_changed()
 
 
 def _ours(kind: Kind, scope: str | None) -> Collection:

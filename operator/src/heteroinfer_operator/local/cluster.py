@@ -3,13 +3,14 @@
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_status import GroupStatus
 from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -147,9 +148,16 @@ class LocalCluster:
             ),
             pods=tuple(pod.view(self._options.node.name) for pod in self._pods.values()),
             objects=tuple(self._objects.values()),
-            nodes=(self._options.node,),
+            nodes=(self._node(),),
             groups=self.groups(),
         )
+
+    def _node(self) -> NodeView:
+        """Returns this machine as plans see it: by its devices; cores and memory are shared."""
+        node = self._options.node
+        devices = {name: count for name, count in node.allocatable.items() if "/" in name}
+        in_use = len(self._options.gpus) - len(self._free_gpus)
+        return replace(node, allocatable=devices, requested={DEFAULT_GPU_RESOURCE: float(in_use)})
 
     async def run(self, observation: Observation, actions: Sequence[Action]) -> None:
         """Runs actions in order.

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from heteroinfer_contract import names
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.api import (
@@ -81,8 +80,8 @@ class GroupPlanner:
 def free_gpus(spec: HeteroInferenceSpec, observation: Observation) -> Counter[str] | None:
     """Returns the GPUs that a new group may take, by resource name; None if nodes are not known.
 
-    Allocatable on schedulable nodes, less what pods of others request, less what the
-    living pods of this resource hold, bound or not.
+    Allocatable on schedulable nodes, less what pods request, less what is promised to pods that
+    have no node yet.
     """
     if observation.nodes is None:
         return None
@@ -93,12 +92,9 @@ def free_gpus(spec: HeteroInferenceSpec, observation: Observation) -> Counter[st
             for resource in resources:
                 count = node.allocatable.get(resource, 0) - node.requested.get(resource, 0)
                 free[resource] += max(int(count), 0)
-    roles = {role.name: role for role in spec.roles}
-    for pod in observation.pods:
-        role = roles.get(pod.labels.get(names.LABEL_ROLE, ""))
-        holds_gpus = pod.labels.get(names.LABEL_DEVICE) == Device.GPU.value and pod.termination is None
-        if role is not None and holds_gpus:
-            free[role.gpu_resource] -= role.ranks_per_pod
+    for demand in observation.promised:
+        for resource in resources:
+            free[resource] -= int(demand.requests.get(resource, 0))
     return free
 
 
