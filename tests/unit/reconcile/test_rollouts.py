@@ -227,7 +227,7 @@ class Rollouts(RuleBasedStateMachine):
             assert len({self.world.pods[pod].labels[names.LABEL_EPOCH] for pod in pods}) == 1, pods
 
     def teardown(self) -> None:
-        """From wherever it is, a template that starts reaches all groups; then nothing is written any more."""
+        """From wherever it is, a template that starts reaches all groups; then nothing is written."""
         if not hasattr(self, "world"):
             return
         self.world.change_spec(engine={"image": GOOD[2]})

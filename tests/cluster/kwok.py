@@ -1,0 +1,176 @@
+"""Nodes that are not there, for thousands of pods: kwok says for their kubelets how pods fare.
+
+Everything else of the control plane is real: the scheduler places the pods, controllers and
+garbage collection see them come and go. A pod that is placed turns Running and Ready at once; one
+that is being deleted goes at once; an inspect pod ends with a model's profile.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from heteroinfer_contract import names
+from tests.cluster import processes, tools
+from tests.cluster.cluster import Cluster
+from tests.cluster.errors import ClusterError
+from tests.cluster.processes import ProcessIdentity
+
+READY_TIMEOUT_S = 60.0
+_LEASE_S = 40
+_RUNNING = r"""
+{{ $now := Now }}
+conditions:
+{{ range $type := list "Initialized" "Ready" "ContainersReady" }}
+- {lastTransitionTime: {{ $now | Quote }}, status: "True", type: {{ $type }}}
+{{ end }}
+containerStatuses:
+{{ range .spec.containers }}
+- image: {{ .image | Quote }}
+  name: {{ .name | Quote }}
+  ready: true
+  started: true
+  restartCount: 0
+  state: {running: {startedAt: {{ $now | Quote }}}}
+{{ end }}
+hostIP: {{ NodeIPWith .spec.nodeName | Quote }}
+podIP: {{ PodIPWith .spec.nodeName false .metadata.uid .metadata.name .metadata.namespace | Quote }}
+phase: Running
+startTime: {{ $now | Quote }}
+"""
+_SUCCEEDED = r"""
+{{ $now := Now }}
+containerStatuses:
+{{ range .spec.containers }}
+- image: {{ .image | Quote }}
+  name: {{ .name | Quote }}
+  ready: false
+  restartCount: 0
+  state:
+    terminated:
+      exitCode: 0
+      reason: Completed
+      message: MESSAGE
+      startedAt: {{ $now | Quote }}
+      finishedAt: {{ $now | Quote }}
+{{ end }}
+phase: Succeeded
+startTime: {{ $now | Quote }}
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShape:
+    """What each node offers.
+
+    Attributes:
+        allocatable: by resource name, as quantities.
+        labels: of the node.
+    """
+
+    allocatable: Mapping[str, str]
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+GPU_NODE = NodeShape(
+    allocatable={"cpu": "128", "memory": "1Ti", "pods": "110", "nvidia.com/gpu": "8"},
+    labels={"nvidia.com/gpu.product": "NVIDIA-H200", "nvidia.com/gpu.memory": "143771"},
+)
+
+
+def build_stages(profile: str) -> list[dict[str, Any]]:
+    """Returns kwok's stages of pods; an inspect pod ends with `profile` as its termination message."""
+    # A JSON text in JSON is YAML too; a template would only begin at two opening braces.
+    succeeded = _SUCCEEDED.replace("MESSAGE", json.dumps(profile))
+    placed = {"key": ".spec.nodeName", "operator": "Exists"}
+    alive = {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"}
+    new = {"key": ".status.podIP", "operator": "DoesNotExist"}
+    pending = {"key": ".status.phase", "operator": "In", "values": ["Pending"]}
+    component = f'.metadata.labels["{names.LABEL_COMPONENT}"]'
+    inspects = {"key": component, "operator": "In", "values": [names.COMPONENT_INSPECT]}
+    runs = {"key": component, "operator": "NotIn", "values": [names.COMPONENT_INSPECT]}
+    return [
+        _stage("inspect-pod-ends", [placed, alive, pending, inspects], {"statusTemplate": succeeded}),
+        _stage("pod-turns-ready", [placed, alive, new, runs], {"statusTemplate": _RUNNING}),
+        _stage(
+            "pod-goes",
+            [{"key": ".metadata.deletionTimestamp", "operator": "Exists"}],
+            {"finalizers": {"empty": True}, "delete": True},
+        ),
+    ]
+
+
+def _stage(name: str, conditions: list[dict[str, Any]], then: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "kwok.x-k8s.io/v1alpha1",
+        "kind": "Stage",
+        "metadata": {"name": name},
+        "spec": {
+            "resourceRef": {"apiGroup": "v1", "kind": "Pod"},
+            "selector": {"matchExpressions": conditions},
+            "next": then,
+        },
+    }
+
+
+def pod_range(cluster: Cluster) -> str:
+    """Returns where pods of this cluster have their addresses: reserved for ever, and routed nowhere."""
+    return f"240.{cluster.state.number}.0.0/16"
+
+
+def start_kwok(cluster: Cluster, *, nodes: int, profile: str, shape: NodeShape = GPU_NODE) -> ProcessIdentity:
+    """Starts kwok on a bare control plane, and returns once all its nodes are Ready.
+
+    It lives as long as the cluster. Pods have addresses at which nobody answers: the machine gets a
+    blackhole route for them, so that a request to one ends here at once.
+
+    Raises:
+        ClusterError: not root, or the nodes did not turn Ready.
+    """
+    if os.geteuid() != 0:
+        raise ClusterError("kwok's pods need a route, which only root may set: run it as root")
+    tools.ensure_built(tools.KWOK)
+    state = cluster.state
+    state.will_change("blackhole", pod_range(cluster))
+    processes.run(["ip", "route", "add", "blackhole", pod_range(cluster), "metric", "4096"])
+    config = state.folder / "kwok.yaml"
+    config.write_text("\n---\n".join(json.dumps(stage) for stage in build_stages(profile)))
+    command = [
+        str(tools.program(tools.KWOK, "kwok")),
+        f"--kubeconfig={cluster.kubeconfig}",
+        f"--config={config}",
+        "--manage-all-nodes",
+        "--v=WARN",
+        f"--cidr={pod_range(cluster)}",
+        f"--node-lease-duration-seconds={_LEASE_S}",
+    ]
+    kwok = processes.spawn(command, mark=state.folder, log=state.log("kwok"))
+    manifests = [_build_node(f"kwok-{number:04d}", shape) for number in range(nodes)]
+    cluster.kubectl(
+        "create", "-f", "-", stdin="\n---\n".join(map(json.dumps, manifests)), timeout_s=READY_TIMEOUT_S
+    )
+    processes.wait_until(
+        f"{nodes} Ready nodes",
+        lambda: _ready_nodes(cluster) == nodes,
+        timeout_s=READY_TIMEOUT_S,
+        process=kwok,
+        log=state.log("kwok"),
+    )
+    return kwok
+
+
+def _build_node(name: str, shape: NodeShape) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **shape.labels}},
+        "status": {"allocatable": dict(shape.allocatable), "capacity": dict(shape.allocatable)},
+    }
+
+
+def _ready_nodes(cluster: Cluster) -> int:
+    ready = 'jsonpath={.items[*].status.conditions[?(@.type=="Ready")].status}'
+    time.sleep(processes.POLL_S)  # each look is a process of its own
+    return cluster.kubectl("get", "nodes", "-o", ready).split().count("True")
