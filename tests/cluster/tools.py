@@ -7,6 +7,7 @@ and an old one is never taken for it.
 
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import CLUSTER_SOURCE, cache_folder, locked
+from tests.cluster.processes import run
 from tests.cluster.progress import say
 
 RECIPE = "1"  # raise it when the way of building changes
@@ -53,8 +55,10 @@ ETCD = Tool(name="etcd", programs=("etcd",))
 HELM = Tool(name="helm", programs=("helm",))
 COREDNS = Tool(name="coredns", programs=("coredns",))
 KWOK = Tool(name="kwok", programs=("kwok",))
+PROMETHEUS_OPERATOR = Tool(name="prometheus-operator", programs=("operator",))
+PROMETHEUS_ADAPTER = Tool(name="prometheus-adapter", programs=("adapter",))
 ALL = (ETCD, KUBERNETES, HELM, COREDNS)
-"""What most tests need; kwok, for thousands of pods that nobody runs, is built where it is used."""
+"""What most tests need; the others are built where they are used."""
 
 
 def build_ldflags(tool: Tool) -> str:
@@ -138,3 +142,21 @@ def _compile(tool: Tool, folder: Path) -> None:
             )
         made.rename(folder.parent)
     say(f"built {tool.name} in {time.monotonic() - began:.0f} s")
+
+
+def source_folder(folder: str, module: str) -> Path:
+    """Returns where the source of a module lies that the go.mod of `modules/<folder>` pins.
+
+    Some files of a project are data to us: the definitions of its resources.
+
+    Raises:
+        ClusterError: it could not be had, or is not what go.sum says.
+    """
+    command = ["go", "mod", "download", "-json", module]
+    said = run(
+        command,
+        timeout_s=300,
+        environment={"GOFLAGS": "-mod=readonly"},
+        cwd=CLUSTER_SOURCE / "modules" / folder,
+    )
+    return Path(json.loads(said)["Dir"])

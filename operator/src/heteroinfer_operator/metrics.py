@@ -41,6 +41,7 @@ class OperatorMetrics:
             ("reason",),
             registry=self.registry,
         )
+        self.reconcile_errors.labels("Conflict")  # so that the series is there from the start
         self.queue_length = Gauge(
             names.OPERATOR_QUEUE_LENGTH, "Resources that wait for a reconcile.", registry=self.registry
         )
@@ -117,7 +118,7 @@ def _resource(status: Mapping[str, Any]) -> _Resource:
 
 
 def _group(group: Mapping[str, Any], ranks: Mapping[str, int]) -> _Group:
-    failure = (group.get("failures") or ({},))[-1]
+    failure: Mapping[str, Any] = (group.get("failures") or ({},))[-1]
     failed_at = datetime.fromisoformat(failure["time"]).timestamp() if failure else None
     return _Group(
         index=int(group.get("index", 0)),

@@ -117,22 +117,6 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_pod_monitors_scrape_the_metrics_port_of_each_local_rank(plane: Cluster) -> None:
-    assert of_kind(render(plane), "PodMonitor") == []
-    objects = render(
-        plane, "podMonitor.enabled=true", "podMonitor.ranksPerPod=2", "podMonitor.labels.team=ml"
-    )
-    operator, ranks = of_kind(objects, "PodMonitor")
-    (deployment,) = of_kind(objects, "Deployment")
-    labels = deployment["spec"]["template"]["metadata"]["labels"].items()
-    assert operator["spec"]["selector"]["matchLabels"].items() <= labels
-    assert [e["port"] for e in operator["spec"]["podMetricsEndpoints"]] == ["http"]
-    assert ranks["spec"]["selector"]["matchLabels"] == {names.LABEL_COMPONENT: names.COMPONENT_WORKER}
-    ports = [e["port"] for e in ranks["spec"]["podMetricsEndpoints"]]
-    assert ports == [f"{names.PORT_METRICS}-0", f"{names.PORT_METRICS}-1"]
-    assert operator["metadata"]["labels"]["team"] == "ml"
-
-
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -140,6 +124,10 @@ def test_pod_monitors_scrape_the_metrics_port_of_each_local_rank(plane: Cluster)
         ("image.tagg=x", "additional properties 'tagg' not allowed"),
         ("leaderElection.on=true", "additional properties 'on' not allowed"),
         ("podMonitor.enable=true", "additional properties 'enable' not allowed"),
+        ("prometheusRule.rules=x", "additional properties 'rules' not allowed"),
+        ("prometheusRule.alerts.HeteroInferGroupsFailed.for=1m", "'HeteroInferGroupsFailed' not allowed"),
+        ("prometheusRule.alerts.HeteroInferGroupFailed.for=soon", "/for"),
+        ("dashboards.folder=x", "additional properties 'folder' not allowed"),
         ("workerImages.tpu=x", "additional properties 'tpu' not allowed"),
         ("crds.instal=true", "additional properties 'instal' not allowed"),
         ("serviceAccount.nam=x", "additional properties 'nam' not allowed"),

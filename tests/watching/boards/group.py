@@ -1,0 +1,229 @@
+"""One group: what clients see, and which rank sets its pace."""
+
+from typing import Final
+
+from heteroinfer_contract import metrics as m
+from tests.watching.board import Board, Kind, Panel, Query, Row
+from tests.watching.boards.queries import (
+    ANSWERED,
+    DECODE,
+    E2E,
+    GENERATED,
+    GROUPS,
+    ITL,
+    KV_USED,
+    OF_GROUP,
+    PREEMPTED,
+    PREFIX_ASKED,
+    PREFIX_HITS,
+    PROMPTED,
+    QUEUED,
+    RUNNING,
+    SHARES,
+    TTFT,
+    WAITING,
+    WINDOW,
+    mean,
+    quantile,
+    quantiles,
+    rate,
+    stat,
+)
+
+GROUP: Final = Board(
+    uid="heteroinfer-group",
+    title="HeteroInfer / Group",
+    text="One copy of a model: is it fast enough, and which rank keeps it from being faster.",
+    variables=(GROUPS,),
+    rows=(
+        Row(
+            title="Now",
+            panels=(
+                stat("Serves", f"max({m.GROUP_READY}{{{OF_GROUP}}})"),
+                Panel(
+                    title="Phase",
+                    kind=Kind.STAT,
+                    queries=(Query(expr=f"{m.GROUP_PHASE}{{{OF_GROUP}}}", legend="{{phase}}"),),
+                    width=3,
+                    height=4,
+                ),
+                stat("Epoch", f"max({m.GROUP_EPOCH}{{{OF_GROUP}}})", text="Counts every start of the group."),
+                stat(
+                    "Ranks seen of those planned",
+                    f"count(count by (rank) ({m.HEARTBEAT_AGE_SECONDS}{{{OF_GROUP}}}))"
+                    f" / max({m.GROUP_RANKS}{{{OF_GROUP}}})",
+                    unit="percentunit",
+                ),
+                stat("Tokens generated a second", f"sum(rate({GENERATED}{{{OF_GROUP}}}[{WINDOW}]))"),
+                stat("Requests running", f"sum({RUNNING}{{{OF_GROUP}}})"),
+                stat("Requests waiting", f"sum({WAITING}{{{OF_GROUP}}})", thresholds=(1.0, 20.0)),
+                stat(
+                    "KV cache in use",
+                    f"max({KV_USED}{{{OF_GROUP}}})",
+                    unit="percentunit",
+                    thresholds=(0.8, 0.95),
+                ),
+            ),
+        ),
+        Row(
+            title="Which rank is slowest, and why",
+            panels=(
+                Panel(
+                    title="Compute of a decode step",
+                    kind=Kind.BARS,
+                    queries=(
+                        Query(
+                            expr="sort_desc("
+                            + mean(m.COMPUTE_SECONDS, f"{DECODE}, {OF_GROUP}", "rank, role, device")
+                            + ")",
+                            legend="rank {{rank}} ({{role}}, {{device}})",
+                        ),
+                    ),
+                    unit="s",
+                    text="The longest bar sets the pace: give this rank fewer layers, or a faster machine.",
+                ),
+                Panel(
+                    title="A second of each rank",
+                    kind=Kind.STACK,
+                    queries=tuple(
+                        Query(expr=rate(metric, OF_GROUP, "rank"), legend=word) for word, metric in SHARES
+                    ),
+                    unit="percentunit",
+                    columns=("rank",),
+                    text="compute: its own work; wait: for peers; transfer: copying and sending; idle: "
+                    "between steps. Much compute on one rank and waiting on the others: that rank is the "
+                    "bottleneck. Much transfer: the network or the bridge. Idle everywhere: too few "
+                    "requests.",
+                ),
+                Panel(
+                    title="Share of time: own compute",
+                    queries=(
+                        Query(
+                            expr=rate(m.COMPUTE_SECONDS + "_sum", OF_GROUP, "rank"), legend="rank {{rank}}"
+                        ),
+                    ),
+                    unit="percentunit",
+                    most=1.0,
+                ),
+                Panel(
+                    title="Compute of a decode step, of its prediction",
+                    queries=(
+                        Query(
+                            expr=f"{mean(m.COMPUTE_SECONDS, f'{DECODE}, {OF_GROUP}', 'rank')}"
+                            f" / on (rank) max by (rank) ({m.PREDICTED_STEP_SECONDS}{{{OF_GROUP}}} > 0)",
+                            legend="rank {{rank}}",
+                        ),
+                    ),
+                    text="1: as planned for one request. A rank far above the others is the straggler that "
+                    "the alert names.",
+                ),
+                Panel(
+                    title="Bytes sent and received a second",
+                    queries=(
+                        Query(
+                            expr=rate(m.TRANSFER_BYTES_TOTAL, OF_GROUP, "rank, direction"),
+                            legend="rank {{rank}} {{direction}}",
+                        ),
+                    ),
+                    unit="Bps",
+                ),
+                Panel(
+                    title="How tensors travel",
+                    kind=Kind.TABLE,
+                    queries=(Query(expr=f"max by (rank, between, path) ({m.TRANSPORT_INFO}{{{OF_GROUP}}})"),),
+                    columns=("rank", "between", "path"),
+                    text="gloo between ranks of one pod: shared memory was not possible there; see the log.",
+                ),
+            ),
+        ),
+        Row(
+            title="What clients see",
+            panels=(
+                Panel(title="Time to first token", queries=quantiles(TTFT, OF_GROUP), unit="s"),
+                Panel(title="Time between tokens", queries=quantiles(ITL, OF_GROUP), unit="s"),
+                Panel(
+                    title="Whole request, and its wait in the queue, p95",
+                    queries=(
+                        Query(expr=quantile(0.95, E2E, OF_GROUP), legend="whole"),
+                        Query(expr=quantile(0.95, QUEUED, OF_GROUP), legend="queue"),
+                    ),
+                    unit="s",
+                ),
+                Panel(
+                    title="Requests",
+                    queries=(
+                        Query(expr=f"sum({RUNNING}{{{OF_GROUP}}})", legend="running"),
+                        Query(expr=f"sum({WAITING}{{{OF_GROUP}}})", legend="waiting"),
+                    ),
+                ),
+                Panel(
+                    title="Tokens a second",
+                    queries=(
+                        Query(expr=f"sum(rate({GENERATED}{{{OF_GROUP}}}[{WINDOW}]))", legend="generated"),
+                        Query(expr=f"sum(rate({PROMPTED}{{{OF_GROUP}}}[{WINDOW}]))", legend="of prompts"),
+                    ),
+                ),
+                Panel(
+                    title="Requests ended a second, by how",
+                    queries=(
+                        Query(expr=rate(ANSWERED, OF_GROUP, "finished_reason"), legend="{{finished_reason}}"),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            title="Memory and life",
+            panels=(
+                Panel(
+                    title="KV cache in use",
+                    queries=(Query(expr=f"max({KV_USED}{{{OF_GROUP}}})", legend="in use"),),
+                    unit="percentunit",
+                    most=1.0,
+                    text="At 1 requests wait or are preempted: see Preemptions.",
+                    width=6,
+                ),
+                Panel(
+                    title="Preemptions a second, and prefix cache hits",
+                    queries=(
+                        Query(expr=f"sum(rate({PREEMPTED}{{{OF_GROUP}}}[{WINDOW}]))", legend="preemptions"),
+                        Query(
+                            expr=f"sum(rate({PREFIX_HITS}{{{OF_GROUP}}}[{WINDOW}]))"
+                            f" / sum(rate({PREFIX_ASKED}{{{OF_GROUP}}}[{WINDOW}]))",
+                            legend="part of prompts from the prefix cache",
+                        ),
+                    ),
+                    width=6,
+                ),
+                Panel(
+                    title="Weights and KV cache of each rank",
+                    kind=Kind.BARS,
+                    queries=(
+                        Query(
+                            expr=f"max by (rank) ({m.WEIGHT_BYTES}{{{OF_GROUP}}})",
+                            legend="rank {{rank}} weights",
+                        ),
+                        Query(
+                            expr=f"max by (rank) ({m.KV_CACHE_BYTES}{{{OF_GROUP}}})",
+                            legend="rank {{rank}} KV cache",
+                        ),
+                    ),
+                    unit="bytes",
+                    width=6,
+                ),
+                Panel(
+                    title="Heartbeat age",
+                    queries=(
+                        Query(
+                            expr=f"max by (rank) ({m.HEARTBEAT_AGE_SECONDS}{{{OF_GROUP}}})",
+                            legend="rank {{rank}}",
+                        ),
+                    ),
+                    unit="s",
+                    text="A few tenths of a second; at 1.5 s the group ends.",
+                    thresholds=(1.0, 1.5),
+                    width=6,
+                ),
+            ),
+        ),
+    ),
+)
