@@ -40,6 +40,14 @@ class FailureReason(StrEnum):
     BAD_SETTINGS = "BadSettings"
     """The environment or the arguments are wrong; nothing was started."""
     MODEL_NOT_READABLE = "ModelNotReadable"
+    MODEL_NOT_FOUND = "ModelNotFound"
+    """The hub has no such model or revision, or does not show it to us."""
+    MODEL_ACCESS_DENIED = "ModelAccessDenied"
+    """The hub wants a token, another token, or its licence accepted."""
+    MODEL_HUB_UNREACHABLE = "ModelHubUnreachable"
+    """The hub does not answer, or not as a hub does."""
+    MODEL_CACHE_FULL = "ModelCacheFull"
+    MODEL_CACHE_NOT_WRITABLE = "ModelCacheNotWritable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

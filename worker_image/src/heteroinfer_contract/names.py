@@ -37,6 +37,7 @@ LABEL_COMPONENT: Final = f"{API_GROUP}/component"
 """One of the COMPONENT_ values."""
 COMPONENT_WORKER: Final = "worker"
 COMPONENT_INSPECT: Final = "inspect"
+COMPONENT_FETCH: Final = "fetch"
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGER: Final = "heteroinfer-operator"
 
@@ -75,6 +76,7 @@ ENV_POD_INDEX: Final = "HETEROINFER_POD_INDEX"
 ENV_ADDRESSES: Final = "HETEROINFER_ADDRESSES"
 """JSON list of PodAddress, by pod index."""
 ENV_STARTUP_TIMEOUT: Final = "HETEROINFER_STARTUP_TIMEOUT_SECONDS"
+ENV_DRAIN_TIMEOUT: Final = "HETEROINFER_DRAIN_TIMEOUT_SECONDS"
 ENV_HEARTBEAT_TIMEOUT: Final = "HETEROINFER_HEARTBEAT_TIMEOUT_SECONDS"
 ENV_STEP_TIMEOUT: Final = "HETEROINFER_STEP_TIMEOUT_SECONDS"
 """A rank busy with one step for longer than this ends the group; default DEFAULT_STEP_TIMEOUT_S."""
@@ -101,6 +103,11 @@ ENV_RANK_CHANNEL_FD: Final = "HETEROINFER_RANK_CHANNEL_FD"
 ENV_HETEROGENEOUS_DEVICE: Final = "VLLM_HETEROGENEOUS_DEVICE"
 """`cpu` or `cuda`: the device of this process; honoured by the platform plugin."""
 
+ENV_HUB_TOKEN: Final = "HF_TOKEN"  # noqa: S105 - the name of a variable
+"""Token for a model hub; huggingface_hub's own name. Set in fetch pods only."""
+ENV_HUB_OFFLINE: Final = "HF_HUB_OFFLINE"
+"""`1`: huggingface_hub asks no hub for anything; its own name."""
+
 # Paths on the supervisors' health port
 PATH_HEALTHZ: Final = "/healthz"
 PATH_READYZ: Final = "/readyz"
@@ -108,6 +115,8 @@ PATH_API_HEALTH: Final = "/health"
 """Of the OpenAI server, vLLM's own."""
 PATH_GROUP: Final = "/group"
 """Leader only: GroupStatus as JSON."""
+PATH_FETCH: Final = "/fetch"
+"""Fetch pods only: FetchProgress as JSON."""
 
 # Exit codes of a supervisor; a Failure in the termination message tells the rest
 EXIT_STOPPED: Final = 0
@@ -120,3 +129,5 @@ EXIT_PEER_FAILED: Final = 71
 EXIT_REFUSED: Final = 72
 """The pods of the group do not agree: plan, epoch or resolved settings differ."""
 EXIT_STARTUP_TIMEOUT: Final = 73
+EXIT_FETCH_FAILED: Final = 74
+"""A fetch pod's: the model is not in the cache; the termination message says why."""

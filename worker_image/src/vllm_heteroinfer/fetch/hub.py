@@ -46,7 +46,7 @@ class HubModel:
         self._most_http_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
         self._token: str | None = get_token()
 
-    def list(self) -> tuple[str, list[FetchedFile]]:
+    def files(self) -> tuple[str, list[FetchedFile]]:
         """Returns the commit that the revision means now, and all files of it.
 
         Raises:
@@ -83,8 +83,9 @@ class HubModel:
         if file.size_bytes > self._most_http_bytes:
             raise FetchError(
                 FailureReason.MODEL_NOT_READABLE,
-                f"{HUB_SCHEME}{self._repository}: {file.path} has {file.size_bytes / 1e9:.0f} GB; hubs serve no file "
-                f"above {self._most_http_bytes / 1e9:.0f} GB in a way that can be resumed: put it into a volume "
+                f"{HUB_SCHEME}{self._repository}: {file.path} has {file.size_bytes / 1e9:.0f} GB, expected "
+                f"at most {self._most_http_bytes / 1e9:.0f}: a hub serves larger files by its own protocol, "
+                "which cannot go on where it stopped. Put the model into a volume "
                 "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",
             )
         url = hf_hub_url(self._repository, file.path, revision=commit, endpoint=self._endpoint)
@@ -136,8 +137,8 @@ class HubModel:
         except httpx2.HTTPError as error:
             raise FetchError(
                 FailureReason.MODEL_HUB_UNREACHABLE,
-                f"{self._endpoint} does not answer ({type(error).__name__}: {self._clean(error)}): check the way out "
-                "of the pods, and HTTPS_PROXY or HF_ENDPOINT in spec.engine.env",
+                f"{self._endpoint} does not answer ({type(error).__name__}: {self._clean(error)}): check the "
+                "pods' way out, and HTTPS_PROXY or HF_ENDPOINT in spec.engine.env",
                 may_heal=True,
             ) from error
         except OSError as error:
@@ -171,7 +172,8 @@ class HubModel:
     def _no_hub(self, why: str) -> FetchError:
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"{self._endpoint} does not answer as a model hub does: {why}; check HF_ENDPOINT in spec.engine.env",
+            f"{self._endpoint} does not answer as a model hub does: {why}; "
+            "check HF_ENDPOINT in spec.engine.env",
         )
 
     def _clean(self, error: BaseException) -> str:

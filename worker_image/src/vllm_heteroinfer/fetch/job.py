@@ -27,7 +27,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 class Source(Protocol):
     """Where a model comes from; HubModel."""
 
-    def list(self) -> tuple[str, list[FetchedFile]]:
+    def files(self) -> tuple[str, list[FetchedFile]]:
         """Returns the commit and all files; raises FetchError."""
         ...
 
@@ -97,7 +97,7 @@ class FetchJob:
     def _attempt(self) -> FetchedModel:
         complete = self._known_complete()
         if complete is None:
-            commit, files = self._source.list()
+            commit, files = self._source.files()
             store = self._open(commit)
             self._message = ""
             complete = self._complete(store, files)
@@ -134,8 +134,8 @@ class FetchJob:
             if time.monotonic() - moved_at > self._patience_s:
                 raise FetchError(
                     FailureReason.MODEL_CACHE_NOT_WRITABLE,
-                    f"another fetch holds the lock of {store.folder.relative_to(self._cache)} and has written "
-                    f"nothing for {self._patience_s:.0f} s: end the pod that has it",
+                    f"another fetch holds the lock of {store.folder.relative_to(self._cache)} and has "
+                    f"written nothing for {self._patience_s:.0f} s: end the pod that has it",
                 )
             time.sleep(_LOCK_POLL_S)
 

@@ -30,6 +30,9 @@ PARTS: Final = ".parts"
 _LOCK: Final = ".lock"
 _BLOCK_BYTES: Final = 8 * 2**20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MAKE_ROOM: Final = (
+    "set a larger spec.model.cache.size (a new claim is made), or remove models from the claim"
+)
 _NO_LOCKS: Final = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL})
 
 
@@ -121,8 +124,8 @@ class ModelStore:
         if needed_bytes > free_bytes:
             raise FetchError(
                 FailureReason.MODEL_CACHE_FULL,
-                f"the cache has {free_bytes / 2**30:.2f} GiB free, {needed_bytes / 2**30:.2f} GiB more are needed: "
-                "set a larger spec.model.cache.size (a new claim is made), or remove models from the claim",
+                f"the cache has {free_bytes / 2**30:.2f} GiB free, and {needed_bytes / 2**30:.2f} GiB are "
+                f"still to come: {_MAKE_ROOM}",
             )
 
     def open_part(self, file: FetchedFile) -> Path:
@@ -202,13 +205,13 @@ class ModelStore:
         if error.errno in _FULL:
             return FetchError(
                 FailureReason.MODEL_CACHE_FULL,
-                f"the cache is full ({error.strerror}); what was fetched is kept: set a larger "
-                "spec.model.cache.size (a new claim is made), or remove models from the claim",
+                f"the cache is full ({error.strerror}); what was fetched is kept: {_MAKE_ROOM}",
             )
         return FetchError(
             FailureReason.MODEL_CACHE_NOT_WRITABLE,
-            f"the cache cannot be written as user {os.getuid()}: {error.strerror} ({error.filename or self.folder}); "
-            "take a volume that honours fsGroup, or make its folder writable for that user",
+            f"the cache cannot be written as user {os.getuid()}: {error.strerror} "
+            f"({error.filename or self.folder}); take a volume that honours fsGroup, "
+            "or make its folder writable for that user",
         )
 
 

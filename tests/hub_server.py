@@ -1,0 +1,274 @@
+"""A model hub on HTTP, as far as huggingface_hub's client asks one: listing, resolve, ranges, refusals.
+
+Large files are answered by a redirect to another host name, as the hub does with its content
+network; what arrives there is noted, as is how many bytes of each file were sent.
+"""
+
+import functools
+import hashlib
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+LFS_FROM_BYTES = 10_000
+"""Smaller files are git's own, with a git hash; larger ones have a sha256 and are served elsewhere."""
+SIGNATURE = "signature=not-to-be-logged"
+_API = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)")
+_RESOLVE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
+_CONTENT = re.compile(r"/content/(?P<sha256>[0-9a-f]{64})")
+_RANGE = re.compile(r"bytes=(\d+)-")
+_BLOCK_BYTES = 1 << 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Repository:
+    """A model of the hub.
+
+    Attributes:
+        files: content by path, of the newest commit.
+        token: that is asked for, or None where everybody may read.
+        gated: whether even those with a token must have accepted a licence.
+    """
+
+    files: dict[str, bytes]
+    token: str | None = None
+    gated: bool = False
+
+    @property
+    def commit(self) -> str:
+        """Returns the commit that holds exactly these files."""
+        digest = hashlib.sha1(usedforsecurity=False)
+        for path, content in sorted(self.files.items()):
+            digest.update(f"{path} {_sha256(content)}".encode())
+        return digest.hexdigest()
+
+    @classmethod
+    def of_folder(cls, folder: Path, **fields: Any) -> "Repository":
+        """Returns a model with the files of a folder."""
+        files = {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+        return cls(files=files, **fields)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was asked of the hub.
+
+    Attributes:
+        sent_bytes: of each file's content, by path.
+        requests: method and path, in order.
+        tokens_elsewhere: Authorization headers that reached the content host: there should be none.
+    """
+
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    requests: list[str] = field(default_factory=list)
+    tokens_elsewhere: list[str] = field(default_factory=list)
+
+
+class HubServer:
+    """The hub; a context manager that serves as long as it lasts.
+
+    Attributes:
+        repositories: by ORG/MODEL; may be changed while it serves.
+        seen: what was asked of it.
+        bytes_per_s: of each file; 0 sends as fast as it can.
+        refuse_with: a status that every request gets, or None.
+        break_after_bytes: each connection is cut after so many bytes of a file, or None.
+        corrupt: paths that are sent with a wrong byte.
+
+    Args:
+        host: to listen on.
+        content_host: another name of the same, where large files are fetched from.
+        port: 0 takes a free one.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", content_host: str = "localhost", port: int = 0) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.seen = Seen()
+        self.bytes_per_s = 0.0
+        self.refuse_with: int | None = None
+        self.break_after_bytes: int | None = None
+        self.corrupt: set[str] = set()
+        hub = self
+
+        class Handler(_Handler):
+            server_hub = hub
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self.endpoint = f"http://{host}:{self.port}"
+        self.content_endpoint = f"http://{content_host}:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    def __enter__(self) -> "HubServer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)
+
+    def content(self, sha256: str) -> tuple[str, bytes] | None:
+        """Returns path and content of a large file."""
+        for repository in self.repositories.values():
+            for path, content in repository.files.items():
+                if _sha256(content) == sha256:
+                    return path, content
+        return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_hub: HubServer
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def log_message(self, *_: object) -> None:
+        """Keeps the tests' output free of a line a request."""
+
+    def _answer(self) -> None:
+        hub, path = self.server_hub, unquote(urlsplit(self.path).path)
+        hub.seen.requests.append(f"{self.command} {path}")
+        if hub.refuse_with is not None:
+            self._send(hub.refuse_with)
+        elif match := _CONTENT.fullmatch(path):
+            self._content(match["sha256"])
+        elif match := _API.fullmatch(path):
+            repository = self._repository(match["name"], match["revision"])
+            if repository is not None:
+                self._send(HTTPStatus.OK, json.dumps(_listing(match["name"], repository)).encode())
+        elif match := _RESOLVE.fullmatch(path):
+            self._resolve(match)
+        else:
+            self._send(HTTPStatus.NOT_FOUND)
+
+    def _repository(self, name: str, revision: str) -> Repository | None:
+        """Returns a model that the caller may read; answers in its place otherwise."""
+        repository = self.server_hub.repositories.get(name)
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        known = {known.token for known in self.server_hub.repositories.values()} - {None}
+        if given and given not in known:
+            error = {"X-Error-Message": "Invalid credentials in Authorization header"}
+            self._send(HTTPStatus.UNAUTHORIZED, headers=error)
+        elif repository is None or (repository.token not in (None, given) and not repository.gated):
+            status = HTTPStatus.NOT_FOUND if given else HTTPStatus.UNAUTHORIZED
+            self._send(status, headers={"X-Error-Code": "RepoNotFound"})
+        elif repository.gated:
+            status = HTTPStatus.FORBIDDEN if given else HTTPStatus.UNAUTHORIZED
+            self._send(status, headers={"X-Error-Code": "GatedRepo"})
+        elif revision not in ("main", repository.commit):
+            self._send(HTTPStatus.NOT_FOUND, headers={"X-Error-Code": "RevisionNotFound"})
+        else:
+            return repository
+        return None
+
+    def _resolve(self, match: re.Match[str]) -> None:
+        repository = self._repository(match["name"], match["revision"])
+        if repository is None:
+            return
+        content = repository.files.get(match["path"])
+        if content is None:
+            self._send(HTTPStatus.NOT_FOUND, headers={"X-Error-Code": "EntryNotFound"})
+            return
+        about = {"X-Repo-Commit": repository.commit}
+        if len(content) < LFS_FROM_BYTES:
+            self._file(match["path"], content, {**about, "ETag": f'"{_git_hash(content)}"'})
+            return
+        sha256 = _sha256(content)
+        linked = {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(content))}
+        location = f"{self.server_hub.content_endpoint}/content/{sha256}?{SIGNATURE}"
+        self._send(HTTPStatus.FOUND, headers={**about, **linked, "Location": location})
+
+    def _content(self, sha256: str) -> None:
+        if "Authorization" in self.headers:
+            self.server_hub.seen.tokens_elsewhere.append(self.headers["Authorization"])
+        found = self.server_hub.content(sha256)
+        if found is None or SIGNATURE not in self.path:
+            self._send(HTTPStatus.FORBIDDEN)
+        else:
+            self._file(*found, {"ETag": f'"{sha256}"'})
+
+    def _file(self, path: str, content: bytes, headers: Mapping[str, str]) -> None:
+        asked = _RANGE.fullmatch(self.headers.get("Range", ""))
+        start = int(asked[1]) if asked else 0
+        if start >= len(content) > 0:
+            self._send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+            return
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK)
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        for name, value in {**headers, "Accept-Ranges": "bytes"}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        if self.command == "GET":
+            self._stream(path, content, start)
+
+    def _stream(self, path: str, content: bytes, start: int) -> None:
+        hub, began, sent = self.server_hub, time.monotonic(), 0
+        if path in hub.corrupt:
+            content = bytes([content[0] ^ 1]) + content[1:]
+        rest = memoryview(content)[start:]
+        while sent < len(rest):
+            block = rest[sent : sent + _BLOCK_BYTES]
+            try:
+                self.wfile.write(block)
+            except OSError:  # the client was killed
+                return
+            sent += len(block)
+            hub.seen.sent_bytes[path] += len(block)
+            if hub.break_after_bytes is not None and sent >= hub.break_after_bytes:
+                self.close_connection = True
+                return
+            if hub.bytes_per_s:
+                time.sleep(max(began + sent / hub.bytes_per_s - time.monotonic(), 0.0))
+
+    def _send(self, status: int, body: bytes = b"{}", headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@functools.cache
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _git_hash(content: bytes) -> str:
+    digest = hashlib.sha1(usedforsecurity=False)
+    digest.update(b"blob %d\0" % len(content) + content)
+    return digest.hexdigest()
+
+
+def _listing(name: str, repository: Repository) -> dict[str, Any]:
+    siblings = []
+    for path, content in sorted(repository.files.items()):
+        sibling: dict[str, Any] = {"rfilename": path, "size": len(content), "blobId": _git_hash(content)}
+        if len(content) >= LFS_FROM_BYTES:
+            sha256 = _sha256(content)
+            sibling["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 134}
+        siblings.append(sibling)
+    return {"_id": "0" * 24, "id": name, "sha": repository.commit, "siblings": siblings, "tags": []}

@@ -1,0 +1,101 @@
+"""`heteroinfer-worker fetch` as a process of its own, as in its pod, against a hub on loopback."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
+from tests.cluster.folders import REPOSITORY
+from tests.hub_server import HubServer
+
+WORKER_PYTHON = REPOSITORY / ".venv-worker/bin/python"
+MODEL = "acme/tiny"
+DEADLINE_S = 60.0
+_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Fetch:
+    """One fetch of MODEL; ended with the context that `fetching` gives."""
+
+    def __init__(self, hub: HubServer, cache: Path, *arguments: str, **env: str) -> None:
+        with contextlib.closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = int(probe.getsockname()[1])
+        cache.mkdir(exist_ok=True)
+        self._message = cache.parent / f"message-{self._port}"
+        self._log = cache.parent / f"log-{self._port}"
+        command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.launch.cli", "fetch", "--repository", MODEL]
+        command += ["--cache", str(cache), "--health-host", "127.0.0.1", "--health-port", str(self._port)]
+        command += ["--termination-message-path", str(self._message), *arguments]
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(cache.parent),
+            "HF_ENDPOINT": hub.endpoint,
+            "NO_PROXY": "*",
+            **env,
+        }
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    @property
+    def said(self) -> str:
+        """Returns all that it printed and left as its message."""
+        message = self._message.read_text() if self._message.exists() else ""
+        return self._log.read_text() + message
+
+    def progress(self) -> FetchProgress | None:
+        """Returns what /fetch answers, or None while nobody does."""
+        try:
+            with _NO_PROXY.open(f"http://127.0.0.1:{self._port}{names.PATH_FETCH}", timeout=5) as answer:
+                return FetchProgress.from_json(answer.read().decode())
+        except OSError:
+            return None
+
+    def wait_for(self, accept: Callable[[FetchProgress], bool]) -> FetchProgress:
+        """Returns the first progress that `accept` takes."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            progress = self.progress()
+            if progress is not None and accept(progress):
+                return progress
+            assert self.process.poll() is None, self.said
+            time.sleep(0.02)
+        raise AssertionError(f"no such progress within {DEADLINE_S} s: {self.progress()}\n{self.said}")
+
+    def model(self) -> FetchedModel:
+        """Returns its answer once it has ended well."""
+        code = self.process.wait(DEADLINE_S)
+        assert code == names.EXIT_STOPPED, self.said
+        return FetchedModel.from_json(self._message.read_text())
+
+    def failure(self) -> Failure:
+        """Returns its answer once it has failed."""
+        code = self.process.wait(DEADLINE_S)
+        assert code == names.EXIT_FETCH_FAILED, self.said
+        failure = Failure.from_json(self._message.read_text())
+        assert failure is not None, self.said
+        return failure
+
+    def kill(self) -> None:
+        """Ends it as a node that fails does."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+
+
+@contextlib.contextmanager
+def fetching(hub: HubServer, cache: Path, *arguments: str, **env: str) -> Iterator[Fetch]:
+    """Runs a fetch for as long as the context lasts, or until it ends."""
+    fetch = Fetch(hub, cache, *arguments, **env)
+    try:
+        yield fetch
+    finally:
+        if fetch.process.poll() is None:
+            fetch.kill()

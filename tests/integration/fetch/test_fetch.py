@@ -1,0 +1,322 @@
+"""The fetch of a model from a hub: the real client against a real HTTP server, real files, real kills."""
+
+import json
+import os
+import re
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model_fetch import MARKER_FILE, damaged_files, model_folder, read_marker
+from heteroinfer_contract.model_files import INDEX_FILE, read_profile
+from tests.hub_server import SIGNATURE, HubServer, Repository
+from tests.integration.fetch.fetching import MODEL, Fetch, fetching
+from tests.unit.contract.test_model_files import CONFIG, TENSORS, write_safetensors
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+USELESS = {
+    "pytorch_model.bin": b"\0" * 50_000,
+    "pytorch_model.bin.index.json": b"{}",
+    "original/consolidated.00.pth": b"\0" * 50_000,
+    "tiny-q4.gguf": b"\0" * 50_000,
+    "consolidated.safetensors": b"\0" * 50_000,
+    "README.md": b"a model",
+}
+TOKEN = "hf_secretTokenThatNobodyMaySee"
+CHUNK_BYTES = 10 * 2**20
+"""What the client gathers before it writes: so much of a file is lost by a kill."""
+SHARD_BYTES = 6 * CHUNK_BYTES
+SLOW = 40e6
+
+
+def model_files(folder: Path) -> dict[str, bytes]:
+    """Returns a model in two shards, one of them large, and what hubs keep besides."""
+    folder.mkdir()
+    names = sorted(TENSORS)
+    halves = {SHARDS[0]: names[:3], SHARDS[1]: names[3:]}
+    for shard, tensors in halves.items():
+        write_safetensors(folder / shard, {name: TENSORS[name] for name in tensors})
+    # Padding as a tensor that no layer has, so that a kill hits the middle.
+    shapes = {name: TENSORS[name] for name in halves[SHARDS[1]]}
+    write_safetensors(folder / SHARDS[1], {**shapes, "vision.padding": [SHARD_BYTES // 2]})
+    weight_map = {name: shard for shard, tensors in halves.items() for name in tensors}
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return files | {
+        "config.json": json.dumps(CONFIG).encode(),
+        "tokenizer.json": b'{"model": 1}',
+        "chat_template.jinja": b"{{ messages }}",
+        INDEX_FILE: json.dumps({"weight_map": weight_map}).encode(),
+        **USELESS,
+    }
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.repositories[MODEL] = Repository(files=model_files(tmp_path / "made"))
+        yield server
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def folder_of(hub: HubServer, cache: Path) -> Path:
+    return cache / model_folder(MODEL, hub.repositories[MODEL].commit)
+
+
+def check_folder(hub: HubServer, cache: Path) -> None:
+    """The folder has exactly what serving needs, right to the last byte, readable for everybody."""
+    folder, repository = folder_of(hub, cache), hub.repositories[MODEL]
+    marker = read_marker(folder)
+    assert marker is not None
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {path for path in repository.files if path not in USELESS} | {MARKER_FILE, ".lock"}
+    for file in marker.files:
+        path = folder / file.path
+        assert path.read_bytes() == repository.files[file.path]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert damaged_files(folder, marker) == []
+
+
+def test_what_serving_needs_is_fetched_and_nothing_else(hub: HubServer, cache: Path) -> None:
+    with fetching(hub, cache) as fetch:
+        model = fetch.model()
+    check_folder(hub, cache)
+    assert model.commit == hub.repositories[MODEL].commit
+    assert model.profile == read_profile(folder_of(hub, cache))
+    assert set(hub.seen.sent_bytes) & set(USELESS) == set()
+    assert model.size_bytes == sum(hub.seen.sent_bytes.values())
+
+
+def test_a_model_that_is_there_is_not_fetched_again(hub: HubServer, cache: Path) -> None:
+    with fetching(hub, cache) as fetch:
+        commit = fetch.model().commit
+    hub.seen.sent_bytes.clear()
+    with fetching(hub, cache) as fetch:
+        fetch.model()
+    assert hub.seen.sent_bytes == {}
+    hub.seen.requests.clear()
+    with fetching(hub, cache, "--revision", commit) as fetch:  # a commit needs no hub at all
+        fetch.model()
+    assert hub.seen.requests == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_fetch_that_was_ended_goes_on_where_it_stopped(hub: HubServer, cache: Path, how: int) -> None:
+    hub.bytes_per_s = SLOW
+    with fetching(hub, cache) as fetch:
+        seen = fetch.wait_for(lambda progress: progress.done_bytes > SHARD_BYTES // 3)
+        assert seen.total_bytes > SHARD_BYTES
+        fetch.process.send_signal(how)
+        assert fetch.process.wait(10) != 0
+        left = fetch.process.returncode
+    assert left == (-9 if how == signal.SIGKILL else 143)
+    folder = folder_of(hub, cache)
+    assert read_marker(folder) is None
+    (part,) = [path for path in (folder / ".parts").iterdir() if path.name.startswith(SHARDS[1])]
+    kept_bytes = part.stat().st_size
+    assert 0 < kept_bytes < SHARD_BYTES
+    hub.bytes_per_s = 0.0
+    hub.seen.sent_bytes.clear()
+    with fetching(hub, cache) as fetch:
+        fetch.model()
+    # Nothing that was there came again: of the large shard only the rest, of the others nothing.
+    assert hub.seen.sent_bytes == {SHARDS[1]: len(hub.repositories[MODEL].files[SHARDS[1]]) - kept_bytes}
+    check_folder(hub, cache)
+
+
+def test_a_network_that_breaks_is_waited_out(hub: HubServer, cache: Path) -> None:
+    hub.break_after_bytes = CHUNK_BYTES * 3 // 2  # of each connection
+    with fetching(hub, cache) as fetch:
+        fetch.model()
+    check_folder(hub, cache)
+    total = sum(
+        len(content) for path, content in hub.repositories[MODEL].files.items() if path not in USELESS
+    )
+    assert sum(hub.seen.sent_bytes.values()) < total + SHARD_BYTES, "what came before a break came again"
+
+
+def test_a_hub_that_is_away_is_told_and_waited_for(hub: HubServer, cache: Path) -> None:
+    hub.refuse_with = 503
+    with fetching(hub, cache) as fetch:
+        progress = fetch.wait_for(lambda progress: "trying again" in progress.message)
+        assert "503" in progress.message
+        assert hub.endpoint in progress.message
+        hub.refuse_with = None
+        fetch.model()
+    check_folder(hub, cache)
+
+
+def test_patience_ends(hub: HubServer, cache: Path) -> None:
+    hub.refuse_with = 503
+    with fetching(hub, cache, "--patience", "1") as fetch:
+        failure = fetch.failure()
+    assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
+
+
+def test_nobody_listens(tmp_path: Path, cache: Path) -> None:
+    with HubServer() as gone:
+        pass
+    with fetching(gone, cache, "--patience", "1") as fetch:
+        failure = fetch.failure()
+    assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
+    assert gone.endpoint in failure.message
+
+
+def test_a_file_that_was_cut_short_is_fetched_again_alone(hub: HubServer, cache: Path) -> None:
+    with fetching(hub, cache) as fetch:
+        fetch.model()
+    os.truncate(folder_of(hub, cache) / SHARDS[0], 10)
+    hub.seen.sent_bytes.clear()
+    with fetching(hub, cache) as fetch:
+        fetch.model()
+    assert set(hub.seen.sent_bytes) == {SHARDS[0]}
+    check_folder(hub, cache)
+
+
+def test_a_part_that_a_crash_left_wrong_is_found_by_its_hash(hub: HubServer, cache: Path) -> None:
+    hub.bytes_per_s = SLOW
+    with fetching(hub, cache) as fetch:
+        fetch.wait_for(lambda progress: progress.done_bytes > SHARD_BYTES // 3)
+        fetch.kill()
+    (part,) = [
+        path for path in (folder_of(hub, cache) / ".parts").iterdir() if path.name.startswith(SHARDS[1])
+    ]
+    with part.open("r+b") as file:  # as a file system that had the size, and not the content, on disk
+        file.write(b"\xff" * 1000)
+    hub.bytes_per_s = 0.0
+    with fetching(hub, cache) as fetch:
+        fetch.model()
+    check_folder(hub, cache)
+
+
+def test_a_mirror_that_changes_a_file_is_told(hub: HubServer, cache: Path) -> None:
+    hub.corrupt = {SHARDS[0]}
+    with fetching(hub, cache) as fetch:
+        failure = fetch.failure()
+    assert failure.reason is FailureReason.MODEL_NOT_READABLE
+    assert SHARDS[0] in failure.message
+    assert read_marker(folder_of(hub, cache)) is None
+
+
+def test_two_fetches_of_one_model_do_the_work_once(hub: HubServer, cache: Path) -> None:
+    hub.bytes_per_s = SLOW
+    with fetching(hub, cache) as first:
+        first.wait_for(lambda progress: progress.done_bytes > SHARD_BYTES // 4)
+        with fetching(hub, cache) as second:
+            second.wait_for(lambda progress: "another fetch" in progress.message)
+            assert first.model() == second.model()
+    check_folder(hub, cache)
+    total = sum(
+        len(content) for path, content in hub.repositories[MODEL].files.items() if path not in USELESS
+    )
+    assert sum(hub.seen.sent_bytes.values()) == total
+
+
+def test_the_next_commit_takes_over_what_it_shares(hub: HubServer, cache: Path) -> None:
+    with fetching(hub, cache) as fetch:
+        first = fetch.model()
+    repository = hub.repositories[MODEL]
+    repository.files = {**repository.files, "config.json": json.dumps({**CONFIG, "new": 1}).encode()}
+    hub.seen.sent_bytes.clear()
+    with fetching(hub, cache) as fetch:
+        second = fetch.model()
+    assert first.commit != second.commit
+    assert not set(SHARDS) & set(hub.seen.sent_bytes)
+    check_folder(hub, cache)
+    assert (cache / model_folder(MODEL, first.commit) / MARKER_FILE).exists()
+
+
+def refuse(hub: HubServer, cache: Path, *arguments: str, **env: str) -> Fetch:
+    """Returns a fetch that failed; no token is in anything that it said."""
+    with fetching(hub, cache, *arguments, **env) as fetch:
+        fetch.failure()
+    assert TOKEN not in fetch.said
+    assert SIGNATURE not in fetch.said
+    return fetch
+
+
+def test_no_such_model(hub: HubServer, cache: Path) -> None:
+    hub.repositories["acme/other"] = hub.repositories.pop(MODEL)
+    failure = refuse(hub, cache).failure()
+    assert failure.reason is FailureReason.MODEL_NOT_FOUND
+    assert "spec.model.uri" in failure.message
+    assert "tokenSecretRef" in failure.message, "it may be private"
+
+
+def test_no_such_revision(hub: HubServer, cache: Path) -> None:
+    failure = refuse(hub, cache, "--revision", "v9").failure()
+    assert failure.reason is FailureReason.MODEL_NOT_FOUND
+    assert "v9" in failure.message
+    assert "spec.model.revision" in failure.message
+
+
+def test_a_private_model_needs_its_token_which_goes_nowhere_else(hub: HubServer, cache: Path) -> None:
+    hub.repositories[MODEL].token = TOKEN
+    assert refuse(hub, cache).failure().reason is FailureReason.MODEL_NOT_FOUND
+    with fetching(hub, cache, HF_TOKEN=TOKEN) as fetch:
+        fetch.model()
+    assert hub.seen.tokens_elsewhere == []
+    assert TOKEN not in fetch.said
+
+
+def test_a_token_that_is_not_known(hub: HubServer, cache: Path) -> None:
+    failure = refuse(hub, cache, HF_TOKEN=TOKEN).failure()
+    assert failure.reason is FailureReason.MODEL_ACCESS_DENIED
+    assert "tokenSecretRef" in failure.message
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_a_licence_that_is_not_accepted(hub: HubServer, cache: Path, token: str) -> None:
+    hub.repositories[MODEL].token = TOKEN
+    hub.repositories[MODEL].gated = True
+    failure = refuse(hub, cache, HF_TOKEN=token).failure()
+    assert failure.reason is FailureReason.MODEL_ACCESS_DENIED
+    assert f"accept its licence at {hub.endpoint}/{MODEL}" in failure.message
+    assert ("tokenSecretRef" in failure.message) == (not token)
+
+
+def test_a_server_that_is_no_hub(hub: HubServer, cache: Path) -> None:
+    with fetching(hub, cache, HF_ENDPOINT=f"{hub.endpoint}/elsewhere") as fetch:
+        failure = fetch.failure()
+    assert "HF_ENDPOINT" in failure.message or "404" in failure.message
+
+
+def test_a_model_without_safetensors(hub: HubServer, cache: Path) -> None:
+    files = hub.repositories[MODEL].files
+    hub.repositories[MODEL].files = {
+        path: content for path, content in files.items() if not re.search(r"safetensors", path)
+    }
+    failure = refuse(hub, cache).failure()
+    assert failure.reason is FailureReason.MODEL_NOT_READABLE
+    assert "*.safetensors" in failure.message
+
+
+def test_a_cache_that_cannot_be_written(hub: HubServer, cache: Path) -> None:
+    blocked = cache.parent / "blocked"
+    blocked.mkdir()
+    (blocked / MODEL.replace("/", "--")).write_text("in the way")
+    failure = refuse(hub, blocked).failure()
+    assert failure.reason is FailureReason.MODEL_CACHE_NOT_WRITABLE
+
+
+def test_a_cache_without_room_is_refused_before_it_is_full(hub: HubServer, cache: Path) -> None:
+    shard = hub.repositories[MODEL].files[SHARDS[1]]
+
+    class Claimed(bytes):
+        """Content that says to be larger than any disk."""
+
+        def __len__(self) -> int:
+            return 10**17
+
+    hub.repositories[MODEL].files[SHARDS[1]] = Claimed(shard)
+    failure = refuse(hub, cache).failure()
+    assert failure.reason is FailureReason.MODEL_CACHE_FULL
+    assert "spec.model.cache.size" in failure.message

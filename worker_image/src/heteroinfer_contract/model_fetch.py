@@ -1,0 +1,141 @@
+"""A model fetched from a hub: where it lies in a cache, how it is marked complete, what the fetch says.
+
+Stdlib only. A cache holds `ORG--MODEL/COMMIT/` for each model and commit, with the files as the
+hub names them and, written last, the marker: without one a folder is not complete.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from heteroinfer_contract import codec
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model_profile import ModelProfile
+
+MARKER_FILE: Final = ".heteroinfer-complete.json"
+HUB_SCHEME: Final = "hf://"
+
+
+def model_folder(repository: str, commit: str) -> str:
+    """Returns the folder of a model in a cache.
+
+    Args:
+        repository: ORG/MODEL, or MODEL; a hub allows no `--` in it.
+        commit: of the hub.
+    """
+    return f"{repository.replace('/', '--')}/{commit}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedFile:
+    """One file of a complete model.
+
+    Attributes:
+        path: relative to the model's folder.
+        size_bytes: its size.
+        digest: `sha256:HEX`, or `git:HEX` of a git blob: what the hub says of it, and what was
+            found when it was fetched.
+    """
+
+    path: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteModel:
+    """The marker of a complete model.
+
+    Attributes:
+        repository: ORG/MODEL.
+        commit: of the hub.
+        files: all that were fetched.
+    """
+
+    repository: str
+    commit: str
+    files: tuple[FetchedFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Returns the size of all files, in bytes."""
+        return sum(file.size_bytes for file in self.files)
+
+    def to_json(self) -> str:
+        """Returns the one JSON text of this marker."""
+        return codec.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CompleteModel":
+        """Returns the marker that `text` holds; raises ContractError naming the field."""
+        return codec.from_json(cls, text)
+
+
+def read_marker(directory: Path) -> CompleteModel | None:
+    """Returns the marker of a model's folder; None without one, or with one that cannot be read."""
+    try:
+        return CompleteModel.from_json((directory / MARKER_FILE).read_text())
+    except (OSError, UnicodeDecodeError, ContractError):
+        return None
+
+
+def damaged_files(directory: Path, complete: CompleteModel) -> list[FetchedFile]:
+    """Returns the files of a complete model that are missing or of another size."""
+    return [file for file in complete.files if _size_bytes(directory / file.path) != file.size_bytes]
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchProgress:
+    """How far a fetch is; served as JSON by its pod on /fetch.
+
+    Attributes:
+        commit: what the revision means; "" while the hub has not said.
+        done_bytes: in the cache already, from earlier attempts too.
+        total_bytes: of all files; 0 while unknown.
+        message: what it waits for, or "".
+    """
+
+    commit: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    message: str = ""
+
+    def to_json(self) -> str:
+        """Returns the one JSON text of this progress."""
+        return codec.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "FetchProgress":
+        """Returns the progress that `text` holds; raises ContractError naming the field."""
+        return codec.from_json(cls, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedModel:
+    """What a fetch leaves as its pod's termination message.
+
+    Attributes:
+        commit: what the revision meant.
+        size_bytes: of all files.
+        profile: of the model.
+    """
+
+    commit: str
+    size_bytes: int
+    profile: ModelProfile
+
+    def to_json(self) -> str:
+        """Returns the one JSON text of this answer."""
+        return codec.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "FetchedModel":
+        """Returns the answer that `text` holds; raises ContractError naming the field."""
+        return codec.from_json(cls, text)
