@@ -55,7 +55,7 @@ class ModelCache(Model):
     claim_name: ObjectName | None = None
     """An existing PersistentVolumeClaim."""
     size: ByteSize | None = None
-    """Size of the claim to make."""
+    """Size of the claim to make, which goes with the resource; another size makes a new claim."""
     storage_class_name: ObjectName | None = None
     """Storage class of the claim to make."""
     access_mode: AccessMode | None = None
@@ -101,12 +101,12 @@ class ModelSpec(Model):
     revision: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
     ) = None
-    """Branch, tag or commit of a hub's model."""
+    """Branch, tag or commit of a hub's model; main if not given. What it means is looked up once, and kept."""
     served_name: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")] | None
     ) = None
     """Name in the OpenAI API; the resource's name if not given."""
     token_secret_ref: TokenReference | None = None
-    """Token for a hub."""
+    """Token for a hub; only the pod that fetches the model sees it."""
     cache: ModelCache | None = None
-    """Where a downloaded model is kept."""
+    """Where a hub's model is kept; pods mount it read-only."""

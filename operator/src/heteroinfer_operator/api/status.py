@@ -76,10 +76,20 @@ class ModelStatus(StatusModel):
     """How far it is known and there."""
     key: Hash | None = None
     """Hash of the URI and revision that the profile is of."""
+    commit: Hash | None = None
+    """What the revision of a hub's model meant when it was fetched; it stays until revision is changed."""
     bytes_done: Count | None = None
-    """Downloaded so far."""
+    """In the cache so far, in hundredths of bytesTotal while it is fetched."""
     bytes_total: Count | None = None
-    """To download."""
+    """To fetch."""
+    failures: Count | None = None
+    """Attempts in a row that failed; each waits longer for the next."""
+    reason: Annotated[str, Field(max_length=64)] | None = None
+    """Why the last attempt failed, CamelCase; none once an attempt gets on."""
+    message: Text | None = None
+    """The same for people."""
+    checked_time: Time | None = None
+    """When the profile was read from the files."""
     profile: Annotated[str, Field(max_length=16384)] | None = None
     """Sizes of the model, as the JSON text of a ModelProfile."""
 
