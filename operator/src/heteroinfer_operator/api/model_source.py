@@ -101,7 +101,7 @@ class ModelSpec(Model):
     revision: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
     ) = None
-    """Branch, tag or commit of a hub's model; main if not given. What it means is looked up once, and kept."""
+    """Branch, tag or commit of a hub's model; main if not given. What it means is looked up once."""
     served_name: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")] | None
     ) = None
