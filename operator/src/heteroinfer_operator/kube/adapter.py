@@ -217,7 +217,8 @@ class _Pass:
                 raise
             self._caches.note_gone(kind, name, action.uid)
             return
-        if kind is POD:
+        # Where the kubelet deletes at the same time, the answer is an object without a resourceVersion: gone.
+        if kind is POD and "resourceVersion" in stored["metadata"]:
             metadata = {"deletionTimestamp": "", **stored["metadata"]}
             self._caches.note_written(kind, {**stored, "metadata": metadata})
         else:

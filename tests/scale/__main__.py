@@ -1,0 +1,44 @@
+"""The operator with a thousand resources of four pods, on a real control plane and kwok nodes.
+
+    python -m tests.scale [--resources 1000] [--idle-seconds 600] [--write FILE]
+
+Creates them at once, waits until every group serves, leaves the operator alone, kills it and starts
+another. Prints a table, and writes it to FILE; exits 1 if a figure is worse than its limit. Must be root.
+"""
+
+import argparse
+import asyncio
+import datetime
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.scale.measure import measure
+from tests.scale.report import build_page, build_table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 if a figure is worse than its limit."""
+    parser = argparse.ArgumentParser(prog="python -m tests.scale", description=__doc__)
+    parser.add_argument("--resources", type=int, default=1000, help="of 4 pods each (default: %(default)s)")
+    parser.add_argument(
+        "--idle-seconds",
+        type=float,
+        default=600,
+        help="how long nothing may be written (default: %(default)s)",
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep the operators' logs here, a new folder")
+    chosen = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        figures = asyncio.run(measure(chosen.resources, chosen.idle_seconds, chosen.log or Path(scratch) / "log"))
+    print("\n".join(build_table(figures)))
+    if chosen.write:
+        command = f"make scale SCALE='--resources {chosen.resources} --idle-seconds {chosen.idle_seconds:g}'"
+        chosen.write.write_text(build_page(figures, command, datetime.datetime.now(datetime.UTC).date()))
+    return 0 if all(figure.met for figure in figures.limited) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The figures of a run, their limits, and the page that shows them."""
+
+import datetime
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CREATED_LIMIT_S = 270.0
+CREATED_AIM_S = 135.0
+RSS_LIMIT_BYTES = 300e6
+RESTART_LIMIT_S = 60.0
+_PAGE = """# The operator at scale
+
+{resources} resources of one group of four pods (a GPU and three CPU pods), {nodes} nodes of 8 GPUs.
+etcd, API server, controllers and scheduler are real, and share the machine with the operator; kwok says for
+the kubelets that pods run, and for inspect pods what the model is. The operator is one process with the
+chart's own rights and default settings. Writes are counted by its own metric; objects are compared by uid and
+resourceVersion.
+
+Measured on {date}: {machine}. Command: `{command}`.
+
+{table}
+
+Nobody answers at these pods' addresses, so what leaders say of their groups (`/group`) is missing here.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limited:
+    """A figure with a limit."""
+
+    what: str
+    got: str
+    limit: str
+    met: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What was measured.
+
+    Attributes:
+        resources: HeteroInferences.
+        pods: of them all.
+        nodes: kwok nodes.
+        created_s: from the first resource's creation until the last pod was created.
+        ready_s: until the last group served.
+        writes: of the operator until then, by verb and kind as its metric has them.
+        create_cpu_s: the operator's CPU time until then.
+        idle_s: how long nothing was asked of it.
+        idle_writes: that it made meanwhile.
+        idle_touched: objects that came, went or changed meanwhile.
+        idle_cpu_s: its CPU time meanwhile.
+        rss_bytes: resident after that.
+        peak_bytes: the most that was resident.
+        restart_s: from the start of a new process to the end of its first pass over all resources.
+        restart_writes: that it made, until none came any more.
+        restart_touched: pods that came, went or changed since before the old process ended.
+    """
+
+    resources: int
+    pods: int
+    nodes: int
+    created_s: float
+    ready_s: float
+    writes: Mapping[str, float]
+    create_cpu_s: float
+    idle_s: float
+    idle_writes: int
+    idle_touched: int
+    idle_cpu_s: float
+    rss_bytes: int
+    peak_bytes: int
+    restart_s: float
+    restart_writes: int
+    restart_touched: int
+
+    @property
+    def limited(self) -> tuple[Limited, ...]:
+        """Returns the figures that have a limit."""
+        return (
+            Limited(
+                what=f"all {self.pods} pods created",
+                got=f"{self.created_s:.0f} s",
+                limit=f"{CREATED_LIMIT_S:.0f} s (aim {CREATED_AIM_S:.0f} s)",
+                met=self.created_s <= CREATED_LIMIT_S,
+            ),
+            Limited(
+                what="operator, most resident memory",
+                got=f"{self.peak_bytes / 1e6:.0f} MB",
+                limit=f"{RSS_LIMIT_BYTES / 1e6:.0f} MB",
+                met=self.peak_bytes <= RSS_LIMIT_BYTES,
+            ),
+            Limited(
+                what=f"writes while idle for {self.idle_s:g} s",
+                got=f"{self.idle_writes}; {self.idle_touched} objects changed",
+                limit="0",
+                met=self.idle_writes == self.idle_touched == 0,
+            ),
+            Limited(
+                what="operator killed and started: first pass over all done",
+                got=f"{self.restart_s:.1f} s",
+                limit=f"{RESTART_LIMIT_S:.0f} s",
+                met=self.restart_s <= RESTART_LIMIT_S,
+            ),
+            Limited(
+                what="writes, and pods touched, after that",
+                got=f"{self.restart_writes}; {self.restart_touched}",
+                limit="0; 0",
+                met=self.restart_writes == self.restart_touched == 0,
+            ),
+        )
+
+
+def build_table(figures: Figures) -> list[str]:
+    """Returns the lines of a Markdown table."""
+    rows = [(f.what, f.got, f.limit, "yes" if f.met else "**no**") for f in figures.limited]
+    writes = sum(figures.writes.values())
+    rows += [
+        ("all groups serve", f"{figures.ready_s:.0f} s", "", ""),
+        ("writes until then", f"{writes:.0f}, {writes / figures.resources:.1f} a resource", "", ""),
+        ("operator, CPU time until then", f"{figures.create_cpu_s:.0f} s", "", ""),
+        (f"operator, CPU time in {figures.idle_s:g} s of idleness", f"{figures.idle_cpu_s:.1f} s", "", ""),
+        ("operator, resident memory after it", f"{figures.rss_bytes / 1e6:.0f} MB", "", ""),
+    ]
+    head = ("", "measured", "limit", "met")
+    return [f"| {' | '.join(row)} |" for row in (head, ("---",) * 4, *rows)]
+
+
+def build_page(figures: Figures, command: str, date: datetime.date) -> str:
+    """Returns the whole page: what was run where, and the table."""
+    return _PAGE.format(
+        resources=figures.resources,
+        nodes=figures.nodes,
+        date=date.isoformat(),
+        machine=describe_machine(),
+        command=command,
+        table="\n".join(build_table(figures)),
+    )
+
+
+def describe_machine() -> str:
+    """Returns processor, cores and memory of this machine."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model = found[1] if found else platform.machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{os.cpu_count()} cores of {model}, {memory / 2**30:.0f} GiB, Linux {platform.release()}"
