@@ -1,0 +1,120 @@
+"""What the soak does: pods go in every way that a cluster has, and the API server goes and comes."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_operator.kube.paths import POD
+from heteroinfer_operator.kube.server import ApiError, ApiServer
+from tests.cluster import cgroups
+from tests.cluster.cluster import Cluster
+from tests.cluster.control_plane import api_server_down
+from tests.cluster.node import node_cgroup
+from tests.integration.operator.support import end_pod
+
+AWAY_MOST_S = 20.0
+GONE = 404
+REFUSED = 429
+
+
+@dataclass(slots=True, kw_only=True)
+class Chaos:
+    """What is done, and how often it was.
+
+    Attributes:
+        server: where pods are.
+        namespace: of the resources.
+        chance: draws what happens next; seeded.
+        done: by what it is called in the report.
+    """
+
+    server: ApiServer
+    namespace: str
+    chance: random.Random
+    done: Counter[str] = field(default_factory=Counter)
+
+    async def kill_pod(self, pod: Mapping[str, Any]) -> None:
+        """Takes one pod away, in a way that chance chooses."""
+        ways: dict[str, Callable[[Mapping[str, Any]], Awaitable[object]]] = {
+            "pod deleted": self._delete,
+            "pod deleted by force": self._delete_by_force,
+            "pod evicted": self._evict,
+            "rank exits": self._end_rank,
+        }
+        what = self.chance.choice(sorted(ways))
+        try:
+            await ways[what](pod)
+        except ApiError as error:
+            # Gone already, or the API server has just been killed; a budget may refuse an eviction.
+            what = {GONE: "pod was gone", REFUSED: "eviction refused"}.get(
+                error.status, "API server was away"
+            )
+        self.done[what] += 1
+
+    async def _delete(self, pod: Mapping[str, Any]) -> None:
+        await self.server.delete(self._path(pod), {})
+
+    async def _delete_by_force(self, pod: Mapping[str, Any]) -> None:
+        await self.server.delete(self._path(pod), {"gracePeriodSeconds": 0})
+
+    async def _evict(self, pod: Mapping[str, Any]) -> None:
+        metadata = {"name": pod["metadata"]["name"], "namespace": self.namespace}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
+        await self.server.create(self._path(pod, "eviction"), body)
+
+    async def _end_rank(self, pod: Mapping[str, Any]) -> None:
+        index = int(pod["metadata"]["labels"][names.LABEL_POD_INDEX])
+        failure = Failure(
+            reason=FailureReason.RANK_EXITED,
+            message=f"rank {index} was killed by SIGKILL",
+            pod=index,
+            rank=index,
+            exit_code=-signal.SIGKILL,
+        )
+        name = pod["metadata"]["name"]
+        await end_pod(
+            self.server, self.namespace, name, exit_code=names.EXIT_RANK_FAILED, message=failure.to_json()
+        )
+
+    def _path(self, pod: Mapping[str, Any], subresource: str = "") -> str:
+        return POD.path(self.namespace, pod["metadata"]["name"], subresource)
+
+    def kill_rank(self, cluster: Cluster) -> None:
+        """Kills a process of a real rank on the node, if one runs now."""
+        ranks = real_ranks(cluster)
+        if ranks:
+            os.kill(self.chance.choice(ranks), signal.SIGKILL)
+            self.done["real rank killed"] += 1
+
+    async def restart_api_server(self, cluster: Cluster) -> None:
+        """Kills the API server and starts it again after up to AWAY_MOST_S."""
+        away_s = self.chance.uniform(1.0, AWAY_MOST_S)
+        down = api_server_down(cluster.state)
+        await asyncio.to_thread(down.__enter__)
+        try:
+            await asyncio.sleep(away_s)
+        finally:
+            await asyncio.to_thread(down.__exit__, None, None, None)
+        self.done["API server killed"] += 1
+
+
+def real_ranks(cluster: Cluster) -> list[int]:
+    """Returns the processes of ranks on the node; none on a cluster without one."""
+    mark = f"{names.ENV_RANK}=".encode()
+    found = []
+    for pid in cgroups.pids(node_cgroup(cluster.state)):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if any(entry.startswith(mark) for entry in environment):
+            found.append(pid)
+    return found

@@ -1,0 +1,87 @@
+"""What the soak looks at: objects of all groups, and what the operator's process holds."""
+
+import os
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube.paths import CHILDREN, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import ApiServer
+
+OURS = {"labelSelector": names.LABEL_RESOURCE}
+WORKERS = {"labelSelector": f"{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"}
+GROWTH_MIB = 10.0
+"""What the operator may hold more at the end: far less than one leaked object a restart would take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The operator's process at one moment.
+
+    Attributes:
+        at_s: since the soak began.
+        rss_mib: resident memory.
+        files: open file descriptors: sockets to the API server and to leaders, mostly.
+        ready: resources that are Ready.
+    """
+
+    at_s: float
+    rss_mib: float
+    files: int
+    ready: int
+
+
+def observe_process(pid: int, *, at_s: float, ready: int) -> Sample:
+    """Returns what a process holds now."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    files = len(os.listdir(f"/proc/{pid}/fd"))
+    return Sample(at_s=at_s, rss_mib=int(found[1]) / 1024, files=files, ready=ready)
+
+
+def growth_mib(samples: Sequence[Sample]) -> float:
+    """Returns the median of the last quarter of the samples less that of the second, in MiB.
+
+    In the first quarter caches and the interpreter's own pools still fill.
+    """
+    quarter = len(samples) // 4
+    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+    return statistics.median(s.rss_mib for s in late) - statistics.median(s.rss_mib for s in early)
+
+
+async def list_of(server: ApiServer, path: str, query: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns the stored objects of a collection."""
+    return list((await server.get(path, dict(query)))["items"])
+
+
+async def observe_ready(server: ApiServer, namespace: str) -> tuple[int, list[str]]:
+    """Returns how many resources are Ready, and what the others say."""
+    resources = await list_of(server, HETERO_INFERENCE.path(namespace), {})
+    others = []
+    for resource in resources:
+        conditions = {c["type"]: c for c in resource.get("status", {}).get("conditions", ())}
+        ready = conditions.get("Ready", {"status": "Unknown"})
+        whole = ready["status"] == "True" and conditions.get("Degraded", {}).get("status") != "True"
+        if not whole:
+            others.append(f"{resource['metadata']['name']}: {ready.get('reason')}: {ready.get('message')}")
+    return len(resources) - len(others), others
+
+
+async def count_objects(server: ApiServer, namespace: str) -> Counter[str]:
+    """Returns how many objects of each kind the resources have."""
+    kinds = (POD, *CHILDREN)
+    return Counter({kind.name: len(await list_of(server, kind.path(namespace), OURS)) for kind in kinds})
+
+
+def mixed_epochs(pods: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the groups that have pods of two epochs in one and the same list."""
+    epochs: dict[str, set[str]] = defaultdict(set)
+    for pod in pods:
+        labels = pod["metadata"]["labels"]
+        epochs[f"{labels[names.LABEL_RESOURCE]}/{labels[names.LABEL_GROUP]}"].add(labels[names.LABEL_EPOCH])
+    return [f"{group}: epochs {sorted(found)}" for group, found in epochs.items() if len(found) > 1]

@@ -1,0 +1,52 @@
+"""The verdict on a soak, and its table."""
+
+from tests.soak.observing import GROWTH_MIB, growth_mib
+from tests.soak.soak import Result
+
+LEAST_SAMPLES = 16
+"""Below this a growth would be noise."""
+
+
+def find_faults(result: Result) -> list[str]:
+    """Returns what is wrong with a result, in words; nothing for one that passes."""
+    found = [f"not Ready at the end: {words}" for words in result.not_ready]
+    found += [f"two epochs at once: {words}" for words in result.mixed]
+    if result.after != result.before:
+        found.append(f"objects: got {dict(result.after)}, expected {dict(result.before)} as at the begin")
+    if result.left:
+        found.append(f"left after their resources: {dict(result.left)}")
+    found += [f"the operator's log: {line}" for line in result.errors]
+    if len(result.samples) < LEAST_SAMPLES:
+        found.append(f"got {len(result.samples)} samples, expected at least {LEAST_SAMPLES}: make it longer")
+    elif (growth := growth_mib(result.samples)) > GROWTH_MIB:
+        found.append(f"the operator's memory grew by {growth:.1f} MiB, expected at most {GROWTH_MIB:g}")
+    return found
+
+
+def build_table(result: Result) -> str:
+    """Returns a table for people, as Markdown."""
+    quarter = max(len(result.samples) // 4, 1)
+    rss = [sample.rss_mib for sample in result.samples]
+    files = [sample.files for sample in result.samples]
+    settled = "never" if result.settled_s is None else f"after {result.settled_s:.0f} s"
+    rows = {
+        "length": f"{result.seconds / 60:.0f} min",
+        "resources": f"{result.resources}",
+        **{what: f"{count}" for what, count in sorted(result.done.items())},
+        "epochs that were started": f"{result.epochs}",
+        "groups seen with two epochs at once": f"{len(result.mixed)}",
+        "all Ready again": settled,
+        "objects, first all Ready": _counts(result.before),
+        "objects, at the end": _counts(result.after),
+        "objects left after the resources": f"{result.left.total()}",
+        "operator's memory: start, after a quarter, end, most": " / ".join(
+            f"{value:.1f} MiB" for value in (rss[0], rss[quarter], rss[-1], max(rss))
+        ),
+        "growth from the second quarter to the last": f"{growth_mib(result.samples):+.1f} MiB",
+        "operator's open files: after a quarter, end, most": f"{files[quarter]} / {files[-1]} / {max(files)}",
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _counts(objects: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(objects.items()))

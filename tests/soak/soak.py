@@ -1,0 +1,197 @@
+"""The soak: many groups, pods that go at random, an API server that comes and goes; then all is counted."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import ApiError, ApiServer
+from tests.cluster.cluster import Cluster
+from tests.integration.operator.support import OperatorProcess
+from tests.soak.chaos import Chaos
+from tests.soak.observing import (
+    WORKERS,
+    Sample,
+    count_objects,
+    list_of,
+    mixed_epochs,
+    observe_process,
+    observe_ready,
+)
+
+NODES = "kwok"
+"""The names of nodes whose pods are played begin so."""
+SAMPLE_S = 5.0
+START_S = 120.0
+SETTLE_S = 300.0
+"""For the last back-offs to pass, and a real group to start."""
+REMOVE_S = 180.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How hard it is.
+
+    Attributes:
+        seconds: of the chaos.
+        kill_every_s: between two pods that go, on average.
+        away_every_s: between two ends of the API server, on average.
+        rank_every_s: between two ends of a real rank, on average.
+    """
+
+    seconds: float
+    kill_every_s: float = 2.0
+    away_every_s: float = 240.0
+    rank_every_s: float = 120.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What came of it.
+
+    Attributes:
+        seconds: of the chaos.
+        resources: that there were.
+        done: what was done, and how often.
+        before: objects by kind when all was Ready first.
+        after: objects by kind at the end, all Ready again.
+        settled_s: from the end of the chaos until all was Ready; None if it never was.
+        not_ready: what those say that are not Ready at the end.
+        mixed: groups that were seen with pods of two epochs.
+        samples: of the operator's process.
+        epochs: of all groups together at the end.
+        left: objects that outlived their resources.
+        errors: of the operator's log: lines that a defect leaves.
+    """
+
+    seconds: float
+    resources: int
+    done: Counter[str] = field(default_factory=Counter)
+    before: Counter[str] = field(default_factory=Counter)
+    after: Counter[str] = field(default_factory=Counter)
+    settled_s: float | None = None
+    not_ready: list[str] = field(default_factory=list)
+    mixed: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    epochs: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Soak:
+    """One run, on a cluster whose resources exist already.
+
+    Attributes:
+        cluster: where.
+        server: its API server.
+        namespace: of the resources.
+        operator: the process that is looked at.
+        chaos: what is done.
+        result: what came of it so far.
+    """
+
+    cluster: Cluster
+    server: ApiServer
+    namespace: str
+    operator: OperatorProcess
+    chaos: Chaos
+    result: Result
+    _began: float = 0.0
+
+    async def run(self, pace: Pace) -> Result:
+        """Returns what came of it; never fails because of what the groups did."""
+        if others := await self._all_ready(START_S):
+            raise AssertionError(f"before anything was done, not Ready within {START_S:g} s: {others}")
+        self.result.before = await count_objects(self.server, self.namespace)
+        self._began = time.monotonic()
+        async with self._sampling():
+            await self._rage(pace)
+            ended = time.monotonic()
+            self.result.not_ready = await self._all_ready(SETTLE_S)
+            if not self.result.not_ready:
+                self.result.settled_s = time.monotonic() - ended
+        self.result.after = await count_objects(self.server, self.namespace)
+        self.result.epochs = await self._epochs()
+        self.result.left = await self._remove()
+        self.result.done = self.chaos.done
+        self.result.errors = [line for line in self.operator.said.splitlines() if "defect" in line]
+        return self.result
+
+    async def _rage(self, pace: Pace) -> None:
+        """Does what is done, until the time is up; an API server that is away then comes back first."""
+        until = time.monotonic() + pace.seconds
+        await asyncio.gather(
+            self._every(pace.kill_every_s, until, self._kill_one),
+            self._every(pace.away_every_s, until, lambda: self.chaos.restart_api_server(self.cluster)),
+            self._every(pace.rank_every_s, until, self._kill_real_rank),
+        )
+
+    async def _every(self, mean_s: float, until: float, act: Callable[[], Awaitable[None]]) -> None:
+        """Acts again and again, at moments as chance has them, `mean_s` apart on average."""
+        while (at := time.monotonic() + self.chaos.chance.expovariate(1 / mean_s)) < until:
+            await asyncio.sleep(at - time.monotonic())
+            await act()
+
+    async def _kill_one(self) -> None:
+        try:
+            pods = await list_of(self.server, POD.path(self.namespace), WORKERS)
+        except ApiError:
+            self.chaos.done["API server was away"] += 1
+            return
+        if played := [pod for pod in pods if pod["spec"].get("nodeName", "").startswith(NODES)]:
+            await self.chaos.kill_pod(self.chaos.chance.choice(played))
+
+    async def _kill_real_rank(self) -> None:
+        self.chaos.kill_rank(self.cluster)
+
+    @asynccontextmanager
+    async def _sampling(self) -> AsyncIterator[None]:
+        sampling = asyncio.ensure_future(self._sample_for_ever())
+        try:
+            yield
+        finally:
+            sampling.cancel()
+            await asyncio.wait({sampling})
+            if not sampling.cancelled():
+                sampling.result()  # what it raised
+
+    async def _sample_for_ever(self) -> None:
+        while True:
+            with contextlib.suppress(ApiError):  # the API server is away
+                pods = await list_of(self.server, POD.path(self.namespace), WORKERS)
+                self.result.mixed += mixed_epochs(pods)
+                ready, _ = await observe_ready(self.server, self.namespace)
+                at_s = time.monotonic() - self._began
+                self.result.samples.append(observe_process(self.operator.process.pid, at_s=at_s, ready=ready))
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _all_ready(self, timeout_s: float) -> list[str]:
+        """Returns what those say that are not Ready; waits for all of them."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ready, others = await observe_ready(self.server, self.namespace)
+            if ready == self.result.resources or time.monotonic() > deadline:
+                return others
+            await asyncio.sleep(0.5)
+
+    async def _epochs(self) -> int:
+        resources = await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {})
+        return sum(group["epoch"] for each in resources for group in each["status"]["groups"])
+
+    async def _remove(self) -> Counter[str]:
+        """Deletes all resources; returns what is left of them, once all is gone or the time is up."""
+        for each in await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {}):
+            await self.server.delete(HETERO_INFERENCE.path(self.namespace, each["metadata"]["name"]), {})
+        deadline = time.monotonic() + REMOVE_S
+        while True:
+            left = await count_objects(self.server, self.namespace)
+            left[names.KIND] = len(await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {}))
+            if not left.total() or time.monotonic() > deadline:
+                return +left
+            await asyncio.sleep(1.0)
