@@ -22,6 +22,8 @@ class Health:
         waits_for: what it waits for in words; "" once it works.
         standby: whether it waits for another replica, and so is as ready as it will be.
         passed_at: when the last pass over all resources was tried, or work began; None before.
+        unheard: copies of what the API server stores that nothing was heard of for long; a pass
+            over them does not count.
         clock: seconds that never go back.
     """
 
@@ -29,6 +31,7 @@ class Health:
     waits_for: str = "the API server"
     standby: bool = False
     passed_at: float | None = None
+    unheard: tuple[str, ...] = ()
     clock: Callable[[], float] = field(default=time.monotonic)
 
     def passed(self) -> None:
@@ -40,7 +43,10 @@ class Health:
         if self.passed_at is None:
             return ""
         age_s = self.clock() - self.passed_at
-        return f"no pass over all resources for {age_s:.0f} s" if age_s > self.stale_s else ""
+        if age_s <= self.stale_s:
+            return ""
+        why = f": nothing heard of {', '.join(self.unheard)}" if self.unheard else ""
+        return f"no pass over all resources for {age_s:.0f} s{why}"
 
 
 def _listen(port: int) -> socket.socket:

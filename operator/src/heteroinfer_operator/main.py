@@ -56,6 +56,7 @@ class Operator:
         self._decide = decide
         self._metrics = OperatorMetrics()
         self._health = Health(stale_s=3 * settings.resync_s)
+        self._lease: LeaderLease | None = None
         self._known: set[ResourceKey] = set()
         self._nodes_timer: asyncio.TimerHandle | None = None
 
@@ -72,15 +73,24 @@ class Operator:
         async with serve(self._health, self._metrics, self._settings.http_port) as port:
             logger.info("serving /healthz, /readyz and /metrics on port %d", port)
             configuration = await load_configuration()
-            server = ApiServer(configuration, on_write=self._metrics.observe_write)
+            server = ApiServer(
+                configuration,
+                on_write=self._metrics.observe_write,
+                before_write=self._require_lease,
+                watch_silence_s=self._settings.watch_silence_s,
+            )
+            # Renewals have connections of their own: no other request keeps them waiting.
+            lease_server = ApiServer(configuration, on_write=self._metrics.observe_write)
             try:
+                self._lease = self._build_lease(lease_server)
                 await _until(stop, self._work(server, configuration))
             finally:
                 await server.close()
+                await lease_server.close()
         logger.info("stopped")
 
     async def _work(self, server: ApiServer, configuration: client.Configuration) -> None:
-        lease = self._build_lease(server)
+        lease = self._lease
         try:
             if lease is not None:
                 self._health.waits_for, self._health.standby = f"lease {self._settings.lease_name}", True
@@ -108,7 +118,7 @@ class Operator:
             group.create_task(queue.run(), name="workers")
             group.create_task(self._watch(configuration, queue), name="kopf")
             self._health.waits_for = ""
-            await self._pass_over_all(server, queue)
+            await self._pass_over_all(server, queue, caches)
         finally:
             await groups.close()
 
@@ -142,6 +152,10 @@ class Operator:
         )
         return LeaderLease(server, terms)
 
+    def _require_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.require()
+
     async def _wait_synced(self, caches: Caches) -> None:
         """Returns once all caches are listed; says what is missing meanwhile, and in /readyz."""
         synced = asyncio.ensure_future(caches.wait_synced())
@@ -168,7 +182,16 @@ class Operator:
         if self._nodes_timer is None:
             self._nodes_timer = asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
 
-    async def _pass_over_all(self, server: ApiServer, queue: WorkQueue) -> None:
+    def _count_pass(self, caches: Caches) -> None:
+        """Notes a full pass; one over copies that nothing was heard of for long saw the past, and is none."""
+        self._health.unheard = tuple(cache.collection.label for cache in caches.all() if cache.unheard)
+        if self._health.unheard:
+            logger.error("a pass that does not count: nothing heard of %s", ", ".join(self._health.unheard))
+            return
+        self._metrics.last_pass.set(datetime.now(UTC).timestamp())
+        self._health.passed()
+
+    async def _pass_over_all(self, server: ApiServer, queue: WorkQueue, caches: Caches) -> None:
         """Reconciles every resource from time to time, whatever events said."""
         self._health.passed()
         while True:
@@ -177,8 +200,7 @@ class Operator:
                 keys = await list_resources(server, self._settings.watch_namespaces)
                 async with asyncio.timeout(2 * self._settings.resync_s):
                     await queue.process_all(keys)
-                self._metrics.last_pass.set(datetime.now(UTC).timestamp())
-                self._health.passed()
+                self._count_pass(caches)
             except ApiError as error:
                 # An API server that is away is no reason to start this process again.
                 logger.warning("pass over all resources: %s; trying again", error.message)

@@ -27,6 +27,8 @@ class Settings:
         http_port: HETEROINFER_HTTP_PORT: of /healthz, /readyz and /metrics; 0 takes a free one.
         workers: HETEROINFER_WORKERS: resources reconciled at once, at least 1.
         resync_s: HETEROINFER_RESYNC_SECONDS: between passes over all resources, above 0.
+        watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: a watch on which nothing comes for so
+            long is dead; above the API server's minute between bookmarks.
         leader_election: HETEROINFER_LEADER_ELECTION: whether to work only while holding the
             Lease.
         lease_name: HETEROINFER_LEASE_NAME.
@@ -44,6 +46,7 @@ class Settings:
     http_port: int = 8080
     workers: int = 4
     resync_s: float = 300.0
+    watch_silence_s: float = 100.0
     leader_election: bool = False
     lease_name: str = "heteroinfer-operator"
     lease_duration_s: int = 15
@@ -80,6 +83,7 @@ class Settings:
             http_port=read.number("HTTP_PORT", 8080, least=0, most=65535),
             workers=read.number("WORKERS", 4, least=1, most=64),
             resync_s=read.number("RESYNC_SECONDS", 300, least=1, most=86400),
+            watch_silence_s=read.number("WATCH_SILENCE_SECONDS", 100, least=1, most=3600),
             leader_election=read.flag("LEADER_ELECTION", default=False),
             lease_name=read.text("LEASE_NAME", "heteroinfer-operator"),
             lease_duration_s=read.number("LEASE_SECONDS", 15, least=3, most=3600),

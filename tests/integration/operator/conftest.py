@@ -9,6 +9,7 @@ import pytest_asyncio
 import yaml
 
 from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.kube.paths import NODE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.cluster import Cluster
 from tests.cluster.folders import REPOSITORY
@@ -80,3 +81,18 @@ def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callab
     for release in releases:
         control_plane.helm("uninstall", release, "-n", release)
         control_plane.kubectl("delete", "namespace", release, "--wait=false")
+
+
+@pytest_asyncio.fixture
+async def node(server: ApiServer) -> AsyncIterator[str]:
+    """A node that plans count on, and that the scheduler keeps pods off."""
+    taint = {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"}
+    body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "room"}, "spec": {"taints": [taint]}}
+    await server.create(NODE.path(), body)
+    status = {
+        "allocatable": {"cpu": "32", "memory": "64Gi", "pods": "110"},
+        "conditions": [{"type": "Ready", "status": "True", "reason": "Test", "message": ""}],
+    }
+    await server.merge(NODE.path(None, "room", "status"), {"status": status})
+    yield "room"
+    await server.delete(NODE.path(None, "room"), {})

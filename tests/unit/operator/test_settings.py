@@ -21,6 +21,7 @@ def test_every_setting_is_read() -> None:
         "HTTP_PORT": "0",
         "WORKERS": "2",
         "RESYNC_SECONDS": "60",
+        "WATCH_SILENCE_SECONDS": "90",
         "LEADER_ELECTION": "True",
         "LEASE_NAME": "mine",
         "LEASE_SECONDS": "30",
@@ -37,6 +38,7 @@ def test_every_setting_is_read() -> None:
         http_port=0,
         workers=2,
         resync_s=60,
+        watch_silence_s=90,
         leader_election=True,
         lease_name="mine",
         lease_duration_s=30,
@@ -83,3 +85,5 @@ def test_health_tells_a_stuck_operator_from_one_that_waits() -> None:
     assert health.stuck() == ""
     now += 1
     assert health.stuck() == "no pass over all resources for 901 s"
+    health.unheard = ("pods of a", "nodes")
+    assert health.stuck() == "no pass over all resources for 901 s: nothing heard of pods of a, nodes"

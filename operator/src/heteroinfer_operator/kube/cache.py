@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 PAGE_OBJECTS: Final = 500
 WATCH_S: Final = 290
 """The server ends a watch after this; the next goes on where it stopped."""
-SILENCE_S: Final = 100.0
-"""A server sends a bookmark each minute (`k8s.io/apiserver` defaultBookmarkFrequency): more means dead."""
+SILENCES_UNHEARD: Final = 3
+"""After so many silences in a row, listing did not help either."""
 BACKOFF_FIRST_S: Final = 0.2
 BACKOFF_MOST_S: Final = 5.0
 UNCONFIRMED_S: Final = 60.0
@@ -93,6 +93,12 @@ class WatchCache(Generic[T]):
         self._entries: dict[ObjectName, _Entry[T]] = {}
         self._indexed: defaultdict[Hashable, dict[ObjectName, T]] = defaultdict(dict)
         self._version = ""
+        self._heard_at = time.monotonic()
+
+    @property
+    def unheard(self) -> bool:
+        """Returns whether for long neither a watch nor a list said anything: what is kept may be the past."""
+        return self._silent_s() > SILENCES_UNHEARD * self._server.watch_silence_s
 
     def get(self, name: ObjectName) -> T | None:
         """Returns the value of an object, or None if there is none."""
@@ -130,7 +136,8 @@ class WatchCache(Generic[T]):
                     await self._relist()
                 await self._follow()
             except ApiError as error:
-                if error.status == GONE:
+                # A watch that says nothing may go on so from the same version: only a list is sure.
+                if error.status == GONE or self._silent_s() > self._server.watch_silence_s / 2:
                     self._version = ""
                 self._report(error)
             if time.monotonic() - started > BACKOFF_MOST_S:
@@ -164,6 +171,7 @@ class WatchCache(Generic[T]):
             query["continue"] = metadata["continue"]
         self._replace(listed, int(metadata["resourceVersion"]))
         self._version = metadata["resourceVersion"]
+        self._heard_at = time.monotonic()
         self.synced.set()
 
     def _replace(self, listed: dict[ObjectName, _Entry[T]], version: int) -> None:
@@ -187,8 +195,13 @@ class WatchCache(Generic[T]):
             "allowWatchBookmarks": "true",
             "timeoutSeconds": self.collection.watch_s,
         }
-        async for event in self._server.watch(self.collection.path, query, silence_s=SILENCE_S):
+        async for event in self._server.watch(self.collection.path, query):
+            self._heard_at = time.monotonic()
             self._take(event["type"], event["object"])
+        self._heard_at = time.monotonic()  # the server itself ended the watch
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
 
     def _take(self, kind: str, stored: dict[str, Any]) -> None:
         self._version = stored["metadata"]["resourceVersion"]

@@ -2,7 +2,9 @@
 
 Safety rests on durations, not on clocks that agree: a holder stops `deadline_s` after its last
 renewal was sent, and another takes over only once it has itself seen the Lease unchanged for
-`duration_s`, which is longer (as `k8s.io/client-go/tools/leaderelection` does).
+`duration_s`, which is longer (as `k8s.io/client-go/tools/leaderelection` does). A process that
+was paused and wakes asks `require` before each write, so that it stops also where the task
+that renews has not had its turn yet.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.paths import LEASE
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
 
@@ -20,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 class LeaseLostError(Exception):
     """The Lease could not be renewed in time, or another process holds it: stop all work."""
+
+
+class LeaseNotHeldError(HeteroInferError):
+    """A write was stopped, since another process may hold the Lease by now."""
+
+    reason = "LeaseNotHeld"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +56,7 @@ class LeaderLease:
     """One process's hold on a Lease.
 
     Args:
-        server: where the Lease is stored.
+        server: where the Lease is stored; not one whose writes ask `require`.
         terms: which, for whom and how long.
     """
 
@@ -83,14 +92,31 @@ class LeaderLease:
         """
         while True:
             await asyncio.sleep(self._terms.renew_s)
-            deadline = self._renewed_at + self._terms.deadline_s
+            left_s = self._left_s()
+            if left_s <= 0:  # paused: not even a renewal may be sent
+                raise self._lost(f"not renewed in {self._terms.deadline_s:g} s")
             try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                async with asyncio.timeout(left_s):
                     await self._renew()
             except TimeoutError as error:
                 raise self._lost(f"not renewed in {self._terms.deadline_s:g} s") from error
             except ApiError as error:
                 logger.warning("lease %s not renewed: %s; trying again", self._terms.name, error.message)
+
+    def require(self) -> None:
+        """Returns if this process holds the Lease for certain.
+
+        Raises:
+            LeaseNotHeldError: it does not, or was not able to renew it in time.
+        """
+        if self._held is None or self._left_s() <= 0:
+            raise LeaseNotHeldError(
+                f"lease {self._terms.name}: not renewed in {self._terms.deadline_s:g} s, another process "
+                "may hold it; nothing was written"
+            )
+
+    def _left_s(self) -> float:
+        return self._renewed_at + self._terms.deadline_s - time.monotonic()
 
     async def _renew(self) -> None:
         if await self._take(self._held):

@@ -23,6 +23,9 @@ APPLY_PATCH: Final = "application/apply-patch+yaml"
 REQUEST_TIMEOUT_S: Final = 30.0
 """Of one request; longer than the API server's own 15 s or so for a slow etcd."""
 
+WATCH_SILENCE_S: Final = 100.0
+"""A server sends a bookmark each minute (`k8s.io/apiserver` defaultBookmarkFrequency): more means dead."""
+
 CONFLICT: Final = 409
 FORBIDDEN: Final = 403
 GONE: Final = 410
@@ -81,19 +84,29 @@ class ApiServer:
 
     Attributes:
         configuration: how it is reached.
+        watch_silence_s: a watch from which nothing was read for so many seconds is dead.
 
     Args:
         configuration: of load_configuration.
         on_write: told of each write that was accepted: verb as in RBAC, and plural.
+        before_write: called right before each write; what it raises stops the write.
+        watch_silence_s: as the attribute.
     """
 
     def __init__(
-        self, configuration: client.Configuration, *, on_write: OnWrite = lambda verb, plural: None
+        self,
+        configuration: client.Configuration,
+        *,
+        on_write: OnWrite = lambda verb, plural: None,
+        before_write: Callable[[], None] = lambda: None,
+        watch_silence_s: float = WATCH_SILENCE_S,
     ) -> None:
         self.configuration = configuration
+        self.watch_silence_s = watch_silence_s
         self._client: Any = client.ApiClient(configuration)
         self._client.user_agent = "heteroinfer-operator"
         self._on_write = on_write
+        self._before_write = before_write
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -105,43 +118,40 @@ class ApiServer:
 
     async def create(self, path: str, body: Mapping[str, Any], query: Query | None = None) -> dict[str, Any]:
         """Returns the created object; raises ApiError, with status 409 if the name is taken."""
-        request = _Request(method="POST", path=path, query=query or {}, body=body)
-        return self._wrote("create", path, await self._json(request))
+        return await self._write("create", _Request(method="POST", path=path, query=query or {}, body=body))
 
     async def update(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the replaced object; raises ApiError, with status 409 if it changed since."""
-        request = _Request(method="PUT", path=path, body=body)
-        return self._wrote("update", path, await self._json(request))
+        return await self._write("update", _Request(method="PUT", path=path, body=body))
 
     async def merge(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the object after a JSON merge patch; raises ApiError as update."""
         request = _Request(method="PATCH", path=path, body=body, content_type=MERGE_PATCH)
-        return self._wrote("patch", path, await self._json(request))
+        return await self._write("patch", request)
 
     async def apply(self, path: str, body: Mapping[str, Any], *, manager: str) -> dict[str, Any]:
         """Returns the object after a server-side apply that takes over other managers' fields."""
         query = {"fieldManager": manager, "force": "true"}
         request = _Request(method="PATCH", path=path, query=query, body=body, content_type=APPLY_PATCH)
-        return self._wrote("patch", path, await self._json(request))
+        return await self._write("patch", request)
 
     async def delete(self, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the object as deletion left it, or a Status; raises ApiError."""
-        return self._wrote(
-            "delete", path, await self._json(_Request(method="DELETE", path=path, body=options))
-        )
+        return await self._write("delete", _Request(method="DELETE", path=path, body=options))
 
-    async def watch(self, path: str, query: Query, *, silence_s: float) -> AsyncIterator[dict[str, Any]]:
+    async def watch(self, path: str, query: Query) -> AsyncIterator[dict[str, Any]]:
         """Yields watch events until the server ends the stream.
 
         Args:
             path: of a collection.
             query: without `watch`.
-            silence_s: nothing read for so long means that the connection is dead.
 
         Raises:
             ApiError: refused, or an ERROR event (status 410: relist), or the connection broke.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_TIMEOUT_S, sock_read=silence_s)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=REQUEST_TIMEOUT_S, sock_read=self.watch_silence_s
+        )
         request = _Request(method="GET", path=path, query={**query, "watch": "true"})
         response = await self._open(request, timeout)
         try:
@@ -158,8 +168,10 @@ class ApiServer:
         finally:
             response.close()
 
-    def _wrote(self, verb: str, path: str, answer: dict[str, Any]) -> dict[str, Any]:
-        parts = path.split("/")
+    async def _write(self, verb: str, request: "_Request") -> dict[str, Any]:
+        self._before_write()
+        answer = await self._json(request)
+        parts = request.path.split("/")
         collection = parts[parts.index("namespaces") + 2] if "namespaces" in parts else parts[-1]
         self._on_write(verb, collection)
         return answer

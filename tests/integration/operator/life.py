@@ -1,0 +1,92 @@
+"""The life of the resource `tiny` as the operator leads it; the tests say for the kubelet how pods fare."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube.paths import (
+    CONFIG_MAP,
+    HETERO_INFERENCE,
+    NETWORK_POLICY,
+    POD,
+    SERVICE,
+    Kind,
+)
+from heteroinfer_operator.kube.server import ApiServer
+from tests.integration.operator.conftest import Installation
+from tests.integration.operator.support import PROFILE, create_resource, end_pod, run_pod, until
+
+Install = Callable[..., Installation]
+CHILDREN = (POD, SERVICE, NETWORK_POLICY, CONFIG_MAP)
+
+
+async def stored(server: ApiServer, kind: Kind, namespace: str) -> list[dict[str, Any]]:
+    listed = await server.get(kind.path(namespace), {"labelSelector": names.LABEL_RESOURCE})
+    return list(listed["items"])
+
+
+async def status_of(server: ApiServer, namespace: str) -> dict[str, Any]:
+    resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
+    return dict(resource.get("status") or {})
+
+
+async def condition(server: ApiServer, namespace: str, kind: str) -> tuple[str, str]:
+    for found in (await status_of(server, namespace)).get("conditions", ()):
+        if found["type"] == kind:
+            return found["status"], found["reason"]
+    return "", ""
+
+
+async def versions(server: ApiServer, namespace: str) -> dict[str, str]:
+    """Returns the resourceVersion of the resource and of all its children."""
+    listed = [await stored(server, kind, namespace) for kind in CHILDREN]
+    listed.append((await server.get(HETERO_INFERENCE.path(namespace)))["items"])
+    return {o["metadata"]["uid"]: o["metadata"]["resourceVersion"] for objects in listed for o in objects}
+
+
+async def workers(server: ApiServer, namespace: str, epoch: int) -> list[str]:
+    """Returns the names of the living worker pods of an epoch."""
+    return sorted(
+        pod["metadata"]["name"]
+        for pod in await stored(server, POD, namespace)
+        if pod["metadata"]["labels"].get(names.LABEL_EPOCH) == str(epoch)
+        and "deletionTimestamp" not in pod["metadata"]
+    )
+
+
+async def serve_epoch(server: ApiServer, namespace: str, epoch: int) -> list[str]:
+    """Has the pods of an epoch run, and returns their names once the resource is Ready."""
+
+    async def both() -> list[str]:
+        found = await workers(server, namespace, epoch)
+        return found if len(found) == 2 else []
+
+    pods: list[str] = await until(f"two pods of epoch {epoch}", both, timeout_s=30)
+    for pod in pods:
+        await run_pod(server, namespace, pod)
+    await until("Ready", lambda: is_ready(server, namespace))
+    return pods
+
+
+async def is_ready(server: ApiServer, namespace: str) -> bool:
+    return (await condition(server, namespace, "Ready"))[0] == "True"
+
+
+async def bring_up(server: ApiServer, namespace: str) -> list[str]:
+    """Returns the pods of a resource that serves, from its creation on."""
+    await create_resource(server, namespace)
+
+    async def inspect_pod() -> str:
+        pods = [p["metadata"]["name"] for p in await stored(server, POD, namespace)]
+        return next((name for name in pods if "-inspect-" in name), "")
+
+    inspect = await until("the inspect pod", inspect_pod)
+    await end_pod(server, namespace, inspect, exit_code=0, message=json.dumps(PROFILE))
+    return await serve_epoch(server, namespace, 1)
+
+
+async def nothing_left(server: ApiServer, namespace: str) -> bool:
+    listed = [await stored(server, kind, namespace) for kind in CHILDREN]
+    resources = (await server.get(HETERO_INFERENCE.path(namespace)))["items"]
+    return not resources and not any(listed)

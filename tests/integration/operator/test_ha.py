@@ -1,0 +1,220 @@
+"""Several operators on one API server, and an API server that falls silent."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import metrics, names
+from heteroinfer_operator.kube.lease import LeaderLease, LeaseLostError, LeaseNotHeldError, LeaseTerms
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, LEASE, POD
+from heteroinfer_operator.kube.server import ApiError, ApiServer
+from tests.integration.operator.between import Asked, between
+from tests.integration.operator.conftest import Installation
+from tests.integration.operator.life import (
+    Install,
+    bring_up,
+    condition,
+    nothing_left,
+    serve_epoch,
+    status_of,
+)
+from tests.integration.operator.support import OperatorProcess, create_resource, end_pod, operator, pod, until
+
+LEASE_S = 3
+
+
+def lease_settings(installed: Installation) -> dict[str, str]:
+    return {
+        "leader_election": "true",
+        "lease_name": f"{installed.release}-heteroinfer",
+        "lease_seconds": str(LEASE_S),
+        "namespace": installed.release,
+    }
+
+
+async def lease_holder(server: ApiServer, installed: Installation) -> str:
+    try:
+        lease = await server.get(LEASE.path(installed.release, f"{installed.release}-heteroinfer"))
+    except ApiError:
+        return ""
+    return str(lease["spec"].get("holderIdentity", ""))
+
+
+async def held_by(server: ApiServer, installed: Installation, who: str) -> bool:
+    return (await lease_holder(server, installed)).partition("_")[0] == who
+
+
+@pytest.mark.parametrize("end", ["kill", "terminate", "freeze"])
+async def test_another_replica_takes_over(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, end: str
+) -> None:
+    installed = install()
+    settings = lease_settings(installed)
+    async with operator(installed.kubeconfig, tmp_path / "one", identity="one", **settings) as one:
+        await one.working()
+        assert await held_by(server, installed, "one")
+        async with operator(installed.kubeconfig, tmp_path / "two", identity="two", **settings) as two:
+            await until("the other stands by", lambda: stands_by(two))
+            if end == "kill":
+                one.process.kill()
+            elif end == "terminate":
+                assert await one.stop() == 0
+                assert await lease_holder(server, installed) in {""} or await held_by(
+                    server, installed, "two"
+                )
+            else:
+                one.process.send_signal(signal.SIGSTOP)
+            await until("the other leads", lambda: held_by(server, installed, "two"), timeout_s=10)
+            await two.working()
+            if end == "freeze":
+                one.process.send_signal(signal.SIGCONT)
+                assert await one.ended() == 1
+                assert "this process stops work" in one.said
+                assert await held_by(server, installed, "two")
+            await create_resource(server, namespace)
+
+            async def adopted() -> bool:
+                resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
+                return names.FINALIZER in resource["metadata"].get("finalizers", ())
+
+            await until("the new leader works", adopted)
+            await delete(server, namespace)
+
+
+async def delete(server: ApiServer, namespace: str) -> None:
+    """Deletes the resource while there is an operator to remove its finalizer."""
+    await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+    await until("it is gone", lambda: nothing_left(server, namespace), timeout_s=40)
+
+
+async def stands_by(process: OperatorProcess) -> bool:
+    status, text = await process.http("/readyz")
+    return status == 200 and text.startswith("waiting for lease")
+
+
+def writes(asked: list[Asked]) -> list[Asked]:
+    return [each for each in asked if each.method != "GET"]
+
+
+async def test_a_leader_that_was_paused_in_the_middle_of_a_pass_writes_nothing(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path
+) -> None:
+    """It is stopped while it waits for the answer to one write, and wakes with the answer there."""
+    installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
+    settings = {**lease_settings(installed), "watch_namespaces": namespace, "resync_seconds": "1"}
+    through = tmp_path / "through.kubeconfig"
+    path = HETERO_INFERENCE.path(namespace, "tiny", "status")
+    async with (
+        between(installed.kubeconfig, through) as proxy,
+        operator(through, tmp_path / "one", identity="one", **settings) as one,
+    ):
+        await one.working()
+        await bring_up(server, namespace)
+        async with operator(installed.kubeconfig, tmp_path / "two", identity="two", **settings) as two:
+            await until("the other stands by", lambda: stands_by(two))
+            proxy.silence(lambda asked: asked.method == "PUT" and asked.path == path)
+            await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message="")
+            await until("a pass that waits for its answer", lambda: proxy.held)
+            assert await held_by(server, installed, "one")
+            one.process.send_signal(signal.SIGSTOP)
+            proxy.restore()
+            await until("the other leads", lambda: held_by(server, installed, "two"), 3 * LEASE_S)
+            await serve_epoch(server, namespace, 2)
+            before = len(proxy.asked)
+            one.process.send_signal(signal.SIGCONT)
+            assert await one.ended() == 1
+            assert writes(proxy.asked[before:]) == [], one.said
+            assert "this process stops work" in one.said
+            assert "Traceback" not in one.said, one.said
+            assert await held_by(server, installed, "two")
+            (group,) = (await status_of(server, namespace))["groups"]
+            assert (group["epoch"], group["phase"], len(group["failures"])) == (2, "Ready", 1)
+            await delete(server, namespace)
+
+
+async def test_a_write_without_the_lease_is_not_sent(server: ApiServer, namespace: str) -> None:
+    terms = LeaseTerms(
+        namespace=namespace, name="lease", identity="me", duration_s=3, renew_s=0.2, deadline_s=0.5
+    )
+    lease = LeaderLease(server, terms)
+    fenced = ApiServer(server.configuration, before_write=lease.require)
+    owner = await create_resource(server, namespace)
+    try:
+        with pytest.raises(LeaseNotHeldError, match="nothing was written"):
+            await fenced.create(POD.path(namespace), pod(owner, "too-early"))
+        await lease.acquire()
+        await fenced.create(POD.path(namespace), pod(owner, "in-time"))
+
+        def fallen_behind() -> bool:
+            try:
+                lease.require()
+            except LeaseNotHeldError:
+                return True
+            return False
+
+        await until("the renewal is overdue", fallen_behind)
+        with pytest.raises(LeaseNotHeldError):
+            await fenced.delete(POD.path(namespace, "in-time"), {})
+        with pytest.raises(LeaseLostError, match=r"not renewed in 0\.5 s"):
+            await lease.hold()
+    finally:
+        await fenced.close()
+    stored = await server.get(LEASE.path(namespace, "lease"))
+    assert stored["spec"]["leaseTransitions"] == 1
+    found = [item["metadata"]["name"] for item in (await server.get(POD.path(namespace)))["items"]]
+    assert found == ["in-time"]
+
+
+def about_pods(asked: Asked) -> bool:
+    return asked.path.endswith("/pods")
+
+
+async def test_a_watch_that_falls_silent_is_found(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path
+) -> None:
+    """No connection breaks, nothing is refused: nothing comes any more."""
+    installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
+    settings = {"watch_namespaces": namespace, "resync_seconds": "1", "watch_silence_seconds": "2"}
+    through = tmp_path / "through.kubeconfig"
+    async with (
+        between(installed.kubeconfig, through) as proxy,
+        operator(through, tmp_path / "log", **settings) as process,
+    ):
+        await process.working()
+        await bring_up(server, namespace)
+
+        # All watches, kopf's too: what they would have told is found by listing anew, and by passes.
+        proxy.silence(lambda asked: asked.watch)
+        await until("silent watches", lambda: len(proxy.held) >= 1)
+        await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message="")
+        await serve_epoch(server, namespace, 2)
+        await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"suspend": True}})
+
+        async def suspended() -> bool:
+            return await condition(server, namespace, "Ready") == ("False", "Suspended")
+
+        await until("the spec's change is seen", suspended)
+        assert await process.http("/healthz") == (200, "ok")
+
+        # Lists of pods as well: passes go on, over a past that only the age of the copy tells.
+        proxy.silence(lambda asked: asked.watch or about_pods(asked))
+
+        async def unhealthy() -> bool:
+            status, text = await process.http("/healthz")
+            said = f"nothing heard of pods of {namespace}"
+            return status == 500 and text.startswith("no pass over all resources for ") and said in text
+
+        await until("liveness fails", unhealthy, timeout_s=30, said=lambda: process.said)
+        last = await process.metric(metrics.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
+
+        proxy.restore()
+
+        async def well() -> bool:
+            newer = await process.metric(metrics.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > last
+            return newer and await process.http("/healthz") == (200, "ok")
+
+        await until("it is well again", well, timeout_s=30, said=lambda: process.said)
+        assert process.process.poll() is None
+        assert "Traceback" not in process.said, process.said
+        await delete(server, namespace)
