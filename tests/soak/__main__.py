@@ -24,6 +24,7 @@ from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.crds import wait_established
 from tests.cluster.kwok import start_kwok
 from tests.cluster.volumes import volume_manifests
 from tests.integration.operator.support import PROFILE, operator
@@ -81,9 +82,7 @@ def prepare(cluster: Cluster, folder: Path) -> None:
     """Gives a control plane nodes, the kind of resource, and a namespace with a volume of models."""
     start_kwok(cluster, nodes=NODES, profile=json.dumps(PROFILE))
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
-    established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}=True'
-    name = f"{names.PLURAL}.{names.API_GROUP}"
-    cluster.kubectl("wait", f"--for={established}", f"crd/{name}", "--timeout=20s")
+    wait_established(cluster, f"{names.PLURAL}.{names.API_GROUP}")
     cluster.kubectl("create", "namespace", NAMESPACE)
     # Nobody looks into it: the scheduler wants a volume that is there and bound.
     cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, folder))
