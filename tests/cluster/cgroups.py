@@ -36,6 +36,18 @@ def create(name: str) -> None:
                 (folder / setting).write_text((root / setting).read_text())
 
 
+def pids(name: str) -> list[int]:
+    """Returns the processes that are in the cgroup /`name` or below it."""
+    return sorted(
+        {
+            int(pid)
+            for root in hierarchies()
+            for procs in (root / name).rglob("cgroup.procs")
+            for pid in _read(procs).split()
+        }
+    )
+
+
 def remove(name: str) -> None:
     """Kills whatever is in the cgroup /`name` and below it, and removes it from every hierarchy.
 
@@ -44,14 +56,9 @@ def remove(name: str) -> None:
     """
 
     def emptied() -> bool:
-        pids = {
-            int(pid)
-            for root in hierarchies()
-            for procs in (root / name).rglob("cgroup.procs")
-            for pid in _read(procs).split()
-        }
-        processes.kill(sorted(pids))
-        return not pids
+        left = pids(name)
+        processes.kill(left)
+        return not left
 
     processes.wait_until(f"the end of the processes of cgroup {name}", emptied, timeout_s=20)
     for root in hierarchies():
