@@ -28,7 +28,6 @@ NODE_NEEDS = {
     str(CNI_FOLDER / "ptp"): "containernetworking-plugins",
     "/usr/include/stdlib.h": "libc6-dev",
 }
-WATCHING_NEEDS = {"prometheus": "prometheus", "promtool": "prometheus"}
 IMAGE_NEEDS = {"buildah": "buildah", "debootstrap": "debootstrap", "skopeo": "skopeo", "runc": "runc"}
 
 

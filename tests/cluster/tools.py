@@ -27,11 +27,12 @@ RENAMED = {"server": "etcd"}  # Go names a program after its package, and etcd's
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """One Go module of tools: `name` is its folder, `programs` what it must yield."""
+    """One Go module of tools: `name` is its folder, `programs` what it must yield, `tags` leave parts out."""
 
     name: str
     programs: tuple[str, ...]
     stamped: bool = False
+    tags: tuple[str, ...] = ()
 
     @property
     def source(self) -> Path:
@@ -55,6 +56,12 @@ ETCD = Tool(name="etcd", programs=("etcd",))
 HELM = Tool(name="helm", programs=("helm",))
 COREDNS = Tool(name="coredns", programs=("coredns",))
 KWOK = Tool(name="kwok", programs=("kwok",))
+# Debian's Prometheus discovers nothing on Kubernetes; of all discoveries only that one is built.
+PROMETHEUS = Tool(
+    name="prometheus",
+    programs=("prometheus", "promtool"),
+    tags=("remove_all_sd", "enable_kubernetes_sd"),
+)
 PROMETHEUS_OPERATOR = Tool(name="prometheus-operator", programs=("operator",))
 PROMETHEUS_ADAPTER = Tool(name="prometheus-adapter", programs=("adapter",))
 ALL = (ETCD, KUBERNETES, HELM, COREDNS)
@@ -89,7 +96,7 @@ def program_folder(tool: Tool) -> Path:
     made_of = hashlib.sha256()
     for part in ((tool.source / "go.mod").read_bytes(), (tool.source / "go.sum").read_bytes()):
         made_of.update(hashlib.sha256(part).digest())
-    made_of.update(f"{build_ldflags(tool)} {RECIPE}".encode())
+    made_of.update(" ".join([build_ldflags(tool), RECIPE, *tool.tags]).encode())
     return cache_folder() / "tools" / f"{tool.name}-{made_of.hexdigest()[:16]}" / "bin"
 
 
@@ -123,7 +130,10 @@ def _compile(tool: Tool, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent.parent, prefix=f".{tool.name}-") as draft:
         made = Path(draft) / "made"
         built = subprocess.run(
-            ["nice", go, "install", "-trimpath", "-ldflags", build_ldflags(tool), "tool"],
+            [
+                *("nice", go, "install", "-trimpath", "-ldflags", build_ldflags(tool)),
+                *("-tags", ",".join(tool.tags), "tool"),
+            ],
             cwd=tool.source,
             env={**os.environ, "GOBIN": str(made / "bin"), "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly"},
             check=False,

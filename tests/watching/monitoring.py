@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.cluster import debian, processes, tools
+from tests.cluster import processes, tools
 from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import reserved_ports
 from tests.cluster.errors import ClusterError
@@ -95,7 +95,6 @@ def start_prometheus(cluster: Cluster, jobs: set[str]) -> Prometheus:
     Raises:
         ClusterError: a program did not start, or the configuration does not come.
     """
-    debian.ensure_packages(debian.WATCHING_NEEDS)
     site = json.loads((cluster.state.folder / "site.json").read_text())
     server = f"https://{site['address']}:{site['api_port']}"
     pki = cluster.state.folder / "pki"
@@ -121,7 +120,7 @@ def start_prometheus(cluster: Cluster, jobs: set[str]) -> Prometheus:
         pass
     process = processes.spawn(
         [
-            "prometheus",
+            str(tools.program(tools.PROMETHEUS, "prometheus")),
             f"--config.file={folder / 'prometheus.yaml'}",
             f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",
@@ -156,7 +155,7 @@ def _build_prometheus(server: str, files: Mapping[str, Path]) -> dict[str, Any]:
         "kind": "Prometheus",
         "metadata": {"name": _NAME, "namespace": NAMESPACE},
         "spec": {
-            "version": "v2.42.0",  # Debian's
+            "version": "v3.15.0",
             "evaluationInterval": "1s",
             "podMonitorSelector": every,
             "podMonitorNamespaceSelector": every,

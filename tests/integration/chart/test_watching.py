@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from heteroinfer_contract import names
-from tests.cluster import debian, processes
+from tests.cluster import processes, tools
 from tests.cluster.cluster import Cluster
 from tests.cluster.errors import ClusterError
 from tests.integration.chart.test_chart import CHART, of_kind, render
@@ -117,12 +117,12 @@ def test_dashboards_are_config_maps_that_grafanas_sidecar_finds(plane: Cluster) 
 
 
 def test_promtool_accepts_the_rules_and_each_alert_fires_when_it_should(tmp_path: Path) -> None:
-    debian.ensure_packages(debian.WATCHING_NEEDS)
-    assert "SUCCESS" in processes.run(["promtool", "check", "rules", str(RULES)])
+    promtool = str(tools.program(tools.PROMETHEUS, "promtool"))
+    assert "SUCCESS" in processes.run([promtool, "check", "rules", str(RULES)])
     shutil.copy(RULES, tmp_path)
     cases = Path(__file__).parents[2] / "watching" / "rules_test.yaml"
     shutil.copy(cases, tmp_path)
-    said = processes.run(["promtool", "test", "rules", cases.name], cwd=tmp_path)
+    said = processes.run([promtool, "test", "rules", cases.name], cwd=tmp_path)
     assert "SUCCESS" in said
     alerts = {
         rule["alert"]

@@ -1,0 +1,285 @@
+"""A group that serves under a running operator, watched by Prometheus: all real but the kubelet.
+
+There is no node: the pods that the operator makes run as processes of this machine, each on a
+loopback address of its own with the ports that its manifest names, and the kubelet's word is
+given for it. So Prometheus finds and scrapes them as it would in a cluster.
+"""
+
+import contextlib
+import dataclasses
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.launch import PodAddress
+from heteroinfer_contract.plan import Plan
+from tests.cluster import processes
+from tests.cluster.cluster import Cluster
+from tests.cluster.folders import REPOSITORY
+from tests.integration.operator.support import SPEC, OperatorProcess
+from tests.integration.worker.groups import Group, start_group
+from tests.watching.monitoring import Prometheus, install_definitions, start_prometheus
+from tests.watching.watched import Watched
+
+CHART = REPOSITORY / "charts" / "heteroinfer"
+SYSTEM = "heteroinfer-system"
+NAMESPACE = "serving"
+NAME = "tiny"
+GROUP = f"{NAMESPACE}/{NAME}/0"
+VALUES = (
+    "replicas=0",  # the operator runs as a process
+    "podMonitor.enabled=true",
+    "podMonitor.interval=1s",
+    "podMonitor.ranksPerPod=2",
+    "prometheusRule.enabled=true",
+    "dashboards.enabled=true",
+)
+MAX_SEQS = 4
+"""Of the group: more requests than this wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """What runs.
+
+    Attributes:
+        plane: the API server with its controllers.
+        prometheus: watches all of it.
+        group: the processes of the one group.
+    """
+
+    plane: Cluster
+    prometheus: Prometheus
+    group: Group
+
+    @property
+    def resource(self) -> dict[str, Any]:
+        """Returns the HeteroInference as stored."""
+        return get(self.plane, f"hinf/{NAME}")
+
+    @contextlib.contextmanager
+    def busy(self, requests: int, max_tokens: int = 64) -> Iterator[None]:
+        """Keeps so many requests on the way for as long as the context lasts."""
+        ended = threading.Event()
+
+        def ask(number: int) -> None:
+            while not ended.is_set():
+                self.group.complete([number, *range(3, 19)], max_tokens)
+
+        with ThreadPoolExecutor(requests) as pool:
+            asking = [pool.submit(ask, number) for number in range(100, 100 + requests)]
+            try:
+                yield
+            finally:
+                ended.set()
+                for asked in asking:
+                    asked.result()
+
+
+def watch(stack: Stack, seconds: float) -> Watched:
+    """Returns what Prometheus saw of so long a time: few requests first, then more than run at once."""
+    began = time.time()
+    for requests, end in ((2, began + seconds / 3), (MAX_SEQS + 3, began + seconds)):
+        with stack.busy(requests):
+            _wait_until(end)
+    return Watched(
+        prometheus=stack.prometheus, start=began, end=time.time(), namespace=NAMESPACE, group=GROUP
+    )
+
+
+def _wait_until(moment: float) -> None:
+    left_s = moment - time.time()
+    processes.wait_until("time of traffic", lambda: time.time() > moment, timeout_s=left_s + 30)
+
+
+def get(plane: Cluster, *what: str) -> dict[str, Any]:
+    """Returns objects of the group's namespace as JSON."""
+    return dict(json.loads(plane.kubectl("get", "-n", NAMESPACE, *what, "-o", "json")))
+
+
+@contextlib.contextmanager
+def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
+    """Starts all of it; ends what does not end with the control plane."""
+    install_definitions(plane)
+    sets = [option for value in VALUES for option in ("--set", value)]
+    plane.helm("install", "heteroinfer", str(CHART), "-n", SYSTEM, "--create-namespace", *sets)
+    plane.kubectl("create", "namespace", NAMESPACE)
+    for namespace in (SYSTEM, NAMESPACE):
+        plane.kubectl("wait", "-n", namespace, "--for=create", "serviceaccount/default", "--timeout=20s")
+    plane.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(_node()))
+    patch(plane, "node/room", _node()["status"])
+    prometheus = start_prometheus(plane, {f"{SYSTEM}/heteroinfer", f"{SYSTEM}/heteroinfer-ranks"})
+    port = _free_port()
+    operator = OperatorProcess(
+        plane.kubeconfig, folder / "operator.log", http_port=str(port), resync_seconds="2"
+    )
+    try:
+        _show_operator(plane, port)
+        plane.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(_resource()))
+        _tell_model(plane, model)
+        _fall_once(plane)
+        pods = _wait_for_pods(plane, epoch=2)
+        plan, addresses = _plan(plane, model), _addresses(len(pods))
+        env = {
+            "OMP_NUM_THREADS": "1",  # the pods share this machine
+            names.ENV_GROUP: GROUP,
+            names.ENV_EPOCH: "2",
+        }
+        with start_group(plan, folder / "group", addresses=addresses, env=env) as group:
+            group.wait_ready()
+            for pod, address in zip(pods, addresses, strict=True):
+                patch(plane, f"pod/{pod['metadata']['name']}", _running(address.host), NAMESPACE)
+            plane.kubectl("wait", "-n", NAMESPACE, "--for=condition=Ready", f"hinf/{NAME}", "--timeout=30s")
+            yield Stack(plane=plane, prometheus=prometheus, group=group)
+    except BaseException:
+        print(operator.said[-4000:])
+        raise
+    finally:
+        operator.kill()
+
+
+def patch(plane: Cluster, what: str, status: dict[str, Any], namespace: str = SYSTEM) -> None:
+    """Says the kubelet's word: merges a status."""
+    body = json.dumps({"status": status})
+    plane.kubectl("patch", "-n", namespace, what, "--subresource=status", "--type=merge", "-p", body)
+
+
+def _resource() -> dict[str, Any]:
+    version = f"{names.API_GROUP}/{names.API_VERSION}"
+    return {"apiVersion": version, "kind": names.KIND, "metadata": {"name": NAME}, "spec": SPEC}
+
+
+def _node() -> dict[str, Any]:
+    """Returns a node that plans count on, and that the scheduler keeps pods off."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": "room"},
+        "spec": {"taints": [{"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"}]},
+        "status": {
+            "allocatable": {"cpu": "32", "memory": "64Gi", "pods": "110"},
+            "conditions": [{"type": "Ready", "status": "True", "reason": "Test", "message": ""}],
+        },
+    }
+
+
+def _running(address: str, *, ready: bool = True) -> dict[str, Any]:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "phase": "Running",
+        "podIP": address,
+        "podIPs": [{"ip": address}],
+        "conditions": [{"type": "Ready", "status": str(ready), "lastTransitionTime": now}],
+        "containerStatuses": [
+            {
+                "name": names.CONTAINER_WORKER,
+                "image": "worker:none",
+                "imageID": "",
+                "restartCount": 0,
+                "ready": ready,
+                "state": {"running": {"startedAt": now}},
+            }
+        ],
+    }
+
+
+def _show_operator(plane: Cluster, port: int) -> None:
+    """Makes the pod that the operator's process stands for, from the Deployment's own template."""
+    text = plane.kubectl("get", "deployment", "heteroinfer", "-n", SYSTEM, "-o", "json")
+    template = json.loads(text)["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    (listening,) = container["ports"]
+    listening["containerPort"] = port
+    template["metadata"]["name"] = "heteroinfer-operator"
+    pod = {"apiVersion": "v1", "kind": "Pod", **template}
+    plane.kubectl("apply", "-n", SYSTEM, "-f", "-", stdin=yaml.safe_dump(pod))
+    patch(
+        plane,
+        "pod/heteroinfer-operator",
+        {"phase": "Running", "podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}]},
+    )
+
+
+def _tell_model(plane: Cluster, model: Path) -> None:
+    """Ends the inspect pod with what `inspect` says of the model."""
+    command = [sys.executable, "-m", "vllm_heteroinfer.launch.cli", "inspect", "--model", str(model)]
+    command += ["--termination-message-path", str(plane.state.folder / "profile")]
+    profile = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, text=True).stdout
+    (pod,) = _wait_for(plane, f"{names.LABEL_COMPONENT}={names.COMPONENT_INSPECT}", 1)
+    _end(plane, pod, 0, profile.strip())
+
+
+def _fall_once(plane: Cluster) -> None:
+    """Has the first epoch end by a lost pod, so that restarts and failures are there to be seen."""
+    pods = _wait_for_pods(plane, epoch=1)
+    for pod in pods:
+        patch(plane, f"pod/{pod['metadata']['name']}", _running("127.0.0.1", ready=False), NAMESPACE)
+    lost = Failure(reason=FailureReason.POD_LOST, message="pod 1 fell silent", pod=1, rank=1)
+    _end(plane, pods[0], names.EXIT_PEER_FAILED, lost.to_json())
+
+
+def _end(plane: Cluster, pod: dict[str, Any], exit_code: int, message: str) -> None:
+    ended = {"exitCode": exit_code, "reason": "Error" if exit_code else "Completed", "message": message}
+    status = _running("127.0.0.1", ready=False)
+    status["containerStatuses"][0]["state"] = {"terminated": ended}
+    status["phase"] = "Failed" if exit_code else "Succeeded"
+    patch(plane, f"pod/{pod['metadata']['name']}", status, NAMESPACE)
+
+
+def _wait_for_pods(plane: Cluster, epoch: int) -> list[dict[str, Any]]:
+    selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_WORKER},{names.LABEL_EPOCH}={epoch}"
+    found = _wait_for(plane, selector, len(SPEC["roles"]))
+    return sorted(found, key=lambda pod: int(pod["metadata"]["labels"][names.LABEL_POD_INDEX]))
+
+
+def _wait_for(plane: Cluster, selector: str, count: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    def there() -> bool:
+        found[:] = get(plane, "pods", "-l", selector)["items"]
+        return len(found) == count
+
+    processes.wait_until(f"{count} pods with {selector}", there, timeout_s=60)
+    return found
+
+
+def _plan(plane: Cluster, model: Path) -> Plan:
+    """Returns the group's plan as stored, but with the model of this machine, and few requests at once."""
+    (stored,) = [o for o in get(plane, "configmaps")["items"] if names.PLAN_KEY in o.get("data", {})]
+    plan = Plan.from_json(stored["data"][names.PLAN_KEY])
+    return dataclasses.replace(
+        plan, engine=dataclasses.replace(plan.engine, model=str(model), max_num_seqs=MAX_SEQS)
+    )
+
+
+def _addresses(count: int) -> tuple[PodAddress, ...]:
+    """Returns loopback addresses that nobody else has, with the ports of pods in a cluster."""
+    net = random.SystemRandom().randrange(1 << 16)
+    first = f"127.{64 + net % 64}.{net // 256}"
+    return tuple(PodAddress(host=f"{first}.{pod + 1}") for pod in range(count))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def metrics_of(text: str) -> set[str]:
+    """Returns the names of the samples in an exposition."""
+    return {found[0] for found in re.finditer(r"^[a-zA-Z_:][\w:]*", text, re.MULTILINE)}

@@ -1,0 +1,64 @@
+"""What Prometheus saw of a group in some time, asked for as Grafana does."""
+
+import math
+from dataclasses import dataclass
+
+from tests.watching.board import Kind, Panel, Query
+from tests.watching.monitoring import Prometheus
+
+STEP_S = 1.0
+WINDOW = "10s"
+"""In place of Grafana's $__rate_interval: scrapes are 1 s apart."""
+
+Series = tuple[dict[str, str], list[tuple[float, float]]]
+"""Labels, and samples as (Unix time, value)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A span of time in which a group served.
+
+    Attributes:
+        prometheus: that watched.
+        start: Unix time, in seconds.
+        end: Unix time, in seconds.
+        namespace: of the group.
+        group: as the label has it.
+        rank: that the dashboard of one rank shows.
+    """
+
+    prometheus: Prometheus
+    start: float
+    end: float
+    namespace: str
+    group: str
+    rank: str = "1"
+
+    def expr(self, query: Query) -> str:
+        """Returns the query with the values of Grafana's variables."""
+        values = {
+            "$__rate_interval": WINDOW,
+            "$namespace": self.namespace,
+            "$group": self.group,
+            "$rank": self.rank,
+        }
+        expr = query.expr
+        for name, value in values.items():
+            expr = expr.replace(name, value)
+        return expr
+
+    def samples(self, query: Query, panel: Panel) -> list[Series]:
+        """Returns what the panel shows for a query, without NaN and without series that have nothing else.
+
+        A panel over time has all of the span; any other one the last moment.
+        """
+        start = self.start if panel.kind is Kind.TIME else self.end
+        found = self.prometheus.series(self.expr(query), start, self.end, STEP_S)
+        series = [
+            (
+                dict(one["metric"]),
+                [(float(t), float(v)) for t, v in one["values"] if not math.isnan(float(v))],
+            )
+            for one in found
+        ]
+        return [(labels, samples) for labels, samples in series if samples]
