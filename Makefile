@@ -98,6 +98,12 @@ soak: setup  ## an hour of pods that go and an API server that dies: all Ready a
 	$(BIN)/python -m tests.soak $(SOAK)
 .PHONY: soak
 
+dashboards: setup  ## the chart's dashboards from their definitions, and their pictures of a group that serves
+	$(BIN)/python -m tests.watching dashboards
+	@$(BIN)/python -m tests.cluster build
+	$(BIN)/python -m tests.watching pictures
+.PHONY: dashboards
+
 lock: setup  ## newest allowed versions into the pinned files
 	@./.ci/lock $(BIN)/uv
 
