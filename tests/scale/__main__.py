@@ -29,10 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="how long nothing may be written (default: %(default)s)",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown")
-    parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep the operators' logs here, a new folder")
+    parser.add_argument("--log", type=Path, metavar="FOLDER", help="new folder for the operators' logs")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        figures = asyncio.run(measure(chosen.resources, chosen.idle_seconds, chosen.log or Path(scratch) / "log"))
+        logs = chosen.log or Path(scratch) / "log"
+        figures = asyncio.run(measure(chosen.resources, chosen.idle_seconds, logs))
     print("\n".join(build_table(figures)))
     if chosen.write:
         command = f"make scale SCALE='--resources {chosen.resources} --idle-seconds {chosen.idle_seconds:g}'"

@@ -49,6 +49,7 @@ class Figures:
         created_s: from the first resource's creation until the last pod was created.
         ready_s: until the last group served.
         writes: of the operator until then, by verb and kind as its metric has them.
+        passes: reconciles of the operator until then.
         create_cpu_s: the operator's CPU time until then.
         idle_s: how long nothing was asked of it.
         idle_writes: that it made meanwhile.
@@ -67,6 +68,7 @@ class Figures:
     created_s: float
     ready_s: float
     writes: Mapping[str, float]
+    passes: float
     create_cpu_s: float
     idle_s: float
     idle_writes: int
@@ -122,6 +124,12 @@ def build_table(figures: Figures) -> list[str]:
     rows += [
         ("all groups serve", f"{figures.ready_s:.0f} s", "", ""),
         ("writes until then", f"{writes:.0f}, {writes / figures.resources:.1f} a resource", "", ""),
+        (
+            "passes until then",
+            f"{figures.passes:.0f}, {figures.passes / figures.resources:.1f} a resource",
+            "",
+            "",
+        ),
         ("operator, CPU time until then", f"{figures.create_cpu_s:.0f} s", "", ""),
         (f"operator, CPU time in {figures.idle_s:g} s of idleness", f"{figures.idle_cpu_s:.1f} s", "", ""),
         ("operator, resident memory after it", f"{figures.rss_bytes / 1e6:.0f} MB", "", ""),

@@ -44,7 +44,7 @@ class Settings:
     worker_image_gpu: str = ""
     allow_host_paths: bool = False
     http_port: int = 8080
-    workers: int = 4
+    workers: int = 16
     resync_s: float = 300.0
     watch_silence_s: float = 100.0
     leader_election: bool = False
@@ -81,7 +81,7 @@ class Settings:
             worker_image_gpu=read.text("WORKER_IMAGE_GPU", ""),
             allow_host_paths=read.flag("ALLOW_HOST_PATHS", default=False),
             http_port=read.number("HTTP_PORT", 8080, least=0, most=65535),
-            workers=read.number("WORKERS", 4, least=1, most=64),
+            workers=read.number("WORKERS", 16, least=1, most=64),
             resync_s=read.number("RESYNC_SECONDS", 300, least=1, most=86400),
             watch_silence_s=read.number("WATCH_SILENCE_SECONDS", 100, least=1, most=3600),
             leader_election=read.flag("LEADER_ELECTION", default=False),

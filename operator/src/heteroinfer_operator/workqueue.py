@@ -96,7 +96,7 @@ class WorkQueue:
         self,
         process: Process,
         *,
-        workers: int = 4,
+        workers: int = 16,
         backoff: Backoff | None = None,
         pass_timeout_s: float = PASS_TIMEOUT_S,
         metrics: OperatorMetrics | None = None,

@@ -1,11 +1,13 @@
 """What leaders say of their groups, asked over real HTTP on loopback."""
 
+import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+import pytest
 import pytest_asyncio
 from aiohttp import web
 
@@ -104,6 +106,30 @@ async def test_a_leader_that_is_not_ready_is_not_waited_for() -> None:
             started = time.monotonic()
             assert await client.observe([pod(silent.getsockname()[1], ready=False)]) == {}
             assert time.monotonic() - started < 5 * UNREADY_TIMEOUT_S
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_a_leader_that_lets_the_time_pass_is_not_waited_for_again_soon(ready: bool) -> None:
+    now, asked = 100.0, 0
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.read()  # until the client gives up
+        writer.close()
+
+    client = GroupClient(clock=lambda: now)
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as silent:
+        try:
+            leader = pod(silent.sockets[0].getsockname()[1], ready=ready)
+            for _ in range(3):
+                assert await client.observe([leader]) == {}
+            assert asked == 1
+            now += KEEP_S
+            assert await client.observe([leader]) == {}
+            assert asked == 2
         finally:
             await client.close()
 

@@ -16,7 +16,7 @@ from heteroinfer_operator.kube.trim import PodRecord
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S: Final = 1.0
+TIMEOUT_S: Final = 0.5
 UNREADY_TIMEOUT_S: Final = 0.2
 """For the leader of a group that is not Ready, which may be falling: the decision must not wait for it."""
 KEEP_S: Final = 10.0
@@ -25,8 +25,11 @@ MOST_BYTES: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
+    """What a leader said, or that it let the time pass (`silent`)."""
+
     at_s: float
     status: GroupStatus | None
+    silent: bool
 
 
 class GroupClient:
@@ -54,7 +57,9 @@ class GroupClient:
 
         The leader of a group that has lost a pod is not asked: it may not answer any more, and
         the decision about the group must not wait for that. One whose pods are not Ready is
-        asked anew each time, and not for long: it may sleep, which only it can tell.
+        asked anew each time, and not for long: it may sleep, which only it can tell. One that
+        let the time pass is not waited for again within KEEP_S: where pods cannot be reached at
+        all, a pass must not wait for each of them.
         """
         known = tuple(pods)
         fallen = {_group(pod) for pod in known if pod.view.ended}
@@ -66,10 +71,7 @@ class GroupClient:
         }
         self._forget_old()
         answers = await asyncio.gather(
-            *(
-                self._fetch(pod, UNREADY_TIMEOUT_S) if _group(pod) in unready else self._ask(pod)
-                for pod in leaders.values()
-            )
+            *(self._ask(pod, ready=_group(pod) not in unready) for pod in leaders.values())
         )
         return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
 
@@ -77,15 +79,16 @@ class GroupClient:
         oldest = self._clock() - KEEP_S
         self._answers = {uid: answer for uid, answer in self._answers.items() if answer.at_s > oldest}
 
-    async def _ask(self, pod: PodRecord) -> GroupStatus | None:
+    async def _ask(self, pod: PodRecord, *, ready: bool) -> GroupStatus | None:
         kept = self._answers.get(pod.view.uid)
-        if kept is not None:
+        if kept is not None and (ready or kept.silent):
             return kept.status
-        status = await self._fetch(pod, TIMEOUT_S)
-        self._answers[pod.view.uid] = _Answer(self._clock(), status)
-        return status
+        answer = await self._fetch(pod, TIMEOUT_S if ready else UNREADY_TIMEOUT_S)
+        if ready or answer.silent:
+            self._answers[pod.view.uid] = answer
+        return answer.status
 
-    async def _fetch(self, pod: PodRecord, timeout_s: float) -> GroupStatus | None:
+    async def _fetch(self, pod: PodRecord, timeout_s: float) -> _Answer:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         url = f"http://{host}:{pod.health_port}{names.PATH_GROUP}"
         if self._session is None:
@@ -96,10 +99,10 @@ class GroupClient:
             async with self._session.get(url, allow_redirects=False, timeout=timeout) as response:
                 response.raise_for_status()
                 text = await response.content.read(MOST_BYTES)
-                return GroupStatus.from_json(text.decode())
+                return _Answer(self._clock(), GroupStatus.from_json(text.decode()), silent=False)
         except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError) as error:
             logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
-            return None
+            return _Answer(self._clock(), None, silent=isinstance(error, TimeoutError))
 
 
 def _group(pod: PodRecord) -> str:

@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
+from urllib.request import getproxies
 
 import aiohttp
 from kubernetes.aio import client, config
@@ -76,6 +77,9 @@ async def load_configuration(kubeconfig: str | None = None) -> client.Configurat
                 "run in a pod with a service account, or set KUBECONFIG",
                 reason="NoCluster",
             ) from error
+    # Without a proxy the environment says nothing of use, and aiohttp would look for a ~/.netrc in another
+    # thread before each request (`aiohttp/client.py::ClientSession._request@3.14`).
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies().keys() - {"no"})}
     return configuration
 
 
