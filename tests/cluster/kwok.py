@@ -19,6 +19,8 @@ from tests.cluster.errors import ClusterError
 from tests.cluster.processes import ProcessIdentity
 
 READY_TIMEOUT_S = 60.0
+LABEL = "heteroinfer.test/kwok"
+"""`true` on each of these nodes; a real node beside them is left alone."""
 _LEASE_S = 40
 _RUNNING = r"""
 {{ $now := Now }}
@@ -117,11 +119,12 @@ def _stage(name: str, conditions: list[dict[str, Any]], then: dict[str, Any]) ->
 
 def pod_range(cluster: Cluster) -> str:
     """Returns where pods of this cluster have their addresses: reserved for ever, and routed nowhere."""
-    return f"240.{cluster.state.number}.0.0/16"
+    kinds = 128 if cluster.state.name.startswith("node-") else 0
+    return f"240.{kinds + cluster.state.number}.0.0/16"
 
 
 def start_kwok(cluster: Cluster, *, nodes: int, profile: str, shape: NodeShape = GPU_NODE) -> ProcessIdentity:
-    """Starts kwok on a bare control plane, and returns once all its nodes are Ready.
+    """Starts kwok beside a control plane, and returns once all its nodes are Ready.
 
     It lives as long as the cluster. Pods have addresses at which nobody answers: the machine gets a
     blackhole route for them, so that a request to one ends here at once.
@@ -141,7 +144,7 @@ def start_kwok(cluster: Cluster, *, nodes: int, profile: str, shape: NodeShape =
         str(tools.program(tools.KWOK, "kwok")),
         f"--kubeconfig={cluster.kubeconfig}",
         f"--config={config}",
-        "--manage-all-nodes",
+        f"--manage-nodes-with-label-selector={LABEL}=true",
         "--v=WARN",
         f"--cidr={pod_range(cluster)}",
         f"--node-lease-duration-seconds={_LEASE_S}",
@@ -165,7 +168,7 @@ def _build_node(name: str, shape: NodeShape) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **shape.labels}},
+        "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, LABEL: "true", **shape.labels}},
         "status": {"allocatable": dict(shape.allocatable), "capacity": dict(shape.allocatable)},
     }
 
@@ -173,4 +176,4 @@ def _build_node(name: str, shape: NodeShape) -> dict[str, Any]:
 def _ready_nodes(cluster: Cluster) -> int:
     ready = 'jsonpath={.items[*].status.conditions[?(@.type=="Ready")].status}'
     time.sleep(processes.POLL_S)  # each look is a process of its own
-    return cluster.kubectl("get", "nodes", "-o", ready).split().count("True")
+    return cluster.kubectl("get", "nodes", "-l", f"{LABEL}=true", "-o", ready).split().count("True")
