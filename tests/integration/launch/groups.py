@@ -219,6 +219,7 @@ def tiny_group(
     do: Mapping[int, str] | None = None,
     env: Mapping[str, str] | None = None,
     startup_timeout_s: float = 60.0,
+    drain_timeout_s: float = 60.0,
 ) -> Iterator[TinyGroup]:
     """Yields a group that is not started; at the end kills what still runs."""
     plan = pipeline_plan(ranks_by_pod)
@@ -231,6 +232,7 @@ def tiny_group(
             pod_index=index,
             addresses=hosts,
             startup_timeout_s=startup_timeout_s,
+            drain_timeout_s=drain_timeout_s,
         )
         for index in range(len(ranks_by_pod))
     ]

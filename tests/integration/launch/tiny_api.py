@@ -1,19 +1,49 @@
-"""An API server as far as the supervisor knows one: /health answers 200; SIGTERM ends it with 0."""
+"""An API server as far as the supervisor knows one: /health answers 200; SIGTERM ends it with 0.
 
+/slow answers a line every 0.1 s until TINY_TRIGGER exists, and is waited for when the supervisor
+says that the group drains; new requests are then refused.
+"""
+
+import contextlib
 import json
 import os
 import signal
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import FrameType
 
 from heteroinfer_contract import names
+from vllm_heteroinfer.launch.channel import RankReporter
+
+running: set[int] = set()
+"""Threads that answer a slow request."""
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        if self.path == "/slow":
+            self.answer_slowly()
+            return
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
+
+    def answer_slowly(self) -> None:
+        if reporter.asked_to_drain():
+            self.send_response(503)
+            self.end_headers()
+            return
+        running.add(threading.get_ident())
+        with contextlib.suppress(ConnectionError):  # the client left
+            self.send_response(200)
+            self.end_headers()
+            while not Path(os.environ["TINY_TRIGGER"]).exists():
+                self.wfile.write(b"line\n")
+                time.sleep(0.1)
+            self.wfile.write(b"end\n")
+        running.discard(threading.get_ident())
 
     def log_message(self, *args: object) -> None:
         pass
@@ -24,7 +54,16 @@ def stop(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
+def drain() -> None:
+    """Tells the supervisor when it has asked to drain and no request runs."""
+    while running or not reporter.asked_to_drain():
+        time.sleep(0.05)
+    reporter.drained()
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stop)
     own = json.loads(os.environ[names.ENV_ADDRESSES])[int(os.environ[names.ENV_POD_INDEX])]
-    HTTPServer((own["host"], own["api_port"]), Handler).serve_forever()
+    reporter = RankReporter.from_env(os.environ)
+    threading.Thread(target=drain, daemon=True).start()
+    ThreadingHTTPServer((own["host"], own["api_port"]), Handler).serve_forever()

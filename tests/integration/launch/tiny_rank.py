@@ -6,8 +6,8 @@ neighbours as a real ConnectionResetError or EOF, as in a process group.
 Environment:
     TINY_PORTS: JSON list of a free port for each rank.
     TINY_DO: JSON object from rank to what it does once ready: `idle` (default), `compute`,
-        `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `grandchild`,
-        `allocate`, `chat`.
+        `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `crawl` (reads
+        until the trigger), `grandchild`, `allocate`, `chat`.
     TINY_TRIGGER: path of a file; `raise`, `exit3` and `accuse` act when it exists.
 """
 
@@ -38,6 +38,8 @@ def main() -> None:
             threading.Thread(target=watch_peer, args=(reporter, peer), daemon=True).start()
         print(f"rank {rank} is connected", flush=True)
         reporter.phase(RankPhase.LOADING, 50, 100)
+        if do == "crawl":
+            crawl(reporter)
         if do != "late":
             reporter.phase(RankPhase.READY, 100, 100)
         act(do, reporter)
@@ -102,6 +104,15 @@ def compute(reporter: RankReporter) -> None:
         reporter.busy(None)
 
 
+def crawl(reporter: RankReporter) -> None:
+    """Reads a little now and then, as from slow storage."""
+    read = 0
+    while not Path(os.environ["TINY_TRIGGER"]).exists():
+        read += 1
+        reporter.phase(RankPhase.LOADING, read, 1_000_000)
+        time.sleep(0.1)
+
+
 def chat(reporter: RankReporter) -> None:
     for number in range(200_000):
         print(f"line {number} {'x' * 60}")
@@ -143,6 +154,7 @@ def allocate(reporter: RankReporter) -> None:
 acts: dict[str, Callable[[RankReporter], None]] = {
     "idle": lambda reporter: None,
     "late": lambda reporter: None,
+    "crawl": lambda reporter: None,
     "compute": compute,
     "chat": chat,
     "raise": raise_on_cue,

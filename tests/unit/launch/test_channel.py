@@ -10,7 +10,14 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_status import RankPhase
-from vllm_heteroinfer.launch.channel import MAX_LINE_BYTES, LineBuffer, RankChannel, RankMessage, RankReporter
+from vllm_heteroinfer.launch.channel import (
+    MAX_LINE_BYTES,
+    LineBuffer,
+    RankChannel,
+    RankMessage,
+    RankReporter,
+    SupervisorMessage,
+)
 
 LIMIT_S = 5.0
 
@@ -64,13 +71,29 @@ def test_failure_is_sent_before_the_call_returns(ends: tuple[RankChannel, RankRe
 
 def test_heartbeat_age_is_the_groups_and_grows_in_silence(ends: tuple[RankChannel, RankReporter]) -> None:
     channel, reporter = ends
-    channel.send_group_age(40.0)
+    channel.send(SupervisorMessage(group_age_s=40.0))
     deadline = time.monotonic() + LIMIT_S
     while reporter.heartbeat_age_s() < 40.0 and time.monotonic() < deadline:
         pass
     first = reporter.heartbeat_age_s()
     assert 40.0 <= first < 40.0 + LIMIT_S
     assert reporter.heartbeat_age_s() > first
+
+
+def test_a_word_to_drain_holds_and_is_answered(ends: tuple[RankChannel, RankReporter]) -> None:
+    channel, reporter = ends
+    assert not reporter.asked_to_drain()
+    channel.send(SupervisorMessage(group_age_s=0.0, drain=True))
+    channel.send(SupervisorMessage(group_age_s=0.0))
+    deadline = time.monotonic() + LIMIT_S
+    while not reporter.asked_to_drain() and time.monotonic() < deadline:
+        pass
+    assert reporter.asked_to_drain()
+    reporter.drained()
+    said: list[bool] = []
+    while True not in said and time.monotonic() < deadline:
+        said += [message.report.drained for message in channel.read() if message.report]
+    assert said[-1]
 
 
 def test_supervisor_that_is_gone_does_not_disturb_the_rank(ends: tuple[RankChannel, RankReporter]) -> None:

@@ -29,7 +29,8 @@ class RankStatus:
         rank: global rank.
         pod: index of its pod.
         phase: how far it has come.
-        loaded_bytes: weights read so far; 0 when unknown.
+        loaded_bytes: weights read so far, counted by how much of the checkpoint it is through; 0
+            when unknown.
         total_bytes: weights to read; 0 when unknown.
         steps: model steps run since warm-up.
         step_s: moving average of a decode step, in seconds.

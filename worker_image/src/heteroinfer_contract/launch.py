@@ -57,7 +57,9 @@ class PodLaunch:
         epoch: incarnation of the group, from 1.
         pod_index: this pod's index in the plan; 0 is the leader.
         addresses: of every pod, by pod index.
-        startup_timeout_s: from the supervisor's start to every rank ready.
+        startup_timeout_s: longest time without progress from when all pods are connected to every
+            rank ready.
+        drain_timeout_s: how long running requests may take to end once the group is asked to stop.
         heartbeat_timeout_s: silence of a peer's supervisor after which it is lost.
         network_interface: for the process groups; `auto` takes the one that routes
             to the leader.
@@ -70,6 +72,7 @@ class PodLaunch:
     pod_index: int
     addresses: tuple[PodAddress, ...]
     startup_timeout_s: float = 1800.0
+    drain_timeout_s: float = 60.0
     heartbeat_timeout_s: float = 1.5
     network_interface: str = "auto"
     cpu_binding: CpuBinding = CpuBinding.AUTO
@@ -93,6 +96,7 @@ class PodLaunch:
             names.ENV_POD_INDEX: str(self.pod_index),
             names.ENV_ADDRESSES: json.dumps([dataclasses.asdict(a) for a in self.addresses]),
             names.ENV_STARTUP_TIMEOUT: repr(self.startup_timeout_s),
+            names.ENV_DRAIN_TIMEOUT: repr(self.drain_timeout_s),
             names.ENV_HEARTBEAT_TIMEOUT: repr(self.heartbeat_timeout_s),
             names.ENV_NETWORK_INTERFACE: self.network_interface,
             names.ENV_CPU_BINDING: self.cpu_binding.value,
@@ -112,6 +116,7 @@ class PodLaunch:
             "pod_index": _variable(env, names.ENV_POD_INDEX, int),
             "addresses": _variable(env, names.ENV_ADDRESSES, json.loads),
             "startup_timeout_s": _variable(env, names.ENV_STARTUP_TIMEOUT, float),
+            "drain_timeout_s": _variable(env, names.ENV_DRAIN_TIMEOUT, float),
             "heartbeat_timeout_s": _variable(env, names.ENV_HEARTBEAT_TIMEOUT, float),
             "network_interface": _variable(env, names.ENV_NETWORK_INTERFACE, str),
             "cpu_binding": _variable(env, names.ENV_CPU_BINDING, str),

@@ -20,6 +20,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan
+from vllm_heteroinfer.draining import DRAIN
 from vllm_heteroinfer.launch.channel import RankReporter
 from vllm_heteroinfer.sleep_levels import check_level
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.1
-"""Time between two looks at the engine."""
+"""Time between two looks at the engine and at the supervisor's word."""
 _NAMING_S = 5.0
 """How much longer than the supervisors the engine waits for a step: they can name the stuck rank."""
 
@@ -44,7 +45,7 @@ def main() -> NoReturn:
     try:
         import uvloop
 
-        uvloop.run(serve(parse(plan, launch)))
+        uvloop.run(serve(parse(plan, launch), reporter))
     except KeyboardInterrupt:
         sys.exit(names.EXIT_STOPPED)
     except BaseException as error:
@@ -65,11 +66,14 @@ def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
     """Returns the server's arguments: those of rank 0, whose settings the engine shares."""
     from vllm_heteroinfer import engine_args
 
-    return engine_args.parse(plan, launch, plan.ranks[0])
+    args = engine_args.parse(plan, launch, plan.ranks[0])
+    # Last, so that it is around the user's own.
+    args.middleware = [*args.middleware, "vllm_heteroinfer.draining.DrainMiddleware"]
+    return args
 
 
-async def serve(args: argparse.Namespace) -> None:
-    """Serves the OpenAI API until SIGTERM or SIGINT.
+async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
+    """Serves the OpenAI API until SIGTERM or SIGINT; drains before that when its supervisor says so.
 
     Source: vllm/entrypoints/launchers/api_server/entry.py::run_server@v0.32.0.
 
@@ -86,7 +90,7 @@ async def serve(args: argparse.Namespace) -> None:
     listen_address, sock = setup_server(args, reuse_port=False)
     async with entry.build_async_engine_client(args) as client:
         refuse_levels(client)
-        watcher = asyncio.create_task(_exit_with_engine(client))
+        watcher = asyncio.create_task(_watch(client, reporter))
         shutdown = await entry.build_and_serve(client, listen_address, sock, args)
         watcher.cancel()
     await shutdown
@@ -108,9 +112,13 @@ def refuse_levels(client: "EngineClient") -> None:
     client.sleep = sleep
 
 
-async def _exit_with_engine(client: "EngineClient") -> None:
-    """Ends this process when the engine has died; nothing it could still do is of use."""
+async def _watch(client: "EngineClient", reporter: RankReporter) -> None:
+    """Drains when asked to; ends this process when the engine has died: nothing else is of use then."""
     while not client.errored:
+        if reporter.asked_to_drain():
+            DRAIN.begin()
+        if DRAIN.is_done():
+            reporter.drained()
         await asyncio.sleep(_WATCH_S)
     _logger.error("the engine has died: see its error above; the API server ends with it")
     os._exit(names.EXIT_RANK_FAILED)

@@ -20,6 +20,7 @@ from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan
 from vllm_heteroinfer import fingerprint, kv_room, process, queues
 from vllm_heteroinfer.launch.orphans import die_with_parent
+from vllm_heteroinfer.launch.startup import NO_LIMIT_S
 from vllm_heteroinfer.patches import engine_pause
 from vllm_heteroinfer.rendezvous import Deadline, GroupStore
 from vllm_heteroinfer.sleep_levels import check_level
@@ -77,7 +78,7 @@ class GroupExecutor(MultiprocExecutor):
         self._plan = plan
         self.world_size = plan.world_size
         self.output_rank = self._get_output_rank()
-        self._starting: Deadline | None = Deadline.after(launch.startup_timeout_s)
+        self._starting: Deadline | None = Deadline.after(NO_LIMIT_S)
         deadline = self._starting
         self._store = GroupStore.connect(launch, deadline)
         self._check_settings(plan, deadline)

@@ -19,6 +19,7 @@ from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan, RankAssignment
 from vllm_heteroinfer import process
 from vllm_heteroinfer.launch.channel import RankReporter
+from vllm_heteroinfer.launch.startup import NO_LIMIT_S
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,7 +85,7 @@ def run(
     from vllm_heteroinfer import engine_args, metrics
     from vllm_heteroinfer.rendezvous import Deadline, GroupStore
 
-    startup = Deadline.after(launch.startup_timeout_s)
+    startup = Deadline.after(NO_LIMIT_S)
     step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
     meter = metrics.RankMetrics(rank, launch, reporter, counts=counts_metrics(os.environ))
     if meter.counts:

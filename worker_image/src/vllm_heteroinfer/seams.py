@@ -79,6 +79,18 @@ SEAMS: Final = (
         why="with a planned KV size vLLM measures nothing: a rank with less room would fail later, unnamed",
     ),
     Seam(
+        target="vllm.model_executor.model_loader:register_model_loader",
+        kind="registry; ModelRunner.load_config",
+        used_by="worker/loading.py",
+        why="a load tells how far it is, so that one that moves has no deadline",
+    ),
+    Seam(
+        target="vllm.entrypoints.serve.middleware.register:init_entrypoints_middleware",
+        kind="option (--middleware)",
+        used_by="draining.py",
+        why="a group that ends refuses new requests and answers those that it has to the last byte",
+    ),
+    Seam(
         target="vllm.v1.worker.cpu_worker:CPUWorker.sleep",
         kind="worker class",
         used_by="worker/sleep.py",

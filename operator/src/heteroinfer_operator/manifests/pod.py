@@ -4,6 +4,7 @@ Pods are bare, with restartPolicy Never: the group is the restart unit, and the 
 in the pod's name, so that no old address or rank is ever taken for a new one.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,7 @@ class WorkerPods:
             "metadata": _metadata(self.group.owner, name, labels, role.template),
             "spec": {
                 **_pod_spec(self.spec, role.template),
+                "terminationGracePeriodSeconds": termination_grace_s(self.spec),
                 "hostname": name,
                 "subdomain": identity.group_service(self.group.owner, self.group.index),
                 "containers": [self._container(pod, role)],
@@ -107,6 +109,7 @@ class WorkerPods:
             pod_index=pod_index,
             addresses=self.addresses,
             startup_timeout_s=parse_duration_s(self.spec.startup.timeout),
+            drain_timeout_s=parse_duration_s(self.spec.drain_timeout),
             network_interface=self.spec.network.interface,
             cpu_binding=role.cpu_binding,
         )
@@ -122,6 +125,11 @@ class WorkerPods:
         owned = {variable["name"]: variable for variable in [plan, *_literals(launch.to_env())]}
         users = [v.dump() for v in self.spec.engine.env if v.name not in owned]
         return [*users, *owned.values()]
+
+
+def termination_grace_s(spec: HeteroInferenceSpec) -> int:
+    """Returns how long a worker pod may take to end, in seconds: to drain, and to end its processes."""
+    return math.ceil(parse_duration_s(spec.drain_timeout)) + _STOP_SIGNAL_GRACE_S
 
 
 def build_inspect_pod(

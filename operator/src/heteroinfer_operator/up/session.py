@@ -20,7 +20,7 @@ from heteroinfer_operator.api import (
 from heteroinfer_operator.cluster import RecordEvent, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError, Shortage
 from heteroinfer_operator.local import LocalAddressing, LocalCluster, LocalOptions
-from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.manifests.pod import WorkerImages, termination_grace_s
 from heteroinfer_operator.reconcile import Options, reconcile
 from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
 from heteroinfer_operator.up.display import Display
@@ -28,8 +28,8 @@ from heteroinfer_operator.up.view import RankRow, build_rows
 from heteroinfer_operator.workqueue import WorkQueue, build_process
 
 REFRESH_S: Final = 0.5
-STOP_TIMEOUT_S: Final = 45.0
-"""Pods have 30 s to stop; what is left then is killed."""
+KILL_AFTER_S: Final = 15.0
+"""Beyond the time that pods have to end; what is left then is killed."""
 _IMAGES: Final = WorkerImages(cpu="none", gpu="none")
 """Nothing is pulled here: the worker's Python stands for every image."""
 _TOLD: Final = (ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE, ConditionType.READY)
@@ -116,11 +116,12 @@ class Session:
         self._display.line("stopping; Ctrl-C again kills")
         self._cluster.request_deletion()
         ends = [asyncio.ensure_future(end.wait()) for end in (self._cluster.gone, self._kill)]
-        done, pending = await asyncio.wait(ends, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        timeout_s = termination_grace_s(self._spec) + KILL_AFTER_S
+        done, pending = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for end in pending:
             end.cancel()
         if not done:
-            self._display.line(f"not stopped after {STOP_TIMEOUT_S:g} s: killing", warning=True)
+            self._display.line(f"not stopped after {timeout_s:g} s: killing", warning=True)
 
     def _on_signal(self) -> None:
         self._stops += 1

@@ -34,6 +34,7 @@ class RankReport:
         busy: what it is doing now (`step 12`), None while it waits for work.
         waiting_for_rank: the rank it needs something from to go on, None while it
             computes itself.
+        drained: of the API server: asked to drain, and the last request has ended.
     """
 
     phase: RankPhase = RankPhase.STARTING
@@ -49,6 +50,7 @@ class RankReport:
     kv_room_bytes: int = 0
     busy: str | None = None
     waiting_for_rank: int | None = None
+    drained: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +67,11 @@ class SupervisorMessage:
 
     Attributes:
         group_age_s: age of the oldest news of a peer's supervisor, in seconds.
+        drain: the group is asked to stop: take no more requests, and let the running ones end.
     """
 
     group_age_s: float
+    drain: bool = False
 
 
 class RankReporter:
@@ -86,6 +90,7 @@ class RankReporter:
         self._report = RankReport()
         self._heard_age_s = 0.0
         self._heard_at = time.monotonic()
+        self._drain = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heteroinfer-channel", daemon=True)
         self._thread.start()
@@ -150,6 +155,16 @@ class RankReporter:
         with self._state_lock:
             self._report = replace(self._report, busy=what, waiting_for_rank=waiting_for_rank)
 
+    def asked_to_drain(self) -> bool:
+        """Returns whether this process shall take no more requests."""
+        with self._state_lock:
+            return self._drain
+
+    def drained(self) -> None:
+        """Says that the last request has ended."""
+        with self._state_lock:
+            self._report = replace(self._report, drained=True)
+
     def failure(self, failure: Failure) -> None:
         """Sends why this rank ends, before it returns; call it once, just before exiting.
 
@@ -194,6 +209,7 @@ class RankReporter:
             heard = codec.from_json(SupervisorMessage, line)
             with self._state_lock:
                 self._heard_age_s, self._heard_at = heard.group_age_s, time.monotonic()
+                self._drain = self._drain or heard.drain
 
     def _send(self, message: RankMessage) -> None:
         line = (codec.to_json(message) + "\n").encode()
@@ -244,13 +260,13 @@ class RankChannel:
             messages += [codec.from_json(RankMessage, line) for line in self._lines.feed(chunk)]
         return messages
 
-    def send_group_age(self, group_age_s: float) -> None:
-        """Tells the rank how old the supervisor's news of the group is, in seconds.
+    def send(self, message: SupervisorMessage) -> None:
+        """Tells the rank how the group is.
 
         A rank that doesn't read (stopped, or its interpreter is held) misses it: its
         age grows, as it should.
         """
-        line = codec.to_json(SupervisorMessage(group_age_s=group_age_s)) + "\n"
+        line = codec.to_json(message) + "\n"
         with contextlib.suppress(OSError):
             self._socket.send(line.encode())
 

@@ -43,11 +43,13 @@ class Handlers:
     Attributes:
         on_evidence: a pod saw a failure (leader), or a peer's supervisor was lost (both).
         on_stopping: that pod was asked to stop.
+        on_left: that pod, which was asked to stop, is gone.
         on_verdict: the leader has decided (followers).
     """
 
     on_evidence: Callable[[Evidence], None]
     on_stopping: Callable[[int], None]
+    on_left: Callable[[int], None]
     on_verdict: Callable[[Failure], None]
 
 
@@ -207,7 +209,9 @@ class ControlServer:
             self._lost(pod, "closed its connection")
 
     def _lost(self, pod: int, how: str) -> None:
-        if pod not in self._stopping:
+        if pod in self._stopping:
+            self._handlers.on_left(pod)
+        else:
             self._handlers.on_evidence(Evidence(failure=pod_lost(self._launch, pod, how)))
 
 
@@ -223,7 +227,10 @@ class ControlClient:
         self._leader_stopping = False
 
     async def connect(self) -> None:
-        """Returns once the leader has welcomed this pod; tries again for ever, under the caller's deadline.
+        """Returns once the leader has welcomed this pod.
+
+        Tries again for ever: the leader may be waiting for its node to pull the image, and only
+        the operator sees that.
 
         Raises:
             Refused: the leader says what differs.
@@ -308,7 +315,9 @@ class ControlClient:
             self._link.close()
 
     def _lost(self, how: str) -> None:
-        if not self._leader_stopping:
+        if self._leader_stopping:
+            self._handlers.on_left(0)
+        else:
             self._handlers.on_evidence(Evidence(failure=pod_lost(self._launch, 0, how)))
 
 

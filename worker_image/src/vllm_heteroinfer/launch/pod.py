@@ -14,7 +14,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_status import RankPhase, RankStatus
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan, RankAssignment
-from vllm_heteroinfer.launch.channel import RankChannel, RankReport
+from vllm_heteroinfer.launch.channel import RankChannel, RankReport, SupervisorMessage
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.environment import Host, api_environment, rank_environment
 from vllm_heteroinfer.launch.link import RankBeat
@@ -81,13 +81,20 @@ class Member:
 
 
 class PodProcesses:
-    """All processes of this pod."""
+    """All processes of this pod.
+
+    Args:
+        plan: of the group.
+        launch: of this pod.
+        on_evidence: called with each failure.
+    """
 
     def __init__(self, plan: Plan, launch: PodLaunch, on_evidence: Callable[[Evidence], None]) -> None:
         self._plan = plan
         self._launch = launch
         self._on_evidence = on_evidence
         self._members: list[Member] = []
+        self._draining = False
 
     def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
         """Starts every rank of the pod, and the API server on the leader's.
@@ -122,14 +129,29 @@ class PodProcesses:
 
     def tell_age(self, group_age_s: float) -> None:
         """Tells every rank how old the news of the group is, in seconds."""
+        message = SupervisorMessage(group_age_s=group_age_s, drain=self._draining)
         for member in self._members:
-            member.channel.send_group_age(group_age_s)
+            member.channel.send(message)
+
+    def last_log(self, rank: int) -> str:
+        """Returns a rank's last line of log, "" if it is of another pod."""
+        own = (m for m in self._members if m.assignment is not None and m.assignment.rank == rank)
+        return next((member.child.output.last_line() for member in own), "")
+
+    def drain(self) -> None:
+        """Has the API server take no more requests from the next beat on; its end is no failure then."""
+        self._draining = True
+
+    def drained(self) -> bool:
+        """Returns whether no request is left that could end: no API server runs, or it says so."""
+        servers = [m for m in self._members if m.assignment is None]
+        return all(m.report.drained or m.child.observe().life is Life.ENDED for m in servers)
 
     def watch(self) -> None:
         """Looks at every process, and reports each failure once."""
         now_s = time.monotonic()
         for member in self._members:
-            if not member.blamed:
+            if not member.blamed and not (self._draining and member.assignment is None):
                 self._watch_one(member, now_s)
         reap_orphans([member.child for member in self._members])
 

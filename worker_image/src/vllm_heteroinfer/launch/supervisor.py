@@ -2,7 +2,9 @@
 
 One loop, one outcome: either this pod was asked to stop, or a failure ended the group.
 Whatever comes first decides; then everything is killed, the failure is written where
-the operator finds it, and the exit code says whose fault it was.
+the operator finds it, and the exit code says whose fault it was. A pod that is asked to
+stop drains first: the whole group turns unready, and its ranks go on until the leader's
+running requests have ended.
 """
 
 import asyncio
@@ -29,6 +31,7 @@ from vllm_heteroinfer.launch.host import observe_host, own_address
 from vllm_heteroinfer.launch.link import Message
 from vllm_heteroinfer.launch.pod import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
+from vllm_heteroinfer.launch.startup import StartClock
 
 WATCH_INTERVAL_S = 0.05
 GATHER_S = 0.25
@@ -36,6 +39,8 @@ GATHER_S = 0.25
 the network, and the time in which a death's consequences show."""
 STOP_GATHER_S = 0.7
 """After a peer was asked to stop: if the whole group is being deleted, we are asked as well."""
+FOLLOWERS_DRAIN_LONGER_S = 10.0
+"""The leader may have been asked later, and ends its API server in order before it lets go."""
 VERDICT_TIMEOUT_S = 1.5
 """A follower waits so long for the leader's verdict, and then decides alone."""
 LATE_POD_S = 1.0
@@ -69,9 +74,11 @@ class Supervisor:
         self._plan = plan
         self._launch = launch
         self._settings = settings
-        self._started_at_s = time.monotonic()
         handlers = Handlers(
-            on_evidence=self._on_evidence, on_stopping=self._on_stopping, on_verdict=self._conclude
+            on_evidence=self._on_evidence,
+            on_stopping=self._on_stopping,
+            on_left=lambda pod: self._end_drain(),
+            on_verdict=self._on_verdict,
         )
         leads = launch.pod_index == 0
         self._server = ControlServer(plan, launch, handlers) if leads else None
@@ -80,6 +87,10 @@ class Supervisor:
         self._health = HealthServer(self._answer)
         self._api_healthy = not (leads and settings.commands.api_server)
         self._was_ready = False
+        self._start = StartClock(launch.startup_timeout_s)
+        self._asked = False
+        self._draining = False
+        self._drained = False
         self._evidence: list[tuple[float, Evidence]] = []
         self._stopping_pods: set[int] = set()
         self._hurry = asyncio.Event()
@@ -136,12 +147,13 @@ class Supervisor:
     async def _start_pod(self) -> None:
         """Joins the group, starts the ranks, and then listens to the leader."""
         try:
+            if self._client is not None:
+                await self._client.connect()
             async with asyncio.timeout(self._launch.startup_timeout_s):
-                if self._client is not None:
-                    await self._client.connect()
                 address = await own_address(self._launch)
         except TimeoutError:
-            self._conclude(self._startup_timeout("pod 0 (the leader) did not answer", pod=0))
+            name = self._launch.leader.host
+            self._conclude(self._startup_timeout(f"the name {name} has no address", pod=0))
             return
         except Refused as refusal:
             self._conclude(refusal.failure)
@@ -157,6 +169,8 @@ class Supervisor:
     async def _watch_for_ever(self) -> None:
         while True:
             self._pod.watch()
+            if self._draining and self._server is not None and self._pod.drained():
+                self._end_drain()
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _beat_for_ever(self) -> None:
@@ -181,7 +195,7 @@ class Supervisor:
     def _check_deadlines(self, view: GroupView) -> None:
         self._was_ready = self._was_ready or view.ready
         if not self._was_ready:
-            if time.monotonic() - self._started_at_s > self._launch.startup_timeout_s:
+            if self._start.is_overdue(view, time.monotonic()):
                 self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
             return
         stuck = culprit.blame_stuck(view.busy_ranks(), self._settings.step_timeout_s)
@@ -196,11 +210,12 @@ class Supervisor:
         return Failure(
             reason=FailureReason.STARTUP_TIMEOUT,
             message=(
-                f"not ready within {self._launch.startup_timeout_s:g} s: {message}; "
+                f"no progress for {self._launch.startup_timeout_s:g} s: {message}; "
                 "see the logs of that pod, or set a longer startup.timeout"
             ),
             pod=pod,
             rank=rank,
+            last_log="" if rank is None else self._pod.last_log(rank),
             time=time.time(),
         )
 
@@ -221,16 +236,63 @@ class Supervisor:
         asyncio.get_running_loop().call_later(wait_s, self._decide)
 
     def _decide(self) -> None:
-        if self._outcome.done() or self._stopping_pods:
+        # Once a group that was asked to stop has drained, its ends are orders.
+        if self._outcome.done() or self._drained:
             return
         now_s = time.monotonic()
         self._conclude(culprit.blame([replace(e, age_s=now_s - seen_s) for seen_s, e in self._evidence]))
 
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._asked or self._outcome.done():
+            self._hurry.set()
+            self._stop()
+            return
+        log.info(
+            "got %s: running requests may end, for at most %g s", number.name, self._launch.drain_timeout_s
+        )
+        self._asked = True
+        if self._client is not None:
+            self._client.send(Message(stopping=True))
+        if self._drained:
+            self._stop()
+        self._drain()
+
     def _on_stopping(self, pod: int) -> None:
         self._stopping_pods.add(pod)
-        asyncio.get_running_loop().call_later(STOP_GATHER_S, self._decide_stopped, pod)
+        self._drain()
 
-    def _decide_stopped(self, pod: int) -> None:
+    def _drain(self) -> None:
+        """Takes the group out of service; its ranks go on until the leader's requests have ended."""
+        if self._draining or self._outcome.done():
+            return
+        self._draining = True
+        loop, timeout_s = asyncio.get_running_loop(), self._launch.drain_timeout_s
+        if self._server is not None:
+            self._server.tell_stopping()
+            if timeout_s > 0 and (self._was_ready or self._view().ready):
+                self._pod.drain()
+                loop.call_later(timeout_s, self._end_drain)
+                return
+        elif self._client is not None and self._client.connected():
+            loop.call_later(timeout_s + FOLLOWERS_DRAIN_LONGER_S, self._end_drain)
+            return
+        self._end_drain()
+
+    def _end_drain(self) -> None:
+        if self._drained or self._outcome.done():
+            return
+        self._drained = True
+        if self._asked:
+            self._stop()
+        else:
+            asyncio.get_running_loop().call_later(STOP_GATHER_S, self._decide_stopped)
+
+    def _stop(self) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(None)
+
+    def _decide_stopped(self) -> None:
+        pod = min(self._stopping_pods)
         self._conclude(
             Failure(
                 reason=FailureReason.POD_LOST,
@@ -240,12 +302,10 @@ class Supervisor:
             )
         )
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self._outcome.done():
-            self._hurry.set()
-            return
-        log.info("got %s: stopping", number.name)
-        self._outcome.set_result(None)
+    def _on_verdict(self, failure: Failure) -> None:
+        if self._asked and failure.reason is FailureReason.POD_LOST:
+            self._stop()  # the leader names a pod that was asked to stop, as this one was
+        self._conclude(failure)
 
     def _on_api_health(self, healthy: bool) -> None:
         self._api_healthy = healthy
@@ -300,7 +360,7 @@ class Supervisor:
 
     def _not_ready_because(self) -> str:
         """Returns what this pod waits for, "" if it is ready."""
-        if self._outcome.done() or self._pod.failing() or self._evidence or self._stopping_pods:
+        if self._outcome.done() or self._pod.failing() or self._evidence or self._draining:
             verdict = self._outcome.result() if self._outcome.done() else None
             words = verdict.message if verdict else ", ".join(e.failure.message for _, e in self._evidence)
             return f"the group is ending: {words or 'asked to stop'}"

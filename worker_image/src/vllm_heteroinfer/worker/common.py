@@ -25,7 +25,7 @@ from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
 from vllm_heteroinfer.metrics import RankMetrics
 from vllm_heteroinfer.rendezvous import Deadline, GroupStore
 from vllm_heteroinfer.steps import count_tokens
-from vllm_heteroinfer.worker import memory, sampling
+from vllm_heteroinfer.worker import loading, memory, sampling
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -95,7 +95,8 @@ class GroupWorkerMixin:
         """Loads this stage's weights, then agrees with its neighbours on what a hop carries."""
         context = self.context
         context.reporter.phase(RankPhase.LOADING, 0, context.rank.weight_bytes)
-        super().load_model(**kwargs)  # type: ignore[misc]
+        with loading.counted(self.model_runner, self._report_load):  # type: ignore[attr-defined]
+            super().load_model(**kwargs)  # type: ignore[misc]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         self._loaded_bytes = weight_bytes(model)
         context.metrics.weight_bytes.set(self._loaded_bytes)
@@ -104,6 +105,13 @@ class GroupWorkerMixin:
             self._build_transport(model)
         if self.tensor_group is not None and get_pp_group().is_last_rank:
             self.tensor_group.share_samples(self.model_runner)  # type: ignore[attr-defined]
+
+    def _report_load(self, done_bytes: int, total_bytes: int) -> None:
+        """Tells how far the load is, in bytes of the rank's own share where the plan says how many."""
+        own = self.context.rank.weight_bytes
+        if own:
+            done_bytes, total_bytes = own * done_bytes // total_bytes, own
+        self.context.reporter.phase(RankPhase.LOADING, done_bytes, total_bytes)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """Returns the one layout that CPU attention reads; the lists of all ranks must be equal.

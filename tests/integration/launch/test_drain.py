@@ -1,0 +1,149 @@
+"""A group that is asked to stop: its requests end, then it does."""
+
+import http.client
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
+from tests.integration.launch.groups import TinyGroup, tiny_group, wait_until
+
+STOP_LIMIT_S = 5.0
+DRAIN_S = 2.0
+
+
+class SlowRequest:
+    """A request whose answer goes on until the trigger exists."""
+
+    def __init__(self, group: TinyGroup) -> None:
+        self._connection = http.client.HTTPConnection(
+            "127.0.0.1", group.launches[0].leader.api_port, timeout=20
+        )
+        self._connection.request("GET", "/slow")
+        self.answer = self._connection.getresponse()
+
+    def close(self) -> None:
+        self.answer.close()
+        self._connection.close()
+
+    def read_line(self) -> bytes:
+        return self.answer.readline()
+
+    def read_rest(self) -> bytes:
+        """Returns what comes until the connection ends, however it does."""
+        try:
+            return self.answer.read()
+        except (OSError, http.client.HTTPException):
+            return b""
+
+
+def is_refused(group: TinyGroup) -> bool:
+    """Returns whether a new request is refused; one that is answered is given up."""
+    request = SlowRequest(group)
+    request.close()
+    return request.answer.status == 503
+
+
+def serve_slowly(group: TinyGroup) -> SlowRequest:
+    group.start()
+    group.wait_ready()
+    request = SlowRequest(group)
+    assert request.read_line() == b"line\n"
+    return request
+
+
+def ask_to_stop(group: TinyGroup, *pods: int) -> float:
+    """Sends SIGTERM; returns when, once every pod says that it is not ready."""
+    asked = time.monotonic()
+    for index in pods:
+        group.pods[index].process.terminate()
+    wait_until(lambda: not any(pod.is_ready() for pod in group.pods), 1.0, group.logs)
+    return asked
+
+
+@pytest.mark.parametrize("asked", [(0, 1), (0,), (1,)], ids=str)
+def test_a_request_under_way_ends_before_the_group_does(tmp_path: Path, asked: tuple[int, ...]) -> None:
+    with tiny_group(tmp_path) as group:
+        request = serve_slowly(group)
+        ask_to_stop(group, *asked)
+        wait_until(lambda: is_refused(group), 5, group.logs)
+        assert [pod.is_alive() for pod in group.pods] == [True, True], group.logs()
+        assert request.read_line() == b"line\n"
+        (tmp_path / "trigger").touch()
+        triggered = time.monotonic()
+        assert request.read_rest().endswith(b"end\n")
+        codes = group.wait_exits(triggered + STOP_LIMIT_S)
+        assert group.marked() == []
+    assert [codes[index] for index in asked] == [names.EXIT_STOPPED] * len(asked)
+    for index in {0, 1} - {*asked}:
+        assert codes[index] == names.EXIT_PEER_FAILED
+        failure = group.pods[index].failure()
+        assert (failure.reason, failure.pod) == (FailureReason.POD_LOST, asked[0])
+        assert "was asked to stop" in failure.message
+
+
+@pytest.mark.parametrize("asked", [(0, 1), (1,)], ids=str)
+def test_past_the_drain_timeout_the_group_ends_anyway(tmp_path: Path, asked: tuple[int, ...]) -> None:
+    with tiny_group(tmp_path, drain_timeout_s=DRAIN_S) as group:
+        request = serve_slowly(group)
+        stopped = ask_to_stop(group, *asked)
+        assert not request.read_rest().endswith(b"end\n")
+        assert time.monotonic() - stopped > DRAIN_S - 0.1
+        codes = group.wait_exits(stopped + DRAIN_S + STOP_LIMIT_S)
+        assert group.marked() == []
+    assert codes[asked[0]] == names.EXIT_STOPPED
+
+
+def test_without_requests_nothing_is_waited_for(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        codes = group.wait_exits(ask_to_stop(group, 0, 1) + STOP_LIMIT_S)
+    assert codes == [names.EXIT_STOPPED] * 2
+
+
+def test_a_drain_timeout_of_0_is_no_drain(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, drain_timeout_s=0) as group:
+        request = serve_slowly(group)
+        codes = group.wait_exits(ask_to_stop(group, 0, 1) + STOP_LIMIT_S)
+        assert not request.read_rest().endswith(b"end\n")
+    assert codes == [names.EXIT_STOPPED] * 2
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        serve_slowly(group)
+        ask_to_stop(group, 0, 1)
+        asked_again = time.monotonic()
+        for pod in group.pods:
+            pod.process.send_signal(signal.SIGINT)
+        assert group.wait_exits(asked_again + STOP_LIMIT_S) == [names.EXIT_STOPPED] * 2
+        assert group.marked() == []
+
+
+def test_a_rank_that_dies_meanwhile_ends_the_group_and_is_named(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        serve_slowly(group)
+        ask_to_stop(group, 1)
+        death = time.monotonic()
+        os.kill(group.rank_pid(1), signal.SIGKILL)
+        codes = group.wait_exits(death + 2.0)
+        assert group.marked() == []
+    assert codes == [names.EXIT_PEER_FAILED, names.EXIT_RANK_FAILED]
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.rank) == (FailureReason.RANK_EXITED, 1)
+
+
+def test_a_pod_that_is_lost_meanwhile_ends_the_drain(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        serve_slowly(group)
+        ask_to_stop(group, 0, 1)
+        lost = time.monotonic()
+        group.pods[1].process.kill()
+        assert group.pods[0].process.wait(STOP_LIMIT_S) == names.EXIT_STOPPED
+        assert time.monotonic() - lost < STOP_LIMIT_S
+        wait_until(lambda: group.marked() == [], STOP_LIMIT_S, group.logs)

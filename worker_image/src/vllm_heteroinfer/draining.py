@@ -1,0 +1,98 @@
+"""Ends an API server without losing a request: new ones are refused, running ones end.
+
+An ASGI middleware around the whole server, so that it sees every request and the last byte of
+its answer. Stdlib only: it is imported by vLLM, by its name.
+"""
+
+import json
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from heteroinfer_contract import names
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+STILL_TAKEN_S: Final = 1.0
+"""From the word to drain on: the cluster's proxies need a moment to learn that this pod is out of
+the Service, and what they send until then is answered."""
+_REFUSAL: Final = {
+    "error": {
+        "message": "this group is ending and takes no more requests; send it again, another group answers",
+        "type": "ServiceUnavailableError",
+        "param": None,
+        "code": 503,
+    }
+}
+"""As the OpenAI API words its errors."""
+_NOT_WORK: Final = frozenset({names.PATH_API_HEALTH, "/metrics", "/ping", "/version", "/load"})
+"""Answered to the end, and waited for by nobody."""
+
+
+class Drain:
+    """The requests of one API server; use from its event loop.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._running = 0
+        self._refuse_from_s: float | None = None
+
+    def begin(self) -> None:
+        """Has requests refused from soon on; twice is a no-op."""
+        if self._refuse_from_s is None:
+            self._refuse_from_s = self._clock() + STILL_TAKEN_S
+
+    def refuses(self) -> bool:
+        """Returns whether a request that comes now is refused."""
+        return self._refuse_from_s is not None and self._clock() >= self._refuse_from_s
+
+    def is_done(self) -> bool:
+        """Returns whether no request runs, and none will."""
+        return self.refuses() and not self._running
+
+    async def run(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has the server answer a request, and counts it until its last byte is sent."""
+        self._running += 1
+        try:
+            await app(scope, receive, send)
+        finally:
+            self._running -= 1
+
+
+DRAIN: Final = Drain()
+"""Of this process, which is one API server: vLLM makes the middleware, and gives it no argument."""
+
+
+class DrainMiddleware:
+    """Refuses requests, or counts them, as DRAIN says; `--middleware` of vLLM names it.
+
+    Args:
+        app: the server.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, or one connection of the realtime API."""
+        if scope["type"] not in {"http", "websocket"} or scope["path"] in _NOT_WORK:
+            await self._app(scope, receive, send)
+        elif not DRAIN.refuses():
+            await DRAIN.run(self._app, scope, receive, send)
+        elif scope["type"] == "http":
+            await _refuse(send)
+        else:
+            await send({"type": "websocket.close", "code": 1001})
+
+
+async def _refuse(send: Send) -> None:
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"retry-after", b"1")]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(_REFUSAL).encode()})
