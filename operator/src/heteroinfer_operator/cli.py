@@ -16,6 +16,8 @@ from heteroinfer_operator.errors import HeteroInferError
 COMMANDS: Final = MappingProxyType(
     {
         "up": "run a HeteroInference on this machine, without a cluster",
+        "top": "show the groups and ranks of a cluster, kept up to date",
+        "logs": "print the logs of a resource's ranks, the culprit's first",
         "plan": "print who would be which rank, with which layers, without a cluster",
         "crd": "print the CustomResourceDefinition",
         "operator": "run the operator (in a cluster)",

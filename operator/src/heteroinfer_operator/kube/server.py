@@ -18,6 +18,7 @@ from kubernetes.aio.config import ConfigException
 from heteroinfer_operator.errors import HeteroInferError
 
 JSON: Final = "application/json"
+ANY: Final = "*/*"
 MERGE_PATCH: Final = "application/merge-patch+json"
 APPLY_PATCH: Final = "application/apply-patch+yaml"
 
@@ -120,6 +121,10 @@ class ApiServer:
         """Returns what is stored at a path; raises ApiError."""
         return await self._json(_Request(method="GET", path=path, query=query or {}))
 
+    async def get_text(self, path: str, query: Query | None = None) -> str:
+        """Returns what is answered at a path that is no object: a log, or a pod's own; raises ApiError."""
+        return await self._text(_Request(method="GET", path=path, query=query or {}, accept=ANY))
+
     async def create(self, path: str, body: Mapping[str, Any], query: Query | None = None) -> dict[str, Any]:
         """Returns the created object; raises ApiError, with status 409 if the name is taken."""
         return await self._write("create", _Request(method="POST", path=path, query=query or {}, body=body))
@@ -181,16 +186,19 @@ class ApiServer:
         return answer
 
     async def _json(self, request: "_Request") -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(await self._text(request)))
+
+    async def _text(self, request: "_Request") -> str:
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         try:
             response = await self._open(request, timeout)
             async with response:
-                text = await response.text()
+                text = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise request.unanswered(error) from error
         if response.status >= 300:
             raise _refusal(str(request), response.status, text)
-        return cast("dict[str, Any]", json.loads(text))
+        return text
 
     async def _open(self, request: "_Request", timeout: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
         try:
@@ -198,7 +206,7 @@ class ApiServer:
                 request.method,
                 request.path,
                 query_params=list(request.query.items()),
-                header_params={"Accept": JSON, "Content-Type": request.content_type},
+                header_params={"Accept": request.accept, "Content-Type": request.content_type},
                 body=request.body,
                 auth_settings=["BearerToken"],
             )
@@ -217,6 +225,7 @@ class _Request:
     query: Query = field(default_factory=dict)
     body: Mapping[str, Any] | None = None
     content_type: str = JSON
+    accept: str = JSON
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"

@@ -1,0 +1,144 @@
+"""What a user may read of HeteroInferences: their status, what leaders say through the API server, logs."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kubernetes.aio import config
+from kubernetes.aio.config import ConfigException
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_operator.api import GroupStatus, HeteroInferenceStatus, parse_status
+from heteroinfer_operator.cluster import Manifest, ResourceKey
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.fleet.view import Live
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
+
+PROXY_TIMEOUT_S: Final = 3.0
+"""For a leader's answer: a table must not wait for a group that falls."""
+AT_ONCE: Final = 16
+_KV_USE: Final = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+"""vLLM's own gauge, 0 to 1 (`vllm/v1/metrics/loggers.py@v0.32.0`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A HeteroInference as stored.
+
+    Attributes:
+        key: its name.
+        api_port: of its leaders.
+        status: parsed.
+    """
+
+    key: ResourceKey
+    api_port: int
+    status: HeteroInferenceStatus
+
+
+async def current_namespace() -> str:
+    """Returns the namespace of the kubeconfig's current context, or `default`."""
+    contexts: Any = config.list_kube_config_contexts
+    try:
+        _, active = contexts()
+    except ConfigException:
+        return "default"
+    return str(active["context"].get("namespace") or "default")
+
+
+async def read_resources(server: ApiServer, namespace: str | None, name: str | None) -> list[Stored]:
+    """Returns the resources of a namespace (None: all), or the one of this name.
+
+    Raises:
+        HeteroInferError: there is none of this name, or the user may not read them.
+    """
+    path = HETERO_INFERENCE.path(namespace, name)
+    try:
+        answer = await server.get(path)
+    except ApiError as error:
+        if error.status == NOT_FOUND:
+            raise HeteroInferError(
+                f"namespace {namespace}: no {names.KIND} {name}; see `kubectl get {names.SHORT_NAME} -A`"
+                if name
+                else f"{names.PLURAL}.{names.API_GROUP} is not served here: install HeteroInfer's chart",
+                reason="NotFound",
+            ) from error
+        if error.status == FORBIDDEN and namespace is None:
+            raise HeteroInferError(
+                f"{error.message}; name a namespace with -n", reason="Forbidden"
+            ) from error
+        raise
+    items = [answer] if name else answer["items"]
+    return [_stored(item) for item in items]
+
+
+def _stored(item: Manifest) -> Stored:
+    metadata = item["metadata"]
+    return Stored(
+        key=ResourceKey(namespace=metadata["namespace"], name=metadata["name"]),
+        api_port=int(item["spec"].get("engine", {}).get("port", names.DEFAULT_API_PORT)),
+        status=parse_status(item.get("status") or {}),
+    )
+
+
+class LeaderReader:
+    """Asks leaders through the API server's proxy, which takes the right to get `pods/proxy`.
+
+    Attributes:
+        problem: why the last round left out groups, in words, or "".
+
+    Args:
+        server: the API server, as the user.
+    """
+
+    def __init__(self, server: ApiServer) -> None:
+        self.problem = ""
+        self._server = server
+        self._slots = asyncio.Semaphore(AT_ONCE)
+
+    async def read(self, resources: Sequence[Stored]) -> dict[ResourceKey, dict[int, Live]]:
+        """Returns by resource and group index what leaders say now; without those that do not answer."""
+        self.problem = ""
+        asked = [(stored, group) for stored in resources for group in stored.status.groups if group.members]
+        answers = await asyncio.gather(*(self._ask(stored, group) for stored, group in asked))
+        live: dict[ResourceKey, dict[int, Live]] = {}
+        for (stored, group), answer in zip(asked, answers, strict=True):
+            live.setdefault(stored.key, {})[group.index] = answer
+        return live
+
+    async def _ask(self, stored: Stored, group: GroupStatus) -> Live:
+        leader = group.members[0].pod
+        async with self._slots:
+            text = await self._get(stored.key.namespace, leader, names.DEFAULT_HEALTH_PORT, names.PATH_GROUP)
+            if text is None:
+                return Live()
+            try:
+                report = GroupReport.from_json(text)
+            except ContractError as error:
+                self.problem = f"pod {leader}: its answer is of another version: {error}"
+                return Live()
+            if not report.ready:
+                return Live(report=report)
+            metrics = await self._get(stored.key.namespace, leader, stored.api_port, "/metrics")
+        return Live(report=report, kv_use=_kv_use(metrics or ""))
+
+    async def _get(self, namespace: str, pod: str, port: int, path: str) -> str | None:
+        try:
+            async with asyncio.timeout(PROXY_TIMEOUT_S):
+                return await self._server.get_text(POD.path(namespace, f"{pod}:{port}", f"proxy{path}"))
+        except TimeoutError:
+            self.problem = f"pod {pod} did not answer on port {port} within {PROXY_TIMEOUT_S:g} s"
+        except ApiError as error:
+            right = "; it takes the right to get pods/proxy" if error.status == FORBIDDEN else ""
+            self.problem = f"{error.message}{right}"
+        return None
+
+
+def _kv_use(exposition: str) -> float | None:
+    found = [float(value) for value in _KV_USE.findall(exposition)]
+    return max(found) if found else None

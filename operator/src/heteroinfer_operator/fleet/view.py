@@ -1,0 +1,245 @@
+"""What is shown of HeteroInferences: resources, their groups, their ranks. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from pydantic.alias_generators import to_camel
+
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_operator.api import (
+    ConditionStatus,
+    ConditionType,
+    FailureStatus,
+    GroupStatus,
+    HeteroInferenceStatus,
+    MemberStatus,
+)
+from heteroinfer_operator.cluster import ResourceKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """What the leader of a group says now.
+
+    Attributes:
+        report: of its ranks, or None if it did not answer.
+        kv_use: share of the KV cache in use, 0 to 1, or None if it did not answer.
+    """
+
+    report: GroupReport | None = None
+    kv_use: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLine:
+    """One rank.
+
+    Attributes:
+        rank: global rank.
+        role: its role.
+        pod: its pod.
+        node: of its pod, or "".
+        phase: how far it has come.
+        steps: model steps since warm-up, or None where only the status is known.
+        step_ms: a decode step, in milliseconds, or None while there was none.
+        compute_ms: of which its own compute.
+        wait_ms: of which waiting for peers.
+    """
+
+    rank: int
+    role: str
+    pod: str
+    node: str
+    phase: str
+    steps: int | None = None
+    step_ms: float | None = None
+    compute_ms: float | None = None
+    wait_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLine:
+    """One group.
+
+    Attributes:
+        index: from 0.
+        epoch: its incarnation.
+        phase: what it does.
+        message: what it waits for, or "".
+        live: whether its ranks are told by its leader now, not by the status.
+        restarts: because of failures that count.
+        kv_tokens: that its KV cache holds, or None while unknown.
+        kv_use: share of it in use, 0 to 1, or None.
+        failure: its last failure, or None.
+        ranks: by rank.
+    """
+
+    index: int
+    epoch: int
+    phase: str
+    message: str
+    live: bool
+    restarts: int
+    kv_tokens: int | None
+    kv_use: float | None
+    failure: FailureStatus | None
+    ranks: tuple[RankLine, ...]
+
+    @property
+    def culprit(self) -> str:
+        """Returns who ended its last epoch, in a few words, or ""."""
+        if self.failure is None:
+            return ""
+        who = "" if self.failure.rank is None else f" rank {self.failure.rank}"
+        code = "" if self.failure.exit_code is None else f" ({self.failure.exit_code})"
+        return f"{self.failure.reason}{who}{code} at {self.failure.time:%m-%d %H:%M:%S}Z"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceLine:
+    """One HeteroInference.
+
+    Attributes:
+        key: its name.
+        ready: status of its condition Ready.
+        reason: of that condition.
+        message: of that condition.
+        groups: ready of all, as 1/2.
+        lines: its groups, by index.
+    """
+
+    key: ResourceKey
+    ready: str
+    reason: str
+    message: str
+    groups: str
+    lines: tuple[GroupLine, ...]
+
+    def dump(self) -> dict[str, Any]:
+        """Returns JSON values, in the status's own spelling; times as text."""
+        return {
+            "namespace": self.key.namespace,
+            "name": self.key.name,
+            "ready": self.ready,
+            "reason": self.reason,
+            "message": self.message,
+            "groups": [_dump(group) for group in self.lines],
+        }
+
+
+def build_line(
+    key: ResourceKey, status: HeteroInferenceStatus, live: Mapping[int, Live] | None = None
+) -> ResourceLine:
+    """Returns what is shown of a resource.
+
+    Args:
+        key: its name.
+        status: as stored.
+        live: by group index: what its leader says; one of another epoch is left out.
+    """
+    ready = status.condition(ConditionType.READY.value)
+    told = live or {}
+    return ResourceLine(
+        key=key,
+        ready=ready.status.value if ready else ConditionStatus.UNKNOWN.value,
+        reason=ready.reason if ready else "",
+        message=ready.message if ready else "",
+        groups=(status.summary.groups if status.summary else None) or "",
+        lines=tuple(_group(group, told.get(group.index, Live())) for group in status.groups),
+    )
+
+
+def _group(group: GroupStatus, live: Live) -> GroupLine:
+    report = live.report if live.report is not None and live.report.epoch == group.epoch else None
+    told = {rank.rank: rank for rank in report.ranks} if report is not None else {}
+    return GroupLine(
+        index=group.index,
+        epoch=group.epoch,
+        phase=group.phase.value,
+        message=group.message or "",
+        live=report is not None,
+        restarts=group.restarts,
+        kv_tokens=group.kv.tokens if group.kv else None,
+        kv_use=live.kv_use if report is not None else None,
+        failure=group.failures[-1] if group.failures else None,
+        ranks=tuple(_rank(member, told.get(member.rank)) for member in group.members),
+    )
+
+
+def _rank(member: MemberStatus, told: RankStatus | None) -> RankLine:
+    line = RankLine(
+        rank=member.rank,
+        role=member.role,
+        pod=member.pod,
+        node=member.node or "",
+        phase=RankPhase.READY.value if member.ready else "NotReady",
+        step_ms=member.step_ms,
+        compute_ms=member.compute_ms,
+        wait_ms=member.wait_ms,
+    )
+    if told is None:
+        return line
+    phase = told.phase.value
+    if told.phase is RankPhase.LOADING and told.total_bytes:
+        phase = f"{phase} {100 * told.loaded_bytes // told.total_bytes} %"
+    return replace(
+        line,
+        phase=phase,
+        steps=told.steps,
+        step_ms=1e3 * told.step_s if told.steps else None,
+        compute_ms=1e3 * told.compute_s if told.steps else None,
+        wait_ms=1e3 * told.wait_s if told.steps else None,
+    )
+
+
+def _dump(line: GroupLine | RankLine) -> dict[str, Any]:
+    value = {to_camel(field.name): getattr(line, field.name) for field in fields(line)}
+    if isinstance(line, GroupLine):
+        value["ranks"] = [_dump(rank) for rank in line.ranks]
+        value["failure"] = line.failure and line.failure.dump()
+    return {key: each for key, each in value.items() if each is not None}
+
+
+HEADINGS = ("name", "node", "phase", "steps", "step", "compute", "wait", "kv", "restarts", "last failure")
+"""Of the cells of a row; times in milliseconds."""
+
+
+def build_cells(resources: Sequence[ResourceLine]) -> Iterable[tuple[str, ...]]:
+    """Yields rows of text under HEADINGS: each resource, under it its groups, under them their ranks."""
+    for resource in resources:
+        words = f"{resource.reason} {resource.groups}".strip()
+        yield (str(resource.key), "", words, *_empty(7))
+        for group in resource.lines:
+            yield (
+                f"  group {group.index} epoch {group.epoch}", "", group.phase, "", "", "", "",
+                _kv(group), str(group.restarts), group.culprit,
+            )  # fmt: skip
+            for rank in group.ranks:
+                steps = "" if rank.steps is None else str(rank.steps)
+                times = (rank.step_ms, rank.compute_ms, rank.wait_ms)
+                told = tuple("" if each is None else f"{each:.1f}" for each in times)
+                yield (f"    rank {rank.rank} {rank.role}", rank.node, rank.phase, steps, *told, "", "", "")
+
+
+def waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
+    """Yields in words what each resource that is not Ready waits for."""
+    for resource in resources:
+        if resource.ready != "True":
+            told = {group.message for group in resource.lines if group.message}
+            words = "; ".join(sorted(told) or filter(None, [resource.message]))
+            yield f"{resource.key}: {resource.reason or 'not seen by the operator yet'}" + (
+                f": {words}" if words else ""
+            )
+
+
+def _empty(count: int) -> tuple[str, ...]:
+    return ("",) * count
+
+
+def _kv(group: GroupLine) -> str:
+    if group.kv_tokens is None:
+        return ""
+    use = "" if group.kv_use is None else f"{100 * group.kv_use:.0f} % of "
+    return f"{use}{group.kv_tokens} tokens"

@@ -1,0 +1,119 @@
+"""What `heteroinfer top` shows, from a status and what leaders say."""
+
+from datetime import UTC, datetime
+
+from rich.console import Console
+
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
+from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.fleet.display import build_table
+from heteroinfer_operator.fleet.reading import _kv_use
+from heteroinfer_operator.fleet.view import Live, ResourceLine, build_cells, build_line, waits
+
+KEY = ResourceKey(namespace="ml", name="llama")
+SEEN = datetime(2026, 11, 21, 8, 0, tzinfo=UTC).isoformat()
+
+
+def status(ready: str = "True", reason: str = "GroupsReady") -> HeteroInferenceStatus:
+    condition = {
+        "type": "Ready",
+        "status": ready,
+        "reason": reason,
+        "message": "as it is",
+        "lastTransitionTime": SEEN,
+    }
+    failure = {
+        "epoch": 2, "time": SEEN, "reason": "RankExited", "message": "rank 1 was killed", "rank": 1,
+        "exitCode": -9,
+    }  # fmt: skip
+    members = [
+        {"rank": 0, "role": "cpu", "pod": "llama-0-3-0", "node": "a", "ready": True},
+        {
+            "rank": 1, "role": "gpu", "pod": "llama-0-3-1", "node": "b", "ready": True, "stepMs": 20.0,
+            "computeMs": 15.0, "waitMs": 4.0,
+        },
+    ]  # fmt: skip
+    kv = {
+        "blocks": 8, "tokens": 256, "limitingRank": 0, "limitingRole": "cpu", "limitedBy": "Plan",
+        "roomBlocks": 8,
+    }  # fmt: skip
+    group = {
+        "index": 0, "epoch": 3, "phase": "Ready", "restarts": 2, "failures": [failure], "kv": kv,
+        "members": members,
+    }  # fmt: skip
+    return parse_status({"conditions": [condition], "summary": {"groups": "1/1"}, "groups": [group]})
+
+
+def report(epoch: int = 3) -> GroupReport:
+    ranks = (
+        RankStatus(rank=0, pod=0, phase=RankPhase.LOADING, loaded_bytes=1, total_bytes=4),
+        RankStatus(rank=1, pod=1, phase=RankPhase.READY, steps=7, step_s=0.03, compute_s=0.025, wait_s=0.004),
+    )
+    return GroupReport(group_uid="u", epoch=epoch, plan_hash="p", ready=True, message="", ranks=ranks)
+
+
+def rows(line: ResourceLine) -> list[list[str]]:
+    return [[cell.strip() for cell in cells] for cells in build_cells([line])]
+
+
+def test_the_status_alone_gives_every_rank_and_the_last_culprit() -> None:
+    resource, group, first, second = rows(build_line(KEY, status()))
+    assert resource[:3] == ["ml/llama", "", "GroupsReady 1/1"]
+    culprit = "RankExited rank 1 (-9) at 11-21 08:00:00Z"
+    assert group == ["group 0 epoch 3", "", "Ready", "", "", "", "", "256 tokens", "2", culprit]
+    assert first[:7] == ["rank 0 cpu", "a", "Ready", "", "", "", ""]
+    assert second[:7] == ["rank 1 gpu", "b", "Ready", "", "20.0", "15.0", "4.0"]
+
+
+def test_a_leaders_word_is_newer_than_the_status() -> None:
+    _, group, first, second = rows(build_line(KEY, status(), {0: Live(report=report(), kv_use=0.374)}))
+    assert group[7] == "37 % of 256 tokens"
+    assert first[:7] == ["rank 0 cpu", "a", "Loading 25 %", "0", "", "", ""]
+    assert second[:7] == ["rank 1 gpu", "b", "Ready", "7", "30.0", "25.0", "4.0"]
+
+
+def test_a_leader_of_another_epoch_is_not_believed() -> None:
+    line = build_line(KEY, status(), {0: Live(report=report(epoch=2), kv_use=0.5)})
+    assert line == build_line(KEY, status())
+    assert not line.lines[0].live
+
+
+def test_json_has_the_same_and_nothing_empty() -> None:
+    value = build_line(KEY, status(), {0: Live(report=report(), kv_use=0.5)}).dump()
+    assert (value["namespace"], value["name"], value["ready"]) == ("ml", "llama", "True")
+    (group,) = value["groups"]
+    assert (group["kvUse"], group["kvTokens"], group["live"]) == (0.5, 256, True)
+    assert group["failure"]["exitCode"] == -9
+    assert group["ranks"][0] == {
+        "rank": 0, "role": "cpu", "pod": "llama-0-3-0", "node": "a", "phase": "Loading 25 %", "steps": 0
+    }  # fmt: skip
+    assert group["ranks"][1]["computeMs"] == 25.0
+
+
+def test_what_is_not_ready_is_told_in_words() -> None:
+    assert list(waits([build_line(KEY, status())])) == []
+    waiting = build_line(KEY, status("False", "Starting"))
+    new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus())
+    assert list(waits([waiting, new])) == [
+        "ml/llama: Starting: as it is",
+        "ml/new: not seen by the operator yet",
+    ]
+
+
+def test_the_table_shows_text_as_it_is() -> None:
+    console = Console(width=160, record=True, file=None)
+    with console.capture() as said:
+        console.print(build_table([build_line(KEY, status())], "a note [bold]as it is[/bold]"))
+    assert "rank 1 gpu" in said.get()
+    assert "a note [bold]as it is[/bold]" in said.get()
+    with console.capture() as nothing:
+        console.print(build_table([], ""))
+    assert nothing.get().strip() == "no HeteroInference here; -A looks in all namespaces"
+
+
+def test_kv_use_is_vllms_own_gauge() -> None:
+    text = '# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
+    assert _kv_use(text) == 0.25
+    assert _kv_use("vllm:other 1\n") is None
