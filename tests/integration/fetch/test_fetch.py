@@ -1,5 +1,6 @@
 """The fetch of a model from a hub: the real client against a real HTTP server, real files, real kills."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.model_fetch import MARKER_FILE, damaged_files, model_folder, read_marker
 from heteroinfer_contract.model_files import INDEX_FILE, read_profile
 from tests.hub_server import SIGNATURE, HubServer, Repository
 from tests.integration.fetch.fetching import MODEL, Fetch, fetching
+from tests.integration.launch.groups import addresses, pipeline_plan
 from tests.unit.contract.test_model_files import CONFIG, TENSORS, write_safetensors
+from vllm_heteroinfer.launch.cli import supervise
+from vllm_heteroinfer.launch.pod import Commands
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 USELESS = {
@@ -36,8 +42,8 @@ SLOW = 40e6
 def model_files(folder: Path) -> dict[str, bytes]:
     """Returns a model in two shards, one of them large, and what hubs keep besides."""
     folder.mkdir()
-    names = sorted(TENSORS)
-    halves = {SHARDS[0]: names[:3], SHARDS[1]: names[3:]}
+    tensors_by_name = sorted(TENSORS)
+    halves = {SHARDS[0]: tensors_by_name[:3], SHARDS[1]: tensors_by_name[3:]}
     for shard, tensors in halves.items():
         write_safetensors(folder / shard, {name: TENSORS[name] for name in tensors})
     # Padding as a tensor that no layer has, so that a kill hits the middle.
@@ -320,3 +326,28 @@ def test_a_cache_without_room_is_refused_before_it_is_full(hub: HubServer, cache
     failure = refuse(hub, cache).failure()
     assert failure.reason is FailureReason.MODEL_CACHE_FULL
     assert "spec.model.cache.size" in failure.message
+
+
+def test_a_pod_without_its_model_says_so_before_it_starts_a_rank(hub: HubServer, cache: Path) -> None:
+    with fetching(hub, cache) as fetch:
+        fetch.model()
+    folder = folder_of(hub, cache)
+    plan = pipeline_plan([1])
+    plan = dataclasses.replace(plan, engine=dataclasses.replace(plan.engine, model=str(folder)))
+    launch = PodLaunch(group="n/x/0", group_uid="u", epoch=1, pod_index=0, addresses=addresses(1))
+    os.truncate(folder / SHARDS[1], 100)
+    message = cache.parent / "message"
+    env = {
+        **launch.to_env(),
+        names.ENV_PLAN: plan.to_json(),
+        names.ENV_MODEL_FETCHED: "1",
+        names.ENV_TERMINATION_MESSAGE_PATH: str(message),
+    }
+    assert supervise(env, Commands()) == names.EXIT_USAGE
+    failure = Failure.from_json(message.read_text())
+    assert failure is not None
+    assert (failure.reason, failure.pod) == (FailureReason.MODEL_NOT_READABLE, 0)
+    assert SHARDS[1] in failure.message
+    (folder / MARKER_FILE).unlink()
+    assert supervise(env, Commands()) == names.EXIT_USAGE
+    assert MARKER_FILE in message.read_text()

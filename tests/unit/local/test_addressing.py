@@ -3,6 +3,7 @@
 import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,10 @@ def _spec(uri: str = "file:///m") -> HeteroInferenceSpec:
     return parse_spec({"model": {"uri": uri}, "roles": [{"name": "cpu", "device": "CPU", "pods": 2}]})
 
 
+def _addressing(api_port: int = 8000, rng: random.Random | None = None) -> LocalAddressing:
+    return LocalAddressing(api_port=api_port, model_cache=Path("/cache"), rng=rng)
+
+
 def _group(index: int = 0, epoch: int = 1) -> GroupRef:
     return GroupRef(owner=OWNER, index=index, epoch=epoch)
 
@@ -33,7 +38,7 @@ def _ports(address: PodAddress, ranks: int) -> Iterator[int]:
 
 
 def test_epoch_keeps_its_addresses_and_another_gets_others() -> None:
-    addressing = LocalAddressing(api_port=8000, rng=random.Random(1))
+    addressing = _addressing(rng=random.Random(1))
     first = addressing.pods(_spec(), _group(), PLAN)
     assert addressing.pods(_spec(), _group(), PLAN) == first
     second = addressing.pods(_spec(), _group(epoch=2), PLAN)
@@ -49,7 +54,7 @@ def test_epoch_keeps_its_addresses_and_another_gets_others() -> None:
 
 
 def test_api_port_is_the_users_for_the_first_group() -> None:
-    addressing = LocalAddressing(api_port=8000)
+    addressing = _addressing()
     assert [a.api_port for a in addressing.pods(_spec(), _group(index=2), PLAN)] == [8002, 8002]
     assert addressing.endpoint(_spec(), OWNER) == "http://127.0.0.1:8000/v1"
 
@@ -60,16 +65,25 @@ def test_taken_api_port_is_told() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(PortsTakenError, match=f"port {port} on 127.0.0.1 is in use.*--port"):
-            LocalAddressing(api_port=port - 1).check_api_ports(2)
-    LocalAddressing(api_port=port).check_api_ports(1)
+            _addressing(port - 1).check_api_ports(2)
+    _addressing(port).check_api_ports(1)
 
 
 def test_model_is_a_folder_of_this_machine() -> None:
-    source = LocalAddressing(api_port=8000).model(_spec("file:///models/m"))
+    source = _addressing().model(_spec("file:///models/m"), OWNER)
     assert (source.path, source.volume) == ("/models/m", None)
 
 
-@pytest.mark.parametrize("uri", ["hf://org/model", "pvc://claim/path"])
-def test_model_elsewhere_is_refused_with_the_remedy(uri: str) -> None:
+def test_a_claim_is_refused_with_the_remedy() -> None:
     with pytest.raises(PlanError, match="--model-dir DIR"):
-        LocalAddressing(api_port=8000).model(_spec(uri))
+        _addressing().model(_spec("pvc://claim/path"), OWNER)
+
+
+def test_a_hubs_model_is_fetched_into_the_cache_of_this_machine() -> None:
+    addressing = _addressing()
+    source = addressing.model(_spec("hf://org/model"), OWNER)
+    assert source.volume is None
+    assert source.fetch is not None
+    assert (source.fetch.cache, source.fetch.revision, source.fetch.token) == ("/cache", "main", None)
+    assert source.at("abc").path == "/cache/org--model/abc"
+    assert addressing.model(_spec("hf://org/model"), OWNER) == source, "its port stays"

@@ -7,12 +7,14 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.local.addressing import LocalAddressing
 from heteroinfer_operator.local.pod import parse_pod
 from heteroinfer_operator.manifests.identity import GroupRef, Owner, revision
+from heteroinfer_operator.manifests.model_pods import build_model_pod
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
-from heteroinfer_operator.manifests.pod import WorkerImages, WorkerPods, build_inspect_pod
+from heteroinfer_operator.manifests.pod import WorkerImages, WorkerPods
 from heteroinfer_operator.up import read_resource
 from tests.unit.local.plans import plan_of
 
@@ -26,14 +28,14 @@ def test_example_is_valid_and_its_pods_run_here(example: Path, tmp_path: Path) -
     _, resource = read_resource(str(example), model_dir=tmp_path)
     spec, plan = resource.spec, plan_of(resource.spec)
     group = GroupRef(owner=OWNER, index=0, epoch=1)
-    addressing = LocalAddressing(api_port=8000)
+    addressing = LocalAddressing(api_port=8000, model_cache=tmp_path)
     pods = WorkerPods(
         spec=spec,
         group=group,
         plan=plan,
         revision=revision(spec),
         addresses=addressing.pods(spec, group, plan),
-        source=addressing.model(spec),
+        source=addressing.model(spec, OWNER),
         images=IMAGES,
     )
     stored = build_plan_config_map(OWNER, plan)
@@ -46,5 +48,18 @@ def test_example_is_valid_and_its_pods_run_here(example: Path, tmp_path: Path) -
         assert launch.address.health_port == process.health_port
         assert process.readiness_path == names.PATH_READYZ
         assert process.num_gpus == sum(rank.device == "GPU" for rank in pod.ranks)
-    inspect = parse_pod(build_inspect_pod(spec, OWNER, addressing.model(spec), IMAGES), {})
+    inspect = parse_pod(build_model_pod(spec, OWNER, addressing.model(spec, OWNER), IMAGES), {})
     assert inspect.arguments == ("inspect", "--model", str(tmp_path))
+
+
+def test_a_fetch_runs_here_without_a_secret(tmp_path: Path) -> None:
+    _, resource = read_resource(str(EXAMPLES[0]), model_dir=tmp_path)
+    model = {"uri": "hf://org/model", "tokenSecretRef": {"name": "hub"}, "cache": {"size": "1Gi"}}
+    spec = parse_spec({**resource.spec.dump(), "model": model})
+    addressing = LocalAddressing(api_port=8000, model_cache=tmp_path)
+    source = addressing.model(spec, OWNER)
+    process = parse_pod(build_model_pod(spec, OWNER, source, IMAGES), {})
+    assert process.arguments[:5] == ("fetch", "--repository", "org/model", "--revision", "main")
+    assert names.ENV_HUB_TOKEN not in process.env
+    assert source.fetch is not None
+    assert process.health_port == source.fetch.health_port

@@ -4,6 +4,7 @@
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import yaml
 
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
-from heteroinfer_operator.api import parse_resource
+from heteroinfer_operator.api import HeteroInferenceSpec, parse_resource, parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.identity import GroupRef, Owner, revision
-from heteroinfer_operator.manifests.pod import WorkerImages, WorkerPods, build_inspect_pod
+from heteroinfer_operator.manifests.model_claim import build_model_claim
+from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
+from heteroinfer_operator.manifests.pod import WorkerImages, WorkerPods
 from heteroinfer_operator.reconcile.children import build_children, says
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -58,14 +61,16 @@ def _pods() -> WorkerPods:
         plan=PLAN,
         revision=revision(RESOURCE.spec),
         addresses=ADDRESSING.pods(RESOURCE.spec, GROUP, PLAN),
-        source=ADDRESSING.model(RESOURCE.spec),
+        source=ADDRESSING.model(RESOURCE.spec, OWNER),
         images=IMAGES,
     )
 
 
 def _manifests() -> dict[str, Any]:
     named: dict[str, Any] = {f"pod-{pod.index}": _pods().build(pod) for pod in PLAN.pods}
-    named["pod-inspect"] = build_inspect_pod(RESOURCE.spec, OWNER, ADDRESSING.model(RESOURCE.spec), IMAGES)
+    named["pod-inspect"] = build_model_pod(
+        RESOURCE.spec, OWNER, ADDRESSING.model(RESOURCE.spec, OWNER), IMAGES
+    )
     for child in build_children(RESOURCE.spec, OWNER, [PLAN]):
         named[f"{child['kind']}-{child['metadata']['name']}".lower()] = child
     return named
@@ -114,12 +119,57 @@ def test_host_paths_need_the_installations_leave() -> None:
     model = RESOURCE.spec.model.model_copy(update={"uri": "file:///models/llama"})
     spec = RESOURCE.spec.model_copy(update={"model": model})
     with pytest.raises(PlanError, match="allowHostPaths=true"):
-        ADDRESSING.model(spec)
-    source = ClusterAddressing(allow_host_paths=True).model(spec)
+        ADDRESSING.model(spec, OWNER)
+    source = ClusterAddressing(allow_host_paths=True).model(spec, OWNER)
     assert source.volume == {"hostPath": {"path": "/models/llama", "type": "Directory"}}
 
 
-def test_a_hub_model_is_refused_in_words_until_it_is_fetched() -> None:
-    model = RESOURCE.spec.model.model_copy(update={"uri": "hf://org/model"})
-    with pytest.raises(PlanError, match="pvc://CLAIM/PATH"):
-        ADDRESSING.model(RESOURCE.spec.model_copy(update={"model": model}))
+def _hub_spec(**model: Any) -> HeteroInferenceSpec:
+    asked = {"uri": "hf://acme/llama", "revision": "v1", **model}
+    return parse_spec({**RESOURCE.spec.dump(), "model": asked})
+
+
+def test_a_hubs_model_needs_a_cache() -> None:
+    with pytest.raises(PlanError, match=r"cache.claimName .* or cache.size"):
+        ADDRESSING.model(_hub_spec(), OWNER)
+
+
+def test_only_the_fetch_writes_the_cache_and_sees_the_token() -> None:
+    spec = _hub_spec(cache={"size": "100Gi"}, tokenSecretRef={"name": "hub"})
+    source = ADDRESSING.model(spec, OWNER)
+    fetch = build_model_pod(spec, OWNER, source, IMAGES)
+    env = {variable["name"]: variable for variable in fetch["spec"]["containers"][0]["env"]}
+    assert env["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    assert env["HF_HUB_OFFLINE"]["value"] == "0"
+    claim = build_model_claim(spec, OWNER)
+    assert claim is not None
+    mounted = {"claimName": claim["metadata"]["name"]}
+    assert fetch["spec"]["volumes"][-1] == {"name": "model", "persistentVolumeClaim": mounted}
+    assert fetch["spec"]["containers"][0]["volumeMounts"][-1] == {"name": "model", "mountPath": "/model"}
+    pods = replace(_pods(), spec=spec, source=source.at("abc"))
+    for assignment in PLAN.pods:
+        worker = pods.build(assignment)["spec"]
+        env = {variable["name"]: variable for variable in worker["containers"][0]["env"]}
+        assert "HF_TOKEN" not in env
+        assert env["HF_HUB_OFFLINE"]["value"] == "1"
+        assert worker["volumes"][-1]["persistentVolumeClaim"] == {**mounted, "readOnly": True}
+        assert worker["containers"][0]["volumeMounts"][-1]["readOnly"] is True
+    assert pods.source.path == "/model/acme--llama/abc"
+
+
+def test_a_token_is_no_new_revision_and_another_fetch() -> None:
+    without, with_one = (
+        _hub_spec(cache={"claimName": "models"}, **token)
+        for token in ({}, {"tokenSecretRef": {"name": "hub"}})
+    )
+    assert revision(without) == revision(with_one)
+    assert model_pod_name(without, OWNER) != model_pod_name(with_one, OWNER)
+
+
+def test_other_settings_of_a_cache_are_another_claim() -> None:
+    small, large = (build_model_claim(_hub_spec(cache={"size": size}), OWNER) for size in ("1Gi", "2Gi"))
+    assert small is not None
+    assert large is not None
+    assert small["metadata"]["name"] != large["metadata"]["name"]
+    assert small["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert build_model_claim(_hub_spec(cache={"claimName": "models"}), OWNER) is None

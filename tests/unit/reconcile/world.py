@@ -7,6 +7,7 @@ from typing import Any
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.cluster import (
     Action,
@@ -87,6 +88,7 @@ class World:
         NodeView(name="node", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100}),
     )
     reports: dict[int, GroupReport] = field(default_factory=dict)
+    fetch: FetchProgress | None = None
     writes: list[Action] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
@@ -111,6 +113,7 @@ class World:
             objects=tuple(self.objects.values()),
             nodes=self.nodes,
             groups=self.reports,
+            fetch=self.fetch,
         )
 
     def step(self) -> Decision:
@@ -234,4 +237,4 @@ class World:
 
 
 def _is_inspect(pod: PodView) -> bool:
-    return pod.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_INSPECT
+    return pod.labels.get(names.LABEL_COMPONENT) in (names.COMPONENT_INSPECT, names.COMPONENT_FETCH)

@@ -84,6 +84,29 @@ def damaged_files(directory: Path, complete: CompleteModel) -> list[FetchedFile]
     return [file for file in complete.files if _size_bytes(directory / file.path) != file.size_bytes]
 
 
+class ModelIncompleteError(ContractError):
+    """A model that was fetched is not complete any more; the text says what is missing."""
+
+
+def check_complete(directory: Path) -> None:
+    """Checks that a model that was fetched is still there, by the sizes of its files.
+
+    Raises:
+        ModelIncompleteError: it is not.
+    """
+    complete = read_marker(directory)
+    if complete is None:
+        raise ModelIncompleteError(
+            f"{directory}: expected a complete model, got no readable {MARKER_FILE}: it was removed from the "
+            "cache, or this volume is another one; the operator fetches it again"
+        )
+    if damaged := damaged_files(directory, complete):
+        raise ModelIncompleteError(
+            f"{directory}: {len(damaged)} of {len(complete.files)} files are missing or cut short, the first "
+            f"{damaged[0].path}, expected {damaged[0].size_bytes} bytes; the operator fetches them again"
+        )
+
+
 def _size_bytes(path: Path) -> int:
     try:
         return path.stat().st_size

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -33,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model-dir", type=Path, metavar="DIR", help="the model's folder, in place of the file's model.uri"
+    )
+    parser.add_argument(
+        "--model-cache",
+        type=Path,
+        metavar="DIR",
+        help="where models of a hub (hf://) are fetched into and kept; default: heteroinfer/models of the "
+        "user's cache folder",
     )
     parser.add_argument(
         "--port", type=_port, help="of the OpenAI API on 127.0.0.1, in place of the file's engine.port"
@@ -71,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             document=document,
             resource=resource,
             api_port=arguments.port or resource.spec.engine.port,
+            model_cache=(arguments.model_cache or _user_cache(os.environ)).resolve(),
             local=LocalOptions(
                 worker_python=worker_python,
                 scratch=scratch,
@@ -89,6 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
                     display.line(f"the output of each pod is kept: {log_dir}")
                 raise
     return EXIT_OK
+
+
+def _user_cache(env: Mapping[str, str]) -> Path:
+    base = env.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "heteroinfer" / "models"
 
 
 async def _serve(options: SessionOptions, display: Display) -> None:

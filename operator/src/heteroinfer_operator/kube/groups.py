@@ -12,6 +12,7 @@ import aiohttp
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.kube.trim import PodRecord
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ UNREADY_TIMEOUT_S: Final = 0.2
 """For the leader of a group that is not Ready, which may be falling: the decision must not wait for it."""
 KEEP_S: Final = 10.0
 MOST_BYTES: Final = 2**20
+_NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +90,36 @@ class GroupClient:
             self._answers[pod.view.uid] = answer
         return answer.status
 
+    async def observe_fetch(self, pods: Iterable[PodRecord]) -> FetchProgress | None:
+        """Returns what the pod that fetches the model says now, or None while none does."""
+        for pod in pods:
+            fetches = pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
+            if fetches and pod.view.started and not pod.view.ended and pod.ip and pod.health_port:
+                try:
+                    return FetchProgress.from_json(await self._get(pod, names.PATH_FETCH, TIMEOUT_S))
+                except _NO_ANSWER as error:
+                    logger.debug("%s: pod %s gave no progress: %r", pod.key, pod.view.name, error)
+        return None
+
     async def _fetch(self, pod: PodRecord, timeout_s: float) -> _Answer:
+        try:
+            text = await self._get(pod, names.PATH_GROUP, timeout_s)
+            return _Answer(self._clock(), GroupStatus.from_json(text), silent=False)
+        except _NO_ANSWER as error:
+            logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
+            return _Answer(self._clock(), None, silent=isinstance(error, TimeoutError))
+
+    async def _get(self, pod: PodRecord, path: str, timeout_s: float) -> str:
+        """Returns what a pod's health port answers; raises one of _NO_ANSWER."""
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
-        url = f"http://{host}:{pod.health_port}{names.PATH_GROUP}"
         if self._session is None:
             # Pods are reached directly: no proxy of the environment, and no redirects below.
             self._session = aiohttp.ClientSession(trust_env=False)
-        try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with self._session.get(url, allow_redirects=False, timeout=timeout) as response:
-                response.raise_for_status()
-                text = await response.content.read(MOST_BYTES)
-                return _Answer(self._clock(), GroupStatus.from_json(text.decode()), silent=False)
-        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError) as error:
-            logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
-            return _Answer(self._clock(), None, silent=isinstance(error, TimeoutError))
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = f"http://{host}:{pod.health_port}{path}"
+        async with self._session.get(url, allow_redirects=False, timeout=timeout) as response:
+            response.raise_for_status()
+            return (await response.content.read(MOST_BYTES)).decode()
 
 
 def _group(pod: PodRecord) -> str:

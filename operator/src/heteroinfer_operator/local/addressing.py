@@ -2,13 +2,20 @@
 
 import random
 import socket
+from pathlib import Path
 from typing import Final
 
 from heteroinfer_contract.launch import PodAddress
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import MAX_GROUPS, HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.manifests.addressing import ModelSource
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.addressing import (
+    DEFAULT_REVISION,
+    ModelFetch,
+    ModelSource,
+    hub_repository,
+)
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 
 LOOPBACK: Final = "127.0.0.1"
@@ -32,11 +39,14 @@ class LocalAddressing:
 
     Args:
         api_port: of group 0; group i serves on this plus i.
+        model_cache: folder of this machine that models of a hub are fetched into.
         rng: chooses ports.
     """
 
-    def __init__(self, *, api_port: int, rng: random.Random | None = None) -> None:
+    def __init__(self, *, api_port: int, model_cache: Path, rng: random.Random | None = None) -> None:
         self._api_port = api_port
+        self._model_cache = model_cache
+        self._fetch_port: int | None = None
         self._rng = rng or random.Random()  # noqa: S311 - ports are no secret
         self._given: dict[tuple[int, int, str], tuple[PodAddress, ...]] = {}
         self._taken = set(range(api_port, api_port + MAX_GROUPS))
@@ -52,13 +62,15 @@ class LocalAddressing:
             self._given[key] = tuple(self._address(group.index, len(pod.ranks)) for pod in plan.pods)
         return self._given[key]
 
-    def model(self, spec: HeteroInferenceSpec) -> ModelSource:
-        """Returns the folder of the model on this machine.
+    def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
+        """Returns the folder of the model on this machine, or how it is fetched into its cache.
 
         Raises:
             PlanError: the spec names a place that this machine has not.
         """
         scheme, _, path = spec.model.uri.partition("://")
+        if identity.is_hub_model(spec):
+            return self._hub_model(spec)
         if scheme != "file":
             raise PlanError(
                 f"model.uri {spec.model.uri} is not on this machine: download the model "
@@ -66,6 +78,19 @@ class LocalAddressing:
                 reason="ModelSourceNotSupported",
             )
         return ModelSource(path=path, volume=None)
+
+    def _hub_model(self, spec: HeteroInferenceSpec) -> ModelSource:
+        if self._fetch_port is None:
+            self._fetch_port = self._take(1)
+        fetch = ModelFetch(
+            repository=hub_repository(spec),
+            revision=spec.model.revision or DEFAULT_REVISION,
+            cache=str(self._model_cache),
+            token=None,  # there are no Secrets here: it is in the environment, or of `hf auth login`
+            health_host=LOOPBACK,
+            health_port=self._fetch_port,
+        )
+        return ModelSource(path=fetch.cache, volume=None, fetch=fetch)
 
     def endpoint(self, spec: HeteroInferenceSpec, owner: Owner) -> str:
         """Returns the base URL of group 0."""

@@ -150,6 +150,7 @@ class LocalCluster:
             objects=tuple(self._objects.values()),
             nodes=(self._node(),),
             groups=self.groups(),
+            fetch=next((pod.fetch for pod in self._pods.values() if pod.fetch is not None), None),
         )
 
     def _node(self) -> NodeView:
@@ -284,6 +285,7 @@ class LocalCluster:
             self._leftover = error
         pod.ready = False
         pod.group_status = None
+        pod.fetch = None
         self._free_gpus = sorted([*self._free_gpus, *pod.gpus])
         if pod.deleting:
             self._remove(pod)
@@ -304,7 +306,7 @@ class LocalCluster:
     async def _probe(self, pod: StoredPod) -> None:
         async for answer in self._supervisors.watch(pod):
             changed = (answer.ready, _readiness(answer.group)) != (pod.ready, _readiness(pod.group_status))
-            pod.ready, pod.group_status = answer.ready, answer.group
+            pod.ready, pod.group_status, pod.fetch = answer.ready, answer.group, answer.fetch
             if changed:
                 self._on_change()
 

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.cluster import ContainerTermination, Manifest, PodView
 from heteroinfer_operator.local.process import RunningPod
 
@@ -23,6 +24,7 @@ class StoredPod:
         ready: what its readiness probe last said.
         termination: how it ended, or None while it runs.
         group_status: what it last said of its group, if it is a leader.
+        fetch: what it last said of its progress, if it fetches a model.
     """
 
     manifest: Manifest
@@ -34,6 +36,7 @@ class StoredPod:
     ready: bool = False
     termination: ContainerTermination | None = None
     group_status: GroupStatus | None = None
+    fetch: FetchProgress | None = None
 
     @property
     def name(self) -> str:
@@ -45,6 +48,12 @@ class StoredPod:
         """Returns the index of its group, or None for an inspect pod."""
         index = self.manifest["metadata"].get("labels", {}).get(names.LABEL_GROUP)
         return None if index is None else int(index)
+
+    @property
+    def fetches(self) -> bool:
+        """Returns whether it fetches a model."""
+        labels = self.manifest["metadata"].get("labels", {})
+        return bool(labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH)
 
     @property
     def leads(self) -> bool:

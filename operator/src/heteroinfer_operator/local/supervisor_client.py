@@ -1,20 +1,23 @@
-"""What supervisors answer on their health ports: readiness, and the leader's view of its group."""
+"""What pods answer on their health ports: readiness, the leader's view of its group, a fetch's progress."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import aiohttp
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.local.addressing import LOOPBACK
 from heteroinfer_operator.local.stored_pod import StoredPod
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PERIOD_S: Final = 0.25
 TIMEOUT_S: Final = 1.0
@@ -27,10 +30,12 @@ class Answer:
     Attributes:
         ready: whether its readiness probe succeeds.
         group: the leader's group, or None from a follower, or while it does not answer.
+        fetch: the progress of a fetch, or None from any other pod.
     """
 
     ready: bool = False
     group: GroupStatus | None = None
+    fetch: FetchProgress | None = None
 
 
 class SupervisorClient:
@@ -50,18 +55,19 @@ class SupervisorClient:
         while process.health_port is not None and pod.termination is None:
             base = f"http://{LOOPBACK}:{process.health_port}"
             ready = await self._get(base + process.readiness_path) is not None
-            group = await self._group(base) if pod.leads else None
+            group = await self._ask(base + names.PATH_GROUP, GroupStatus.from_json) if pod.leads else None
+            fetch = await self._ask(base + names.PATH_FETCH, FetchProgress.from_json) if pod.fetches else None
             # The pod may have ended while it was asked.
             if pod.termination is None:
-                yield Answer(ready=ready, group=group)
+                yield Answer(ready=ready, group=group, fetch=fetch)
             await asyncio.sleep(PERIOD_S)
 
-    async def _group(self, base: str) -> GroupStatus | None:
-        text = await self._get(base + names.PATH_GROUP)
+    async def _ask(self, url: str, parse: Callable[[str], T]) -> T | None:
+        text = await self._get(url)
         try:
-            return None if text is None else GroupStatus.from_json(text)
+            return None if text is None else parse(text)
         except ContractError as error:
-            logger.debug("%s%s: %s", base, names.PATH_GROUP, error)
+            logger.debug("%s: %s", url, error)
             return None
 
     async def _get(self, url: str) -> str | None:

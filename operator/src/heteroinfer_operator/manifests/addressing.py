@@ -5,16 +5,41 @@ ports instead (`heteroinfer up`), with the same manifests.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from heteroinfer_contract import names
 from heteroinfer_contract.launch import PodAddress
+from heteroinfer_contract.model_fetch import HUB_SCHEME, model_folder
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.api import HeteroInferenceSpec, TokenReference
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
+
+DEFAULT_REVISION = "main"
+"""Of hubs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFetch:
+    """A model that is on a hub, and how a pod fetches it.
+
+    Attributes:
+        repository: ORG/MODEL.
+        revision: branch, tag or commit.
+        cache: root of the cache, inside the pod.
+        token: of the hub; None without one, or where pods inherit it.
+        health_host: where the pod is reached.
+        health_port: of its progress.
+    """
+
+    repository: str
+    revision: str
+    cache: str
+    token: TokenReference | None
+    health_host: str
+    health_port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +47,33 @@ class ModelSource:
     """Where a pod finds the model.
 
     Attributes:
-        path: inside the pod.
+        path: inside the pod; of a hub's model whose commit is not known yet, the cache's.
         volume: the pod's volume without its name, mounted read-only at MODEL_MOUNT, or
             None where the path is the host's own.
+        fetch: how it gets there, or None if it is there.
     """
 
     path: str
     volume: Mapping[str, Any] | None
+    fetch: ModelFetch | None = None
+
+    def at(self, commit: str | None) -> "ModelSource":
+        """Returns where pods find the model of this commit of a hub; the same where it comes from none."""
+        if self.fetch is None or commit is None:
+            return self
+        folder = model_folder(self.fetch.repository, commit)
+        return replace(self, path=f"{self.fetch.cache}/{folder}")
+
+    def of_revision(self, revision: str | None) -> "ModelSource":
+        """Returns the source with another revision to fetch, unless None is given or it comes from no hub."""
+        if self.fetch is None or revision is None:
+            return self
+        return replace(self, fetch=replace(self.fetch, revision=revision))
+
+
+def hub_repository(spec: HeteroInferenceSpec) -> str:
+    """Returns ORG/MODEL of a hub's model."""
+    return spec.model.uri.removeprefix(HUB_SCHEME)
 
 
 class Addressing(Protocol):
@@ -38,7 +83,7 @@ class Addressing(Protocol):
         """Returns the address of each pod, by pod index."""
         ...
 
-    def model(self, spec: HeteroInferenceSpec) -> ModelSource:
+    def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
         """Returns where pods find the model; raises PlanError if they can't."""
         ...
 
@@ -69,7 +114,7 @@ class ClusterAddressing:
             for pod in plan.pods
         )
 
-    def model(self, spec: HeteroInferenceSpec) -> ModelSource:
+    def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
         """Returns the mounted claim or host path.
 
         Raises:
@@ -90,11 +135,27 @@ class ClusterAddressing:
             return ModelSource(
                 path=names.MODEL_MOUNT, volume={"hostPath": {"path": rest, "type": "Directory"}}
             )
-        raise PlanError(
-            f"model.uri {spec.model.uri} is not supported yet: download the model into a volume "
-            "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",
-            reason="ModelSourceNotSupported",
+        return self._hub_model(spec, owner)
+
+    def _hub_model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
+        cache = spec.model.cache
+        if cache is None:
+            raise PlanError(
+                f"model.uri {spec.model.uri} is fetched into a volume, and spec.model.cache names none: "
+                "give cache.claimName (an existing PersistentVolumeClaim) or cache.size (one that is made)",
+                reason="ModelCacheNotGiven",
+            )
+        claim = cache.claim_name or identity.model_claim(owner, cache)
+        fetch = ModelFetch(
+            repository=hub_repository(spec),
+            revision=spec.model.revision or DEFAULT_REVISION,
+            cache=names.MODEL_MOUNT,
+            token=spec.model.token_secret_ref,
+            health_host="0.0.0.0",  # noqa: S104 - the operator and the kubelet ask for its progress
+            health_port=names.DEFAULT_HEALTH_PORT,
         )
+        volume = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        return ModelSource(path=names.MODEL_MOUNT, volume=volume, fetch=fetch)
 
     def endpoint(self, spec: HeteroInferenceSpec, owner: Owner) -> str:
         """Returns the URL of the clients' Service."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from heteroinfer_contract import names
+from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.plan import Plan, PodAssignment
-from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.api import HeteroInferenceSpec, ModelCache
 from heteroinfer_operator.cluster import ResourceKey
 
 
@@ -130,17 +131,37 @@ def revision(spec: HeteroInferenceSpec) -> str:
     """Returns a hash of the part of a spec whose change needs new pods.
 
     The number of groups, and how groups are restarted and rolled, are not in it: a
-    scale is no revision. Nor are defaults, so that an operator that knows one field more
-    leaves running groups alone.
+    scale is no revision. Nor is the token for a hub, which no worker sees, nor are
+    defaults, so that an operator that knows one field more leaves running groups alone.
     """
     given = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     kept = {k: v for k, v in given.items() if k not in _NOT_IN_REVISION}
+    kept["model"] = {k: v for k, v in kept["model"].items() if k != "tokenSecretRef"}
     return _hash(kept)[:10]
 
 
 def model_key(spec: HeteroInferenceSpec) -> str:
-    """Returns a hash of which model is meant: its profile holds as long as this does."""
-    return _hash({"uri": spec.model.uri, "revision": spec.model.revision})[:10]
+    """Returns a hash of which model is meant and where it is kept: its profile holds as long as this."""
+    meant: dict[str, Any] = {"uri": spec.model.uri, "revision": spec.model.revision}
+    if spec.model.cache is not None:
+        meant["cache"] = spec.model.cache.dump()
+    return _hash(meant)[:10]
+
+
+def fetch_key(spec: HeteroInferenceSpec) -> str:
+    """Returns a hash of all that a fetch depends on: the model, and the token."""
+    token = spec.model.token_secret_ref
+    return _hash({"model": model_key(spec), "token": token.dump() if token else None})[:10]
+
+
+def is_hub_model(spec: HeteroInferenceSpec) -> bool:
+    """Returns whether the model comes from a hub, and so is fetched first."""
+    return spec.model.uri.startswith(HUB_SCHEME)
+
+
+def model_claim(owner: Owner, cache: ModelCache) -> str:
+    """Returns the name of the claim that is made for a model's cache; other settings are another claim."""
+    return f"{owner.key.name}-model-{_hash(cache.dump())[:10]}"
 
 
 def _hash(value: Any) -> str:

@@ -1,22 +1,80 @@
-"""The model's profile: read once by a short inspect pod, then kept in the status. Pure."""
+"""The model: fetched or only read by a pod of its own, then its profile is kept in the status. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_operator.api import HeteroInferenceSpec, ModelPhase, ModelStatus
-from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView
+from heteroinfer_operator.api import (
+    GroupStatus,
+    HeteroInferenceSpec,
+    ModelPhase,
+    ModelStatus,
+    format_bytes,
+)
+from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.manifests.pod import WorkerImages, build_inspect_pod, inspect_pod_name
+from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
+from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.reconcile.node_loss import NodeLoss
+from heteroinfer_operator.reconcile.startup import describe_wait, waits_in_vain
 
-_RETRY_S = 30.0
-"""After a failed look at the model: the files may have been put right meanwhile."""
+COMPONENTS: Final = frozenset({names.COMPONENT_INSPECT, names.COMPONENT_FETCH})
+_RETRY_FIRST_S: Final = 30.0
+"""After a failed look at the model: what was wrong may have been put right meanwhile. Doubled each time."""
+_RETRY_MOST_S: Final = 300.0
+_PROGRESS_EVERY_S: Final = 5.0
+_STEPS: Final = 100
+"""Progress is written in so many parts of the whole: no fetch, however long, writes the status more often."""
+_STOP_GRACE_S: Final = 2
+_IMAGE_REASONS: Final = frozenset({"ErrImagePull", "ImagePullBackOff"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContext:
+    """What a decision about the model reads.
+
+    Attributes:
+        spec: what the user asks for.
+        owner: the resource.
+        source: where pods find the model, and how it gets there.
+        images: defaults of the operator.
+        node_loss: which pods are given up because of their node.
+        progress: what the pod that fetches says now, or None.
+        unreadable_since: when a group last could not read the model, or None.
+        now: time of the pass.
+    """
+
+    spec: HeteroInferenceSpec
+    owner: Owner
+    source: ModelSource
+    images: WorkerImages
+    node_loss: NodeLoss
+    progress: FetchProgress | None
+    unreadable_since: datetime | None
+    now: datetime
+
+    @property
+    def uri(self) -> str:
+        """Returns the model in words."""
+        return self.spec.model.uri
+
+    @property
+    def fetches(self) -> bool:
+        """Returns whether the model comes from a hub."""
+        return self.source.fetch is not None
+
+    @property
+    def phase(self) -> ModelPhase:
+        """Returns the phase of a model whose pod works."""
+        return ModelPhase.DOWNLOADING if self.fetches else ModelPhase.INSPECTING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,126 +83,233 @@ class ModelDecision:
 
     Attributes:
         status: its next status.
-        profile: its sizes, or None if they are not known yet.
+        holds: whether the model is ready; None while that is on its way.
         reason: CamelCase.
         message: for people.
-        creates: an inspect pod.
-        deletes: inspect pods.
+        profile: its sizes, or None if they are not known yet.
+        creates: a pod that looks at it.
+        deletes: such pods.
+        events: for people.
         look_again_s: seconds until the next look, or None.
     """
 
     status: ModelStatus
+    holds: bool | None
     reason: str
     message: str = ""
     profile: ModelProfile | None = None
     creates: tuple[CreateObject, ...] = ()
     deletes: tuple[DeleteObject, ...] = ()
+    events: tuple[RecordEvent, ...] = ()
     look_again_s: float | None = None
 
 
-def decide_model(
-    spec: HeteroInferenceSpec,
-    owner: Owner,
-    status: ModelStatus | None,
-    pods: Sequence[PodView],
-    *,
-    source: ModelSource,
-    images: WorkerImages,
-    now: datetime,
-) -> ModelDecision:
+def unreadable_since(groups: Sequence[GroupStatus]) -> datetime | None:
+    """Returns when a group last ended because it could not read its model, or None."""
+    last = [group.failures[-1] for group in groups if group.failures]
+    times = [failure.time for failure in last if failure.reason == FailureReason.MODEL_NOT_READABLE]
+    return max(times, default=None)
+
+
+def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequence[PodView]) -> ModelDecision:
     """Returns what is known of the model of this spec.
 
     Args:
-        spec: what the user asks for.
-        owner: the resource.
+        context: of this pass.
         status: of the model as last written, or None.
-        pods: the inspect pods of the resource.
-        source: where pods find the model.
-        images: defaults of the operator.
-        now: time of the pass.
+        pods: those of the resource that fetch or inspect.
     """
-    key = identity.model_key(spec)
-    profile = _kept_profile(status, key)
-    if profile is not None and status is not None:
+    key = identity.model_key(context.spec)
+    kept = status if status is not None and status.key == key else ModelStatus(key=key)
+    profile = _kept_profile(context, kept)
+    if profile is not None:
         return ModelDecision(
-            status=status,
+            status=kept,
+            holds=True,
             reason="ProfileRead",
-            profile=profile,
             message=_describe(profile),
-            deletes=_deletes(pods),
+            profile=profile,
+            deletes=_deletes(context, pods),
         )
-    name = inspect_pod_name(spec, owner)
+    if context.spec.suspend:
+        return ModelDecision(status=kept, holds=None, reason="Suspended", deletes=_deletes(context, pods))
+    name = model_pod_name(context.spec, context.owner)
+    others = _deletes(context, [pod for pod in pods if pod.name != name])
     pod = next((pod for pod in pods if pod.name == name), None)
-    others = _deletes([pod for pod in pods if pod.name != name])
-    if pod is None:
-        create = CreateObject(manifest=build_inspect_pod(spec, owner, source, images))
-        return ModelDecision(
-            status=ModelStatus(phase=ModelPhase.INSPECTING, key=key),
-            reason="Inspecting",
-            message=f"reading {spec.model.uri}",
-            creates=(create,),
-            deletes=others,
-        )
-    if pod.termination is None:
-        waits = pod.unschedulable or pod.waiting
-        return ModelDecision(
-            status=ModelStatus(phase=ModelPhase.INSPECTING, key=key),
-            reason="Inspecting",
-            message=f"reading {spec.model.uri}" + (f": pod {pod.name} waits: {waits}" if waits else ""),
-            deletes=others,
-        )
-    return _inspected(pod, key, spec.model.uri, now)
+    decision = _start(context, kept) if pod is None else _look(context, kept, pod)
+    return replace(decision, deletes=(*decision.deletes, *others))
 
 
-def _inspected(pod: PodView, key: str, uri: str, now: datetime) -> ModelDecision:
-    assert pod.termination is not None
-    if pod.termination.exit_code == 0:
-        try:
-            profile = ModelProfile.from_json(pod.termination.message)
-        except ContractError as error:
-            return _unreadable(pod, key, f"{uri}: the inspect pod's answer is not a profile: {error}", now)
-        return ModelDecision(
-            status=ModelStatus(phase=ModelPhase.READY, key=key, profile=pod.termination.message),
-            reason="ProfileRead",
-            profile=profile,
-            message=_describe(profile),
-            deletes=_deletes([pod]),
-        )
-    failure = Failure.from_json(pod.termination.message)
-    message = (
-        failure.message
-        if failure
-        else f"exit code {pod.termination.exit_code} {pod.termination.message[:300]}"
-    )
-    return _unreadable(pod, key, f"{uri}: {message}", now)
-
-
-def _unreadable(pod: PodView, key: str, message: str, now: datetime) -> ModelDecision:
-    age_s = (now - pod.created).total_seconds()
-    again = age_s >= _RETRY_S
-    return ModelDecision(
-        status=ModelStatus(phase=ModelPhase.FAILED, key=key),
-        reason="ModelNotReadable",
-        message=message,
-        deletes=_deletes([pod]) if again else (),
-        look_again_s=None if again else _RETRY_S - age_s,
-    )
-
-
-def _kept_profile(status: ModelStatus | None, key: str) -> ModelProfile | None:
-    if status is None or status.key != key or status.profile is None:
+def _kept_profile(context: ModelContext, kept: ModelStatus) -> ModelProfile | None:
+    since = context.unreadable_since
+    if kept.profile is None or (
+        since is not None and (kept.checked_time is None or kept.checked_time < since)
+    ):
         return None
     try:
-        return ModelProfile.from_json(status.profile)
+        return ModelProfile.from_json(kept.profile)
     except ContractError:  # written by another version: read the model again
         return None
 
 
-def _deletes(pods: Sequence[PodView]) -> tuple[DeleteObject, ...]:
-    return tuple(
-        DeleteObject(kind="Pod", name=pod.name, uid=pod.uid, grace_s=0)
-        for pod in pods
-        if not pod.deleting and pod.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_INSPECT
+def _start(context: ModelContext, kept: ModelStatus) -> ModelDecision:
+    # What a revision means was looked up once; a later look at the same model is at the same commit.
+    source = context.source.of_revision(kept.commit)
+    manifest = build_model_pod(context.spec, context.owner, source, context.images)
+    return replace(_on_its_way(context, kept, ""), creates=(CreateObject(manifest=manifest),))
+
+
+def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+    if pod.termination is not None and not pod.deleting:
+        return _ended(context, kept, pod)
+    look_again_s = context.node_loss.look_again_s([pod])
+    if pod.deleting or context.node_loss.is_silent(pod):
+        going = _on_its_way(context, kept, f"pod {pod.name} is going")
+        return replace(going, deletes=context.node_loss.deletes([pod], grace_s=0), look_again_s=look_again_s)
+    if pod.ended:
+        why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
+        return _failed(context, kept, pod, "ModelPodEnded", f"pod {pod.name} ended: {why or pod.phase}")
+    if waits_in_vain(pod):
+        return _blocked(context, kept, pod)
+    waits = f"pod {pod.name} waits: {pod.unschedulable}" if pod.unschedulable else ""
+    if not waits and not pod.started and pod.waiting:
+        waits = describe_wait(pod)
+    decision = _on_its_way(context, kept, waits)
+    if context.fetches and pod.started:
+        look_again_s = min(look_again_s or _PROGRESS_EVERY_S, _PROGRESS_EVERY_S)
+    return replace(decision, look_again_s=look_again_s)
+
+
+def _on_its_way(context: ModelContext, kept: ModelStatus, waits: str) -> ModelDecision:
+    """Returns the decision while a pod works; a failure before it is told until it has got on."""
+    update: dict[str, Any] = {"phase": context.phase, "profile": None, "checked_time": None}
+    progress = context.progress
+    if progress is not None and progress.total_bytes:
+        done = _in_steps(progress)
+        if done > (kept.bytes_done or 0):
+            update |= {"failures": None, "reason": None, "message": None}
+        update |= {"bytes_done": done, "bytes_total": progress.total_bytes}
+    status = kept.model_copy(update=update)
+    if status.reason is not None:
+        return ModelDecision(status=status, holds=False, reason=status.reason, message=status.message or "")
+    message = f"{'fetching' if context.fetches else 'reading'} {context.uri}{_share(status)}"
+    for word in (waits, progress.message if progress is not None else ""):
+        message += f": {word}" if word else ""
+    reason = "Fetching" if context.fetches else "Inspecting"
+    return ModelDecision(status=status, holds=None, reason=reason, message=message)
+
+
+def _in_steps(progress: FetchProgress) -> int:
+    """Returns the bytes done, in whole parts of the total."""
+    parts = min(progress.done_bytes * _STEPS // progress.total_bytes, _STEPS)
+    return -(-parts * progress.total_bytes // _STEPS)
+
+
+def _share(status: ModelStatus) -> str:
+    if not status.bytes_total:
+        return ""
+    percent = 100 * (status.bytes_done or 0) // status.bytes_total
+    return f": {percent} % of {format_bytes(status.bytes_total)}"
+
+
+def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+    """Returns the decision while the pod's container cannot be made; Kubernetes tries by itself."""
+    reason, _, message = pod.waiting.partition(": ")
+    if reason in _IMAGE_REASONS:
+        # Kubernetes says now this, now that of the same; one word for it keeps the status still.
+        reason, message = "ImagePullBackOff", "its image cannot be pulled; see the pod's events"
+    return ModelDecision(
+        status=kept.model_copy(update={"phase": context.phase, "profile": None, "checked_time": None}),
+        holds=False,
+        reason=reason,
+        message=f"pod {pod.name} cannot start: {message or reason}",
+    )
+
+
+def _ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+    ended = pod.termination
+    assert ended is not None
+    if ended.exit_code == 0:
+        try:
+            return _known(context, kept, pod, ended.message)
+        except ContractError as error:
+            reason, message = (
+                FailureReason.MODEL_NOT_READABLE.value,
+                f"pod {pod.name} gave no answer: {error}",
+            )
+            return _failed(context, kept, pod, reason, message)
+    failure = Failure.from_json(ended.message)
+    if failure is not None:
+        return _failed(context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}")
+    reason = ended.reason if ended.reason == "OOMKilled" else "ModelPodEnded"
+    message = f"pod {pod.name} ended with exit code {ended.exit_code} {ended.message[:300]}".strip()
+    return _failed(context, kept, pod, reason, message)
+
+
+def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
+    if not context.fetches:
+        profile, fetched = ModelProfile.from_json(answer), None
+    else:
+        fetched = FetchedModel.from_json(answer)
+        profile = fetched.profile
+    size_bytes = fetched.size_bytes if fetched is not None else None
+    status = ModelStatus(
+        phase=ModelPhase.READY,
+        key=kept.key,
+        commit=fetched.commit if fetched is not None else None,
+        bytes_done=size_bytes,
+        bytes_total=size_bytes,
+        checked_time=context.now,
+        profile=profile.to_json(),
+    )
+    told = fetched is not None and fetched.commit != kept.commit
+    event = RecordEvent(
+        reason="ModelFetched",
+        message=f"{context.uri}: {format_bytes(size_bytes or 0)} of commit {status.commit} are in the cache",
+    )
+    return ModelDecision(
+        status=status,
+        holds=True,
+        reason="ProfileRead",
+        message=_describe(profile),
+        profile=profile,
+        deletes=_deletes(context, [pod]),
+        events=(event,) if told else (),
+    )
+
+
+def _failed(
+    context: ModelContext, kept: ModelStatus, pod: PodView, reason: str, message: str
+) -> ModelDecision:
+    """Returns the decision after a failed attempt: its pod stays, with its log, until the next is due."""
+    failures = kept.failures or 0
+    wait_s = min(_RETRY_FIRST_S * 2.0**failures, _RETRY_MOST_S) - (context.now - pod.created).total_seconds()
+    again = wait_s <= 0
+    update = {
+        "phase": ModelPhase.FAILED,
+        "profile": None,
+        "checked_time": None,
+        "reason": reason[:64],
+        "message": message[:1024],
+        "failures": failures + again or None,
+    }
+    return ModelDecision(
+        status=kept.model_copy(update=update),
+        holds=False,
+        reason=reason,
+        message=message,
+        deletes=_deletes(context, [pod]) if again else (),
+        look_again_s=None if again else wait_s,
+    )
+
+
+def _deletes(context: ModelContext, pods: Sequence[PodView]) -> tuple[DeleteObject, ...]:
+    over = [pod for pod in pods if pod.termination is not None]
+    running = [pod for pod in pods if pod.termination is None]
+    # One that still fetches has nothing to put in order; what it has fetched stays.
+    return (
+        *context.node_loss.deletes(over, grace_s=0),
+        *context.node_loss.deletes(running, grace_s=_STOP_GRACE_S),
     )
 
 

@@ -18,6 +18,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.model_fetch import ModelIncompleteError, check_complete
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.plan import Plan
 from vllm_heteroinfer.launch.orphans import adopt_orphans
@@ -129,8 +130,16 @@ def supervise(env: Mapping[str, str], commands: Commands) -> int:
             step_timeout_s=_step_timeout_s(env),
         )
         _check(plan, launch)
+        if env.get(names.ENV_MODEL_FETCHED) == "1":
+            check_complete(Path(plan.engine.model))
     except ContractError as error:
-        failure = Failure(reason=FailureReason.BAD_SETTINGS, message=str(error), time=time.time())
+        incomplete = isinstance(error, ModelIncompleteError)
+        failure = Failure(
+            reason=FailureReason.MODEL_NOT_READABLE if incomplete else FailureReason.BAD_SETTINGS,
+            message=str(error),
+            pod=launch.pod_index if incomplete else None,
+            time=time.time(),
+        )
         path.write_text(failure.to_json())
         logging.getLogger(__name__).error("%s", error)
         code = names.EXIT_USAGE

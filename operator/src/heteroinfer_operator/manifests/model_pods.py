@@ -1,0 +1,125 @@
+"""The pods that look at a model before a group starts: one that fetches it, or one that only reads. Pure.
+
+Bare pods as the workers are, and no Job: the operator must read the pod anyway, for its
+progress and its termination message; how long to wait after which failure is its decision,
+kept in the status; and `heteroinfer up` runs the same manifests.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Device
+from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.addressing import ModelFetch, ModelSource
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.pod import (
+    MODEL_VOLUME,
+    WorkerImages,
+    build_container,
+    build_metadata,
+    build_pod_spec,
+    build_volumes,
+    literals,
+)
+
+_HOME: Final = {"HOME": "/tmp"}  # noqa: S108 - a volume of the pod's own
+_INSPECT_RESOURCES: Final = {
+    "requests": {"cpu": "100m", "memory": "128Mi"},
+    "limits": {"memory": "512Mi"},
+}
+_FETCH_RESOURCES: Final = {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}
+"""Four files at once in pieces of 10 MiB; the rest is page cache, which the kernel takes back."""
+
+
+def build_model_pod(
+    spec: HeteroInferenceSpec, owner: Owner, source: ModelSource, images: WorkerImages
+) -> dict[str, Any]:
+    """Returns the pod whose termination message tells of the model.
+
+    It is a FetchedModel of a pod that fetches, a ModelProfile of one that reads config.json and
+    the headers of the weight files, or a Failure.
+    """
+    template = _template(spec)
+    image = spec.engine.image or images.cpu
+    component = names.COMPONENT_INSPECT if source.fetch is None else names.COMPONENT_FETCH
+    if source.fetch is None:
+        container = {
+            **build_container(image, source),
+            "args": ["inspect", "--model", source.path],
+            "env": literals(_HOME),
+            "resources": _INSPECT_RESOURCES,
+        }
+    else:
+        container = _fetch_container(spec, image, source, source.fetch)
+    volumes = build_volumes(spec, source)
+    if source.fetch is not None:
+        volumes = [_writable(volume) for volume in volumes]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": build_metadata(
+            owner, model_pod_name(spec, owner), {names.LABEL_COMPONENT: component}, template
+        ),
+        "spec": {**build_pod_spec(spec, template), "containers": [container], "volumes": volumes},
+    }
+
+
+def model_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
+    """Returns the name of the pod for the model of this spec; another model, or token, is another pod."""
+    if identity.is_hub_model(spec):
+        return f"{owner.key.name}-fetch-{identity.fetch_key(spec)}"
+    return f"{owner.key.name}-inspect-{identity.model_key(spec)}"
+
+
+def _template(spec: HeteroInferenceSpec) -> PodTemplate | None:
+    """Returns the template to take node selector, tolerations and pull secrets from: it needs no GPU."""
+    return next((role for role in spec.roles if role.device is Device.CPU), spec.roles[0]).template
+
+
+def _fetch_container(
+    spec: HeteroInferenceSpec, image: str, source: ModelSource, fetch: ModelFetch
+) -> dict[str, Any]:
+    container = build_container(image, source)
+    mounts = [
+        {key: value for key, value in mount.items() if key != "readOnly"}
+        for mount in container["volumeMounts"]
+    ]
+    probe = {"httpGet": {"path": names.PATH_HEALTHZ, "port": names.PORT_HEALTH}, "periodSeconds": 10}
+    return {
+        **container,
+        "args": [
+            "fetch",
+            *("--repository", fetch.repository),
+            *("--revision", fetch.revision),
+            *("--cache", fetch.cache),
+            *("--health-host", fetch.health_host),
+            *("--health-port", str(fetch.health_port)),
+        ],
+        "env": _fetch_env(spec, fetch),
+        "ports": [{"name": names.PORT_HEALTH, "containerPort": fetch.health_port, "protocol": "TCP"}],
+        "readinessProbe": probe,
+        "resources": _FETCH_RESOURCES,
+        "volumeMounts": mounts,
+    }
+
+
+def _fetch_env(spec: HeteroInferenceSpec, fetch: ModelFetch) -> list[dict[str, Any]]:
+    """Returns the user's environment, which names a mirror or a proxy, and what wins over it."""
+    owned = {variable["name"]: variable for variable in literals({**_HOME, names.ENV_HUB_OFFLINE: "0"})}
+    if fetch.token is not None:
+        reference = {"name": fetch.token.name, "key": fetch.token.key}
+        owned[names.ENV_HUB_TOKEN] = {
+            "name": names.ENV_HUB_TOKEN,
+            "valueFrom": {"secretKeyRef": reference},
+        }
+    users = [variable.dump() for variable in spec.engine.env if variable.name not in owned]
+    return [*users, *owned.values()]
+
+
+def _writable(volume: Mapping[str, Any]) -> dict[str, Any]:
+    claim = volume.get("persistentVolumeClaim")
+    if volume["name"] != MODEL_VOLUME or claim is None:
+        return dict(volume)
+    return {"name": MODEL_VOLUME, "persistentVolumeClaim": {"claimName": claim["claimName"]}}

@@ -1,0 +1,296 @@
+"""A hub's model from apply to serving: fetched with progress, refused in words, tried again, changed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
+from heteroinfer_operator.cluster import PatchStatus
+from tests.unit.reconcile.world import PROFILE, World, cpu_pair
+
+COMMIT, NEXT_COMMIT = "a" * 40, "b" * 40
+GIB = 2**30
+DENIED = Failure(reason=FailureReason.MODEL_ACCESS_DENIED, message="gated: accept its licence")
+
+
+def hub_model(**model: Any) -> dict[str, Any]:
+    return {"uri": "hf://acme/llama", "revision": "v1", "cache": {"size": "20Gi"}, **model}
+
+
+@pytest.fixture
+def world() -> World:
+    return World(spec=cpu_pair(model=hub_model()))
+
+
+def fetched(commit: str = COMMIT) -> str:
+    return FetchedModel(commit=commit, size_bytes=10 * GIB, profile=PROFILE).to_json()
+
+
+def the_fetch(world: World) -> str:
+    """Returns the name of the one pod that fetches."""
+    (name,) = [name for name in world.pods if "-fetch-" in name and not world.pods[name].deleting]
+    return name
+
+
+def arguments(world: World) -> list[str]:
+    found: list[str] = world.manifests[the_fetch(world)]["spec"]["containers"][0]["args"]
+    return found
+
+
+def run_fetch(world: World) -> None:
+    """Lets the pod that fetches run, as a kubelet does."""
+    name = the_fetch(world)
+    world.pods[name] = replace(world.pods[name], phase="Running", started=True, ready=True, node="node")
+
+
+def say(world: World, done: float, total: float = 10.0, message: str = "") -> None:
+    """Lets the pod say how far it is, in GiB."""
+    world.fetch = FetchProgress(
+        commit=COMMIT, done_bytes=int(done * GIB), total_bytes=int(total * GIB), message=message
+    )
+
+
+def serve(world: World, commit: str = COMMIT) -> None:
+    """Fetches the model and brings the group to Ready."""
+    world.settle()
+    world.answer_inspection(fetched(commit))
+    world.fetch = None
+    world.settle()
+    world.reap()
+    world.settle()
+    world.all_ready()
+    world.settle()
+    world.reap()
+
+
+def message(world: World, kind: str) -> str:
+    text: str = next(c for c in world.status["conditions"] if c["type"] == kind).get("message", "")
+    return text
+
+
+def test_a_claim_is_made_and_the_model_fetched_into_it_before_anything_is_planned(world: World) -> None:
+    world.settle()
+    (claim,) = [name for kind, name in world.objects if kind == "PersistentVolumeClaim"]
+    assert arguments(world)[1:5] == ["--repository", "acme/llama", "--revision", "v1"]
+    volume = world.manifests[the_fetch(world)]["spec"]["volumes"][-1]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim
+    assert world.workers() == []
+    assert world.condition("ModelReady") == ("Unknown", "Fetching")
+    assert world.condition("Planned")[0] == "Unknown"
+    assert world.status["model"]["phase"] == "Downloading"
+
+
+def test_apply_to_ready(world: World) -> None:
+    serve(world)
+    assert world.condition("Ready") == ("True", "Serving")
+    model = world.status["model"]
+    assert (model["phase"], model["commit"]) == ("Ready", COMMIT)
+    assert model["bytesDone"] == model["bytesTotal"] == 10 * GIB
+    assert "ModelFetched" in world.events
+    (plan,) = [stored for (kind, _), stored in world.objects.items() if kind == "ConfigMap"]
+    assert f"/model/acme--llama/{COMMIT}" in plan["data"][names.PLAN_KEY]
+    assert list(world.pods) == world.workers(), "the pod that fetched is gone"
+
+
+def test_progress_is_written_in_hundredths_and_only_when_it_moved(world: World) -> None:
+    world.settle()
+    run_fetch(world)
+    writes = 0
+    for step in range(301):
+        say(world, step / 30)
+        world.step()
+        writes += sum(isinstance(action, PatchStatus) for action in world.writes)
+    assert 95 <= writes <= 101
+    assert world.status["model"]["bytesDone"] == 10 * GIB
+    assert "100 % of 10240Mi" in message(world, "ModelReady")
+    for _ in range(3):
+        decision = world.step()
+        assert world.writes == []
+        assert decision.look_again_s == 5.0
+
+
+def test_what_a_fetch_waits_for_is_told(world: World) -> None:
+    world.settle()
+    name = the_fetch(world)
+    world.pods[name] = replace(world.pods[name], unschedulable="no node has room")
+    world.step()
+    assert "no node has room" in message(world, "ModelReady")
+    run_fetch(world)
+    world.pods[name] = replace(world.pods[name], unschedulable="")
+    say(world, 1, message="another fetch of this model is running")
+    world.step()
+    assert "10 % of 10240Mi: another fetch" in message(world, "ModelReady")
+
+
+def test_a_secret_that_is_not_there_is_an_error_in_words(world: World) -> None:
+    world.settle()
+    name = the_fetch(world)
+    waiting = 'CreateContainerConfigError: secret "hub" not found'
+    world.pods[name] = replace(world.pods[name], waiting=waiting, node="node")
+    world.settle()
+    assert world.condition("ModelReady") == ("False", "CreateContainerConfigError")
+    assert 'secret "hub" not found' in message(world, "ModelReady")
+    assert "CreateContainerConfigError" in world.events
+
+
+def test_an_image_that_cannot_be_pulled_is_told_once(world: World) -> None:
+    world.settle()
+    name = the_fetch(world)
+    for waiting in ("ErrImagePull: no such host", "ImagePullBackOff: Back-off pulling") * 3:
+        world.pods[name] = replace(world.pods[name], waiting=waiting, node="node")
+        world.settle()
+    assert world.events.count("ImagePullBackOff") == 1
+
+
+def test_a_refusal_is_told_and_tried_again_later_and_later(world: World) -> None:
+    world.settle()
+    waits = []
+    for _ in range(6):
+        world.answer_inspection(DENIED.to_json(), exit_code=names.EXIT_FETCH_FAILED)
+        decision = world.step()
+        assert world.condition("ModelReady") == ("False", "ModelAccessDenied")
+        assert "accept its licence" in message(world, "ModelReady")
+        world.settle()
+        assert decision.look_again_s is not None
+        waits.append(decision.look_again_s)
+        world.pass_time(decision.look_again_s - 1)
+        world.step()
+        assert not world.pods[the_fetch(world)].deleting
+        world.pass_time(1)
+        world.settle()
+        world.reap()
+        world.settle()
+        # While the next attempt has brought nothing, the reason stands.
+        assert world.condition("ModelReady") == ("False", "ModelAccessDenied")
+    assert waits == [30, 60, 120, 240, 300, 300]
+    assert world.events.count("ModelAccessDenied") == 1
+    run_fetch(world)
+    say(world, 1)
+    world.settle()
+    assert world.condition("ModelReady") == ("Unknown", "Fetching")
+    assert "failures" not in world.status["model"]
+
+
+def test_a_token_that_is_given_is_used_at_once(world: World) -> None:
+    world.settle()
+    world.answer_inspection(DENIED.to_json(), exit_code=names.EXIT_FETCH_FAILED)
+    world.settle()
+    refused = the_fetch(world)
+    world.change_spec(model=hub_model(tokenSecretRef={"name": "hub"}))
+    world.settle()
+    world.reap()
+    world.settle()
+    assert the_fetch(world) != refused
+    env = world.manifests[the_fetch(world)]["spec"]["containers"][0]["env"]
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} in env
+
+
+def test_another_revision_is_fetched_while_the_old_serves(world: World) -> None:
+    serve(world)
+    old = dict(world.pods)
+    world.change_spec(model=hub_model(revision="v2"))
+    world.settle()
+    assert arguments(world)[3:5] == ["--revision", "v2"]
+    run_fetch(world)
+    say(world, 5)
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    assert all(not world.pods[name].deleting for name in old)
+    world.answer_inspection(fetched(NEXT_COMMIT))
+    world.settle()
+    world.reap()
+    world.settle()
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    assert set(world.workers()) & set(old) == set()
+    plans = [stored["data"] for (kind, _), stored in world.objects.items() if kind == "ConfigMap"]
+    assert any(NEXT_COMMIT in plan[names.PLAN_KEY] for plan in plans)
+
+
+def test_a_larger_cache_is_another_claim_and_the_old_stays_until_nothing_mounts_it(world: World) -> None:
+    def claims() -> set[str]:
+        return {name for kind, name in world.objects if kind == "PersistentVolumeClaim"}
+
+    serve(world)
+    (small,) = claims()
+    world.change_spec(model=hub_model(cache={"size": "40Gi"}))
+    world.settle()
+    assert small in claims()
+    assert len(claims()) == 2
+    serve(world)
+    assert world.condition("Ready") == ("True", "Serving")
+    world.settle()
+    assert small not in claims()
+    assert len(claims()) == 1
+
+
+def test_a_model_that_a_group_cannot_read_is_looked_at_again_at_its_commit(world: World) -> None:
+    serve(world)
+    world.pass_time(100)
+    lost = Failure(reason=FailureReason.MODEL_NOT_READABLE, message="no such file", pod=1)
+    world.end_pod("demo-0-1-1", exit_code=64, message=lost.to_json())
+    world.settle()
+    assert world.condition("Ready")[0] == "False"
+    assert arguments(world)[3:5] == ["--revision", COMMIT], "a branch may have moved; this model has not"
+    world.reap()
+    world.pass_time(60)
+    world.settle()
+    assert world.workers() == []
+    serve(world)
+    assert world.condition("Ready") == ("True", "Serving")
+    world.pass_time(100)
+    world.settle()
+    assert not [name for name in world.pods if "-fetch-" in name], "one look for one failure"
+
+
+def test_a_suspended_resource_fetches_nothing(world: World) -> None:
+    world.settle()
+    fetch = the_fetch(world)
+    world.change_spec(suspend=True)
+    world.settle()
+    assert world.pods[fetch].deleting
+    world.reap()
+    world.settle()
+    assert not world.pods
+    world.change_spec(suspend=False)
+    serve(world)
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_an_evicted_fetch_is_started_again(world: World) -> None:
+    world.settle()
+    name = the_fetch(world)
+    world.pods[name] = replace(world.pods[name], phase="Failed", reason="Evicted", message="disk pressure")
+    world.settle()
+    assert world.condition("ModelReady") == ("False", "ModelPodEnded")
+    world.pass_time(31)
+    world.settle()
+    world.reap()
+    serve(world)
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_a_model_that_cannot_be_had_anew_leaves_the_old_serving(world: World) -> None:
+    serve(world)
+    world.change_spec(model=hub_model(revision="gone"))
+    world.settle()
+    failure = Failure(reason=FailureReason.MODEL_NOT_FOUND, message="no revision gone")
+    world.answer_inspection(failure.to_json(), exit_code=names.EXIT_FETCH_FAILED)
+    world.settle()
+    assert world.condition("ModelReady") == ("False", "ModelNotFound")
+    assert world.condition("Ready") == ("True", "Serving")
+    world.change_spec(model=hub_model())
+    serve(world)
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.status["groups"][0]["epoch"] == 1, "back at the old revision nothing is replaced"
+
+
+def test_without_a_cache_it_is_refused_in_words() -> None:
+    world = World(spec=cpu_pair(model={"uri": "hf://acme/llama"}))
+    world.settle()
+    assert world.condition("ModelReady") == ("False", "ModelCacheNotGiven")
+    assert "cache.size" in message(world, "ModelReady")
