@@ -106,6 +106,7 @@ def measure(all_reduce: AllReduce, size: int, device: torch.device) -> list[floa
     return seconds
 
 
+@torch.inference_mode()  # as vLLM's workers run
 def run(rank: int, port: int, device_name: str, threads: int, results: Any) -> None:
     torch.set_num_threads(threads)
     device = torch.device(device_name)

@@ -4,6 +4,7 @@ Each member publishes its own part and reads all others', and combines them itse
 group's order: with the same numbers in the same order every member gets the same bits.
 """
 
+import functools
 import logging
 import platform
 from collections.abc import Sequence
@@ -15,13 +16,22 @@ from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.distributed.bridge.exchange import Exchange
 from vllm_heteroinfer.distributed.bridge.gloo import GlooLink
 from vllm_heteroinfer.distributed.bridge.header import (
+    HeaderTemplate,
     Operation,
     header_of_part,
     num_parts,
     pack_header,
 )
-from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Link, Members
-from vllm_heteroinfer.distributed.bridge.shared_memory import MACHINES, SharedMemoryLink
+from vllm_heteroinfer.distributed.bridge.link import (
+    MESSAGE_BYTES,
+    PART_BYTES,
+    Buffer,
+    Form,
+    Link,
+    Members,
+    form_of,
+)
+from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink, choose_path
 from vllm_heteroinfer.distributed.bridge.slab import PROOF, WORDS, gather_values, share_slab
 from vllm_heteroinfer.distributed.bridge.staging import CudaStaging, HostStaging, Staging
 from vllm_heteroinfer.distributed.bridge.stream_signal import find_signal
@@ -92,7 +102,7 @@ class Bridge:
         self.listeners = tuple(ranks[i] for i in self._members.listeners)
         machines = {machine for _, _, machine in hellos}
         self.path: Literal["shared_memory", "gloo"]
-        self.path, why = _choose_path(share_host, machines)
+        self.path, why = choose_path(share_host, machines)
         self._device = device
         self._mail = GlooLink(cpu_group, self._members, device, timeout_s=timeout_s, meter=meter)
         self._link: Link = self._mail
@@ -150,11 +160,13 @@ class Bridge:
 
     def _all_reduce_whole(self, x: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         """Sums a tensor that is one part, in its own shape: a view less is 1 us less, 65 times a step."""
-        self._exchange.put(x)
-        header = self._header(Operation.ALL_REDUCE, x, x.shape)  # while the device copies
-        parts = self._exchange.swap(header, x)
+        form = form_of(x.dtype, x.shape)
+        self._exchange.put(x, form)
+        self._count += 1
+        header = _all_reduce_template(form).fill(self._step, self._count, self._history)  # while it is copied
+        parts = self._exchange.swap(header, x, form)
         result = torch.add(*parts, out=target) if len(parts) == 2 else self._sum_whole(target, parts)
-        self._exchange.taken(x)
+        self._exchange.taken(form)
         return result
 
     def _sum_whole(self, target: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -328,7 +340,7 @@ class Bridge:
             torch.add(parts[0], parts[1], out=target)
             return
         wide = torch.float32 if target.dtype in _NARROW else target.dtype
-        total = self._wide.shaped(wide, target.shape)
+        total = self._wide.shaped(form_of(wide, target.shape))
         total.copy_(parts[0])
         for part in parts[1:]:
             total.add_(part)
@@ -375,16 +387,9 @@ class Bridge:
             )
 
 
-def _choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_memory", "gloo"], str]:
-    """Returns the path and why."""
-    if not share_host:
-        return "gloo", "the plan says that the ranks share no host"
-    if not machines <= set(MACHINES):
-        return (
-            "gloo",
-            f"shared memory needs stores seen in order ({', '.join(MACHINES)}), got {sorted(machines)}",
-        )
-    return "shared_memory", "the plan says that the ranks share a host, and each read what the others wrote"
+@functools.lru_cache(1024)
+def _all_reduce_template(form: Form) -> HeaderTemplate:
+    return HeaderTemplate(Operation.ALL_REDUCE, shape=form.shape, dtype=str(form.dtype))
 
 
 def _product(shape: Sequence[int], without: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_heteroinfer.distributed.bridge.header import describe, header_of_part, num_parts
-from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Link, Members
+from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Form, Link, Members, form_of
 from vllm_heteroinfer.distributed.bridge.staging import Staging
 from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
 from vllm_heteroinfer.distributed.meter import Meter
@@ -23,31 +23,30 @@ class Exchange:
     def __init__(self, members: Members, link: Link, staging: Staging, meter: Meter) -> None:
         self._members, self._link, self._staging, self._meter = members, link, staging, meter
 
-    def put(self, x: torch.Tensor) -> None:
+    def put(self, x: torch.Tensor, form: Form) -> None:
         """Starts to copy a tensor of at most PART_BYTES to where the others will see it."""
-        self._staging.put(self._link.outgoing(), x, first=True)
+        self._staging.put(self._link.outgoing(), x, form, first=True)
 
-    def swap(self, header: bytes, x: torch.Tensor) -> list[torch.Tensor]:
+    def swap(self, header: bytes, x: torch.Tensor, form: Form) -> list[torch.Tensor]:
         """Returns each member's tensor, in the group's order, once `x` was put; valid until `taken`.
 
         A tensor of one part goes in its own shape: `run` would make views of it, which takes
         longer than all else here.
         """
-        shape, dtype, num_bytes = x.shape, x.dtype, x.nbytes
         signal = self._staging.in_order()
-        self._meter.transferred("send", self._staging.settle() if signal is None else 0.0, num_bytes)
-        self._link.publish(header, num_bytes, signal)
+        self._meter.transferred("send", self._staging.settle() if signal is None else 0.0, form.num_bytes)
+        self._link.publish(header, form.num_bytes, signal)
         parts = [x] * len(self._members.ranks)
         for peer, theirs, buffer in self._link.collect():
             if theirs != header:
                 self.compare(header, peer, theirs)
-            parts[peer] = self._staging.fetch(peer, buffer, dtype, shape)
+            parts[peer] = self._staging.fetch(peer, buffer, form)
         return parts
 
-    def taken(self, x: torch.Tensor) -> None:
+    def taken(self, form: Form) -> None:
         """Says that the use of what `swap` returned is in the current stream."""
         self._staging.fetched()
-        self._meter.transferred("recv", 0.0, x.nbytes * (len(self._members.ranks) - 1))
+        self._meter.transferred("recv", 0.0, form.num_bytes * (len(self._members.ranks) - 1))
 
     def run(
         self,
@@ -72,7 +71,7 @@ class Exchange:
             offset = part * room
             own = mine[offset : max(offset, min(offset + room, counts[self._members.index]))]
             if own.numel():
-                self._staging.put(self._link.outgoing(), own, first=part == 0)
+                self._staging.put(self._link.outgoing(), own, form_of(own.dtype, own.shape), first=part == 0)
             self._meter.transferred("send", self._staging.settle(), own.nbytes)
             ours = header_of_part(header, part)
             self._link.publish(ours, own.nbytes)
@@ -99,7 +98,7 @@ class Exchange:
             self.compare(header, peer, theirs)
             offset, begin, end = spans[peer]
             if end > begin:
-                whole = self._staging.fetch(peer, buffer, mine.dtype, torch.Size((end - offset,)))
+                whole = self._staging.fetch(peer, buffer, form_of(mine.dtype, torch.Size((end - offset,))))
                 parts[peer] = whole[begin - offset :]
         _, begin, end = spans[self._members.index]
         parts[self._members.index] = mine[begin : max(begin, end)]

@@ -82,6 +82,23 @@ def pack_header(  # noqa: PLR0913 - the fields of a header
     return _LAYOUT.pack(*fields, *shape, *(0,) * (_MAX_DIMS - dims)).ljust(HEADER_BYTES, b"\0")
 
 
+_COUNTS_OFFSET = struct.calcsize("=BBhi")
+_COUNTS = struct.Struct("=qqQ")
+
+
+class HeaderTemplate:
+    """Headers of calls that differ in step, count and history only."""
+
+    def __init__(self, operation: Operation, *, shape: Sequence[int], dtype: str) -> None:
+        """Takes what `pack_header` takes, and raises as it does."""
+        whole = pack_header(operation, shape=shape, dtype=dtype, step=0, count=0, history=0)
+        self._head, self._tail = whole[:_COUNTS_OFFSET], whole[_COUNTS_OFFSET + _COUNTS.size :]
+
+    def fill(self, step: int, count: int, history: int) -> bytes:
+        """Returns the header of one call."""
+        return self._head + _COUNTS.pack(step, count, history) + self._tail
+
+
 _PART_OFFSET = struct.calcsize("=BBhiqqQ")
 _PART = struct.Struct("=q")
 

@@ -1,5 +1,6 @@
 """What carries parts of tensors between the hosts' memories of a group's members."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,8 +37,29 @@ class Members:
         return tuple(peer for peer in range(len(self.ranks)) if peer != self.index)
 
 
-_MOST_SHAPES = 4096
-"""Views that a buffer remembers; a decode step asks for the same few 65 times."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Form:
+    """What tensors of a collective look like; one object for each, so that looking up by it is cheap.
+
+    Attributes:
+        dtype: of each element.
+        shape: of the whole.
+        num_bytes: its size.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    num_bytes: int
+
+
+_MOST_FORMS = 4096
+"""Forms, and views of a buffer, that are remembered; a decode step asks for the same few 65 times."""
+
+
+@functools.lru_cache(_MOST_FORMS)
+def form_of(dtype: torch.dtype, shape: torch.Size) -> Form:
+    """Returns the form of tensors of this dtype and shape."""
+    return Form(dtype=dtype, shape=shape, num_bytes=shape.numel() * dtype.itemsize)
 
 
 class Buffer:
@@ -47,15 +69,15 @@ class Buffer:
         """Takes `memory`: [num_bytes], uint8, any device, num_bytes a multiple of 8."""
         self.memory = memory
         self._views = {torch.uint8: memory}
-        self._shaped: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
+        self._shaped: dict[Form, torch.Tensor] = {}
 
-    def shaped(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """Returns the first elements as a tensor of `shape`, sharing this memory."""
-        view = self._shaped.get((dtype, shape))
+    def shaped(self, form: Form) -> torch.Tensor:
+        """Returns the first elements as a tensor of this form, sharing this memory."""
+        view = self._shaped.get(form)
         if view is None:
-            if len(self._shaped) == _MOST_SHAPES:
+            if len(self._shaped) == _MOST_FORMS:
                 self._shaped.clear()
-            view = self._shaped[dtype, shape] = self.elements(dtype, shape.numel()).view(shape)
+            view = self._shaped[form] = self.elements(form.dtype, form.shape.numel()).view(form.shape)
         return view
 
     def elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ part and its header; on x86-64 other CPUs see stores in that order, elsewhere th
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Literal
 
 from vllm_heteroinfer.distributed.bridge.link import Buffer, Members
 from vllm_heteroinfer.distributed.bridge.slab import (
@@ -168,3 +169,20 @@ class SharedMemoryLink:
 
 def _exceeds(words: "memoryview[int]", word: int, value: int) -> bool:
     return words[word] > value
+
+
+def choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_memory", "gloo"], str]:
+    """Returns how members reach each other, and why.
+
+    Args:
+        share_host: whether the plan says so.
+        machines: what `platform.machine` says on each.
+    """
+    if not share_host:
+        return "gloo", "the plan says that the ranks share no host"
+    if not machines <= set(MACHINES):
+        return (
+            "gloo",
+            f"shared memory needs stores seen in order ({', '.join(MACHINES)}), got {sorted(machines)}",
+        )
+    return "shared_memory", "the plan says that the ranks share a host, and each read what the others wrote"

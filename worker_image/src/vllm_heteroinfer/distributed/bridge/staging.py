@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Buffer
+from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Buffer, Form
 from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
 
 MAPPED_BYTES = 256 << 10
@@ -25,8 +25,8 @@ class Staging(Protocol):
     way: str
     """How it copies, for the log."""
 
-    def put(self, buffer: Buffer, source: torch.Tensor, *, first: bool) -> None:
-        """Starts to copy `source` to a buffer; `first` part of a tensor or a later one."""
+    def put(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
+        """Starts to copy `source`, of this form, to a buffer; `first` part of a tensor or a later one."""
 
     def in_order(self) -> Signal | None:
         """Returns what publishes what was put once it is there; None: `settle`, then publish."""
@@ -34,7 +34,7 @@ class Staging(Protocol):
     def settle(self) -> float:
         """Returns when nothing that was put or fetched is still under way; the seconds it took."""
 
-    def fetch(self, peer: int, buffer: Buffer, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
         """Returns what a peer put, on this member's device, in the order of its stream."""
 
     def fetched(self) -> None:
@@ -50,10 +50,10 @@ class HostStaging:
         self._seconds = 0.0
         self._fetch_start: float | None = None
 
-    def put(self, buffer: Buffer, source: torch.Tensor, *, first: bool) -> None:
+    def put(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
         """Copies at once."""
         start = time.perf_counter()
-        buffer.shaped(source.dtype, source.shape).copy_(source)
+        buffer.shaped(form).copy_(source)
         self._seconds += time.perf_counter() - start
 
     def in_order(self) -> None:
@@ -64,11 +64,11 @@ class HostStaging:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def fetch(self, peer: int, buffer: Buffer, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
         """Returns the peer's part itself."""
         if self._fetch_start is None:
             self._fetch_start = time.perf_counter()
-        return buffer.shaped(dtype, shape)
+        return buffer.shaped(form)
 
     def fetched(self) -> None:
         """Counts the time since `fetch`: what was computed with the parts is done."""
@@ -109,23 +109,23 @@ class CudaStaging:
         self._puts = self._weight = 0
         self._first, self._small = True, False
 
-    def put(self, buffer: Buffer, source: torch.Tensor, *, first: bool) -> None:
+    def put(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
         """Starts to copy."""
         self._first = first
         if not first:  # the first part has been settled, so what made the tensor is done
             with torch.cuda.stream(self._copies):
-                buffer.shaped(source.dtype, source.shape).copy_(source, non_blocking=True)
+                buffer.shaped(form).copy_(source, non_blocking=True)
             return
-        small = self._small = source.nbytes <= self._mapped_bytes
+        small = self._small = form.num_bytes <= self._mapped_bytes
         self._puts += 1
         timed = not small or self._puts % _SAMPLE == 0
         self._weight = 0 if not timed else _SAMPLE if small else 1
         if timed:
             self._put_time.begin(self._weight)
         if small:
-            _write(self._mapped[buffer].shaped(source.dtype, source.shape), source)
+            _write(self._mapped[buffer].shaped(form), source)
         else:
-            buffer.shaped(source.dtype, source.shape).copy_(source, non_blocking=True)
+            buffer.shaped(form).copy_(source, non_blocking=True)
         if timed:
             self._put_time.end()
 
@@ -135,9 +135,10 @@ class CudaStaging:
         Nothing need be waited for then: the next part is written, and what was fetched for
         this one is used, in the order of that stream.
         """
-        if self._weight or not self._small or self._stream != torch.cuda.current_stream(self._device):
+        signal = self._signal
+        if signal is None or self._weight or not self._small or signal.stream() != self._stream.cuda_stream:
             return None
-        return self._signal
+        return signal
 
     def settle(self) -> float:
         """Waits for the device.
@@ -158,14 +159,13 @@ class CudaStaging:
         self._copies.synchronize()
         return time.perf_counter() - start
 
-    def fetch(self, peer: int, buffer: Buffer, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
         """Returns host memory itself if it is small, else what is being copied from it."""
         if self._weight:
             self._fetch_time.begin(self._weight)
-        if shape.numel() * dtype.itemsize <= self._mapped_bytes:
-            return self._mapped[buffer].shaped(dtype, shape)
-        staged = self._staged[peer].shaped(dtype, shape)
-        return staged.copy_(buffer.shaped(dtype, shape), non_blocking=True)
+        if form.num_bytes <= self._mapped_bytes:
+            return self._mapped[buffer].shaped(form)
+        return self._staged[peer].shaped(form).copy_(buffer.shaped(form), non_blocking=True)
 
     def fetched(self) -> None:
         """Ends the time of the fetches, on the current stream."""
@@ -202,9 +202,17 @@ class _DeviceTime:
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies by a kernel: `copy_` would take the copy engine. A product with 1 is the number itself."""
-    if source.dtype is torch.bool:
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
-    torch.mul(source, 1, out=target)
+    dtype = source.dtype
+    if dtype is torch.bool:
+        dtype, target, source = torch.uint8, target.view(torch.uint8), source.view(torch.uint8)
+    one = _ONES.get(dtype)
+    if one is None:
+        one = _ONES[dtype] = torch.ones((), dtype=dtype)
+    torch.mul(source, one, out=target)
+
+
+_ONES: dict[torch.dtype, torch.Tensor] = {}
+"""By dtype, on the host: torch takes them as numbers, but need not make a tensor of one each time."""
 
 
 class _HostMemory:
