@@ -1,0 +1,136 @@
+"""A hub's model as the operator leads it: its claim, the pod that fetches, progress, refusals, the end."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from heteroinfer_contract import codec, names
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_operator.kube.paths import CLAIM, EVENT, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import ApiServer
+from tests.integration.operator.life import Install, condition, serve_epoch, status_of, stored
+from tests.integration.operator.support import PROFILE, SPEC, end_pod, operator, run_pod, until
+
+COMMIT = "c" * 40
+ADDRESS = "127.0.0.77"
+"""A pod's own: its ports are those of every worker pod."""
+SECRET = "hub-token"
+
+
+def hub_spec(**model: Any) -> dict[str, Any]:
+    model = {"uri": "hf://acme/tiny", "servedName": "tiny", "cache": {"size": "1Gi"}, **model}
+    return {**SPEC, "model": model}
+
+
+async def apply(server: ApiServer, namespace: str, spec: dict[str, Any]) -> None:
+    body = {
+        "apiVersion": HETERO_INFERENCE.api_version,
+        "kind": names.KIND,
+        "metadata": {"name": "tiny", "namespace": namespace},
+        "spec": spec,
+    }
+    await server.apply(HETERO_INFERENCE.path(namespace, "tiny"), body, manager="user")
+
+
+async def the_fetch(server: ApiServer, namespace: str) -> dict[str, Any]:
+    """Returns the pod that fetches, once there is one."""
+
+    async def found() -> dict[str, Any] | None:
+        for pod in await stored(server, POD, namespace):
+            component = pod["metadata"]["labels"].get(names.LABEL_COMPONENT)
+            if component == names.COMPONENT_FETCH and "deletionTimestamp" not in pod["metadata"]:
+                return pod
+        return None
+
+    pod: dict[str, Any] = await until("the pod that fetches", found)
+    return pod
+
+
+@contextlib.asynccontextmanager
+async def telling(progress: FetchProgress) -> AsyncIterator[None]:
+    """Answers in place of the pod, which no kubelet runs here."""
+
+    async def fetch(request: web.Request) -> web.Response:
+        return web.Response(text=progress.to_json())
+
+    app = web.Application()
+    app.add_routes([web.get(names.PATH_FETCH, fetch)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, ADDRESS, names.DEFAULT_HEALTH_PORT).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def test_from_a_hub_to_ready(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    installed = install()
+    async with operator(installed.kubeconfig, tmp_path / "log") as process:
+        await process.working()
+        await apply(server, namespace, hub_spec())
+        fetch = await the_fetch(server, namespace)
+        (claim,) = await stored(server, CLAIM, namespace)
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+        mounted = {"claimName": claim["metadata"]["name"]}
+        assert fetch["spec"]["volumes"][-1]["persistentVolumeClaim"] == mounted
+
+        failure = Failure(reason=FailureReason.MODEL_ACCESS_DENIED, message="gated: accept its licence")
+        name = fetch["metadata"]["name"]
+        await end_pod(server, namespace, name, exit_code=names.EXIT_FETCH_FAILED, message=failure.to_json())
+
+        async def denied() -> bool:
+            return await condition(server, namespace, "ModelReady") == ("False", "ModelAccessDenied")
+
+        await until("the refusal in the status", denied)
+        events = (await server.get(EVENT.path(namespace)))["items"]
+        assert any(e["reason"] == "ModelAccessDenied" and "licence" in e["note"] for e in events)
+
+        # With a token it is tried at once, by another pod; the claim stays as it is.
+        token = {"tokenSecretRef": {"name": SECRET}}
+        await apply(server, namespace, hub_spec(**token))
+
+        async def another() -> str:
+            pod = await the_fetch(server, namespace)
+            return str(pod["metadata"]["name"]) if pod["metadata"]["name"] != name else ""
+
+        name = await until("a fetch with the token", another)
+        gibi = 2**30
+        async with telling(FetchProgress(commit=COMMIT, done_bytes=gibi, total_bytes=4 * gibi)):
+            await run_pod(server, namespace, name)
+            address = {"podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
+            await server.merge(POD.path(namespace, name, "status"), {"status": address})
+
+            async def progress() -> bool:
+                model = (await status_of(server, namespace)).get("model", {})
+                return (model.get("bytesDone"), model.get("bytesTotal")) == (gibi, 4 * gibi)
+
+            await until("progress in the status", progress)
+        assert await condition(server, namespace, "ModelReady") == ("Unknown", "Fetching")
+
+        profile = codec.from_mapping(ModelProfile, PROFILE)
+        answer = FetchedModel(commit=COMMIT, size_bytes=4 * gibi, profile=profile)
+        await end_pod(server, namespace, name, exit_code=0, message=answer.to_json())
+        for worker in await serve_epoch(server, namespace, 1):
+            spec = (await server.get(POD.path(namespace, worker)))["spec"]
+            assert spec["volumes"][-1]["persistentVolumeClaim"] == {**mounted, "readOnly": True}
+            env = {variable["name"]: variable for variable in spec["containers"][0]["env"]}
+            assert env[names.ENV_HUB_OFFLINE]["value"] == "1"
+            assert names.ENV_HUB_TOKEN not in env
+        assert (await status_of(server, namespace))["model"]["commit"] == COMMIT
+
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+
+        async def gone() -> bool:
+            return not await stored(server, CLAIM, namespace) and not await stored(server, POD, namespace)
+
+        await until("the end of pods and claim", gone, timeout_s=60)
+    said = (tmp_path / "log").read_text()
+    assert "Traceback" not in said
