@@ -67,12 +67,17 @@ def ensure_images(targets: Sequence[str] = TARGETS) -> list[Image]:
     return wanted
 
 
+def reference_of(target: str) -> str:
+    """Returns the name by which a pod asks for the image of a target."""
+    return f"localhost/heteroinfer/{target}:test"
+
+
 def _image(target: str, base: str) -> Image:
     made_of = hashlib.sha256(f"{RECIPE} {base} {_torch_index()}".encode())
     for file in (REPOSITORY / "Dockerfile", *context_files()):
         made_of.update(str(file.relative_to(REPOSITORY)).encode())
         made_of.update(hashlib.sha256(file.read_bytes()).digest())
-    return Image(tag=f"{target}-{made_of.hexdigest()[:16]}", reference=f"localhost/heteroinfer/{target}:test")
+    return Image(tag=f"{target}-{made_of.hexdigest()[:16]}", reference=reference_of(target))
 
 
 def _torch_index() -> str:

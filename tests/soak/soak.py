@@ -46,7 +46,7 @@ class Pace:
 
     seconds: float
     kill_every_s: float = 2.0
-    away_every_s: float = 240.0
+    away_every_s: float = 180.0
     rank_every_s: float = 120.0
 
 
@@ -60,7 +60,7 @@ class Result:
         done: what was done, and how often.
         before: objects by kind when all was Ready first.
         after: objects by kind at the end, all Ready again.
-        settled_s: from the end of the chaos until all was Ready; None if it never was.
+        settled_s: from the end of the chaos until all was Ready and as before; None if it never was.
         not_ready: what those say that are not Ready at the end.
         mixed: groups that were seen with pods of two epochs.
         samples: of the operator's process.
@@ -113,9 +113,9 @@ class Soak:
         async with self._sampling():
             await self._rage(pace)
             ended = time.monotonic()
-            self.result.not_ready = await self._all_ready(SETTLE_S)
-            if not self.result.not_ready:
+            if await self._settled(SETTLE_S):
                 self.result.settled_s = time.monotonic() - ended
+        _, self.result.not_ready = await observe_ready(self.server, self.namespace)
         self.result.after = await count_objects(self.server, self.namespace)
         self.result.epochs = await self._epochs()
         self.result.left = await self._remove()
@@ -179,6 +179,21 @@ class Soak:
             if ready == self.result.resources or time.monotonic() > deadline:
                 return others
             await asyncio.sleep(0.5)
+
+    async def _settled(self, timeout_s: float) -> bool:
+        """Returns whether all is Ready again with as many objects as before; waits for it.
+
+        Ready alone is not enough: the last pod that was taken may not have been missed yet.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            ready, _ = await observe_ready(self.server, self.namespace)
+            if ready == self.result.resources:
+                objects = await count_objects(self.server, self.namespace)
+                if objects == self.result.before:
+                    return True
+            await asyncio.sleep(0.5)
+        return False
 
     async def _epochs(self) -> int:
         resources = await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {})

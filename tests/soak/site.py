@@ -1,0 +1,85 @@
+"""Where a soak runs: played nodes on a bare control plane, or beside a real node with real ranks."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_operator.crd import build_crd
+from tests.cluster import kwok
+from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.crds import wait_established
+from tests.cluster.folders import REPOSITORY
+from tests.cluster.images import ensure_images
+from tests.cluster.node import NodeCluster, start_node_cluster
+from tests.cluster.volumes import volume_manifests
+from tests.integration.operator.support import PROFILE
+
+NAMESPACE = "soak"
+REAL = "real"
+NODES = 8
+
+
+@contextmanager
+def site(folder: Path, *, real: bool) -> Iterator[Cluster]:
+    """Gives a cluster with played nodes, the kind of resource, and a namespace with a volume of models.
+
+    Args:
+        folder: for what is made.
+        real: whether there is a real node too, and a real model in the volume.
+    """
+    start = (lambda: start_node_cluster(ensure_images())) if real else start_control_plane_only
+    models = folder / "models"
+    models.mkdir(mode=0o755)
+    folder.chmod(0o755)  # workers are not root
+    if real:
+        make = [str(REPOSITORY / ".venv-worker/bin/python"), "-m", "tests.models", str(models / "tiny")]
+        subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    with start() as cluster:
+        kwok.start_kwok(cluster, nodes=NODES, profile=json.dumps(PROFILE))
+        cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
+        wait_established(cluster, f"{names.PLURAL}.{names.API_GROUP}")
+        cluster.kubectl("create", "namespace", NAMESPACE)
+        cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, models))
+        yield cluster
+
+
+def build_resources(cluster: Cluster, count: int) -> list[dict[str, Any]]:
+    """Returns so many played resources of several shapes; where there is a real node, one real one more."""
+    played = [_build_played(number) for number in range(count)]
+    if not isinstance(cluster, NodeCluster):
+        return played
+    resources = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
+    here = {"nodeSelector": {"kubernetes.io/hostname": cluster.node_name}}
+    role = {"name": "cpu", "device": "CPU", "pods": 2, "resources": resources, "template": here}
+    return [*played, _build(REAL, role, replicas=1)]
+
+
+def _build_played(number: int) -> dict[str, Any]:
+    """Returns a resource of two groups of two pods, of one of three, or of one of two."""
+    pods, replicas = ((2, 2), (3, 1), (2, 1))[number % 3]
+    template = {"nodeSelector": {kwok.LABEL: "true"}}
+    role = {"name": "cpu", "device": "CPU", "pods": pods, "template": template}
+    return _build(f"soak-{number}", role, replicas=replicas)
+
+
+def _build(name: str, role: dict[str, Any], *, replicas: int) -> dict[str, Any]:
+    return {
+        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "kind": names.KIND,
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"uri": "pvc://models/tiny"},
+            "engine": {"dtype": "float32", "maxModelLen": 512},
+            "replicas": replicas,
+            "roles": [role],
+            # Pods go so often that the default would soon be used up; the back-off is in force all the same.
+            "restart": {"maxRestarts": 20, "window": "1m", "backoffMax": "20s"},
+            "drainTimeout": "2s",
+        },
+    }
