@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.demand import Manifest as Manifest  # noqa: PLC0414 - part of the port's face
 from heteroinfer_operator.demand import PodDemand, Taint
 
@@ -162,6 +163,7 @@ class Observation:
         promised: what pods of ours that have no node yet, of any resource, will take of the nodes.
         gangs: gang schedulers that the cluster has.
         groups: by group index: what a running leader says of its group now.
+        fetch: what the pod that fetches the model says now, or None.
     """
 
     resource: ResourceView
@@ -171,6 +173,7 @@ class Observation:
     promised: tuple[PodDemand, ...] = ()
     gangs: frozenset[Gang] = frozenset()
     groups: Mapping[int, GroupStatus] = field(default_factory=dict)
+    fetch: FetchProgress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +195,8 @@ class DeleteObject:
     """Delete exactly this object; one that is gone already is no error.
 
     Attributes:
-        kind: Pod, Service, NetworkPolicy or ConfigMap.
+        kind: as in `kind`.
+        api_version: as in `apiVersion`, for kinds that share their name with others; "" for the rest.
         name: its name.
         uid: its identity: one of the same name and another uid is left alone.
         grace_s: for pods: seconds to end by themselves; None takes the pod's own.
@@ -201,6 +205,7 @@ class DeleteObject:
     kind: str
     name: str
     uid: str
+    api_version: str = ""
     grace_s: int | None = None
 
 

@@ -49,16 +49,6 @@ class PlanError(HeteroInferError):
 
 
 class Shortage(PlanError):  # noqa: N818 - the word of the resource: planning.onGPUShortage
-    """There is no plan now, since GPUs are missing; temporary, look again when nodes change.
-
-    Attributes:
-        needed: GPUs that the group asks for.
-        available: GPUs that there are.
-    """
+    """There is no plan now, since GPUs or other room are missing; temporary, look again when nodes change."""
 
     reason = "InsufficientGPU"
-
-    def __init__(self, message: str, *, needed: int, available: int) -> None:
-        super().__init__(message)
-        self.needed = needed
-        self.available = available

@@ -67,7 +67,7 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     assert cache.endswith("layers; the memory of some ranks is unknown; the first that lacks it limits it")
     assert "dtype float32" in every
     assert "max_model_len 512" in every
-    assert note.startswith("note: the model (")
+    assert note.startswith("note: hybrid not needed: the model takes ")
     assert rest == []
 
 
@@ -163,9 +163,60 @@ def test_a_gpu_role_and_no_gpu_anywhere(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error(capsys, "-f", write(tmp_path, model), "--gpus", "0") == (
-        "error: role gpu: got 0 nvidia.com/gpu, expected 1: 1 missing; the group waits for them; add GPUs, "
-        "or set planning.onGPUShortage.action: CPUOnly\n"
+        "error: needs 1 pod (role gpu) with 1 nvidia.com/gpu; node (--gpus) has no nvidia.com/gpu; the group "
+        "waits for them; add GPUs, or set planning.onGPUShortage.action: CPUOnly (expected step time on CPUs"
+        ": 2.1 ms (1.89 to 3.36) instead of 2.1 ms (1.89 to 3.36))\n"
     )
+
+
+def kubectl(*items: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "List", "items": list(items)}
+
+
+def stored_node(name: str, **allocatable: str) -> dict[str, Any]:
+    return {
+        "kind": "Node",
+        "metadata": {"name": name, "labels": {"nvidia.com/gpu.memory": "81920"}},
+        "spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}
+        if len(allocatable) > 2
+        else {},
+        "status": {
+            "allocatable": {"cpu": "16", "memory": "64Gi", "pods": "110", **allocatable},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+
+
+def test_given_nodes_say_where_the_pods_fit(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = tmp_path / "nodes.json"
+    gpu_node = stored_node("a", **{"nvidia.com/gpu": "1"})
+    nodes.write_text(json.dumps(kubectl(gpu_node, stored_node("b"))))
+    file = write(tmp_path, model)
+    assert main(["plan", "-f", file, "--nodes", str(nodes)]) == 0
+    out = capsys.readouterr().out
+    assert "fits: pod 0 on b, pod 1 on a\n" in out
+    assert "hybrid not needed" in out, "the memory of a GPU is labelled"
+    taken = {
+        "kind": "Pod",
+        "metadata": {"name": "x", "namespace": "y"},
+        "spec": {"nodeName": "a", "containers": [{"resources": {"requests": {"nvidia.com/gpu": "1"}}}]},
+        "status": {"phase": "Running"},
+    }
+    nodes.write_text(json.dumps(kubectl(gpu_node, stored_node("b"), taken)))
+    assert "node a has 0 free of 1 nvidia.com/gpu" in error(capsys, "-f", file, "--nodes", str(nodes))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "kind: List", "{kind: List, items: []}"])
+def test_what_holds_no_nodes_is_refused(
+    text: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text(text)
+    told = error(capsys, "-f", write(tmp_path, model), "--nodes", str(nodes))
+    assert "give what `kubectl get nodes,pods -A -o json` prints" in told
+    assert "No such file" in error(capsys, "-f", write(tmp_path, model), "--nodes", str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("arguments", [["--gpus", "-1"], ["--gpus", "x"], ["--gpu-memory", "80GB"]])

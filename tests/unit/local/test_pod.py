@@ -49,7 +49,7 @@ NO_MAP = {"name": "T", "valueFrom": {"configMapKeyRef": {"name": "none", "key": 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (with_spec(nodeSelector={"a": "b"}), "spec.nodeSelector", "remove it from the role's template"),
-    (with_spec(tolerations=[{"operator": "Exists"}]), "spec.tolerations", "use a cluster"),
+    (with_spec(nodeSelector={"disk": "ssd"}), "spec.nodeSelector", "use a cluster"),
     (with_spec(hostNetwork=True), "spec.hostNetwork", "remove it"),
     (with_spec(restartPolicy="Always"), "spec.restartPolicy", "expected Never, got 'Always'"),
     (with_spec(containers=[{}, {}]), "spec.containers", "expected one container, got 2"),

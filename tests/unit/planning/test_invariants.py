@@ -69,7 +69,8 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
 
 INVENTORIES = st.builds(
     Inventory,
-    gpus=st.none() | st.fixed_dictionaries({"nvidia.com/gpu": st.integers(0, 12)}),
+    on_cpus=st.just({})
+    | st.sets(st.sampled_from(["r0", "r1"])).map(lambda roles: dict.fromkeys(roles, "why")),
     host_memory_bytes=st.just({}) | st.just({f"r{i}": 64 * GIB for i in range(4)}),
     gpu_memory_bytes=st.just({}) | st.just({f"r{i}": 24 * GIB for i in range(4)}),
 )

@@ -106,9 +106,13 @@ class SchedulingSpec(Model):
     """How the pods of a group get onto nodes."""
 
     gang: When = When.AUTO
-    """All pods of a group at once or none; Auto where the cluster has a gang scheduler."""
+    """All pods of a group at once or none. Auto: by the cluster's gang scheduler if it has one, else nothing
+    of a group is created until all its pods have room. Always: by a gang scheduler only. Never: the
+    pods are created at once, and placed one by one."""
     queue_name: Annotated[str, Field(max_length=253)] = ""
-    """Queue of a batch scheduler."""
+    """Queue of Kueue or Volcano."""
+    scheduler_name: Annotated[str, Field(max_length=253)] = ""
+    """Scheduler of the pods; if not given, that of the gang scheduler, or else the cluster's default."""
     priority_class_name: Annotated[str, Field(max_length=253)] = ""
     """Priority class of the pods."""
     topology_key: Annotated[str, Field(max_length=317)] = ""

@@ -1,4 +1,4 @@
-"""`heteroinfer plan`: the rank table of a resource, without a cluster."""
+"""`heteroinfer plan`: a resource's rank table, and whether its pods fit given nodes; no cluster is asked."""
 
 import argparse
 import dataclasses
@@ -12,14 +12,20 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from heteroinfer_contract.plan import Device, RankAssignment
 from heteroinfer_operator.api import HeteroInference, parse_bytes
-from heteroinfer_operator.errors import ModelError
-from heteroinfer_operator.planning import Inventory, Planned, make_plan
+from heteroinfer_operator.cluster import NodeView
+from heteroinfer_operator.commands.plan_nodes import load_rooms
+from heteroinfer_operator.errors import HeteroInferError, ModelError
+from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_rooms, plan_group
 from heteroinfer_operator.planning.memory import gib
+from heteroinfer_operator.planning.placement import Room
+from heteroinfer_operator.planning.prediction import STEP_OVERHEAD_S, predict
 from heteroinfer_operator.resource_file import load_resource
 
 _FILE_SCHEME = "file://"
+_NODE_OF_OPTIONS = "(--gpus)"
+"""The only node where --gpus says what there is."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table")
     parser.add_argument(
-        "--gpus", type=_count, help="GPUs there are; as many as the roles ask for if not given"
+        "--nodes",
+        metavar="FILE",
+        help="nodes and pods as `kubectl get nodes,pods -A -o json` prints them; - for stdin: "
+        "the pods of one more group must fit them",
+    )
+    parser.add_argument(
+        "--gpus", type=_count, help="GPUs of the only node; as many as the roles ask for if not given"
     )
     parser.add_argument(
         "--gpu-memory", type=_size, help="memory of one GPU, such as 80Gi, for roles without deviceMemory"
@@ -46,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
         HeteroInferError: the file is no good, the model can't be read, or there is no plan.
     """
     resource = load_resource(arguments.filename)
-    planned = make_plan(
-        resource.spec,
-        _profile(resource, arguments.model_dir),
-        _inventory(resource, arguments.gpus, arguments.gpu_memory),
+    request = GroupRequest(
+        spec=resource.spec,
+        profile=_profile(resource, arguments.model_dir),
         served_name=resource.served_name,
         model_path=names.MODEL_MOUNT,
     )
+    planned = plan_group(request, Capacity(rooms=_rooms(resource, arguments)))
     sys.stdout.write(_render(planned, arguments.output, resource.metadata.name))
     return 0
 
@@ -84,12 +96,24 @@ def _profile(resource: HeteroInference, model_dir: Path | None) -> ModelProfile:
         raise ModelError(f"{'--model-dir' if model_dir else 'model.uri'}: {error}") from error
 
 
-def _inventory(resource: HeteroInference, gpus: int | None, gpu_memory_bytes: int | None) -> Inventory:
-    roles = [role for role in resource.spec.roles if role.device is Device.GPU]
-    return Inventory(
-        gpus=None if gpus is None else {role.gpu_resource: gpus for role in roles},
-        gpu_memory_bytes={} if gpu_memory_bytes is None else {role.name: gpu_memory_bytes for role in roles},
+def _rooms(resource: HeteroInference, arguments: argparse.Namespace) -> list[Room] | None:
+    """Returns what there is to place pods on, or None if nothing was said of it."""
+    if arguments.nodes is not None:
+        if arguments.gpus is not None or arguments.gpu_memory is not None:
+            raise HeteroInferError(
+                "--nodes: got --gpus or --gpu-memory too, which say the same; leave them out", reason="Usage"
+            )
+        return load_rooms(arguments.nodes)
+    gpus, memory_bytes = arguments.gpus, arguments.gpu_memory
+    if gpus is None and memory_bytes is None:
+        return None
+    resources = {role.gpu_resource for role in resource.spec.roles if role.device is Device.GPU}
+    count = sum(role.num_ranks for role in resource.spec.roles) if gpus is None else gpus
+    size = (
+        {} if memory_bytes is None else {f"{name}.memory": str(memory_bytes // 2**20) for name in resources}
     )
+    node = NodeView(name=_NODE_OF_OPTIONS, allocatable=dict.fromkeys(resources, float(count)), labels=size)
+    return build_rooms([node])
 
 
 def _render(planned: Planned, output: str, name: str) -> str:
@@ -100,6 +124,8 @@ def _render(planned: Planned, output: str, name: str) -> str:
         "plan": json.loads(planned.plan.to_json()),
         "notes": list(planned.notes),
         "limitingRank": planned.limiting_rank,
+        "nodes": {str(pod): node for pod, node in planned.placing.nodes.items()},
+        "predictedStepMs": _step_ms(planned),
     }
     if output == "json":
         return json.dumps(value, indent=2) + "\n"
@@ -125,10 +151,22 @@ def _table(planned: Planned, name: str) -> str:
         f"{name}: mode {plan.mode}, {plan.pipeline_parallel_size} stages of "
         f"{plan.tensor_parallel_size} ranks, {len(plan.pods)} pods, plan {plan.hash}"
     )
-    step = f"predicted decode step of one request: {_step_s(plan) * 1e3:.1f} ms, and transfers between stages"
+    step = (
+        f"predicted decode step of one request: {predict(plan)}, of it {STEP_OVERHEAD_S * 1e3:.1f} ms "
+        "between steps; the range is what measured machines of one kind did (docs/benchmarks.md)"
+    )
     every = "every rank: " + ", ".join(f"{key} {value}" for key, value in settings.items())
     return "\n".join(
-        [head, *lines, step, _kv_cache(planned), every, *(f"note: {note}" for note in planned.notes), ""]
+        [
+            head,
+            *lines,
+            *_placed(planned),
+            step,
+            _kv_cache(planned),
+            every,
+            *(f"note: {note}" for note in planned.notes),
+            "",
+        ]
     )
 
 
@@ -156,9 +194,16 @@ def _kv_cache(planned: Planned) -> str:
     return f"KV cache of a rank: {gib(rank.kv_cache_bytes)} for its {rank.num_layers} layers; {who}"
 
 
-def _step_s(plan: Plan) -> float:
-    """Returns the compute of one step through all stages, in seconds: one batch is in flight."""
-    return sum(
-        max(rank.predicted_step_s for rank in plan.ranks if rank.stage == stage)
-        for stage in range(plan.pipeline_parallel_size)
-    )
+def _step_ms(planned: Planned) -> dict[str, float]:
+    step = predict(planned.plan)
+    values = {"predicted": step.step_s, "least": step.least_s, "most": step.most_s}
+    return {name: round(seconds * 1e3, 2) for name, seconds in values.items()}
+
+
+def _placed(planned: Planned) -> list[str]:
+    placing = planned.placing
+    if set(placing.nodes.values()) <= {_NODE_OF_OPTIONS}:
+        return []
+    within = "" if placing.domain is None else f", all with {placing.domain[0]}={placing.domain[1]}"
+    pods = ", ".join(f"pod {pod} on {node}" for pod, node in placing.nodes.items())
+    return [f"fits: {pods}{within}"]

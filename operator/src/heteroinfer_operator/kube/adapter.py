@@ -1,5 +1,6 @@
 """KubeCluster: the port of cluster.py on the API server."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -78,7 +79,8 @@ class KubeCluster:
             return None
         resource = trim.resource_view(stored)
         self._on_observed(key, resource.status)
-        groups = await self._groups.observe(self._caches.pods(key, resource.uid))
+        known = self._caches.pods(key, resource.uid)
+        groups, fetch = await asyncio.gather(self._groups.observe(known), self._groups.observe_fetch(known))
         # Taken after the last await, so that all of it is of one moment.
         pods = self._caches.pods(key, resource.uid)
         return Observation(
@@ -87,7 +89,9 @@ class KubeCluster:
             objects=tuple(child.stored for child in self._caches.children(key, resource.uid)),
             nodes=self._caches.nodes(),
             promised=self._caches.promised(),
+            gangs=self._caches.gangs,
             groups=groups,
+            fetch=fetch,
         )
 
     async def run(self, observation: Observation, actions: Sequence[Action]) -> None:
@@ -200,7 +204,7 @@ class _Pass:
         raise NameTakenError(message)
 
     async def _delete(self, action: DeleteObject) -> None:
-        kind = writable_kind(action.kind)
+        kind = writable_kind(action.kind, action.api_version)
         name = ObjectName(namespace=self._resource.key.namespace, name=action.name)
         options: dict[str, Any] = {
             "apiVersion": "v1",
@@ -263,7 +267,7 @@ class _Pass:
         self._version = stored["metadata"]["resourceVersion"]
 
     def _address(self, manifest: Manifest) -> tuple[Kind, ObjectName]:
-        return writable_kind(manifest["kind"]), ObjectName.of(manifest)
+        return writable_kind(manifest["kind"], manifest["apiVersion"]), ObjectName.of(manifest)
 
 
 def _is_of_earlier(stored: Manifest, key: ResourceKey) -> bool:

@@ -2,19 +2,26 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import Manifest, NodeView, ResourceKey
+from heteroinfer_operator.cluster import Gang, Manifest, NodeView, ResourceKey
 from heteroinfer_operator.demand import PodDemand, total
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.cache import Collection, WatchCache
-from heteroinfer_operator.kube.paths import CHILDREN, NODE, POD, Kind, ObjectName
-from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.kube.gangs import find_gangs
+from heteroinfer_operator.kube.paths import CHILDREN, GANG_CHILDREN, NODE, POD, Kind, ObjectName
+from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodRecord, PodRequests
 
+logger = logging.getLogger(__name__)
+
+GANGS_S: Final = 300.0
+"""How often it is asked which gang schedulers there are."""
+GANGS_RETRY_S: Final = 5.0
 OURS: Final = {"labelSelector": names.LABEL_RESOURCE}
 NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
 
@@ -50,19 +57,21 @@ class Caches:
                 server, _ours(POD, scope), trim=trim.pod_record, changed=touch, index=lambda pod: pod.key
             )
 
-        def build_children(kind: Kind, scope: str | None) -> WatchCache[ChildRecord]:
-            return WatchCache(
-                server,
-                _ours(kind, scope),
-                trim=trim.child_record,
-                changed=touch,
-                index=lambda child: child.key,
-            )
+        def build_children(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:
+            return {
+                scope: WatchCache(
+                    server,
+                    _ours(kind, scope),
+                    trim=trim.child_record,
+                    changed=touch,
+                    index=lambda child: child.key,
+                )
+                for scope in scopes
+            }
 
         self._pods = {scope: build_pods(scope) for scope in scopes}
-        self._children = {
-            (kind.name, scope): build_children(kind, scope) for kind in CHILDREN for scope in scopes
-        }
+        self._children = {kind: build_children(kind) for kind in CHILDREN}
+        self._gangs = _Gangs(server, build_children)
         self._nodes: WatchCache[NodeView] | None = None
         self._requests: WatchCache[PodRequests] | None = None
         if self.cluster_scope:
@@ -82,27 +91,38 @@ class Caches:
         self._nodes_changed = nodes_changed
         # By node: what all its pods request; made anew when one of them has changed.
         self._requested: dict[str, Mapping[str, float]] = {}
-        self._views: tuple[NodeView, ...] | None = None
+        self._views: dict[str, NodeView] = {}
         self._promises: dict[ObjectName, PodDemand] = {}
 
     def all(self) -> list[WatchCache[Any]]:
         """Returns every cache."""
         capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
-        return [*self._pods.values(), *self._children.values(), *capacity]
+        children = [cache for kind in self._kinds.values() for cache in kind.values()]
+        return [*self._pods.values(), *children, *capacity]
+
+    @property
+    def gangs(self) -> frozenset[Gang]:
+        """Returns the gang schedulers that the cluster has, as last asked."""
+        return self._gangs.found
+
+    @property
+    def _kinds(self) -> dict[Kind, dict[str | None, WatchCache[ChildRecord]]]:
+        return {**self._children, **self._gangs.kinds}
 
     def of(self, kind: Kind, namespace: str) -> WatchCache[Any]:
         """Returns the cache that holds the children of a kind in a namespace.
 
         Raises:
-            KeyError: the namespace is not served.
+            KeyError: the namespace is not served, or the cluster has no such kind any more.
         """
         scope = None if self.cluster_scope else namespace
-        return self._pods[scope] if kind is POD else self._children[kind.name, scope]
+        return self._pods[scope] if kind is POD else self._kinds[kind][scope]
 
     def note_written(self, kind: Kind, stored: Manifest) -> None:
         """Takes in the API server's answer to a write."""
         self.of(kind, stored["metadata"]["namespace"]).note_written(stored)
         if kind is POD and self._requests is not None:
+            self._keep_promise(ObjectName.of(stored))
             self._requests.note_written(stored)
 
     def note_gone(self, kind: Kind, name: ObjectName, uid: str) -> None:
@@ -117,6 +137,7 @@ class Caches:
 
     async def wait_synced(self) -> None:
         """Returns once everything has been listed; the caller sets the deadline."""
+        await self._gangs.asked.wait()
         for cache in self.all():
             await cache.synced.wait()
 
@@ -125,6 +146,7 @@ class Caches:
         async with asyncio.TaskGroup() as group:
             for cache in self.all():
                 group.create_task(cache.run(), name=cache.collection.label)
+            group.create_task(self._gangs.run(), name="gang schedulers")
 
     def pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
         """Returns the pods of a resource, in order of their names."""
@@ -134,7 +156,7 @@ class Caches:
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
         """Returns the other children of a resource, in order of kind and name."""
         found: list[ChildRecord] = []
-        for kind in CHILDREN:
+        for kind in self._kinds:
             cache: WatchCache[ChildRecord] = self.of(kind, key.namespace)
             found += [child for child in cache.under(key) if child.owner_uid == uid]
         return found
@@ -148,48 +170,130 @@ class Caches:
         """Returns nodes with what their pods request; None outside cluster scope."""
         if self._nodes is None:
             return None
-        if self._views is None:
-            nodes = self._nodes.values()
-            self._views = tuple(replace(node, requested=self._requested_of(node.name)) for node in nodes)
-        return self._views
+        return tuple(self._view_of(node) for node in self._nodes.values())
+
+    def _view_of(self, node: NodeView) -> NodeView:
+        view = self._views.get(node.name)
+        if view is None:
+            view = self._views[node.name] = replace(node, requested=self._requested_of(node.name))
+        return view
 
     def promised(self) -> tuple[PodDemand, ...]:
-        """Returns what pods of ours without a node ask for, created or about to be."""
+        """Returns what pods of ours ask for that have no node yet, nor a hint at one: these count there."""
         waiting = self._requests.under("") if self._requests is not None else []
         known = {pod.promised.name: pod.promised for pod in waiting if pod.promised is not None}
-        return tuple({**{demand.name: demand for demand in self._promises.values()}, **known}.values())
+        ours = {demand.name: demand for demand in self._promises.values() if not demand.node}
+        return tuple({**ours, **known}.values())
 
     @contextlib.contextmanager
     def promising(self, pods: Sequence[Manifest]) -> Iterator[None]:
-        """Has `promised` count these pods from now on, before the API server has any of them.
+        """Counts these pods as promised from now on, before the API server has any of them.
 
         Two resources that are decided one after the other would else be given the same room.
         """
         promises = {ObjectName.of(pod): trim.promise(pod) for pod in pods}
         self._promises |= promises
+        for demand in promises.values():
+            self._recount(demand.node)
         try:
             yield
         finally:
             for name in promises:
-                self._promises.pop(name, None)
+                self._keep_promise(name)
+
+    def _keep_promise(self, name: ObjectName) -> None:
+        demand = self._promises.pop(name, None)
+        if demand is not None:
+            self._recount(demand.node)
+
+    def _recount(self, node: str) -> None:
+        self._requested.pop(node, None)
+        self._views.pop(node, None)
 
     def _requested_of(self, node: str) -> Mapping[str, float]:
         assert self._requests is not None
         known = self._requested.get(node)
         if known is None:
-            known = total(pod.requests for pod in self._requests.under(node))
+            promises = [demand.requests for demand in self._promises.values() if demand.node == node]
+            known = total([*promises, *(pod.requests for pod in self._requests.under(node))])
             self._requested[node] = known
         return known
 
     def _requests_changed(self, before: PodRequests | None, after: PodRequests | None) -> None:
-        self._views = None
         for pod in (before, after):
             if pod is not None:
-                self._requested.pop(pod.node, None)
+                self._recount(pod.node)
 
     def _node_changed(self, before: NodeView | None, after: NodeView | None) -> None:
-        self._views = None
+        for node in (before, after):
+            if node is not None:
+                self._views.pop(node.name, None)
         self._nodes_changed()
+
+
+class _Gangs:
+    """Gang schedulers that come and go while the operator runs, with the caches of their objects.
+
+    Attributes:
+        found: those whose objects are known.
+        kinds: the caches of these, by kind and scope.
+        asked: set once the cluster was asked.
+
+    Args:
+        server: asked.
+        build: the caches of a kind, by scope.
+    """
+
+    def __init__(
+        self, server: ApiServer, build: Callable[[Kind], dict[str | None, WatchCache[ChildRecord]]]
+    ) -> None:
+        self.found: frozenset[Gang] = frozenset()
+        self.kinds: dict[Kind, dict[str | None, WatchCache[ChildRecord]]] = {}
+        self.asked = asyncio.Event()
+        self._server = server
+        self._build = build
+        self._tasks: dict[Gang, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Asks from time to time, until cancelled."""
+        try:
+            while True:
+                try:
+                    self._update(await find_gangs(self._server))
+                    pause_s = GANGS_S
+                except ApiError as error:
+                    logger.warning("gang schedulers: %s; trying again", error.message)
+                    pause_s = GANGS_RETRY_S
+                self.asked.set()
+                await asyncio.sleep(pause_s)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+
+    def _update(self, served: frozenset[Gang]) -> None:
+        for gang in sorted(served - self._tasks.keys()):
+            logger.info("the cluster has a gang scheduler: %s", gang)
+            self._tasks[gang] = asyncio.create_task(self._follow(gang), name=f"objects of {gang}")
+        for gang in sorted(self._tasks.keys() - served):
+            logger.warning("the API of gang scheduler %s is not served any more", gang)
+            self._tasks.pop(gang).cancel()
+            self.found -= {gang}
+            self.kinds = {
+                kind: caches for kind, caches in self.kinds.items() if kind != GANG_CHILDREN.get(gang)
+            }
+
+    async def _follow(self, gang: Gang) -> None:
+        """Keeps the objects of a gang scheduler; it counts as found once they were listed."""
+        kind = GANG_CHILDREN.get(gang)
+        caches = self._build(kind) if kind is not None else {}
+        async with asyncio.TaskGroup() as group:
+            for cache in caches.values():
+                group.create_task(cache.run(), name=cache.collection.label)
+            for cache in caches.values():
+                await cache.synced.wait()
+            if kind is not None:
+                self.kinds = {**self.kinds, kind: caches}
+            self.found |= {gang}
 
 
 def _ours(kind: Kind, scope: str | None) -> Collection:

@@ -7,6 +7,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from heteroinfer_contract import names
+from heteroinfer_operator.cluster import Gang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,25 +55,51 @@ CONFIG_MAP: Final = Kind(name="ConfigMap", api_version="v1", plural="configmaps"
 NETWORK_POLICY: Final = Kind(
     name="NetworkPolicy", api_version="networking.k8s.io/v1", plural="networkpolicies"
 )
+CLAIM: Final = Kind(name="PersistentVolumeClaim", api_version="v1", plural="persistentvolumeclaims")
 NODE: Final = Kind(name="Node", api_version="v1", plural="nodes", namespaced=False)
 EVENT: Final = Kind(name="Event", api_version="events.k8s.io/v1", plural="events")
 LEASE: Final = Kind(name="Lease", api_version="coordination.k8s.io/v1", plural="leases")
 
-CHILDREN: Final = (SERVICE, NETWORK_POLICY, CONFIG_MAP)
+DISRUPTION_BUDGET: Final = Kind(
+    name="PodDisruptionBudget", api_version="policy/v1", plural="poddisruptionbudgets"
+)
+VOLCANO_POD_GROUP: Final = Kind(
+    name="PodGroup", api_version="scheduling.volcano.sh/v1beta1", plural="podgroups"
+)
+COSCHEDULING_POD_GROUP: Final = Kind(
+    name="PodGroup", api_version="scheduling.x-k8s.io/v1alpha1", plural="podgroups"
+)
+WORKLOAD: Final = Kind(name="Workload", api_version="scheduling.k8s.io/v1alpha1", plural="workloads")
+
+CHILDREN: Final = (SERVICE, NETWORK_POLICY, CONFIG_MAP, DISRUPTION_BUDGET, CLAIM)
 """Children besides pods: kept as stored, and written by server-side apply."""
+GANG_CHILDREN: Final[Mapping[Gang, Kind]] = MappingProxyType(
+    {
+        Gang.VOLCANO: VOLCANO_POD_GROUP,
+        Gang.COSCHEDULING: COSCHEDULING_POD_GROUP,
+        Gang.NATIVE: WORKLOAD,
+    }
+)
+"""Children that tell a gang scheduler of an epoch, where the cluster serves their kind."""
 
-_WRITABLE: Final[Mapping[str, Kind]] = MappingProxyType({kind.name: kind for kind in (POD, *CHILDREN)})
+_WRITABLE: Final = (POD, *CHILDREN, *GANG_CHILDREN.values())
 
 
-def writable_kind(name: str) -> Kind:
-    """Returns the kind of a child by its name.
+def writable_kind(name: str, api_version: str = "") -> Kind:
+    """Returns the kind of a child.
+
+    Args:
+        name: as in `kind`.
+        api_version: as in `apiVersion`; "" where the name says it all.
 
     Raises:
         ValueError: an action names a kind that the operator has no rights to write.
     """
-    if name not in _WRITABLE:
-        raise ValueError(f"got kind {name!r} in an action, expected one of {', '.join(_WRITABLE)}")
-    return _WRITABLE[name]
+    found = [kind for kind in _WRITABLE if kind.name == name and api_version in ("", kind.api_version)]
+    if len(found) != 1:
+        known = ", ".join(dict.fromkeys(kind.name for kind in _WRITABLE))
+        raise ValueError(f"got kind {name!r} in an action, expected one of {known}")
+    return found[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -40,10 +40,26 @@ SERVED: Final = (
     Rule(group="", resource="pods", verbs=("get", "list", "watch", "create", "delete")),
     Rule(group="", resource="services", verbs=("get", "list", "watch", "create", "patch", "delete")),
     Rule(group="", resource="configmaps", verbs=("get", "list", "watch", "create", "patch", "delete")),
+    # Made once, for models of a hub, and never changed.
+    Rule(group="", resource="persistentvolumeclaims", verbs=("get", "list", "watch", "create", "delete")),
     Rule(
         group="networking.k8s.io",
         resource="networkpolicies",
         verbs=("get", "list", "watch", "create", "patch", "delete"),
+    ),
+    Rule(
+        group="policy",
+        resource="poddisruptionbudgets",
+        verbs=("get", "list", "watch", "create", "patch", "delete"),
+    ),
+    # What tells a gang scheduler of a group; used where the cluster serves it.
+    *(
+        Rule(group=group, resource=resource, verbs=("get", "list", "watch", "create", "patch", "delete"))
+        for group, resource in (
+            ("scheduling.volcano.sh", "podgroups"),
+            ("scheduling.x-k8s.io", "podgroups"),
+            ("scheduling.k8s.io", "workloads"),
+        )
     ),
     Rule(group="events.k8s.io", resource="events", verbs=("create", "patch")),
 )

@@ -231,4 +231,7 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
         return PodRequests(node=node, requests={**effective_requests(spec), PODS: 1.0})
     if label_key(stored) is None or "deletionTimestamp" in metadata:
         return None
-    return PodRequests(node="", requests={}, promised=promise(stored))
+    demand = promise(stored)
+    if demand.node:  # it will be there, as far as anybody can say
+        return PodRequests(node=demand.node, requests=demand.requests)
+    return PodRequests(node="", requests={}, promised=demand)

@@ -1,4 +1,4 @@
-"""Worker and inspect pods. Pure.
+"""Worker pods, and what all pods of ours have in common. Pure.
 
 Pods are bare, with restartPolicy Never: the group is the restart unit, and the epoch is
 in the pod's name, so that no old address or rank is ever taken for a new one.
@@ -15,7 +15,9 @@ from heteroinfer_contract.plan import Device, Plan, PodAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec, parse_duration_s
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
+from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.scheduling import Placing, placed_fields, role_resources
 
 WORKER_COMMAND = "heteroinfer-worker"
 _USER = 65532
@@ -23,7 +25,9 @@ _USER = 65532
 _STOP_SIGNAL_GRACE_S = 30
 _SHM = "shm"
 _SCRATCH = "scratch"
-_MODEL = "model"
+MODEL_VOLUME = "model"
+_OFFLINE = {names.ENV_HUB_OFFLINE: "1"}
+"""The model is on a volume: nothing is asked of a hub, unless the user says so in engine.env."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,7 @@ class WorkerPods:
         addresses: of each pod.
         source: where the model is.
         images: defaults of the operator.
+        placing: where the pods belong.
     """
 
     spec: HeteroInferenceSpec
@@ -59,34 +64,45 @@ class WorkerPods:
     addresses: tuple[PodAddress, ...]
     source: ModelSource
     images: WorkerImages
+    placing: Placing = Placing()  # noqa: RUF009 - frozen
 
     def build(self, pod: PodAssignment) -> dict[str, Any]:
         """Returns the manifest of one pod."""
         role = next(role for role in self.spec.roles if role.name == pod.role)
         name = self.group.pod_name(pod.index)
-        labels = identity.pod_labels(self.group, pod, self.plan, self.revision)
+        labels = {
+            **gang_labels(self.spec, self.group, self.placing.gang),
+            **identity.pod_labels(self.group, pod, self.plan, self.revision),
+        }
+        metadata = build_metadata(self.group.owner, name, labels, role.template)
+        annotations = {
+            **metadata.get("annotations", {}),
+            **gang_annotations(self.group, self.placing.gang, len(self.plan.pods)),
+        }
         return {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": _metadata(self.group.owner, name, labels, role.template),
+            "metadata": {**metadata, "annotations": annotations} if annotations else metadata,
             "spec": {
-                **_pod_spec(self.spec, role.template),
+                **build_pod_spec(self.spec, role.template),
+                **placed_fields(self.spec, self.group, role, pod, self.placing),
+                **gang_fields(self.spec, self.group, self.placing.gang),
                 "terminationGracePeriodSeconds": termination_grace_s(self.spec),
                 "hostname": name,
                 "subdomain": identity.group_service(self.group.owner, self.group.index),
                 "containers": [self._container(pod, role)],
-                "volumes": _volumes(self.spec, self.source),
+                "volumes": build_volumes(self.spec, self.source),
             },
         }
 
     def _container(self, pod: PodAssignment, role: RoleSpec) -> dict[str, Any]:
         address = self.addresses[pod.index]
         return {
-            **_container(self.spec, self.spec.engine.image or self.images.of(pod.device), self.source),
+            **build_container(self.spec.engine.image or self.images.of(pod.device), self.source),
             "args": ["run"],
             "env": self._env(pod.index, role),
             "ports": _ports(pod, address),
-            "resources": _resources(role, pod),
+            "resources": role_resources(role, pod.device),
             "readinessProbe": {
                 "httpGet": {"path": names.PATH_READYZ, "port": names.PORT_HEALTH},
                 "periodSeconds": 1,
@@ -122,9 +138,11 @@ class WorkerPods:
                 }
             },
         }
-        owned = {variable["name"]: variable for variable in [plan, *_literals(launch.to_env())]}
-        users = [v.dump() for v in self.spec.engine.env if v.name not in owned]
-        return [*users, *owned.values()]
+        fetched = {names.ENV_MODEL_FETCHED: "1"} if self.source.fetch is not None else {}
+        owned = {variable["name"]: variable for variable in [plan, *literals({**launch.to_env(), **fetched})]}
+        given = {v.name: v.dump() for v in self.spec.engine.env if v.name not in owned}
+        defaults = [v for v in literals(_OFFLINE) if v["name"] not in given]
+        return [*defaults, *given.values(), *owned.values()]
 
 
 def termination_grace_s(spec: HeteroInferenceSpec) -> int:
@@ -132,37 +150,10 @@ def termination_grace_s(spec: HeteroInferenceSpec) -> int:
     return math.ceil(parse_duration_s(spec.drain_timeout)) + _STOP_SIGNAL_GRACE_S
 
 
-def build_inspect_pod(
-    spec: HeteroInferenceSpec, owner: Owner, source: ModelSource, images: WorkerImages
-) -> dict[str, Any]:
-    """Returns the short pod whose termination message is the model's profile.
-
-    It reads config.json and the headers of the weight files, and needs little memory.
-    """
-    template = spec.roles[0].template
-    labels = {names.LABEL_COMPONENT: names.COMPONENT_INSPECT}
-    container = {
-        **_container(spec, spec.engine.image or images.cpu, source),
-        "args": ["inspect", "--model", source.path],
-        "env": _literals({"HOME": "/tmp"}),  # noqa: S108 - a volume of the pod's own
-        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
-    }
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": _metadata(owner, inspect_pod_name(spec, owner), labels, template),
-        "spec": {**_pod_spec(spec, template), "containers": [container], "volumes": _volumes(spec, source)},
-    }
-
-
-def inspect_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
-    """Returns the name of the inspect pod for the model of this spec."""
-    return f"{owner.key.name}-inspect-{identity.model_key(spec)}"
-
-
-def _metadata(
+def build_metadata(
     owner: Owner, name: str, labels: Mapping[str, str], template: PodTemplate | None
 ) -> dict[str, Any]:
+    """Returns a pod's metadata: the user's labels and annotations, and ours, which win."""
     metadata = identity.metadata(owner, name, labels)
     if template is None:
         return metadata
@@ -172,7 +163,8 @@ def _metadata(
     return metadata
 
 
-def _pod_spec(spec: HeteroInferenceSpec, template: PodTemplate | None) -> dict[str, Any]:
+def build_pod_spec(spec: HeteroInferenceSpec, template: PodTemplate | None) -> dict[str, Any]:
+    """Returns what every pod's spec has: where it may run, whose it is, and no rights at all."""
     asked = template.dump() if template else {}
     kept = {k: v for k, v in asked.items() if k not in {"labels", "annotations"} and v}
     if spec.scheduling.priority_class_name:
@@ -194,10 +186,11 @@ def _pod_spec(spec: HeteroInferenceSpec, template: PodTemplate | None) -> dict[s
     }
 
 
-def _container(spec: HeteroInferenceSpec, image: str, source: ModelSource) -> dict[str, Any]:
+def build_container(image: str, source: ModelSource) -> dict[str, Any]:
+    """Returns what every container has: hardened, a scratch folder, the model read-only."""
     mounts = [{"name": _SCRATCH, "mountPath": "/tmp"}, {"name": _SHM, "mountPath": "/dev/shm"}]  # noqa: S108
     if source.volume is not None:
-        mounts.append({"name": _MODEL, "mountPath": names.MODEL_MOUNT, "readOnly": True})  # type: ignore[dict-item]  # a mount's values are of two types
+        mounts.append({"name": MODEL_VOLUME, "mountPath": names.MODEL_MOUNT, "readOnly": True})  # type: ignore[dict-item]  # a mount's values are of two types
     return {
         "name": names.CONTAINER_WORKER,
         "image": image,
@@ -212,13 +205,14 @@ def _container(spec: HeteroInferenceSpec, image: str, source: ModelSource) -> di
     }
 
 
-def _volumes(spec: HeteroInferenceSpec, source: ModelSource) -> list[dict[str, Any]]:
+def build_volumes(spec: HeteroInferenceSpec, source: ModelSource) -> list[dict[str, Any]]:
+    """Returns the volumes that `build_container` mounts."""
     volumes: list[dict[str, Any]] = [
         {"name": _SCRATCH, "emptyDir": {}},
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": spec.engine.shm_size}},
     ]
     if source.volume is not None:
-        volumes.append({"name": _MODEL, **source.volume})
+        volumes.append({"name": MODEL_VOLUME, **source.volume})
     return volumes
 
 
@@ -231,14 +225,6 @@ def _ports(pod: PodAssignment, address: PodAddress) -> list[dict[str, Any]]:
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
 
-def _resources(role: RoleSpec, pod: PodAssignment) -> dict[str, Any]:
-    asked = role.resources.dump() if role.resources else {}
-    if pod.device is Device.GPU:
-        gpus = {role.gpu_resource: str(len(pod.ranks))}
-        asked["limits"] = {**asked.get("limits", {}), **gpus}
-        asked["requests"] = {**asked.get("requests", {}), **gpus}
-    return asked
-
-
-def _literals(env: Mapping[str, str]) -> list[dict[str, Any]]:
+def literals(env: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns variables with these values."""
     return [{"name": name, "value": value} for name, value in env.items()]

@@ -1,4 +1,4 @@
-"""What there is to plan with. Pure."""
+"""What is known of the devices of one group. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,16 +10,13 @@ class Inventory:
     """Devices and memory for one group, as far as they are known.
 
     Attributes:
-        gpus: GPUs that the group may take, by resource name (`nvidia.com/gpu`); a name
-            that isn't here has none. None where devices are unknown: then there are
-            as many as the roles ask for.
+        on_cpus: GPU roles that have no GPUs and compute on CPUs, with why.
         gpu_memory_bytes: memory of one GPU, by role; used where the role has no deviceMemory.
+        gpu_product: product of the GPUs as labelled, by role.
         host_memory_bytes: memory of one pod, by role; used where the role's resources say none.
-        shortage_age_s: how long GPUs have been missing, in seconds; None where waiting
-            is of no use, so that CPUOnly is done at once.
     """
 
-    gpus: Mapping[str, int] | None = None
+    on_cpus: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     gpu_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    gpu_product: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     host_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    shortage_age_s: float | None = None

@@ -168,6 +168,14 @@ def _seat_budget(
     )
 
 
+def longest_sequence_tokens(engine: EngineSettings) -> int:
+    """Returns the tokens of KV cache without which no longest sequence could run, in whole blocks.
+
+    One block more than the sequence, since vLLM keeps one for itself.
+    """
+    return (-(-engine.max_model_len // engine.block_size) + 1) * engine.block_size
+
+
 def gib(size: int) -> str:
     """Returns a size for people: GiB with two digits, MiB below 0.1 GiB."""
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"

@@ -3,25 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings, Plan, RankAssignment, eager_reason
+from heteroinfer_contract.plan import EngineSettings, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.manifests.scheduling import Placing
+from heteroinfer_operator.planning.advice import advise
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import check_explicit, explicit_layers, split_by_memory
-from heteroinfer_operator.planning.memory import Sizes, StageBudget, gib, rank_budget, stage_budgets
+from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
+from heteroinfer_operator.planning.prediction import read_bytes_per_s
 from heteroinfer_operator.planning.settings import BLOCK_SIZE, engine_settings
-from heteroinfer_operator.planning.topology import Seat, Topology, lay_out
+from heteroinfer_operator.planning.topology import Topology, lay_out
 
-READ_BYTES_PER_S: Final = MappingProxyType({Device.CPU: 60e9, Device.GPU: 3500e9})
-"""Weights that a decode step reads a second.
-
-CPU: 57-60 GB/s by 14 threads of a 16-core Xeon host; GPU: 13.3 GB in 3.99 ms on an H200
-with CUDA graphs (both vLLM 0.32.0, bf16, 2026-11-20).
-"""
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
 """KV room, in longest sequences, where some rank's memory is unknown."""
 _VOCAB_PADDING: Final = 64
@@ -37,11 +33,19 @@ class Planned:
         notes: one line each.
         limiting_rank: the rank whose memory has room for the fewest KV blocks, as predicted; None
             where the memory of some rank is unknown.
+        hybrid_not_needed: why CPU ranks could be left out, which is also one of the notes, or "".
+        on_cpus: why GPU roles compute on CPUs, which is also one of the notes, or "".
+        placing: where its pods have room, as far as nodes are known.
+        missing: what is missing on nodes that somebody else will have to wait for, or "".
     """
 
     plan: Plan
     notes: tuple[str, ...] = ()
     limiting_rank: int | None = None
+    hybrid_not_needed: str = ""
+    on_cpus: str = ""
+    placing: Placing = Placing()  # noqa: RUF009 - frozen
+    missing: str = ""
 
 
 def make_plan(
@@ -62,7 +66,6 @@ def make_plan(
         model_path: where the ranks find the model.
 
     Raises:
-        Shortage: GPUs are missing, and the spec says to wait for them.
         PlanError: there is no plan; the message says what is missing and by how much.
     """
     topology = lay_out(spec, inventory)
@@ -77,7 +80,7 @@ def make_plan(
     )
     sizes = Sizes.of(profile, engine, topology.tensor)
     budgets = stage_budgets(topology.stages, sizes, inventory)
-    min_tokens = _min_tokens(engine)
+    min_tokens = longest_sequence_tokens(engine)
     layers = explicit_layers(spec, topology)
     if layers is None:
         layers = split_by_memory(budgets, sizes, min_tokens)
@@ -87,16 +90,16 @@ def make_plan(
         mode=spec.parallelism.mode,
         tensor_parallel_size=topology.tensor,
         pipeline_parallel_size=len(topology.stages),
-        ranks=_assign(topology, layers, budgets, sizes, engine),
+        ranks=_assign(topology, layers, budgets, sizes, engine, inventory),
         engine=engine,
     )
-    advice = _advice(topology, sizes, inventory, min_tokens)
-    if topology.has_mixed_stage:
-        advice = (*_tensor_advice(plan), *_fits_gpus_alone(topology, profile, engine, inventory, min_tokens))
+    advice = advise(topology, plan, profile, inventory)
     return Planned(
         plan=plan,
-        notes=(*topology.notes, *advice),
+        notes=(*topology.notes, *advice.notes),
         limiting_rank=_limiting_rank(topology, layers, budgets, sizes),
+        hybrid_not_needed=advice.hybrid_not_needed,
+        on_cpus="; ".join(topology.notes),
     )
 
 
@@ -116,17 +119,13 @@ def _check_tensor(tensor: int, profile: ModelProfile) -> None:
             )
 
 
-def _min_tokens(engine: EngineSettings) -> int:
-    # One longest sequence, and the null block that vLLM keeps for itself.
-    return (-(-engine.max_model_len // engine.block_size) + 1) * engine.block_size
-
-
 def _assign(
     topology: Topology,
     layers: Sequence[int],
     budgets: Sequence[StageBudget],
     sizes: Sizes,
     engine: EngineSettings,
+    inventory: Inventory,
 ) -> tuple[RankAssignment, ...]:
     tokens = _kv_tokens(layers, budgets, sizes, engine)
     seats = [(stage, i, seat) for stage, seats in enumerate(topology.stages) for i, seat in enumerate(seats)]
@@ -149,18 +148,10 @@ def _assign(
                 kv_cache_bytes=tokens * (end - first) * sizes.kv_bytes,
                 weight_bytes=sizes.layers(first, end) + sizes.tables(stage, len(layers), seat.placed.device),
                 predicted_step_s=read
-                * _sharing(seat, topology.stages[stage])
-                / READ_BYTES_PER_S[seat.placed.device],
+                / read_bytes_per_s(seat, topology.stages[stage], sizes.profile, engine, inventory),
             )
         )
     return tuple(ranks)
-
-
-def _sharing(seat: Seat, stage: Sequence[Seat]) -> int:
-    """Returns how many ranks compute at the same time on the same memory: those of a stage in one CPU pod."""
-    if seat.placed.device is Device.GPU:
-        return 1
-    return sum(1 for other in stage if other.pod == seat.pod)
 
 
 def _kv_tokens(
@@ -176,7 +167,7 @@ def _kv_tokens(
     else:
         useful = engine.max_num_seqs * engine.max_model_len + BLOCK_SIZE
     rooms = [room for room in _token_rooms(layers, budgets, sizes) if room is not None]
-    return max(min([*rooms, useful]), _min_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
+    return max(min([*rooms, useful]), longest_sequence_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def _token_rooms(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> list[int | None]:
@@ -199,56 +190,3 @@ def _limiting_rank(
     seats = topology.stages[stage]
     tightest = next(i for i, seat in enumerate(seats) if seat.placed.role.name == budgets[stage].role)
     return stage * topology.tensor + tightest
-
-
-def _tensor_advice(plan: Plan) -> tuple[str, ...]:
-    """Returns what the user should know of a plan with a mixed stage."""
-    slow_s, fast_s = (
-        sum(
-            max((r.predicted_step_s for r in plan.stage(stage) if r.device in devices), default=0.0)
-            for stage in range(plan.pipeline_parallel_size)
-        )
-        for devices in ((Device.CPU, Device.GPU), (Device.GPU,))
-    )
-    pace = (
-        f"every layer waits for its CPU ranks: a decode step reads weights for about {slow_s * 1e3:.1f} ms, "
-        f"the GPU ranks' share takes {fast_s * 1e3:.1f} ms of it; mode Pipeline gives CPUs only the layers "
-        "that GPUs can't hold, and keeps CUDA graphs"
-    )
-    return (str(eager_reason(plan)), pace)
-
-
-def _fits_gpus_alone(
-    topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory, min_tokens: int
-) -> tuple[str, ...]:
-    """Returns advice where GPUs split layers with CPUs: could they hold the model without them?"""
-    seats = [s for stage in topology.stages for s in stage if s.placed.device is Device.GPU]
-    budgets = [rank_budget(seat, inventory) for seat in seats]
-    known = [budget for budget in budgets if budget is not None]
-    if len(known) < len(budgets):
-        return ("the GPUs' memory is unknown; set deviceMemory to know whether CPUs are needed at all",)
-    whole = Sizes.of(profile, engine, 1)
-    need = whole.layers(0, profile.num_layers) + whole.tables(0, 1, Device.GPU)
-    need += profile.num_layers * whole.kv_bytes * min_tokens
-    return (_fits_alone(profile),) if need <= sum(known) else ()
-
-
-def _fits_alone(profile: ModelProfile) -> str:
-    return (
-        f"the model ({gib(profile.total_bytes)}) fits the GPUs alone; CPU ranks add capacity, not speed: "
-        "remove them"
-    )
-
-
-def _advice(topology: Topology, sizes: Sizes, inventory: Inventory, min_tokens: int) -> tuple[str, ...]:
-    if not topology.is_mixed:
-        return ()
-    gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)
-    budgets = stage_budgets(gpu_stages, sizes, inventory)
-    if any(stage.budget is None for stage in budgets):
-        return ("the GPUs' memory is unknown; set deviceMemory to have layers planned by it",)
-    try:
-        split_by_memory(budgets, sizes, min_tokens)
-    except PlanError:
-        return ()
-    return (_fits_alone(sizes.profile),)

@@ -9,11 +9,9 @@ from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import (
     HeteroInferenceSpec,
     RoleSpec,
-    ShortageAction,
     StageOrder,
-    parse_duration_s,
 )
-from heteroinfer_operator.errors import PlanError, Shortage
+from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.inventory import Inventory
 
 
@@ -82,7 +80,6 @@ def lay_out(spec: HeteroInferenceSpec, inventory: Inventory) -> Topology:
     together; ranks number through the stages, then within a stage.
 
     Raises:
-        Shortage: GPUs are missing, and the spec says to wait.
         PlanError: the sizes don't fit the roles.
     """
     placed, notes = _place(spec, inventory)
@@ -172,51 +169,11 @@ def _check_role(role: RoleSpec, tensor: int, mode: Mode) -> None:
 
 
 def _place(spec: HeteroInferenceSpec, inventory: Inventory) -> tuple[list[PlacedRole], tuple[str, ...]]:
-    free = dict(inventory.gpus or {})
-    placed: list[PlacedRole] = []
-    short: list[RoleSpec] = []
-    for role in spec.roles:
-        device = role.device
-        if device is Device.GPU and inventory.gpus is not None:
-            if free.get(role.gpu_resource, 0) >= role.num_ranks:
-                free[role.gpu_resource] -= role.num_ranks
-            else:
-                short.append(role)
-                device = Device.CPU
-        placed.append(PlacedRole(role=role, device=device))
-    if not short:
-        return placed, ()
-    _allow_cpu_only(spec, inventory, short)
+    placed = [
+        PlacedRole(role=role, device=Device.CPU if role.name in inventory.on_cpus else role.device)
+        for role in spec.roles
+    ]
     return placed, tuple(
-        f"role {role.name} runs on CPUs, since planning.onGPUShortage.action is CPUOnly: it asks for "
-        f"{role.num_ranks} {role.gpu_resource}, and there are {_available(inventory, role.gpu_resource)}"
-        for role in short
-    )
-
-
-def _available(inventory: Inventory, resource: str) -> int:
-    return (inventory.gpus or {}).get(resource, 0)
-
-
-def _allow_cpu_only(spec: HeteroInferenceSpec, inventory: Inventory, short: Sequence[RoleSpec]) -> None:
-    shortage = spec.planning.on_gpu_shortage
-    waits = inventory.shortage_age_s is not None and inventory.shortage_age_s < parse_duration_s(
-        shortage.after
-    )
-    if shortage.action is ShortageAction.CPU_ONLY and not waits:
-        return
-    resources = sorted({role.gpu_resource for role in short})
-    gpu_roles = [role for role in spec.roles if role.device is Device.GPU and role.gpu_resource in resources]
-    needed = sum(role.num_ranks for role in gpu_roles)
-    available = sum(_available(inventory, resource) for resource in resources)
-    remedy = (
-        f"the group runs on CPUs once they have been missing for {shortage.after}"
-        if shortage.action is ShortageAction.CPU_ONLY
-        else "the group waits for them; add GPUs, or set planning.onGPUShortage.action: CPUOnly"
-    )
-    raise Shortage(
-        f"role {', '.join(role.name for role in gpu_roles)}: got {available} {' and '.join(resources)}, "
-        f"expected {needed}: {needed - available} missing; {remedy}",
-        needed=needed,
-        available=available,
+        f"role {name} runs on CPUs, since planning.onGPUShortage.action is CPUOnly: {why}"
+        for name, why in inventory.on_cpus.items()
     )

@@ -1,20 +1,32 @@
-"""What there is to plan with, counted once a pass and used up by the groups it starts. Pure."""
+"""What there is to plan with, counted once a pass and used up by the groups that it starts. Pure."""
 
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from heteroinfer_contract import names
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
     ConditionStatus,
     ConditionType,
     HeteroInferenceSpec,
     HeteroInferenceStatus,
+    When,
 )
-from heteroinfer_operator.cluster import Observation
+from heteroinfer_operator.cluster import Gang, Observation, PodView
 from heteroinfer_operator.errors import PlanError, Shortage
-from heteroinfer_operator.planning import Inventory, Planned, make_plan
+from heteroinfer_operator.manifests.gang import choose_gang
+from heteroinfer_operator.manifests.scheduling import Placing
+from heteroinfer_operator.planning import (
+    Capacity,
+    GroupRequest,
+    Inventory,
+    Planned,
+    build_rooms,
+    plan_group,
+)
+from heteroinfer_operator.planning.capacity import gpu_memory_mib, labelled_roles
 
 WAITING_FOR_MODEL = "WaitingForModel"
 
@@ -29,8 +41,9 @@ class GroupPlanner:
         waits_for: what is said while it is not.
         served_name: name in the OpenAI API.
         model_path: where the ranks find the model.
-        free_gpus: by resource name, not yet promised to a group; None where unknown.
+        observation: nodes, and what of them is promised.
         shortage_age_s: how long GPUs have been missing; None where waiting is of no use.
+        hints: whether pods are told which node has room for them: not where there is one machine.
     """
 
     spec: HeteroInferenceSpec
@@ -38,64 +51,63 @@ class GroupPlanner:
     waits_for: str
     served_name: str
     model_path: str
-    free_gpus: Counter[str] | None
+    observation: Observation
     shortage_age_s: float | None
-    _roles: dict[str, str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Looks up the GPU resource of each role once."""
-        self._roles = {role.name: role.gpu_resource for role in self.spec.roles}
+    hints: bool = True
+    _capacity: Capacity | None = field(init=False, default=None)
 
     def make(self) -> Planned:
-        """Returns the plan of one more group; its GPUs are not given to the next.
+        """Returns the plan of one more group; its room is not given to the next.
 
         Raises:
-            Shortage: GPUs are missing now.
+            Shortage: GPUs or other room are missing now.
             PlanError: there is no plan, or the model is not known yet.
         """
-        planned = self._plan(Inventory(gpus=self.free_gpus, shortage_age_s=self.shortage_age_s))
-        if self.free_gpus is not None:
-            self.free_gpus.subtract(self._gpus(planned.plan))
-        return planned
+        request, gang = self._request(), choose_gang(self.spec, self.observation.gangs)
+        if self._capacity is None:
+            nodes = self.observation.nodes
+            rooms = None if nodes is None else build_rooms(nodes, self.observation.promised)
+            self._capacity = Capacity(
+                rooms=rooms,
+                others_wait=gang is not None or self.spec.scheduling.gang is When.NEVER,
+                shortage_age_s=self.shortage_age_s,
+            )
+        planned = plan_group(request, self._capacity)
+        nodes = planned.placing.nodes if self.hints else {}
+        return replace(planned, placing=replace(planned.placing, gang=gang, nodes=nodes))
+
+    def placing_again(self, plan: Plan, pods: Sequence[PodView]) -> Placing:
+        """Returns where pods belong that are created for an epoch which has others already.
+
+        Args:
+            plan: of the epoch.
+            pods: those others.
+        """
+        gang = next((label for pod in pods if (label := pod.labels.get(names.LABEL_GANG))), None)
+        labelled = labelled_roles(self.spec, self.observation.nodes or ())
+        return Placing(
+            gang=None if gang is None else Gang(gang),
+            gpu_memory_mib=gpu_memory_mib(self.spec, plan, labelled),
+        )
 
     def refusal(self) -> PlanError | None:
         """Returns why there would be no plan however much were free, or None if there is one."""
         try:
-            self._plan(Inventory())
+            choose_gang(self.spec, self.observation.gangs)
+            self._request().plan(Inventory())
         except PlanError as refusal:
             return refusal
         return None
 
-    def _plan(self, inventory: Inventory) -> Planned:
+    def _request(self) -> GroupRequest:
         if self.profile is None:
             raise PlanError(f"waiting for the model: {self.waits_for}", reason=WAITING_FOR_MODEL)
-        return make_plan(
-            self.spec, self.profile, inventory, served_name=self.served_name, model_path=self.model_path
+        return GroupRequest(
+            spec=self.spec,
+            profile=self.profile,
+            served_name=self.served_name,
+            model_path=self.model_path,
         )
-
-    def _gpus(self, plan: Plan) -> Counter[str]:
-        return Counter(self._roles[rank.role] for rank in plan.ranks if rank.device is Device.GPU)
-
-
-def free_gpus(spec: HeteroInferenceSpec, observation: Observation) -> Counter[str] | None:
-    """Returns the GPUs that a new group may take, by resource name; None if nodes are not known.
-
-    Allocatable on schedulable nodes, less what pods request, less what is promised to pods that
-    have no node yet.
-    """
-    if observation.nodes is None:
-        return None
-    free: Counter[str] = Counter()
-    resources = {role.gpu_resource for role in spec.roles}
-    for node in observation.nodes:
-        if node.schedulable:
-            for resource in resources:
-                count = node.allocatable.get(resource, 0) - node.requested.get(resource, 0)
-                free[resource] += max(int(count), 0)
-    for demand in observation.promised:
-        for resource in resources:
-            free[resource] -= int(demand.requests.get(resource, 0))
-    return free
 
 
 def shortage_age_s(status: HeteroInferenceStatus, now: datetime) -> float:

@@ -7,50 +7,75 @@ from heteroinfer_contract import names
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest
+from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.model_claim import KIND as CLAIM
+from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.network_policy import build_network_policy
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service
 
 
-def build_children(spec: HeteroInferenceSpec, owner: Owner, plans: Collection[Plan]) -> list[Manifest]:
-    """Returns every child but the pods: Services, NetworkPolicies and plans."""
+def build_children(
+    spec: HeteroInferenceSpec, owner: Owner, plans: Collection[Plan], *, asleep: Collection[int] = ()
+) -> list[Manifest]:
+    """Returns every child that does not come and go with epochs: Services, policies, budgets and plans.
+
+    Args:
+        spec: what the user asks for.
+        owner: the resource.
+        plans: in use.
+        asleep: indices of groups that sleep.
+    """
     children: list[Manifest] = [build_client_service(spec, owner)]
+    claim = build_model_claim(spec, owner)
+    children += [claim] if claim is not None else []
+    pods = sum(role.pods for role in spec.roles)
     for index in range(spec.replicas):
         group = GroupRef(owner=owner, index=index, epoch=0)
         children += [build_group_service(group), build_network_policy(spec, group)]
+        if pods > 1:
+            children.append(build_disruption_budget(group, pods=pods, asleep=index in asleep))
     plan_by_hash = {plan.hash: plan for plan in plans}
     return children + [build_plan_config_map(owner, plan) for plan in plan_by_hash.values()]
 
 
 def decide_children(
-    wanted: Sequence[Manifest], stored: Sequence[Manifest], *, used_plans: Collection[str]
+    wanted: Sequence[Manifest],
+    stored: Sequence[Manifest],
+    *,
+    used_plans: Collection[str],
+    keep_claims: bool = False,
 ) -> tuple[list[Action], list[Action]]:
     """Returns writes that come before the pods, and deletes that come after them.
 
     An object that already says what it should is not written; drift is mended; plans
-    are immutable and only created.
+    are immutable and only created, and so are claims, which the user may let grow.
 
     Args:
         wanted: all children there should be.
         stored: all there are.
         used_plans: hashes of plans that some pod still names: these are kept.
+        keep_claims: whether pods may still mount a claim that is no longer wanted.
     """
     by_name = {_name(manifest): manifest for manifest in stored}
     writes: list[Action] = []
     for manifest in wanted:
         old = by_name.pop(_name(manifest), None)
-        if manifest.get("immutable"):
+        if manifest.get("immutable") or manifest["kind"] == CLAIM:
             if old is None:
                 writes.append(CreateObject(manifest=manifest))
         elif old is None or not says(old, manifest):
             writes.append(ApplyObject(manifest=manifest))
     deletes: list[Action] = [
         DeleteObject(
-            kind=manifest["kind"], name=manifest["metadata"]["name"], uid=manifest["metadata"]["uid"]
+            kind=manifest["kind"],
+            api_version=manifest["apiVersion"],
+            name=manifest["metadata"]["name"],
+            uid=manifest["metadata"]["uid"],
         )
         for manifest in by_name.values()
-        if _spare(manifest, used_plans)
+        if _spare(manifest, used_plans) and not (keep_claims and manifest["kind"] == CLAIM)
     ]
     return writes, deletes
 
@@ -85,4 +110,4 @@ def says(stored: Any, wanted: Any) -> bool:
 
 
 def _name(manifest: Manifest) -> tuple[str, str]:
-    return manifest["kind"], manifest["metadata"]["name"]
+    return f"{manifest['apiVersion']}/{manifest['kind']}", manifest["metadata"]["name"]

@@ -1,15 +1,17 @@
 """What every part of one reconcile reads. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import Addressing, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.manifests.scheduling import Placing
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
@@ -42,6 +44,7 @@ class Context:
         source: where the model is.
         plans: kept ones, by hash.
         make_plan: makes the plan of a new epoch; raises PlanError when there is none.
+        placing_again: where pods belong that are created for an epoch with others.
         refusal: why no new epoch could start however much were free, or None.
         node_loss: which pods are given up because of their node.
     """
@@ -54,5 +57,6 @@ class Context:
     source: ModelSource
     plans: Mapping[str, Plan]
     make_plan: Callable[[], Planned]
+    placing_again: Callable[[Plan, Sequence[PodView]], Placing]
     refusal: Callable[[], PlanError | None]
     node_loss: NodeLoss

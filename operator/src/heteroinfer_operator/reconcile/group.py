@@ -22,10 +22,13 @@ from heteroinfer_operator.api import (
     StartupPhase,
     parse_duration_s,
 )
-from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
+from heteroinfer_operator.cluster import CreateObject, DeleteObject, Manifest, PodView, RecordEvent
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.identity import GroupRef
 from heteroinfer_operator.manifests.pod import WorkerPods
+from heteroinfer_operator.manifests.scheduling import Placing
+from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.context import Context
@@ -52,6 +55,7 @@ class GroupDecision:
         notes: on a plan made now, for people; None for an older plan.
         refusal: why there is no plan, or None.
         unplaced: which pod has no node, and why, or "".
+        gang_object: what tells a gang scheduler of the epoch, or None.
     """
 
     status: GroupStatus
@@ -63,6 +67,7 @@ class GroupDecision:
     notes: tuple[str, ...] | None = None
     refusal: PlanError | None = None
     unplaced: str = ""
+    gang_object: Manifest | None = None
 
 
 def epoch_of(pod: PodView) -> int:
@@ -297,17 +302,35 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
     status = status.model_copy(update=update)
     return GroupDecision(
         status=status,
-        creates=_creates(context, status, plan, {pod.index for pod in plan.pods}),
-        events=(
-            RecordEvent(
-                reason="EpochStarted",
-                message=f"group {status.index} epoch {status.epoch}: creating {len(plan.pods)} pods for "
-                f"{plan.world_size} ranks",
-            ),
-        ),
+        creates=_creates(context, status, plan, {pod.index for pod in plan.pods}, planned.placing),
+        events=_start_events(status, planned),
         plan=plan,
         notes=planned.notes,
+        unplaced=planned.missing,
+        gang_object=_gang_object(context, status, plan, planned.placing),
     )
+
+
+def _start_events(status: GroupStatus, planned: Planned) -> tuple[RecordEvent, ...]:
+    who = f"group {status.index} epoch {status.epoch}"
+    plan = planned.plan
+    told = [
+        RecordEvent(
+            reason="EpochStarted",
+            message=f"{who}: creating {len(plan.pods)} pods for {plan.world_size} ranks",
+        )
+    ]
+    if planned.on_cpus:
+        told.append(RecordEvent(reason="RunsOnCPUs", message=planned.on_cpus[:1000], warning=True))
+    if planned.hybrid_not_needed:
+        told.append(RecordEvent(reason="HybridNotNeeded", message=planned.hybrid_not_needed[:1000]))
+    return tuple(told)
+
+
+def _gang_object(
+    context: Context, status: GroupStatus, plan: Plan, placing: Placing
+) -> dict[str, Any] | None:
+    return build_gang_object(context.spec, _group_ref(context, status), placing.gang, len(plan.pods))
 
 
 def _living(
@@ -339,14 +362,16 @@ def _living(
     }
     before, status = status, status.model_copy(update=update)
     spare = startup.find_spare(current, context.node_loss, context.now)
+    placing = context.placing_again(plan, current)
     waits = [context.node_loss.look_again_s(current), startup.look_again_s(start, current, context.now)]
     return GroupDecision(
         status=status,
         deletes=context.node_loss.deletes(spare, grace_s=0),
-        creates=_creates(context, status, plan, missing),
+        creates=_creates(context, status, plan, missing, placing),
         events=_events(before, status, current, spare),
         plan=plan,
         unplaced=_unplaced(current),
+        gang_object=_gang_object(context, status, plan, placing),
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
 
@@ -385,7 +410,7 @@ def _group_ref(context: Context, status: GroupStatus) -> GroupRef:
 
 
 def _creates(
-    context: Context, status: GroupStatus, plan: Plan, indices: set[int]
+    context: Context, status: GroupStatus, plan: Plan, indices: set[int], placing: Placing
 ) -> tuple[CreateObject, ...]:
     if not indices:
         return ()
@@ -398,5 +423,6 @@ def _creates(
         addresses=context.options.addressing.pods(context.spec, group, plan),
         source=context.source,
         images=context.options.images,
+        placing=placing,
     )
     return tuple(CreateObject(manifest=pods.build(pod)) for pod in plan.pods if pod.index in indices)

@@ -35,7 +35,7 @@ from heteroinfer_operator.errors import PlanError, SpecError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile import status as statuses
-from heteroinfer_operator.reconcile.capacity import GroupPlanner, free_gpus, shortage_age_s
+from heteroinfer_operator.reconcile.capacity import GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.children import build_children, decide_children
 from heteroinfer_operator.reconcile.context import Context, Options
 from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
@@ -83,8 +83,9 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
         waits_for=model.message,
         served_name=spec.model.served_name or resource.key.name,
         model_path=source.path,
-        free_gpus=free_gpus(spec, observation),
+        observation=observation,
         shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
+        hints=options.nodes_may_come,
     )
     context = Context(
         spec=spec,
@@ -95,6 +96,7 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
         source=source,
         plans=_kept_plans(observation),
         make_plan=planner.make,
+        placing_again=planner.placing_again,
         refusal=planner.refusal,
         node_loss=NodeLoss.of(observation, spec.restart, now),
     )
@@ -116,7 +118,10 @@ def _act(
     decisions = [*wanted, *unwanted]
     plans = [decision.plan for decision in wanted if decision.plan is not None]
     writes, child_deletes = decide_children(
-        build_children(context.spec, context.owner, plans),
+        [
+            *build_children(context.spec, context.owner, plans, asleep=_asleep(wanted)),
+            *(decision.gang_object for decision in wanted if decision.gang_object is not None),
+        ],
         observation.objects,
         used_plans={pod.labels.get(names.LABEL_PLAN, "") for pod in observation.pods},
     )
@@ -132,6 +137,10 @@ def _act(
     return Decision(
         actions=tuple(actions), look_again_s=_look_again_s(decisions, model, context, next_status)
     )
+
+
+def _asleep(decisions: Sequence[GroupDecision]) -> set[int]:
+    return {d.status.index for d in decisions if d.status.phase is GroupPhase.SLEEPING}
 
 
 def _measured(

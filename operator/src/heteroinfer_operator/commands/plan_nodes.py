@@ -1,0 +1,54 @@
+"""Nodes and pods as kubectl prints them, to what is free."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heteroinfer_operator.demand import total
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.kube import trim
+from heteroinfer_operator.planning import build_rooms
+from heteroinfer_operator.planning.placement import Room
+
+_HOW = "give what `kubectl get nodes,pods -A -o json` prints"
+
+
+def load_rooms(file: str) -> list[Room]:
+    """Returns what is free on the nodes of a file.
+
+    Args:
+        file: its path; - for stdin.
+
+    Raises:
+        HeteroInferError: it cannot be read, or holds no nodes.
+    """
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+        stored = yaml.safe_load(text)
+        items = _items(stored)
+        nodes = [trim.node_view(item) for item in items if item.get("kind") == "Node"]
+        pods = [trim.pod_requests(item) for item in items if item.get("kind") == "Pod"]
+    except OSError as error:
+        raise HeteroInferError(f"--nodes: {file}: {error.strerror}", reason="NodesNotReadable") from error
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise HeteroInferError(f"--nodes: {file}: no list of objects ({error!r}); {_HOW}") from error
+    if not nodes:
+        raise HeteroInferError(f"--nodes: {file}: got no nodes; {_HOW}", reason="NodesNotReadable")
+    requests: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
+    for pod in pods:
+        if pod is not None:
+            requests[pod.node].append(pod.requests)
+    placed = [replace(node, requested=total(requests[node.name])) for node in nodes]
+    return build_rooms(placed, [pod.promised for pod in pods if pod is not None and pod.promised is not None])
+
+
+def _items(stored: Any) -> list[Mapping[str, Any]]:
+    if stored.get("kind") == "Node":
+        return [stored]
+    kind = str(stored["kind"]).removesuffix("List")
+    return [{"kind": kind, **item} for item in stored["items"]]

@@ -1,0 +1,146 @@
+"""What tells each gang scheduler that the pods of an epoch belong together, all of them or none. Pure.
+
+| scheduler | a pod says | an object says |
+|---|---|---|
+| Kueue | labels queue-name and pod-group-name, annotation pod-group-total-count | |
+| Volcano | annotation scheduling.k8s.io/group-name, schedulerName | PodGroup: minMember, queue |
+| coscheduling | label scheduling.x-k8s.io/pod-group, schedulerName | PodGroup: minMember |
+| kube-scheduler | spec.workloadRef | Workload: gang.minCount |
+
+Names carry the epoch: no pod of an old epoch is counted for a new one.
+Sources: sigs.k8s.io/kueue@v0.15.0 pkg/controller/jobs/pod/constants, volcano.sh/apis@v1.13.0
+pkg/apis/scheduling/v1beta1, sigs.k8s.io/scheduler-plugins@v0.33.5 apis/scheduling/v1alpha1,
+k8s.io/api@v0.35.4 scheduling/v1alpha1.
+"""
+
+from collections.abc import Collection
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api import HeteroInferenceSpec, When
+from heteroinfer_operator.cluster import Gang
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.identity import GroupRef
+
+_VOLCANO_SCHEDULER: Final = "volcano"
+_COSCHEDULING_SCHEDULER: Final = "scheduler-plugins-scheduler"
+"""Of the chart as-a-second-scheduler; where the plugin is in the default scheduler, set schedulerName."""
+_POD_GROUP: Final = "ranks"
+"""Name of the only pod group of a native Workload."""
+
+
+def choose_gang(spec: HeteroInferenceSpec, present: Collection[Gang]) -> Gang | None:
+    """Returns who places the groups of a resource, or None.
+
+    Kueue only sees pods with a queue. Of several, one that was installed for it wins over
+    kube-scheduler's own.
+
+    Raises:
+        PlanError: the spec wants a gang scheduler, and there is none that it could be.
+    """
+    if spec.scheduling.gang is When.NEVER:
+        return None
+    order = [Gang.VOLCANO, Gang.COSCHEDULING, Gang.NATIVE]
+    if spec.scheduling.queue_name:
+        order.insert(0, Gang.KUEUE)
+    found = next((gang for gang in order if gang in present), None)
+    if found is None and spec.scheduling.gang is When.ALWAYS:
+        hint = "; Kueue is there, but scheduling.queueName is not set" if Gang.KUEUE in present else ""
+        raise PlanError(
+            "scheduling.gang: got Always, and the cluster has none of Kueue, Volcano, coscheduling and the "
+            f"native Workload{hint}; install one, or set scheduling.gang: Auto",
+            reason="NoGangScheduler",
+        )
+    return found
+
+
+def gang_name(group: GroupRef) -> str:
+    """Returns the name of an epoch's pods together."""
+    return f"{group.owner.key.name}-{group.index}-{group.epoch}"
+
+
+def gang_labels(spec: HeteroInferenceSpec, group: GroupRef, gang: Gang | None) -> dict[str, str]:
+    """Returns what a pod says in its labels; its own kind of gang among them, for living groups."""
+    if gang is None:
+        return {}
+    labels = {names.LABEL_GANG: gang.value}
+    match gang:
+        case Gang.KUEUE:
+            queue = spec.scheduling.queue_name
+            labels |= {
+                "kueue.x-k8s.io/queue-name": queue,
+                "kueue.x-k8s.io/pod-group-name": gang_name(group),
+            }
+        case Gang.COSCHEDULING:
+            labels |= {"scheduling.x-k8s.io/pod-group": gang_name(group)}
+    return labels
+
+
+def gang_annotations(group: GroupRef, gang: Gang | None, pods: int) -> dict[str, str]:
+    """Returns what a pod says in its annotations."""
+    match gang:
+        case Gang.KUEUE:
+            return {
+                "kueue.x-k8s.io/pod-group-total-count": str(pods),
+                # A group is not mended: Kueue lets go of its pods once all of them have ended.
+                "kueue.x-k8s.io/retriable-in-group": "false",
+            }
+        case Gang.VOLCANO:
+            return {"scheduling.k8s.io/group-name": gang_name(group)}
+    return {}
+
+
+def gang_fields(spec: HeteroInferenceSpec, group: GroupRef, gang: Gang | None) -> dict[str, Any]:
+    """Returns what a pod says in its spec."""
+    defaults = {Gang.VOLCANO: _VOLCANO_SCHEDULER, Gang.COSCHEDULING: _COSCHEDULING_SCHEDULER}
+    scheduler = spec.scheduling.scheduler_name or (defaults.get(gang, "") if gang else "")
+    fields: dict[str, Any] = {"schedulerName": scheduler} if scheduler else {}
+    if gang is Gang.NATIVE:
+        fields["workloadRef"] = {"name": gang_name(group), "podGroup": _POD_GROUP}
+    return fields
+
+
+def build_gang_object(
+    spec: HeteroInferenceSpec, group: GroupRef, gang: Gang | None, pods: int
+) -> dict[str, Any] | None:
+    """Returns the object that says how many pods belong together, or None where pods say it all."""
+    metadata = identity.metadata(
+        group.owner,
+        gang_name(group),
+        {names.LABEL_GROUP: str(group.index), names.LABEL_EPOCH: str(group.epoch)},
+    )
+    match gang:
+        case Gang.VOLCANO:
+            body: dict[str, Any] = {"minMember": pods}
+            if spec.scheduling.queue_name:
+                body["queue"] = spec.scheduling.queue_name
+            if spec.scheduling.priority_class_name:
+                body["priorityClassName"] = spec.scheduling.priority_class_name
+            return {
+                "apiVersion": "scheduling.volcano.sh/v1beta1",
+                "kind": "PodGroup",
+                "metadata": metadata,
+                "spec": body,
+            }
+        case Gang.COSCHEDULING:
+            return {
+                "apiVersion": "scheduling.x-k8s.io/v1alpha1",
+                "kind": "PodGroup",
+                "metadata": metadata,
+                "spec": {"minMember": pods},
+            }
+        case Gang.NATIVE:
+            pod_group = {"name": _POD_GROUP, "policy": {"gang": {"minCount": pods}}}
+            controller = {
+                "apiGroup": names.API_GROUP,
+                "kind": names.KIND,
+                "name": group.owner.key.name,
+            }
+            return {
+                "apiVersion": "scheduling.k8s.io/v1alpha1",
+                "kind": "Workload",
+                "metadata": metadata,
+                "spec": {"controllerRef": controller, "podGroups": [pod_group]},
+            }
+    return None

@@ -1,0 +1,99 @@
+"""What the user should know of a plan: what waits for what, and whether CPU ranks are needed at all. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, Plan, eager_reason
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.layers import split_by_memory
+from heteroinfer_operator.planning.memory import (
+    Sizes,
+    gib,
+    longest_sequence_tokens,
+    rank_budget,
+    stage_budgets,
+)
+from heteroinfer_operator.planning.topology import Seat, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Advice on one plan.
+
+    Attributes:
+        notes: one line each.
+        hybrid_not_needed: which of them says that CPU ranks could be left out, or "".
+    """
+
+    notes: tuple[str, ...] = ()
+    hybrid_not_needed: str = ""
+
+
+def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inventory) -> Advice:
+    """Returns what the user should know of a plan."""
+    if not topology.is_mixed:
+        return Advice()
+    notes = _pace(plan) if topology.has_mixed_stage else ()
+    seats = [s for stage in topology.stages for s in stage if s.placed.device is Device.GPU]
+    if any(rank_budget(seat, inventory) is None for seat in seats):
+        use = (
+            "know whether CPUs are needed at all" if topology.has_mixed_stage else "have layers planned by it"
+        )
+        return Advice(notes=(*notes, f"the GPUs' memory is unknown; set deviceMemory to {use}"))
+    if not _gpus_hold_all(topology, seats, plan, profile, inventory):
+        return Advice(notes=notes)
+    words = _not_needed(seats, plan, profile, inventory)
+    return Advice(notes=(*notes, words), hybrid_not_needed=words)
+
+
+def _pace(plan: Plan) -> tuple[str, ...]:
+    """Returns what the user should know of a plan with a mixed stage."""
+    slow_s, fast_s = (
+        sum(
+            max((r.predicted_step_s for r in plan.stage(stage) if r.device in devices), default=0.0)
+            for stage in range(plan.pipeline_parallel_size)
+        )
+        for devices in ((Device.CPU, Device.GPU), (Device.GPU,))
+    )
+    pace = (
+        f"every layer waits for its CPU ranks: a decode step reads weights for about {slow_s * 1e3:.1f} ms, "
+        f"the GPU ranks' share takes {fast_s * 1e3:.1f} ms of it; mode Pipeline gives CPUs only the layers "
+        "that GPUs can't hold, and keeps CUDA graphs"
+    )
+    return (str(eager_reason(plan)), pace)
+
+
+def _gpus_hold_all(
+    topology: Topology, seats: Sequence[Seat], plan: Plan, profile: ModelProfile, inventory: Inventory
+) -> bool:
+    """Returns whether the GPUs could hold the model and the KV cache of one longest sequence without CPUs."""
+    min_tokens = longest_sequence_tokens(plan.engine)
+    if topology.has_mixed_stage:
+        need = _whole_bytes(plan, profile)
+        return need <= sum(rank_budget(seat, inventory) or 0 for seat in seats)
+    sizes = Sizes.of(profile, plan.engine, topology.tensor)
+    gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)
+    try:
+        split_by_memory(stage_budgets(gpu_stages, sizes, inventory), sizes, min_tokens)
+    except PlanError:
+        return False
+    return True
+
+
+def _whole_bytes(plan: Plan, profile: ModelProfile) -> int:
+    """Returns the bytes of the model and of one longest sequence on one GPU."""
+    whole = Sizes.of(profile, plan.engine, 1)
+    weights = whole.layers(0, profile.num_layers) + whole.tables(0, 1, Device.GPU)
+    return weights + profile.num_layers * whole.kv_bytes * longest_sequence_tokens(plan.engine)
+
+
+def _not_needed(seats: Sequence[Seat], plan: Plan, profile: ModelProfile, inventory: Inventory) -> str:
+    usable = sum(rank_budget(seat, inventory) or 0 for seat in seats)
+    gpus = "the GPU has" if len(seats) == 1 else f"the {len(seats)} GPUs have"
+    return (
+        f"hybrid not needed: the model takes {gib(profile.total_bytes)}, "
+        f"{gib(_whole_bytes(plan, profile))} with KV cache for {plan.engine.max_model_len} tokens, and "
+        f"{gpus} {gib(usable)} for it; CPU ranks add capacity, not speed: remove them"
+    )

@@ -1,0 +1,257 @@
+"""A group onto the nodes that there are: its plan with a place for each pod, or what is missing where. Pure.
+
+rooms = build_rooms(nodes, promised)
+planned = plan_group(request, Capacity(rooms=rooms))     # takes its room of `rooms`
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Final
+
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageAction, parse_duration_s
+from heteroinfer_operator.cluster import NodeView
+from heteroinfer_operator.demand import PodDemand
+from heteroinfer_operator.errors import PlanError, Shortage
+from heteroinfer_operator.manifests.scheduling import Placing, role_demand
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.memory import GPU_USABLE
+from heteroinfer_operator.planning.placement import (
+    Placement,
+    Room,
+    device_memory_mib,
+    explain,
+    obstacle,
+    place,
+)
+from heteroinfer_operator.planning.planner import Planned, make_plan
+from heteroinfer_operator.planning.prediction import predict
+
+INSUFFICIENT_CAPACITY: Final = "InsufficientCapacity"
+"""Reason of a Shortage of anything but GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """What is to be planned.
+
+    Attributes:
+        spec: what the user asks for.
+        profile: sizes of the model.
+        served_name: the model's name in the OpenAI API.
+        model_path: where the ranks find the model.
+    """
+
+    spec: HeteroInferenceSpec
+    profile: ModelProfile
+    served_name: str
+    model_path: str
+
+    def plan(self, inventory: Inventory) -> Planned:
+        """Returns the plan with these devices; raises PlanError as make_plan."""
+        return make_plan(
+            self.spec,
+            self.profile,
+            inventory,
+            served_name=self.served_name,
+            model_path=self.model_path,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The nodes for one group, and who waits if they have no room.
+
+    Attributes:
+        rooms: of all nodes; None where they are not known.
+        others_wait: whether the pods are created although they don't fit, since somebody else
+            places them all at once, or the user wants them placed one by one.
+        shortage_age_s: how long GPUs have been missing, in seconds; None where waiting is of no
+            use, so that CPUOnly is done at once.
+    """
+
+    rooms: Sequence[Room] | None = None
+    others_wait: bool = False
+    shortage_age_s: float | None = None
+
+
+def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
+    """Returns the plan of a group, with a place for each pod where nodes are known; takes their room.
+
+    Raises:
+        Shortage: there is no room now; the message says what is missing and where.
+        PlanError: there is no plan, however much were free.
+    """
+    if capacity.rooms is None:
+        return request.plan(Inventory())
+    short = _short_roles(request.spec, capacity.rooms)
+    if short and not _others_wait_for_gpus(request.spec, capacity):
+        return _without_gpus(request, capacity, capacity.rooms, short)
+    return _placed(request, capacity, capacity.rooms, {})
+
+
+def _others_wait_for_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> bool:
+    return capacity.others_wait and spec.planning.on_gpu_shortage.action is ShortageAction.WAIT
+
+
+def _placed(
+    request: GroupRequest, capacity: Capacity, rooms: Sequence[Room], on_cpus: Mapping[str, str]
+) -> Planned:
+    """Returns the plan with these roles on CPUs, placed; raises as plan_group."""
+    spec = request.spec
+    demands = [
+        (role, role_demand(spec, role, Device.CPU if role.name in on_cpus else role.device))
+        for role in spec.roles
+        for _ in range(role.pods)
+    ]
+    key = spec.scheduling.topology_key
+    asked = [demand for _, demand in demands]
+    found = place(asked, rooms, key)
+    if found is None and not capacity.others_wait:
+        # What can never be planned is told first: room would not help.
+        request.plan(replace(_inventory(spec, rooms, demands, None), on_cpus=on_cpus))
+        raise Shortage(
+            f"{explain(asked, rooms, key)}; the group waits, and nothing of it is created until all its pods "
+            "have room",
+            reason=INSUFFICIENT_CAPACITY,
+        )
+    inventory = replace(_inventory(spec, rooms, demands, found), on_cpus=on_cpus)
+    planned = request.plan(inventory)
+    placing = Placing(gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes))
+    if found is not None:
+        _take(found, asked, rooms)
+    if found is None or capacity.others_wait:
+        missing = "" if found else explain(asked, rooms, key)
+        return replace(planned, placing=placing, missing=missing)
+    by_role: dict[str, list[str]] = {}
+    for (role, _), node in zip(demands, found.nodes, strict=True):
+        by_role.setdefault(role.name, []).append(node)
+    nodes = {pod.index: by_role[pod.role].pop(0) for pod in planned.plan.pods}
+    domain = (key, found.domain) if key else None
+    return replace(planned, placing=replace(placing, nodes=nodes, domain=domain))
+
+
+def gpu_memory_mib(spec: HeteroInferenceSpec, plan: Plan, labelled: Collection[str]) -> dict[int, int]:
+    """Returns the memory that GPUs must have at least, in MiB by pod index, where node labels tell it.
+
+    The scheduler may choose another node than the plan was made for; what the plan puts on a GPU
+    must fit there too.
+
+    Args:
+        spec: what the user asks for.
+        plan: of the group.
+        labelled: roles whose GPUs have labels.
+    """
+    by_labels = {role.name for role in spec.roles if role.device_memory is None} & set(labelled)
+    return {
+        pod.index: max(
+            ceil((rank.weight_bytes + rank.kv_cache_bytes) / GPU_USABLE / 2**20) for rank in pod.ranks
+        )
+        for pod in plan.pods
+        if pod.role in by_labels and pod.device is Device.GPU
+    }
+
+
+def labelled_roles(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> frozenset[str]:
+    """Returns the GPU roles that every node with their GPUs has a label of memory for."""
+    found = set()
+    for role in spec.roles:
+        having = [node for node in nodes if node.allocatable.get(role.gpu_resource, 0) > 0]
+        if having and all(device_memory_mib(node, role.gpu_resource) is not None for node in having):
+            found.add(role.name)
+    return frozenset(found)
+
+
+def _take(found: Placement, demands: Sequence[PodDemand], rooms: Sequence[Room]) -> None:
+    by_name = {room.node.name: room for room in rooms}
+    for demand, node in zip(demands, found.nodes, strict=True):
+        by_name[node].take(demand.requests)
+
+
+def _inventory(
+    spec: HeteroInferenceSpec,
+    rooms: Sequence[Room],
+    demands: Sequence[tuple[RoleSpec, PodDemand]],
+    found: Placement | None,
+) -> Inventory:
+    """Returns what node labels say of the GPUs: those of the placement, or else of any node that is open."""
+    memory: dict[str, int] = {}
+    product: dict[str, str] = {}
+    chosen: dict[str, set[str]] = {}
+    for (role, _), node in zip(demands, found.nodes if found else (), strict=bool(found)):
+        chosen.setdefault(role.name, set()).add(node)
+    for role, demand in {role.name: (role, demand) for role, demand in demands}.values():
+        if role.device is not Device.GPU:
+            continue
+        resource = role.gpu_resource
+        nodes = [
+            room.node
+            for room in rooms
+            if (room.node.name in chosen[role.name] if found else not obstacle(demand, room.node))
+            and room.node.allocatable.get(resource, 0) > 0
+        ]
+        sizes = [size for node in nodes if (size := device_memory_mib(node, resource)) is not None]
+        if sizes and len(sizes) == len(nodes):
+            memory[role.name] = min(sizes) * 2**20
+        products = sorted({node.labels.get(f"{resource}.product", "") for node in nodes})
+        if len(products) == 1:
+            product[role.name] = products[0]
+    return Inventory(gpu_memory_bytes=memory, gpu_product=product)
+
+
+def _short_roles(spec: HeteroInferenceSpec, rooms: Sequence[Room]) -> dict[str, str]:
+    """Returns the GPU roles that usable GPUs are missing for, with what is missing where.
+
+    Roles are counted in order, and by their GPUs only: one whose pods lack memory lacks no GPUs.
+    """
+    key = spec.scheduling.topology_key
+    placed: list[PodDemand] = []
+    short: dict[str, str] = {}
+    for role in spec.roles:
+        if role.device is not Device.GPU:
+            continue
+        demand = role_demand(spec, role, Device.GPU)
+        gpus = {role.gpu_resource: demand.requests[role.gpu_resource]}
+        pods = [replace(demand, requests=gpus)] * role.pods
+        if place([*placed, *pods], rooms, key) is None:
+            short[role.name] = explain([*placed, *pods], rooms, key)
+        else:
+            placed += pods
+    return short
+
+
+def _without_gpus(
+    request: GroupRequest, capacity: Capacity, rooms: Sequence[Room], short: Mapping[str, str]
+) -> Planned:
+    """Returns the plan with roles on CPUs, if that is wanted now; raises as plan_group."""
+    shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
+    # What can never be planned is told first: GPUs would not help.
+    demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
+    wanted = request.plan(_inventory(request.spec, rooms, demands, None)).plan
+    if shortage.action is ShortageAction.WAIT:
+        raise Shortage(
+            f"{_told(short)}; the group waits for them; add GPUs, or set "
+            f"planning.onGPUShortage.action: CPUOnly{_on_cpus_instead(request, short, wanted)}"
+        )
+    if age_s is not None and age_s < parse_duration_s(shortage.after):
+        raise Shortage(
+            f"{_told(short)}; the group runs on CPUs once they have been missing for {shortage.after}"
+            f"{_on_cpus_instead(request, short, wanted)}"
+        )
+    slower = _on_cpus_instead(request, short, wanted)
+    return _placed(request, capacity, rooms, {name: f"{why}{slower}" for name, why in short.items()})
+
+
+def _told(short: Mapping[str, str]) -> str:
+    return "; ".join(dict.fromkeys(short.values()))
+
+
+def _on_cpus_instead(request: GroupRequest, short: Mapping[str, str], wanted: Plan) -> str:
+    """Returns in words how long a step takes on CPUs, and how long with the GPUs that are missing."""
+    try:
+        cpus = request.plan(Inventory(on_cpus=short)).plan
+    except PlanError as error:
+        return f" (without them there is no plan: {error.message})"
+    return f" (expected step time on CPUs: {predict(cpus)} instead of {predict(wanted)})"

@@ -1,0 +1,391 @@
+"""Pods onto nodes: whether all of them fit, as the scheduler counts, and if not what is in the way. Pure.
+
+Rooms are searched largest pod first, and taken back where that leads nowhere: an exact search, but
+for its bound on tries. Pods of strangers are known by what they request only: affinity terms are
+checked among the pods of the group.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from heteroinfer_operator.cluster import NodeView
+from heteroinfer_operator.demand import PodDemand, selects_node, selects_pod, tolerates
+
+MOST_TRIES: Final = 5000
+"""Pods put onto a node before the search gives up: about 20 ms of one core (2026-11-21)."""
+_LEAST: Final = 1e-6
+"""Below this an amount is rounding."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Room:
+    """A node and what is free on it; `take` uses it up."""
+
+    node: NodeView
+    free: dict[str, float]
+
+    @classmethod
+    def of(cls, node: NodeView) -> "Room":
+        """Returns what the pods on a node leave free."""
+        return cls(
+            node=node,
+            free={name: whole - node.requested.get(name, 0.0) for name, whole in node.allocatable.items()},
+        )
+
+    def has(self, requests: Mapping[str, float]) -> bool:
+        """Returns whether so much is free."""
+        return all(self.left(name) + _LEAST >= asked for name, asked in requests.items())
+
+    def left(self, resource: str) -> float:
+        """Returns what is free of a resource.
+
+        A node lacks the devices that it doesn't name. What it says nothing of that every node has
+        (cpu, memory, pods) is not bounded: `heteroinfer up` and `plan --gpus` know devices only.
+        """
+        return self.free.get(resource, 0.0 if "/" in resource else float("inf"))
+
+    def take(self, requests: Mapping[str, float], *, times: int = 1) -> None:
+        """Uses up room; `times` -1 gives it back."""
+        for name, asked in requests.items():
+            if name in self.free:
+                self.free[name] -= asked * times
+
+    def holds(self, requests: Mapping[str, float]) -> int:
+        """Returns how many such pods there is room for."""
+        counts = [
+            int((self.left(name) + _LEAST) // asked)
+            for name, asked in requests.items()
+            if asked > 0 and self.left(name) != float("inf")
+        ]
+        return max(min(counts, default=2**31), 0)
+
+
+def build_rooms(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = ()) -> list[Room]:
+    """Returns what is free on each node once pods that have none yet are placed where they fit first."""
+    rooms = [Room.of(node) for node in nodes]
+    for demand in promised:
+        for room in rooms:
+            if not obstacle(demand, room.node) and room.has(demand.requests):
+                room.take(demand.requests)
+                break
+    return rooms
+
+
+def obstacle(demand: PodDemand, node: NodeView) -> str:
+    """Returns why a pod may not be on a node however much is free there, or ""."""
+    if not node.schedulable:
+        return f"is {node.problem}"
+    taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
+    if taint is not None:
+        return f"is tainted {taint}"
+    return "" if selects_node(demand, node.name, node.labels) else "is not selected by the pod's node rules"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A node for each pod.
+
+    Attributes:
+        nodes: names, in the order of the demands.
+        domain: value of the topology key that all of them have; "" without a key.
+    """
+
+    nodes: tuple[str, ...]
+    domain: str = ""
+
+
+def place(demands: Sequence[PodDemand], rooms: Sequence[Room], topology_key: str = "") -> Placement | None:
+    """Returns where all pods fit together, or None; takes no room.
+
+    Args:
+        demands: of the pods of one group.
+        rooms: of all nodes.
+        topology_key: a node label of which the group keeps to one value; "" for any nodes.
+    """
+    if not topology_key:
+        nodes = _search(demands, rooms)
+        return None if nodes is None else Placement(nodes=nodes)
+    for value, inside in _domains(rooms, topology_key).items():
+        nodes = _search(demands, inside)
+        if nodes is not None:
+            return Placement(nodes=nodes, domain=value)
+    return None
+
+
+def _domains(rooms: Sequence[Room], topology_key: str) -> dict[str, list[Room]]:
+    domains: dict[str, list[Room]] = {}
+    for room in rooms:
+        value = room.node.labels.get(topology_key)
+        if value is not None:
+            domains.setdefault(value, []).append(room)
+    return dict(sorted(domains.items()))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kind:
+    """Pods that ask for the same, and where they may be."""
+
+    demand: PodDemand
+    pods: list[int]
+    rooms: list[Room] = field(default_factory=list)
+
+
+def _kinds(demands: Sequence[PodDemand]) -> list[_Kind]:
+    kinds: list[_Kind] = []
+    for index, demand in enumerate(demands):
+        shape = replace(demand, name="", node="")
+        kind = next((kind for kind in kinds if kind.demand == shape), None)
+        if kind is None:
+            kinds.append(_Kind(demand=shape, pods=[index]))
+        else:
+            kind.pods.append(index)
+    return kinds
+
+
+def _search(demands: Sequence[PodDemand], rooms: Sequence[Room]) -> tuple[str, ...] | None:
+    kinds = _kinds(demands)
+    for kind in kinds:
+        kind.rooms = [room for room in rooms if not obstacle(kind.demand, room.node)]
+        if sum(room.holds(kind.demand.requests) for room in kind.rooms) < len(kind.pods):
+            return None
+        kind.rooms.sort(key=lambda room, kind=kind: _preference(kind.demand, room))  # type: ignore[misc]  # bound at once
+    kinds.sort(key=_hardness, reverse=True)
+    copies = {id(room): Room(node=room.node, free=dict(room.free)) for room in rooms}
+    for kind in kinds:
+        kind.rooms = [copies[id(room)] for room in kind.rooms]
+    return _Search(demands=demands, kinds=kinds).run()
+
+
+def _preference(demand: PodDemand, room: Room) -> tuple[float, ...]:
+    """Returns what orders nodes for a pod: large GPUs, then full nodes first; without GPUs those without."""
+    devices = [name for name in demand.requests if "/" in name]
+    if devices:
+        memory = sum(device_memory_mib(room.node, name) or 0 for name in devices)
+        return (-memory, sum(room.left(name) for name in devices), room.left("memory"))
+    spare = sum(left for name, left in room.free.items() if "/" in name)
+    return (float(spare > 0), room.left("memory"))
+
+
+def device_memory_mib(node: NodeView, resource: str) -> int | None:
+    """Returns the memory of one device in MiB, as GPU feature discovery labels it, or None.
+
+    The label is `<resource>.memory`: `nvidia.com/gpu.memory`, `nvidia.com/mig-1g.10gb.memory`
+    (NVIDIA/k8s-device-plugin, docs/gpu-feature-discovery).
+    """
+    text = node.labels.get(f"{resource}.memory", "")
+    return int(text) if text.isdigit() else None
+
+
+def _hardness(kind: _Kind) -> tuple[float, ...]:
+    """Returns how hard it is to place a kind: devices first, then the share of the largest room."""
+    requests = kind.demand.requests
+    shares = [
+        asked / max(room.free.get(name, 0.0) for room in kind.rooms)
+        for name, asked in requests.items()
+        if any(room.free.get(name, 0.0) > 0 for room in kind.rooms)
+    ]
+    return (float(any("/" in name for name in requests)), max(shares, default=0.0))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """Depth first, hardest kind first; alike pods keep the order of nodes, alike nodes are tried once."""
+
+    demands: Sequence[PodDemand]
+    kinds: list[_Kind]
+    tries: int = 0
+    chosen: dict[int, Room] = field(default_factory=dict)
+    open_to: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Notes for each room which kinds may be there: rooms of the same kinds and amounts are alike."""
+        kinds_of: dict[int, list[int]] = {}
+        for index, kind in enumerate(self.kinds):
+            for room in kind.rooms:
+                kinds_of.setdefault(id(room), []).append(index)
+        self.open_to = {room: frozenset(kinds) for room, kinds in kinds_of.items()}
+
+    def run(self) -> tuple[str, ...] | None:
+        order = [(kind, pod) for kind in self.kinds for pod in kind.pods]
+        # An explicit stack: a group may have a thousand pods, and Python's own is not that deep.
+        stack: list[Iterator[tuple[int, Room]]] = []
+        places: list[int] = []
+        while len(places) < len(order):
+            if len(stack) == len(places):
+                kind, _ = order[len(places)]
+                first = places[-1] if places and order[len(places) - 1][0] is kind else 0
+                stack.append(self._candidates(kind, first))
+            found = next(stack[-1], None)
+            if found is None:
+                stack.pop()
+                if not places:
+                    return None
+                self._undo(order[len(places) - 1][1])
+                places.pop()
+                continue
+            self.tries += 1
+            if self.tries > MOST_TRIES:
+                return None
+            index, room = found
+            if self._put(order[len(places)][1], room):
+                places.append(index)
+        return tuple(self.chosen[pod].node.name for pod in range(len(self.demands)))
+
+    def _candidates(self, kind: _Kind, first: int) -> Iterator[tuple[int, Room]]:
+        seen: list[tuple[dict[str, float], frozenset[int]]] = []
+        paired = any(demand.near or demand.away for demand in self.demands)
+        for index in range(first, len(kind.rooms)):
+            room = kind.rooms[index]
+            if not room.has(kind.demand.requests):
+                continue
+            state = (dict(room.free), self.open_to[id(room)])
+            if not paired and state in seen:
+                continue
+            seen.append(state)
+            yield index, room
+
+    def _put(self, pod: int, room: Room) -> bool:
+        self.chosen[pod] = room
+        if not self._agrees(pod, room):
+            del self.chosen[pod]
+            return False
+        room.take(self.demands[pod].requests)
+        return True
+
+    def _undo(self, pod: int) -> None:
+        self.chosen.pop(pod).take(self.demands[pod].requests, times=-1)
+
+    def _agrees(self, pod: int, room: Room) -> bool:
+        """Returns whether affinity terms between the placed pods hold, as far as these are placed."""
+        for other, place_ in self.chosen.items():
+            if other != pod and (
+                self._apart(pod, room, other, place_) or self._apart(other, place_, pod, room)
+            ):
+                return False
+        return all(self._is_near(other) for other in self.chosen)
+
+    def _apart(self, pod: int, room: Room, other: int, place_: Room) -> bool:
+        return any(
+            selects_pod(term.get("labelSelector"), self.demands[other].labels)
+            and _same(room, place_, term["topologyKey"])
+            for term in self.demands[pod].away
+        )
+
+    def _is_near(self, pod: int) -> bool:
+        for term in self.demands[pod].near:
+            wanted = [
+                other
+                for other, demand in enumerate(self.demands)
+                if selects_pod(term.get("labelSelector"), demand.labels)
+            ]
+            placed = [self.chosen[other] for other in wanted if other in self.chosen]
+            key = term["topologyKey"]
+            near = any(_same(self.chosen[pod], room, key) for room in placed)
+            # A term that selects none of the group is about strangers, whom nobody here knows.
+            if wanted and not near and len(placed) == len(wanted):
+                return False
+        return True
+
+
+def _same(one: Room, other: Room, key: str) -> bool:
+    value = one.node.labels.get(key)
+    return value is not None and value == other.node.labels.get(key)
+
+
+# What is in the way
+
+_MOST_NODES: Final = 3
+_MOST_REASONS: Final = 5
+
+
+def explain(demands: Sequence[PodDemand], rooms: Sequence[Room], topology_key: str = "") -> str:
+    """Returns what is missing and where, for pods that `place` found no place for."""
+    if not topology_key:
+        return _missing(demands, rooms)
+    domains = _domains(rooms, topology_key)
+    if not domains:
+        return f"no node has the label {topology_key} that scheduling.topologyKey names"
+    told = [f"{value}: {_missing(demands, inside)}" for value, inside in domains.items()]
+    more = f"; and {len(told) - _MOST_NODES} more values" if len(told) > _MOST_NODES else ""
+    return f"no single value of {topology_key} has room: {'; '.join(told[:_MOST_NODES])}{more}"
+
+
+def _missing(demands: Sequence[PodDemand], rooms: Sequence[Room]) -> str:
+    for kind in _kinds(demands):
+        count, requests = len(kind.pods), kind.demand.requests
+        where = [room for room in rooms if not obstacle(kind.demand, room.node)]
+        held = sum(room.holds(requests) for room in where)
+        if held < count:
+            need = f"needs {_pods(count, demands[kind.pods[0]])} with {_amounts(requests)}"
+            held_words = f", and there is room for {held}" if held else ""
+            return f"{need}{held_words}; {_obstacles(kind.demand, rooms)}"
+    needs = ", ".join(
+        f"{_pods(len(kind.pods), demands[kind.pods[0]])} with {_amounts(kind.demand.requests)}"
+        for kind in _kinds(demands)
+    )
+    return f"each pod has a node by itself, but there are not nodes for all of them at once: {needs}"
+
+
+def _pods(count: int, demand: PodDemand) -> str:
+    return f"{count} pod{'s' if count > 1 else ''} ({demand.name})"
+
+
+def _obstacles(demand: PodDemand, rooms: Sequence[Room]) -> str:
+    if not rooms:
+        return "there are no nodes"
+    by_reason: dict[str, list[str]] = {}
+    for room in rooms:
+        reason = obstacle(demand, room.node) or _lack(demand, room)
+        by_reason.setdefault(reason, []).append(room.node.name)
+    # What comes nearest first: nodes that lack room, before those that are no such nodes at all.
+    order = sorted(by_reason.items(), key=lambda item: (not item[0].startswith("has "), len(item[1])))
+    told = [f"{_nodes(names)} {_plural(reason, names)}" for reason, names in order[:_MOST_REASONS]]
+    rest = sum(len(names) for _, names in order[_MOST_REASONS:])
+    return ", ".join(told) + (f", {rest} more nodes don't fit either" if rest else "")
+
+
+def _nodes(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"node {names[0]}"
+    more = f" and {len(names) - _MOST_NODES} more" if len(names) > _MOST_NODES else ""
+    return f"nodes {', '.join(names[:_MOST_NODES])}{more}"
+
+
+def _plural(reason: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return reason
+    verb, _, rest = reason.partition(" ")
+    return f"{({'has': 'have', 'is': 'are'})[verb]} {rest}"
+
+
+def _lack(demand: PodDemand, room: Room) -> str:
+    """Returns which of a pod's requests a node lacks."""
+    lacking = [name for name, asked in demand.requests.items() if not room.has({name: asked})]
+    if not lacking:
+        return f"has room for {room.holds(demand.requests)}"
+    words = []
+    for name in lacking:
+        have, all_ = max(room.left(name), 0.0), room.node.allocatable.get(name, 0.0)
+        words.append(
+            f"{amount(name, have)} free of {amount(name, all_)} {_word(name)}"
+            if all_
+            else f"no {_word(name)}"
+        )
+    return f"has {', '.join(words)}"
+
+
+def _amounts(requests: Mapping[str, float]) -> str:
+    asked = [f"{amount(name, value)} {_word(name)}" for name, value in requests.items() if name != "pods"]
+    return ", ".join(asked) or "no requests"
+
+
+def _word(resource: str) -> str:
+    return {"cpu": "CPUs", "memory": "of memory", "pods": "places for pods"}.get(resource, resource)
+
+
+def amount(resource: str, value: float) -> str:
+    """Returns an amount of a resource for people."""
+    if resource in ("memory", "ephemeral-storage"):
+        return f"{value / 2**30:.1f} GiB"
+    return f"{value:.10g}" if "/" in resource or resource == "pods" else f"{value:.3g}"
