@@ -12,6 +12,7 @@ from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import NODE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.cluster import Cluster
+from tests.cluster.crds import wait_established
 from tests.cluster.folders import REPOSITORY
 from tests.integration.operator.support import CrdName
 
@@ -22,9 +23,7 @@ _NUMBERS = itertools.count(1)
 def crd(control_plane: Cluster) -> str:
     """The name of the installed CustomResourceDefinition."""
     control_plane.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
-    # By JSON path: `--for=condition=` fails while there are no conditions at all.
-    established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}=True'
-    control_plane.kubectl("wait", f"--for={established}", f"crd/{CrdName}", "--timeout=20s")
+    wait_established(control_plane, CrdName)
     return CrdName
 
 

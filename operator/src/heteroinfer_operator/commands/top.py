@@ -16,8 +16,8 @@ from heteroinfer_operator.fleet.view import ResourceLine, build_line
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 
 INTERVAL_S: Final = 2.0
-_WIDTH_OF_FILES: Final = 160
-"""Columns where the output is no terminal: a whole row of the table."""
+_WIDTH_OF_FILES: Final = 2000
+"""Columns where the output is no terminal: no line is ever broken."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,167 @@
+"""`heteroinfer top`, `heteroinfer logs` and kubectl's columns on a real API server, without a node.
+
+So pods have no logs here, and leaders are not reached: what is told then. The e2e tests show the rest.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE
+from heteroinfer_operator.kube.server import ApiServer
+from tests.cluster.cluster import Cluster
+from tests.integration.operator.life import Install, bring_up, nothing_left, serve_epoch, status_of
+from tests.integration.operator.support import end_pod, operator, until
+
+VIEWER = "viewer"
+
+
+def heteroinfer(kubeconfig: Path, *arguments: str) -> tuple[int, str, str]:
+    """Returns exit code, output and errors of the command, as a user runs it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "heteroinfer_operator.cli", *arguments],
+        env={"KUBECONFIG": str(kubeconfig), "NO_PROXY": "*", "HOME": str(kubeconfig.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def told(kubeconfig: Path, *arguments: str) -> str:
+    code, out, errors = heteroinfer(kubeconfig, *arguments)
+    assert (code, errors) == (0, ""), errors
+    return out
+
+
+@pytest.fixture
+def viewer(control_plane: Cluster, namespace: str, tmp_path: Path) -> Path:
+    """The kubeconfig of who may read resources and pods of one namespace, which its context names."""
+    rule = f"--resource=pods,{names.PLURAL}.{names.API_GROUP}"
+    control_plane.kubectl("create", "-n", namespace, "serviceaccount", VIEWER)
+    control_plane.kubectl("create", "-n", namespace, "role", VIEWER, "--verb=get,list", rule)
+    control_plane.kubectl(
+        "create", "-n", namespace, "rolebinding", VIEWER, f"--role={VIEWER}",
+        f"--serviceaccount={namespace}:{VIEWER}",
+    )  # fmt: skip
+    config = yaml.safe_load(control_plane.kubeconfig.read_text())
+    token = control_plane.kubectl("create", "token", "-n", namespace, VIEWER).strip()
+    config["users"][0]["user"] = {"token": token}
+    config["contexts"][0]["context"]["namespace"] = namespace
+    path = tmp_path / "viewer.kubeconfig"
+    path.touch(mode=0o600)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def columns(cluster: Cluster, namespace: str, *options: str) -> dict[str, str]:
+    header, values = cluster.kubectl("get", "hinf", "-n", namespace, "tiny", *options).splitlines()
+    starts = [word.start() for word in re.finditer(r"\S+", header)]
+    ends = [*starts[1:], max(len(header), len(values))]
+    return {header[a:b].strip(): values[a:b].strip() for a, b in zip(starts, ends, strict=True)}
+
+
+async def test_from_a_serving_group_to_what_is_left_of_a_fallen_one(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster, viewer: Path
+) -> None:
+    installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
+    settings = {"watch_namespaces": namespace, "resync_seconds": "1"}
+    async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
+        await process.working()
+        await bring_up(server, namespace)
+
+        row = columns(control_plane, namespace)
+        shown = {
+            "NAME": "tiny",
+            "READY": "True",
+            "REASON": "Serving",
+            "GROUPS": "1/1",
+            "GPU": "0",
+            "CPU": "2",
+        }
+        assert shown.items() <= row.items(), row
+        assert {"STEPMS", "SLOWESTRANK", "AGE"} <= row.keys()
+        assert {"MODEL", "RESTARTS", "PLAN"}.isdisjoint(row)
+        wide = columns(control_plane, namespace, "-o", "wide")
+        plan = (await status_of(server, namespace))["groups"][0]["planHash"]
+        assert {"MODEL": "pvc://models/tiny", "RESTARTS": "0", "PLAN": plan}.items() <= wide.items(), wide
+
+        table = told(viewer, "top")
+        assert f"{namespace}/tiny" in table
+        assert "rank 0 front" in table
+        assert "some values are from the status" in table
+        assert "it takes the right to get pods/proxy" in table
+        value = json.loads(told(viewer, "top", "tiny", "-n", namespace, "-o", "json"))
+        (group,) = value["resources"][0]["groups"]
+        assert [rank["pod"] for rank in group["ranks"]] == ["tiny-0-1-0", "tiny-0-1-1"]
+        assert (group["live"], group["phase"], group["restarts"]) == (False, "Ready", 0)
+        # Who may use the proxy is told that the pod does not answer: here it has no kubelet.
+        assert "tiny-0-1-0" in json.loads(told(control_plane.kubeconfig, "top", "-A", "-o", "json"))["note"]
+
+        code, _, errors = heteroinfer(viewer, "top", "-A")
+        assert code == 1
+        assert "name a namespace with -n" in errors
+        code, _, errors = heteroinfer(viewer, "top", "nothing")
+        assert (code, errors) == (
+            1, f"error: namespace {namespace}: no HeteroInference nothing; see `kubectl get hinf -A`\n"
+        )  # fmt: skip
+        code, _, errors = heteroinfer(viewer, "logs", "tiny", "--group", "7")
+        assert (code, errors) == (1, f"error: {namespace}/tiny has not group 7; its groups: 0\n")
+
+        failure = Failure(
+            reason=FailureReason.RANK_EXITED, message="rank 1 was killed", pod=1, rank=1, exit_code=-9,
+            last_log="the last line",
+        )  # fmt: skip
+        await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message=failure.to_json())
+        await serve_epoch(server, namespace, 2)
+
+        said = told(viewer, "logs", "tiny").splitlines()
+        assert said[0] == "==> group 0 epoch 2: Ready"
+        assert said[1].startswith("last failure: epoch 1 ended at ")
+        assert "RankExited, rank 1, exit code -9" in said[1]
+        pods = [line for line in said if line.startswith("--> ")]
+        assert [line.split(":")[0] for line in pods] == ["--> tiny-0-2-1", "--> tiny-0-2-0"]
+        assert [line for line in said if line.startswith("no log: ")], "the user lacks pods/log"
+        said = told(viewer, "logs", "tiny", "--previous").splitlines()
+        assert "the last line" in said[1]
+        assert "their pods and logs are gone" in said[2]
+        assert "rank 1 (-9)" in told(viewer, "top", "tiny")
+
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=60)
+
+
+async def test_a_pod_that_has_ended_tells_why(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster
+) -> None:
+    """The operator is away, so that the fallen group's pods are still there."""
+    installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
+    settings = {"watch_namespaces": namespace, "resync_seconds": "1"}
+    async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
+        await process.working()
+        await bring_up(server, namespace)
+        await process.stop()
+    failure = Failure(
+        reason=FailureReason.RANK_RAISED, message="no memory", pod=1, rank=1, exit_code=1, last_log="end"
+    )
+    await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message=failure.to_json())
+    said = told(control_plane.kubeconfig, "logs", "tiny", "-n", namespace).splitlines()
+    first = said.index(next(line for line in said if line.startswith("--> ")))
+    assert said[first].startswith("--> tiny-0-1-1: rank 1, role back")
+    assert said[first].endswith("(ended the epoch)")
+    assert said[first + 1] == (
+        "ended with exit code 70 (Error): RankRaised: rank 1: no memory (exit code 1); its last log line: end"
+    )
+    async with operator(installed.kubeconfig, tmp_path / "log2", **settings) as process:
+        await process.working()
+        assert (await status_of(server, namespace))["groups"]
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=60)
