@@ -118,6 +118,10 @@ class HubServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops serving; nobody listens then."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(10)

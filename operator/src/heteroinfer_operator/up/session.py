@@ -5,6 +5,7 @@ import functools
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
@@ -15,6 +16,8 @@ from heteroinfer_operator.api import (
     ConditionType,
     HeteroInference,
     HeteroInferenceStatus,
+    ModelPhase,
+    ModelStatus,
     parse_status,
 )
 from heteroinfer_operator.cluster import RecordEvent, ResourceKey
@@ -50,12 +53,14 @@ class SessionOptions:
         resource: the same, as its models read it.
         api_port: of group 0's OpenAI API.
         local: of the cluster.
+        model_cache: folder that models of a hub are fetched into.
     """
 
     document: dict[str, Any]
     resource: HeteroInference
     api_port: int
     local: LocalOptions
+    model_cache: Path
 
 
 class SessionFailedError(HeteroInferError):
@@ -71,7 +76,7 @@ class Session:
         self._display = display
         self._served_name = options.resource.served_name
         self._spec = options.resource.spec
-        self._addressing = LocalAddressing(api_port=options.api_port)
+        self._addressing = LocalAddressing(api_port=options.api_port, model_cache=options.model_cache)
         self._cluster = LocalCluster(
             options.document, options.local, on_change=self._look, on_event=self._tell_event
         )
@@ -82,6 +87,7 @@ class Session:
         self._queue = WorkQueue(self._pass, workers=1)
         self._told: dict[str, tuple[str, str]] = {}
         self._endpoint_told = False
+        self._tenths_told: int | None = None
         self._stops = 0
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
@@ -151,6 +157,7 @@ class Session:
     def _tell_status(self, status: HeteroInferenceStatus) -> None:
         if self._stop.is_set():
             return
+        self._tell_model(status.model)
         for kind in _TOLD:
             self._tell_condition(status.condition(kind.value))
         ready = status.condition(ConditionType.READY.value)
@@ -163,6 +170,16 @@ class Session:
             if condition is not None and condition.status is state and not serves and _is_final(condition):
                 self._fail(SessionFailedError(condition.message, reason=condition.reason))
                 return
+
+    def _tell_model(self, model: ModelStatus | None) -> None:
+        """Tells how far a fetch is, each time that it has come a tenth further."""
+        if model is None or not model.bytes_total or model.phase is not ModelPhase.DOWNLOADING:
+            return
+        tenths = 10 * (model.bytes_done or 0) // model.bytes_total
+        if self._tenths_told != tenths:
+            self._tenths_told = tenths
+            total = f"{model.bytes_total / 2**30:.2f} GiB"
+            self._display.line(f"fetching {self._spec.model.uri}: {10 * tenths} % of {total}")
 
     def _tell_condition(self, condition: Condition | None) -> None:
         if condition is None or condition.status is ConditionStatus.UNKNOWN:

@@ -1,0 +1,155 @@
+"""A model of a hub on a real node: fetched into a volume with a token, then served without the hub."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_contract.model_fetch import model_folder, read_marker
+from tests.cluster import processes
+from tests.cluster.namespaces import Addresses
+from tests.cluster.node import NodeCluster
+from tests.e2e.serving import OPERATOR_LABELS, RELEASE, SYSTEM, Resource, install
+from tests.hub_server import HubServer, Repository
+from tests.models import PROMPTS, REFERENCE_TOKENS
+
+NAMESPACE = "hub"
+MODEL = "acme/small"
+TOKEN = "hf_e2eSecretThatNobodyMaySee"
+WORKER_USER = 65532
+SLOW_BYTES_PER_S = 4e6
+FETCH_S = 120.0
+START_S = 420.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def hub(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator[HubServer]:
+    """The hub, on this machine's address that pods reach; its one model asks for a token."""
+    address = Addresses(number=node_cluster.state.number).machine
+    with HubServer(host=address, content_host=address) as server:
+        server.repositories[MODEL] = Repository.of_folder(model[0] / "small", token=TOKEN)
+        yield server
+
+
+@pytest.fixture
+def cache() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="heteroinfer-cache-"))
+    folder.chmod(0o755)
+    # A volume of a path of the node takes no group from fsGroup: its folder must be the workers'.
+    shutil.chown(folder, WORKER_USER, WORKER_USER)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
+    install(node_cluster)
+    yield node_cluster
+    node_cluster.kubectl("delete", "hinf", "-n", NAMESPACE, "--all", "--timeout=60s", timeout_s=70)
+    node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
+    node_cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
+    node_cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=60s", timeout_s=70)
+    node_cluster.kubectl("delete", "pv", "hub-cache", "--timeout=30s", timeout_s=40)
+
+
+def manifests(cache: Path, endpoint: str) -> str:
+    """Returns the volume, the Secret, and the resource that a user applies."""
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": "hub-cache"},
+        "spec": {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteMany"],
+            "persistentVolumeReclaimPolicy": "Retain",
+            "storageClassName": "",
+            "hostPath": {"path": str(cache), "type": "Directory"},
+        },
+    }
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "hub"},
+        "stringData": {"token": TOKEN},
+    }
+    role = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
+    resource = {
+        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "kind": names.KIND,
+        "metadata": {"name": "fetched"},
+        "spec": {
+            "model": {
+                "uri": f"hf://{MODEL}",
+                "revision": "main",
+                "tokenSecretRef": {"name": "hub"},
+                "cache": {"size": "1Gi"},
+            },
+            "engine": {"maxModelLen": 1024, "env": [{"name": "HF_ENDPOINT", "value": endpoint}]},
+            "roles": [{"name": "cpu", "device": "CPU", "pods": 2, "resources": role}],
+        },
+    }
+    return yaml.safe_dump_all([volume, secret, resource])
+
+
+def fetch_log(resource: Resource) -> str:
+    selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_FETCH}"
+    return resource.cluster.kubectl("logs", "-n", NAMESPACE, "-l", selector, "--tail=-1")
+
+
+def test_a_hubs_model_is_fetched_with_its_token_and_served_without_the_hub(
+    installed: NodeCluster, hub: HubServer, cache: Path, model: tuple[Path, dict[str, Any]]
+) -> None:
+    installed.kubectl("create", "namespace", NAMESPACE)
+    installed.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
+    hub.bytes_per_s = SLOW_BYTES_PER_S
+    installed.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=manifests(cache, hub.endpoint))
+    resource = Resource(cluster=installed, namespace=NAMESPACE, name="fetched")
+
+    def model_status() -> dict[str, Any]:
+        return dict(resource.status.get("model", {}))
+
+    def part_way() -> bool:
+        status = model_status()
+        return 0 < status.get("bytesDone", 0) < status.get("bytesTotal", 0)
+
+    processes.wait_until("progress in the status", part_way, timeout_s=FETCH_S)
+    said = fetch_log(resource)
+    assert "bytes" in said
+    processes.wait_until("the profile", lambda: model_status().get("phase") == "Ready", timeout_s=FETCH_S)
+    commit = hub.repositories[MODEL].commit
+    assert model_status()["commit"] == commit
+    assert read_marker(cache / model_folder(MODEL, commit)) is not None
+    hub.close()  # from here on nobody answers: what is served comes from the volume
+
+    resource.wait_ready(START_S)
+    reference = model[1][PROMPTS[0]]
+    assert resource.complete(reference["prompt_token_ids"], REFERENCE_TOKENS) == reference["token_ids"]
+    leader = resource.pods()[0]["metadata"]["name"]
+    write = "touch /model/written 2>&1 || true"
+    refused = installed.kubectl("exec", "-n", NAMESPACE, leader, "--", "sh", "-c", write)
+    assert "Read-only file system" in refused
+    env = installed.kubectl("exec", "-n", NAMESPACE, leader, "--", "env")
+    assert "HF_HUB_OFFLINE=1" in env
+
+    events = installed.kubectl("get", "events", "-A", "-o", "json")
+    assert any(event["reason"] == "ModelFetched" for event in json.loads(events)["items"])
+    operator = installed.kubectl("logs", "-n", SYSTEM, "-l", OPERATOR_LABELS, "--tail=-1")
+    stored = json.dumps(resource.get(names.SINGULAR, resource.name)) + json.dumps(resource.get("pods"))
+    for text in (said, events, operator, stored, env, resource.logs()):
+        assert TOKEN not in text
+
+    installed.kubectl("delete", "hinf", "-n", NAMESPACE, resource.name, "--timeout=60s", timeout_s=70)
+
+    def claims() -> list[Any]:
+        return list(resource.get("pvc")["items"])
+
+    # The claim goes with the resource, once the garbage collector has seen that; the volume is the user's.
+    processes.wait_until("the end of the claim", lambda: not claims(), timeout_s=60)
