@@ -164,6 +164,7 @@ class Observation:
         gangs: gang schedulers that the cluster has.
         groups: by group index: what a running leader says of its group now.
         fetch: what the pod that fetches the model says now, or None.
+        refused: which object of ours the API server refused in the last pass, in its words, or "".
     """
 
     resource: ResourceView
@@ -174,6 +175,7 @@ class Observation:
     gangs: frozenset[Gang] = frozenset()
     groups: Mapping[int, GroupStatus] = field(default_factory=dict)
     fetch: FetchProgress | None = None
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,16 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, Kind, ObjectN
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
 
 ALREADY_EXISTS: Final = "AlreadyExists"
+REFUSALS: Final = frozenset({400, 403, 422})
+"""Not valid, or not allowed: the same object is refused again, until somebody acts."""
 
 OnObserved = Callable[[ResourceKey, Manifest | None], None]
+
+
+class ObjectRefusedError(HeteroInferError):
+    """The API server refuses an object as it is: what the user asked for, a quota, a policy or a webhook."""
+
+    reason = "ObjectRefused"
 
 
 class NameTakenError(HeteroInferError):
@@ -63,6 +71,7 @@ class KubeCluster:
         self._recorder = recorder
         self._groups = groups
         self._on_observed = on_observed
+        self._refused: dict[ResourceKey, str] = {}
 
     async def observe(self, key: ResourceKey) -> Observation | None:
         """Returns the resource as stored now and its children as last seen, or None if it is gone.
@@ -76,6 +85,7 @@ class KubeCluster:
             if error.status != NOT_FOUND:
                 raise
             self._on_observed(key, None)
+            self._refused.pop(key, None)
             return None
         resource = trim.resource_view(stored)
         self._on_observed(key, resource.status)
@@ -92,6 +102,7 @@ class KubeCluster:
             gangs=self._caches.gangs,
             groups=groups,
             fetch=fetch,
+            refused=self._refused.get(key, ""),
         )
 
     async def run(self, observation: Observation, actions: Sequence[Action]) -> None:
@@ -100,7 +111,8 @@ class KubeCluster:
         Raises:
             ConflictError: an action met another state than the decision was made on.
             NameTakenError: a child's name is taken by an object of somebody else.
-            ApiError: the API server did not answer, or refused.
+            ObjectRefusedError: the API server refuses an object; the next observation tells.
+            ApiError: the API server did not answer, or refused otherwise.
         """
         one_pass = _Pass(self._server, self._caches, self._recorder, observation.resource)
         pods = [
@@ -109,8 +121,13 @@ class KubeCluster:
             if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name
         ]
         with self._caches.promising(pods):
-            for action in actions:
-                await one_pass.run(action)
+            try:
+                for action in actions:
+                    await one_pass.run(action)
+            except ObjectRefusedError as error:
+                self._refused[observation.resource.key] = error.message
+                raise
+        self._refused.pop(observation.resource.key, None)
 
 
 class _Pass:
@@ -129,10 +146,8 @@ class _Pass:
     async def run(self, action: Action) -> None:
         """Runs one action; raises as KubeCluster.run."""
         match action:
-            case CreateObject():
-                await self._create(action.manifest)
-            case ApplyObject():
-                await self._apply(action.manifest)
+            case CreateObject() | ApplyObject():
+                await self._write(action)
             case DeleteObject():
                 await self._delete(action)
             case PatchStatus():
@@ -141,6 +156,22 @@ class _Pass:
                 await self._set_finalizer(present=action.present)
             case RecordEvent():
                 await self._recorder.record(self._resource, action)
+
+    async def _write(self, action: CreateObject | ApplyObject) -> None:
+        manifest = action.manifest
+        try:
+            if isinstance(action, CreateObject):
+                await self._create(manifest)
+            else:
+                await self._apply(manifest)
+        except ApiError as error:
+            if error.status not in REFUSALS:
+                raise
+            who = f"{manifest['kind']} {manifest['metadata']['name']}"
+            refusal = ObjectRefusedError(f"the API server refuses {who}: {error.said}")
+            event = RecordEvent(reason=refusal.reason, message=refusal.message[:1000], warning=True)
+            await self._recorder.record(self._resource, event)
+            raise refusal from error
 
     async def _create(self, manifest: Manifest) -> None:
         kind, name = self._address(manifest)

@@ -43,14 +43,16 @@ class ApiError(HeteroInferError):
     Attributes:
         status: HTTP status; 0 when there was no answer.
         api_reason: the server's own word, such as `AlreadyExists`.
+        said: its message, without the request; "" when there was no answer.
     """
 
     reason = "ApiServerError"
 
-    def __init__(self, message: str, *, status: int = 0, api_reason: str = "") -> None:
+    def __init__(self, message: str, *, status: int = 0, api_reason: str = "", said: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.api_reason = api_reason
+        self.said = said
 
 
 async def load_configuration(kubeconfig: str | None = None) -> client.Configuration:
@@ -241,4 +243,4 @@ def _refusal(request: str, status: int, text: str) -> ApiError:
         message, api_reason = str(answer.get("message", "")), str(answer.get("reason", ""))
     except (ValueError, AttributeError):
         message, api_reason = text[:300], ""
-    return ApiError(f"{request}: {status} {message}", status=status, api_reason=api_reason)
+    return ApiError(f"{request}: {status} {message}", status=status, api_reason=api_reason, said=message)

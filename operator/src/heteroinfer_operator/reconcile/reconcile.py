@@ -190,6 +190,7 @@ def _next_status(
             spec.replicas,
             suspended=spec.suspend,
             rollout=find_rollout(wanted, context.revision, model_problem=unreadable),
+            refused=observation.refused,
             now=context.now,
             generation=generation,
         ),

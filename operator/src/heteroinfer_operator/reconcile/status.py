@@ -54,6 +54,7 @@ def group_conditions(
     *,
     suspended: bool,
     rollout: Rollout | None,
+    refused: str,
     now: datetime,
     generation: int,
 ) -> tuple[Condition, ...]:
@@ -87,7 +88,7 @@ def group_conditions(
             "Serving" if ready else _ready_reason(worst),
             f"{len(ready)} of {wanted} groups serve" if ready else words,
         ),
-        make(ConditionType.PROGRESSING, *_progress(busy, worst, words, rollout)),
+        make(ConditionType.PROGRESSING, *_progress(busy, worst, words, rollout, refused)),
         make(ConditionType.DEGRADED, bool(ready) and len(ready) < wanted, worst.phase.value, words),
         make(
             ConditionType.FAILED,
@@ -99,9 +100,11 @@ def group_conditions(
 
 
 def _progress(
-    busy: Sequence[GroupStatus], worst: GroupStatus, words: str, rollout: Rollout | None
+    busy: Sequence[GroupStatus], worst: GroupStatus, words: str, rollout: Rollout | None, refused: str
 ) -> tuple[bool, str, str]:
     """Returns whether something is on its way, the reason and what it waits for."""
+    if refused:
+        return False, "ObjectRefused", refused
     if rollout is not None and rollout.stuck:
         return False, "RolloutStuck", rollout.message
     if busy:

@@ -1,0 +1,207 @@
+"""Rollouts, scaling and refusals by the operator as a process, on a real API server.
+
+A task stands for the kubelets: it answers inspect pods, and has each worker pod run and be ready, or
+end where its image is BROKEN.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest_asyncio
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import ApiError, ApiServer
+from tests.cluster.cluster import Cluster
+from tests.integration.operator.support import PROFILE, SPEC, end_pod, operator, run_pod, until
+from tests.integration.operator.life import Install
+
+GOOD, BETTER, BROKEN = "worker:1", "worker:2", "worker:broken"
+
+
+class Fleet:
+    """A resource of several groups in a namespace of its own.
+
+    Attributes:
+        two_epochs: groups that were seen with pods of two epochs.
+        fewest: the fewest groups that served, of those wanted, since it was last set.
+    """
+
+    def __init__(self, server: ApiServer, namespace: str) -> None:
+        self._server = server
+        self.namespace = namespace
+        self.two_epochs: list[str] = []
+        self.fewest = 0
+
+    async def create(self, **spec: Any) -> None:
+        body = {
+            "apiVersion": HETERO_INFERENCE.api_version,
+            "kind": names.KIND,
+            "metadata": {"name": "tiny", "namespace": self.namespace},
+            "spec": {**SPEC, **spec},
+        }
+        await self._server.create(HETERO_INFERENCE.path(self.namespace), body)
+
+    async def change(self, **spec: Any) -> None:
+        await self._server.merge(HETERO_INFERENCE.path(self.namespace, "tiny"), {"spec": spec})
+
+    async def status(self) -> dict[str, Any]:
+        stored = await self._server.get(HETERO_INFERENCE.path(self.namespace, "tiny"))
+        return dict(stored.get("status") or {})
+
+    async def condition(self, kind: str) -> tuple[str, str, str]:
+        for found in (await self.status()).get("conditions", ()):
+            if found["type"] == kind:
+                return found["status"], found["reason"], found.get("message", "")
+        return "", "", ""
+
+    async def rolled_out(self, replicas: int) -> bool:
+        status = await self.status()
+        counts = {status.get(key) for key in ("readyReplicas", "updatedReplicas", "replicas")}
+        return counts == {replicas} and status["currentRevision"] == status["updateRevision"]
+
+    async def pods(self) -> dict[str, dict[str, Any]]:
+        """Returns the worker pods by uid."""
+        selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"
+        listed = await self._server.get(POD.path(self.namespace), {"labelSelector": selector})
+        return {pod["metadata"]["uid"]: pod for pod in listed["items"]}
+
+    async def uids(self, *groups: int) -> set[str]:
+        """Returns the uids of the pods of some groups."""
+        wanted = {str(group) for group in groups}
+        return {uid for uid, pod in (await self.pods()).items() if _label(pod, names.LABEL_GROUP) in wanted}
+
+    async def act(self) -> None:
+        """Stands for the kubelets until it is cancelled."""
+        while True:
+            with contextlib.suppress(ApiError):  # a pod went meanwhile
+                await self._act_once()
+            await asyncio.sleep(0.05)
+
+    async def _act_once(self) -> None:
+        listed = await self._server.get(POD.path(self.namespace))
+        epochs: dict[str, set[str]] = {}
+        serving: dict[str, bool] = {}
+        for pod in listed["items"]:
+            name, phase = pod["metadata"]["name"], pod["status"]["phase"]
+            if _label(pod, names.LABEL_COMPONENT) == names.COMPONENT_INSPECT:
+                if phase == "Pending":
+                    await end_pod(
+                        self._server, self.namespace, name, exit_code=0, message=json.dumps(PROFILE)
+                    )
+                continue
+            group = _label(pod, names.LABEL_GROUP)
+            epochs.setdefault(group, set()).add(_label(pod, names.LABEL_EPOCH))
+            serving[group] = serving.get(group, True) and _is_ready(pod)
+            if phase == "Pending":
+                await run_pod(self._server, self.namespace, name)
+                if pod["spec"]["containers"][0]["image"] == BROKEN:
+                    await end_pod(self._server, self.namespace, name, exit_code=70, message="no such file")
+        self.two_epochs += [group for group, found in epochs.items() if len(found) > 1]
+        self.fewest = min(self.fewest, sum(serving.values()))
+
+
+def _label(pod: dict[str, Any], name: str) -> str:
+    return str(pod["metadata"]["labels"].get(name, ""))
+
+
+def _is_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod["status"].get("conditions", ())
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+@pytest_asyncio.fixture
+async def fleet(server: ApiServer, namespace: str, install: Install, tmp_path: Path) -> AsyncIterator[Fleet]:
+    """A fleet without its resource, with an operator that serves its namespace, and kubelets."""
+    installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
+    settings = {"watch_namespaces": namespace, "resync_seconds": "5"}
+    made = Fleet(server, namespace)
+    async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
+        await process.working()
+        acting = asyncio.ensure_future(made.act())
+        try:
+            yield made
+        finally:
+            acting.cancel()
+            await asyncio.wait({acting})
+        assert not acting.done() or acting.cancelled(), acting.exception()
+        assert "Traceback" not in process.said, process.said
+
+
+async def test_rollout_that_sticks_goes_back_and_scales(fleet: Fleet, control_plane: Cluster) -> None:
+    await fleet.create(replicas=3, engine={**SPEC["engine"], "image": GOOD}, restart={"maxRestarts": 1})
+    await until("three groups serve", lambda: fleet.rolled_out(3), 60)
+    first = (await fleet.status())["currentRevision"]
+
+    fleet.fewest = 3
+    await fleet.change(engine={"image": BETTER})
+    await until("the new revision is everywhere", lambda: is_at_another(fleet, first), 90)
+    assert fleet.fewest == 2
+    second = (await fleet.status())["currentRevision"]
+    kept = await fleet.uids(1, 2)
+
+    await fleet.change(engine={"image": BROKEN})
+    await until("the rollout is stuck", lambda: is_stuck(fleet), 90)
+    assert await fleet.uids(1, 2) == kept
+    status = await fleet.status()
+    assert (status["readyReplicas"], status["currentRevision"]) == (2, second)
+    assert status["updateRevision"] != second
+    assert (await fleet.condition("Ready"))[:2] == ("True", "Serving")
+
+    await fleet.change(engine={"image": BETTER})
+    await until("the former revision is everywhere", lambda: fleet.rolled_out(3), 60)
+    assert (await fleet.status())["currentRevision"] == second
+    assert await fleet.uids(1, 2) == kept
+
+    all_kept = await fleet.uids(0, 1, 2)
+    control_plane.kubectl("scale", "-n", fleet.namespace, "hinf/tiny", "--replicas=4")
+    await until("four groups serve", lambda: fleet.rolled_out(4), 60)
+    assert (await fleet.status())["currentRevision"] == second
+    assert await fleet.uids(0, 1, 2) == all_kept
+    scale = json.loads(
+        control_plane.kubectl(
+            "get", "hinf", "tiny", "-n", fleet.namespace, "--subresource=scale", "-o", "json"
+        )
+    )
+    assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (4, 4)
+    leaders = control_plane.kubectl(
+        "get", "pods", "-n", fleet.namespace, "-l", scale["status"]["selector"], "-o", "name"
+    )
+    assert len(leaders.split()) == 4
+    control_plane.kubectl("scale", "-n", fleet.namespace, "hinf/tiny", "--replicas=1")
+    await until("one group is left", lambda: fleet.rolled_out(1), 60)
+    left = await fleet.uids(0)
+    assert left <= all_kept
+    assert set(await fleet.pods()) == left
+    assert fleet.two_epochs == []
+
+
+async def is_at_another(fleet: Fleet, revision: str) -> bool:
+    return await fleet.rolled_out(3) and (await fleet.status())["currentRevision"] != revision
+
+
+async def is_stuck(fleet: Fleet) -> bool:
+    status, reason, message = await fleet.condition("Progressing")
+    return (status, reason) == ("False", "RolloutStuck") and "no such file" in message
+
+
+async def test_what_the_api_server_refuses_is_told_in_its_words(fleet: Fleet, server: ApiServer) -> None:
+    first, second = SPEC["roles"]
+    wrong = {**second, "template": {"nodeSelector": {"room": "not a label"}}}
+    await fleet.create(roles=[first, wrong])
+
+    async def told() -> bool:
+        status, reason, message = await fleet.condition("Progressing")
+        return (status, reason) == ("False", "ObjectRefused") and "spec.nodeSelector" in message
+
+    await until("the refusal is in the status", told, 60)
+    events = (await server.get(EVENT.path(fleet.namespace)))["items"]
+    notes = [event["note"] for event in events if event["reason"] == "ObjectRefused"]
+    assert any("the API server refuses Pod tiny-0-1-1" in note for note in notes), notes
+    await fleet.change(roles=[first, second])
+    await until("it serves", lambda: fleet.rolled_out(1), 90)
+    assert (await fleet.condition("Progressing"))[:2] == ("False", "Settled")
