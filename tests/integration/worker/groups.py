@@ -188,12 +188,12 @@ class Group:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.addresses[0].api_port}"
+        return f"http://{self.addresses[0].host}:{self.addresses[0].api_port}"
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
         """Returns after how many seconds a request would be answered; raises when a pod ends."""
         start = time.monotonic()
-        url = f"http://127.0.0.1:{self.addresses[0].health_port}{names.PATH_READYZ}"
+        url = f"http://{self.addresses[0].host}:{self.addresses[0].health_port}{names.PATH_READYZ}"
         while time.monotonic() - start < timeout_s:
             for member in self.members:
                 if member.ended():
@@ -205,7 +205,7 @@ class Group:
 
     def status(self) -> GroupStatus:
         """Returns the group as its leader sees it."""
-        text = fetch(f"http://127.0.0.1:{self.addresses[0].health_port}{names.PATH_GROUP}")
+        text = fetch(f"http://{self.addresses[0].host}:{self.addresses[0].health_port}{names.PATH_GROUP}")
         assert text is not None
         return GroupStatus.from_json(text)
 
@@ -241,7 +241,8 @@ class Group:
 
     def metrics_url(self, rank: int) -> str:
         place = self.plan.ranks[rank]
-        return f"http://127.0.0.1:{self.addresses[place.pod].metrics_port + place.local_rank}"
+        address = self.addresses[place.pod]
+        return f"http://{address.host}:{address.metrics_port + place.local_rank}"
 
     def failure(self, pod: int) -> Failure | None:
         """Returns the failure that a pod's supervisor left."""
