@@ -25,7 +25,7 @@ SIGNATURE = "signature=not-to-be-logged"
 _API = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)")
 _RESOLVE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
 _CONTENT = re.compile(r"/content/(?P<sha256>[0-9a-f]{64})")
-_RANGE = re.compile(r"bytes=(\d+)-")
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _BLOCK_BYTES = 1 << 16
 
 
@@ -213,24 +213,25 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, path: str, content: bytes, headers: Mapping[str, str]) -> None:
         asked = _RANGE.fullmatch(self.headers.get("Range", ""))
         start = int(asked[1]) if asked else 0
+        end = min(int(asked[2]) + 1, len(content)) if asked and asked[2] else len(content)
         if start >= len(content) > 0:
             self._send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
             return
         self.send_response(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK)
         if asked:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
         for name, value in {**headers, "Accept-Ranges": "bytes"}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content) - start))
+        self.send_header("Content-Length", str(end - start))
         self.end_headers()
         if self.command == "GET":
-            self._stream(path, content, start)
+            self._stream(path, content, start, end)
 
-    def _stream(self, path: str, content: bytes, start: int) -> None:
+    def _stream(self, path: str, content: bytes, start: int, end: int) -> None:
         hub, began, sent = self.server_hub, time.monotonic(), 0
         if path in hub.corrupt:
             content = bytes([content[0] ^ 1]) + content[1:]
-        rest = memoryview(content)[start:]
+        rest = memoryview(content)[start:end]
         while sent < len(rest):
             block = rest[sent : sent + _BLOCK_BYTES]
             try:

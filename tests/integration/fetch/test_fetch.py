@@ -6,8 +6,11 @@ import os
 import re
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.model_fetch import MARKER_FILE, damaged_files, model_folder, read_marker
 from heteroinfer_contract.model_files import INDEX_FILE, read_profile
+from tests.cluster.folders import REPOSITORY
 from tests.hub_server import SIGNATURE, HubServer, Repository
 from tests.integration.fetch.fetching import MODEL, Fetch, fetching
 from tests.integration.launch.groups import addresses, pipeline_plan
@@ -351,3 +355,36 @@ def test_a_pod_without_its_model_says_so_before_it_starts_a_rank(hub: HubServer,
     (folder / MARKER_FILE).unlink()
     assert supervise(env, Commands()) == names.EXIT_USAGE
     assert MARKER_FILE in message.read_text()
+
+
+def test_a_plan_needs_no_weights(hub: HubServer, tmp_path: Path) -> None:
+    resource: dict[str, Any] = {
+        "apiVersion": "heteroinfer.dev/v1alpha1",
+        "kind": "HeteroInference",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "model": {"uri": f"hf://{MODEL}"},
+            "roles": [
+                {"name": "cpu", "device": "CPU", "pods": 1, "resources": {"limits": {"memory": "4Gi"}}}
+            ],
+        },
+    }
+    file = tmp_path / "resource.json"
+    file.write_text(json.dumps(resource))
+    command = [sys.executable, "-m", "heteroinfer_operator.cli", "plan", "-f", str(file), "-o", "json"]
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_ENDPOINT": hub.endpoint, "NO_PROXY": "*"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (rank,) = json.loads(done.stdout)["plan"]["ranks"]
+    weights = sum(len(hub.repositories[MODEL].files[shard]) for shard in SHARDS)
+    assert rank["weight_bytes"] > weights - 10_000
+    assert hub.seen.sent_bytes[SHARDS[1]] < 10_000
+    resource["spec"]["model"]["uri"] = "hf://acme/other"
+    file.write_text(json.dumps(resource))
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "shows no model acme/other" in done.stderr

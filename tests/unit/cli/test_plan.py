@@ -87,9 +87,9 @@ def test_json_and_yaml_hold_the_plan(
 def test_a_model_directory_stands_for_the_uri(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(tmp_path, model, model={"uri": "hf://org/model"})
+    file = write(tmp_path, model, model={"uri": "pvc://models/m"})
     assert error(capsys, "-f", file) == (
-        "error: model.uri: got hf://org/model, which is not on this machine; give its files with "
+        "error: model.uri: got pvc://models/m, which is not on this machine; give its files with "
         "--model-dir DIR\n"
     )
     assert main(["plan", "-f", file, "--model-dir", str(model)]) == 0

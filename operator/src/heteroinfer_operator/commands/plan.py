@@ -10,6 +10,7 @@ import yaml
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, RankAssignment
@@ -17,6 +18,7 @@ from heteroinfer_operator.api import HeteroInference, parse_bytes
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.commands.plan_nodes import load_rooms
 from heteroinfer_operator.errors import HeteroInferError, ModelError
+from heteroinfer_operator.local.hub_profile import read_hub_profile
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_rooms, plan_group
 from heteroinfer_operator.planning.memory import gib
 from heteroinfer_operator.planning.placement import Room
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--filename", required=True, metavar="FILE", help="a HeteroInference; - for stdin"
     )
     parser.add_argument(
-        "--model-dir", type=Path, help="the model's directory; needed unless model.uri is file://"
+        "--model-dir", type=Path, help="the model's directory; needed where model.uri is pvc://"
     )
     parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table")
     parser.add_argument(
@@ -85,6 +87,8 @@ def _size(text: str) -> int:
 
 def _profile(resource: HeteroInference, model_dir: Path | None) -> ModelProfile:
     uri = resource.spec.model.uri
+    if model_dir is None and uri.startswith(HUB_SCHEME):
+        return read_hub_profile(resource.spec.model)
     if model_dir is None and not uri.startswith(_FILE_SCHEME):
         raise ModelError(
             f"model.uri: got {uri}, which is not on this machine; give its files with --model-dir DIR"

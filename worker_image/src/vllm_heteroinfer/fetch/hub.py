@@ -6,6 +6,7 @@ process knows (`huggingface_hub/file_download.py::_download_to_tmp_and_move@2.4.
 """
 
 import contextlib
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -76,9 +77,7 @@ class HubModel:
         Raises:
             FetchError: it is not complete; what came is kept.
         """
-        from huggingface_hub import hf_hub_url
         from huggingface_hub.file_download import http_get
-        from huggingface_hub.utils import build_hf_headers
 
         if file.size_bytes > self._most_http_bytes:
             raise FetchError(
@@ -88,14 +87,43 @@ class HubModel:
                 "which cannot go on where it stopped. Put the model into a volume "
                 "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",
             )
-        url = hf_hub_url(self._repository, file.path, revision=commit, endpoint=self._endpoint)
-        # Compressed, a part of a file cannot be asked for.
-        headers = {**build_hf_headers(token=self._token), "accept-encoding": "identity"}
         with self._in_words(), into.open("r+b") as target:
             have_bytes = target.seek(0, os.SEEK_END)
-            http_get(url, target, resume_size=have_bytes, headers=headers, expected_size=file.size_bytes)
+            http_get(
+                self._url(commit, file),
+                target,
+                resume_size=have_bytes,
+                headers=self._headers(),
+                expected_size=file.size_bytes,
+            )
             target.flush()
             os.fsync(target.fileno())
+
+    def front(self, commit: str, file: FetchedFile, size_bytes: int) -> bytes:
+        """Returns the first bytes of a file, no more than it has.
+
+        Raises:
+            FetchError: the hub does not give them.
+        """
+        from huggingface_hub.file_download import http_get
+
+        size_bytes = min(size_bytes, file.size_bytes)
+        headers = {**self._headers(), "range": f"bytes=0-{size_bytes - 1}"}
+        got = io.BytesIO()
+        with self._in_words():
+            http_get(self._url(commit, file), got, headers=headers, expected_size=size_bytes)
+        return got.getvalue()
+
+    def _url(self, commit: str, file: FetchedFile) -> str:
+        from huggingface_hub import hf_hub_url
+
+        return str(hf_hub_url(self._repository, file.path, revision=commit, endpoint=self._endpoint))
+
+    def _headers(self) -> dict[str, str]:
+        from huggingface_hub.utils import build_hf_headers
+
+        # Compressed, a part of a file cannot be asked for.
+        return {**build_hf_headers(token=self._token), "accept-encoding": "identity"}
 
     @contextlib.contextmanager
     def _in_words(self) -> Iterator[None]:

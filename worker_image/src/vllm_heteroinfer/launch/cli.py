@@ -10,16 +10,18 @@ import asyncio
 import logging
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.launch import PodLaunch
-from heteroinfer_contract.model_fetch import ModelIncompleteError, check_complete
+from heteroinfer_contract.model_fetch import HUB_SCHEME, ModelIncompleteError, check_complete
 from heteroinfer_contract.model_files import read_profile
+from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
 from vllm_heteroinfer.launch.orphans import adopt_orphans
 from vllm_heteroinfer.launch.output import BackgroundHandler
@@ -35,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("run", help="supervise the ranks of the pod that the environment describes (default)")
     inspect = commands.add_parser("inspect", help="print a model's sizes, read from its own files")
-    inspect.add_argument("--model", type=Path, required=True, help="directory of the model")
+    inspect.add_argument(
+        "--model",
+        required=True,
+        help="directory of the model, or hf://ORG/MODEL: its weights are not fetched",
+    )
+    inspect.add_argument("--revision", default="main", help="of a hub's model: branch, tag or commit")
     fetch = commands.add_parser(
         "fetch", help="bring a model of a hub into a cache; HF_ENDPOINT names the hub"
     )
@@ -61,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     arguments = parser.parse_args(argv)
     if arguments.command == "inspect":
-        return inspect_model(arguments.model, arguments.termination_message_path)
+        return inspect_model(arguments.model, arguments.termination_message_path, revision=arguments.revision)
     if arguments.command == "fetch":
         return _fetch(arguments)
     return supervise(os.environ, Commands())
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the library is imported
+    _prepare_hub(os.environ)
     from vllm_heteroinfer.fetch.main import FetchOptions, fetch_model
 
     return fetch_model(
@@ -84,13 +91,17 @@ def _fetch(arguments: argparse.Namespace) -> int:
     )
 
 
-def inspect_model(model: Path, termination_message_path: Path | None) -> int:
-    """Prints the profile of the model in the directory `model`; returns the exit code.
+def _prepare_hub(env: MutableMapping[str, str]) -> None:
+    env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the library is imported
+
+
+def inspect_model(model: str, termination_message_path: Path | None, *, revision: str = "main") -> int:
+    """Prints the profile of the model in the directory, or on a hub; returns the exit code.
 
     The same text, or a Failure in words, is left at `termination_message_path`.
     """
     try:
-        text, code = read_profile(model).to_json(), names.EXIT_STOPPED
+        text, code = _read_profile(model, revision).to_json(), names.EXIT_STOPPED
     except ContractError as error:
         failure = Failure(
             reason=FailureReason.MODEL_NOT_READABLE,
@@ -105,6 +116,17 @@ def inspect_model(model: Path, termination_message_path: Path | None) -> int:
     if termination_message_path is not None:
         termination_message_path.write_text(text)
     return code
+
+
+def _read_profile(model: str, revision: str) -> ModelProfile:
+    if not model.startswith(HUB_SCHEME):
+        return read_profile(Path(model))
+    _prepare_hub(os.environ)
+    from vllm_heteroinfer.fetch.headers import read_hub_profile
+    from vllm_heteroinfer.fetch.hub import HubModel
+
+    with tempfile.TemporaryDirectory(prefix="heteroinfer-") as folder:
+        return read_hub_profile(HubModel(model.removeprefix(HUB_SCHEME), revision), Path(folder))
 
 
 def _message_path(env: Mapping[str, str]) -> Path | None:

@@ -1,0 +1,48 @@
+"""A hub's model without its weights: config.json, and the headers of its safetensors, by ranges."""
+
+import json
+from pathlib import Path
+
+from heteroinfer_contract.model_fetch import FetchedFile
+from heteroinfer_contract.model_files import CONFIG_FILE, INDEX_FILE, MAX_HEADER_BYTES, read_profile
+from heteroinfer_contract.model_profile import ModelProfile
+from vllm_heteroinfer.fetch.hub import HubModel
+from vllm_heteroinfer.fetch.selection import describing_files, weight_files
+
+_LENGTH_BYTES = 8
+"""Of the header's length, at the front of a safetensors file."""
+
+
+def read_hub_profile(hub: HubModel, folder: Path) -> ModelProfile:
+    """Returns the sizes of a hub's model.
+
+    Args:
+        hub: the model.
+        folder: empty; gets its small files, and a file for each of the weights that has the
+            right header and size, and holes in place of the weights.
+
+    Raises:
+        FetchError: the hub does not show it.
+        ModelFilesError: it is no model that can be planned.
+    """
+    commit, files = hub.files()
+    small = [file for file in describing_files(files) if file.path in (CONFIG_FILE, INDEX_FILE)]
+    for file in small:
+        (folder / file.path).touch()
+        hub.fetch(commit, file, folder / file.path)
+    named = any(file.path == INDEX_FILE for file in small)
+    index = json.loads((folder / INDEX_FILE).read_bytes()) if named else None
+    for file in weight_files(files, index):
+        _write_hollow(hub, commit, file, folder / file.path)
+    return read_profile(folder)
+
+
+def _write_hollow(hub: HubModel, commit: str, file: FetchedFile, path: Path) -> None:
+    prefix = hub.front(commit, file, _LENGTH_BYTES)
+    length = int.from_bytes(prefix, "little")
+    # A length beyond all measure is left for the reader of the file to refuse.
+    header = hub.front(commit, file, _LENGTH_BYTES + length) if length <= MAX_HEADER_BYTES else prefix
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as hollow:
+        hollow.write(header)
+        hollow.truncate(max(file.size_bytes, len(header)))
