@@ -10,15 +10,16 @@ import logging
 import secrets
 import signal
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import kopf
 from kubernetes.aio import client
 
 from heteroinfer_contract import names
 from heteroinfer_operator import handlers
+from heteroinfer_operator.api import ConditionType
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.health import Health, serve
@@ -59,6 +60,8 @@ class Operator:
         self._lease: LeaderLease | None = None
         self._known: set[ResourceKey] = set()
         self._nodes_timer: asyncio.TimerHandle | None = None
+        self._without_room: set[ResourceKey] = set()
+        self._room_timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Works until SIGTERM or SIGINT.
@@ -131,6 +134,7 @@ class Operator:
             namespaces=self._settings.watch_namespaces,
             touched=touched,
             nodes_changed=lambda: self._nodes_changed(queue),
+            room_freed=lambda: self._room_freed(queue),
         )
         recorder = EventRecorder(server, reporter=self._settings.identity or names.MANAGER)
         cluster = KubeCluster(server, caches, recorder=recorder, groups=groups, on_observed=self._observed)
@@ -172,6 +176,19 @@ class Operator:
             self._known.discard(key)
         else:
             self._known.add(key)
+        if isinstance(status, dict) and _waits_for_room(status):
+            self._without_room.add(key)
+        else:
+            self._without_room.discard(key)
+
+    def _room_freed(self, queue: WorkQueue) -> None:
+        def look_again() -> None:
+            self._room_timer = None
+            for key in sorted(self._without_room):
+                queue.add(key)
+
+        if self._room_timer is None and self._without_room:
+            self._room_timer = asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
 
     def _nodes_changed(self, queue: WorkQueue) -> None:
         def look_again() -> None:
@@ -241,6 +258,13 @@ class Operator:
             await asyncio.wait({ended}, timeout=KOPF_STOP_S)
             if ended.done():
                 ended.exception()  # seen: what matters was raised above
+
+
+def _waits_for_room(status: Mapping[str, Any]) -> bool:
+    return any(
+        condition.get("type") == ConditionType.CAPACITY_AVAILABLE and condition.get("status") == "False"
+        for condition in status.get("conditions") or ()
+    )
 
 
 async def _kopf(

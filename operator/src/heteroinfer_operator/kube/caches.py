@@ -34,6 +34,7 @@ class Caches:
         namespaces: to keep; empty for all, which also brings the nodes.
         touched: called with each resource of which a child changed.
         nodes_changed: called when a node came, went, or changed in what a plan reads.
+        room_freed: called when a pod gave back its room.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Caches:
         namespaces: Sequence[str],
         touched: Callable[[ResourceKey], None],
         nodes_changed: Callable[[], None],
+        room_freed: Callable[[], None] = lambda: None,
     ) -> None:
         self.cluster_scope = not namespaces
         scopes: list[str | None] = [*namespaces] or [None]
@@ -88,7 +90,7 @@ class Caches:
                 changed=self._requests_changed,
                 index=lambda pod: pod.node,
             )
-        self._nodes_changed = nodes_changed
+        self._nodes_changed, self._room_freed = nodes_changed, room_freed
         # By node: what all its pods request; made anew when one of them has changed.
         self._requested: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
@@ -223,6 +225,8 @@ class Caches:
         for pod in (before, after):
             if pod is not None:
                 self._recount(pod.node)
+        if after is None:
+            self._room_freed()
 
     def _node_changed(self, before: NodeView | None, after: NodeView | None) -> None:
         for node in (before, after):

@@ -133,7 +133,6 @@ def pod_view(stored: Manifest) -> PodView:
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     ready, disrupted = conditions.get("Ready", {}), conditions.get("DisruptionTarget", {})
     scheduled = conditions.get("PodScheduled", {})
-    unplaced = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     return PodView(
         name=metadata["name"],
@@ -151,10 +150,19 @@ def pod_view(stored: Manifest) -> PodView:
         ready=ready.get("status") == "True",
         disrupted=disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
         node=stored["spec"].get("nodeName", ""),
-        unschedulable=scheduled.get("message", "") if unplaced else "",
+        unschedulable=_unschedulable(scheduled, stored["spec"].get("schedulingGates") or ()),
         waiting=_waiting(containers),
         termination=_termination(containers),
     )
+
+
+def _unschedulable(scheduled: Manifest, gates: Iterable[Manifest]) -> str:
+    """Returns why a pod has no node, in the scheduler's words or by who holds it back, or ""."""
+    if scheduled.get("status") != "False":
+        return ""
+    if scheduled.get("reason") == "SchedulingGated":
+        return f"held back by {', '.join(gate['name'] for gate in gates)}"
+    return str(scheduled.get("message", "")) if scheduled.get("reason") == "Unschedulable" else ""
 
 
 def _moment(text: str | None) -> datetime | None:

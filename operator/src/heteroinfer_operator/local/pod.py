@@ -8,8 +8,8 @@ There are no containers here, so every field of a Pod is in one of three lists:
 - met by the nature of a process, and so accepted: names, labels, images, ports (they
   are in env and args already), CPU and memory of resources (the plan counts with them,
   nothing enforces them), security contexts (the process is the user's own), emptyDir
-  (the machine's /tmp and /dev/shm), tolerations (this machine has no taints), livenessProbe (a supervisor that hangs is seen by
-  its peers' heart-beats);
+  (the machine's /tmp and /dev/shm), tolerations (this machine has no taints),
+  livenessProbe (a supervisor that hangs is seen by its peers' heart-beats);
 - anything else is refused in words: it would silently mean nothing.
 """
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.model_profile import ModelProfile
@@ -26,9 +27,13 @@ from heteroinfer_operator.planning import (
     build_rooms,
     plan_group,
 )
-from heteroinfer_operator.planning.capacity import gpu_memory_mib, labelled_roles
+from heteroinfer_operator.planning.capacity import INSUFFICIENT_CAPACITY, gpu_memory_mib, labelled_roles
 
 WAITING_FOR_MODEL = "WaitingForModel"
+UNSCHEDULABLE: Final = "Unschedulable"
+"""Reason of CapacityAvailable where pods exist and have no node."""
+ROOM_REASONS: Final = frozenset({Shortage.reason, INSUFFICIENT_CAPACITY, UNSCHEDULABLE})
+"""Reasons of missing room."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +78,8 @@ class GroupPlanner:
                 shortage_age_s=self.shortage_age_s,
             )
         planned = plan_group(request, self._capacity)
-        nodes = planned.placing.nodes if self.hints else {}
-        return replace(planned, placing=replace(planned.placing, gang=gang, nodes=nodes))
+        hints = planned.placing.nodes if self.hints else {}
+        return replace(planned, placing=replace(planned.placing, gang=gang, nodes=hints))
 
     def placing_again(self, plan: Plan, pods: Sequence[PodView]) -> Placing:
         """Returns where pods belong that are created for an epoch which has others already.

@@ -35,7 +35,7 @@ from heteroinfer_operator.errors import PlanError, SpecError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile import status as statuses
-from heteroinfer_operator.reconcile.capacity import GroupPlanner, shortage_age_s
+from heteroinfer_operator.reconcile.capacity import ROOM_REASONS, GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.children import build_children, decide_children
 from heteroinfer_operator.reconcile.context import Context, Options
 from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
@@ -43,6 +43,8 @@ from heteroinfer_operator.reconcile.model import ModelDecision, decide_model
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.rollout import decide_wanted, find_rollout
 
+_ROOM_EVERY_S = 60.0
+"""A group without room is looked at this often, should nothing have told that some became free."""
 _MEASURE_EVERY_S = 60.0
 """A serving group is looked at this often for its step times."""
 
@@ -215,8 +217,11 @@ def _next_status(
 
 
 def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> list[RecordEvent]:
-    """Returns an event for each refusal that is new: people look at events first."""
-    told = {(condition.type, condition.reason, condition.message) for condition in before}
+    """Returns an event for each refusal that is new: people look at events first.
+
+    What is free on nodes changes all the time: of missing room each reason is told once.
+    """
+    told = {_told_by(condition) for condition in before if condition.status is not ConditionStatus.UNKNOWN}
     kinds = {
         ConditionType.PLANNED.value,
         ConditionType.MODEL_READY.value,
@@ -224,9 +229,15 @@ def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -
     }
     refused = [c for c in after if c.type in kinds and c.status is ConditionStatus.FALSE]
     refused += [c for c in after if c.type == ConditionType.FAILED.value and c.status is ConditionStatus.TRUE]
-    fresh = [c for c in refused if (c.type, c.reason, c.message) not in told]
+    fresh = [c for c in refused if _told_by(c) not in told]
     seen = {(c.reason, c.message): c for c in fresh}
     return [RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in seen.values()]
+
+
+def _told_by(condition: Condition) -> tuple[str, ...]:
+    if condition.reason in ROOM_REASONS:
+        return (condition.type, condition.reason)
+    return (condition.type, condition.reason, condition.message)
 
 
 def _look_again_s(
@@ -239,7 +250,7 @@ def _look_again_s(
     if capacity is not None and capacity.status is ConditionStatus.FALSE:
         after_s = parse_duration_s(context.spec.planning.on_gpu_shortage.after)
         left_s = after_s - (context.now - capacity.last_transition_time).total_seconds()
-        waits.append(max(left_s, 0.0) + 0.1 if left_s > 0 else _MEASURE_EVERY_S)
+        waits.append(min(left_s + 0.1 if left_s > 0 else _ROOM_EVERY_S, _ROOM_EVERY_S))
     return min((wait for wait in waits if wait is not None), default=None)
 
 

@@ -24,7 +24,7 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.errors import Shortage
-from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
+from heteroinfer_operator.reconcile.capacity import UNSCHEDULABLE, WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.group import GroupDecision
 from heteroinfer_operator.reconcile.rollout import Rollout
 
@@ -148,7 +148,7 @@ def plan_conditions(
     unplaced = next((decision.unplaced for decision in decisions if decision.unplaced), "")
     return (
         make(planned, True, "PlanReady", _notes(decisions, before)),
-        make(capacity, not unplaced, "Unschedulable" if unplaced else "Placed", unplaced),
+        make(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", unplaced),
     )
 
 
