@@ -141,10 +141,10 @@ def start_prometheus(cluster: Cluster, jobs: set[str]) -> Prometheus:
 
 def _answers(prometheus: Prometheus) -> bool:
     try:
-        prometheus.get("status/runtimeinfo")
+        with NO_PROXY.open(f"{prometheus.url}/-/ready", timeout=5):
+            return True
     except OSError:
         return False
-    return True
 
 
 def _build_prometheus(server: str, files: Mapping[str, Path]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """A group that serves under a running operator, watched by Prometheus: all real but the kubelet.
 
-There is no node: the pods that the operator makes run as processes of this machine, each on a
-loopback address of its own with the ports that its manifest names, and the kubelet's word is
-given for it. So Prometheus finds and scrapes them as it would in a cluster.
+The one node has no kubelet, and nothing is scheduled onto it: the pods that the operator makes
+run as processes of this machine, each on a loopback address of its own with the ports that its
+manifest names, and the kubelet's word is given for it. So Prometheus finds and scrapes them as
+it would in a cluster.
 """
 
 import contextlib
@@ -49,6 +50,8 @@ VALUES = (
     "prometheusRule.enabled=true",
     "dashboards.enabled=true",
 )
+NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "room"}}
+"""What plans count on."""
 MAX_SEQS = 4
 """Of the group: more requests than this wait."""
 
@@ -121,8 +124,7 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
     plane.kubectl("create", "namespace", NAMESPACE)
     for namespace in (SYSTEM, NAMESPACE):
         plane.kubectl("wait", "-n", namespace, "--for=create", "serviceaccount/default", "--timeout=20s")
-    plane.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(_node()))
-    patch(plane, "node/room", _node()["status"])
+    _stop_scheduler(plane)
     prometheus = start_prometheus(plane, {f"{SYSTEM}/heteroinfer", f"{SYSTEM}/heteroinfer-ranks"})
     port = _free_port()
     operator = OperatorProcess(
@@ -130,9 +132,12 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
     )
     try:
         _show_operator(plane, port)
+        plane.kubectl("create", "-f", "-", stdin=yaml.safe_dump(NODE))
+        _say_ready(plane)
         plane.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(_resource()))
         _tell_model(plane, model)
         _fall_once(plane)
+        _say_ready(plane)  # planned anew; its controller gives a silent node 50 s
         pods = _wait_for_pods(plane, epoch=2)
         plan, addresses = _plan(plane, model), _addresses(len(pods))
         env = {
@@ -148,6 +153,8 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
             yield Stack(plane=plane, prometheus=prometheus, group=group)
     except BaseException:
         print(operator.said[-4000:])
+        print(plane.kubectl("get", "hinf", "-A", "-o", "jsonpath={.items[*].status}"))
+        print(plane.kubectl("get", "pods", "-A"))
         raise
     finally:
         operator.kill()
@@ -164,18 +171,18 @@ def _resource() -> dict[str, Any]:
     return {"apiVersion": version, "kind": names.KIND, "metadata": {"name": NAME}, "spec": SPEC}
 
 
-def _node() -> dict[str, Any]:
-    """Returns a node that plans count on, and that the scheduler keeps pods off."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {"name": "room"},
-        "spec": {"taints": [{"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"}]},
-        "status": {
-            "allocatable": {"cpu": "32", "memory": "64Gi", "pods": "110"},
-            "conditions": [{"type": "Ready", "status": "True", "reason": "Test", "message": ""}],
-        },
-    }
+def _stop_scheduler(plane: Cluster) -> None:
+    """Ends the scheduler: a pod on a node would need a kubelet to go."""
+    for pid in processes.marked_pids(plane.state.folder):
+        if Path(f"/proc/{pid}/exe").resolve().name == "kube-scheduler":
+            processes.kill([pid])
+
+
+def _say_ready(plane: Cluster) -> None:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "", "lastHeartbeatTime": now}
+    allocatable = {"cpu": "32", "memory": "64Gi", "pods": "110"}
+    patch(plane, "node/room", {"allocatable": allocatable, "conditions": [ready]})
 
 
 def _running(address: str, *, ready: bool = True) -> dict[str, Any]:
