@@ -1,14 +1,23 @@
 """What the operator and its pods may do, asked of a real API server; and that secrets stay secret."""
 
+import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE
-from heteroinfer_operator.kube.server import ApiServer
+import pytest
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube import rights
+from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, LEASE, POD
+from heteroinfer_operator.kube.rights import Rule
+from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer, load_configuration
 from tests.cluster.cluster import Cluster
-from tests.integration.operator.conftest import Installation
-from tests.integration.operator.life import Install, bring_up, nothing_left
-from tests.integration.operator.support import create_resource, operator, until
+from tests.integration.operator.conftest import CHART, Installation
+from tests.integration.operator.life import Install, bring_up, nothing_left, stored
+from tests.integration.operator.support import SPEC, create_resource, operator, pod, until
 
 
 async def test_namespaced_scope_serves_its_namespaces_with_a_role_only(
@@ -56,28 +65,192 @@ def may(cluster: Cluster, installed: Installation, verb: str, resource: str, nam
     return bool(json.loads(answer)["status"]["allowed"])
 
 
-FORBIDDEN = (
-    ("get", "secrets"),
-    ("list", "secrets"),
-    ("patch", "pods"),
-    ("update", "pods"),
-    ("create", "pods/exec"),
-    ("get", "pods/log"),
-    ("deletecollection", "pods"),
-    ("create", "heteroinferences.heteroinfer.dev"),
-    ("delete", "heteroinferences.heteroinfer.dev"),
-    ("patch", "nodes"),
-    ("get", "serviceaccounts"),
-    ("create", "deployments.apps"),
-    ("create", "roles.rbac.authorization.k8s.io"),
-    ("get", "leases.coordination.k8s.io"),
-)
+VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
+Right = tuple[str, str, str]
+"""Group, resource and verb."""
 
 
-def test_what_the_operator_does_not_need_is_denied(
-    control_plane: Cluster, install: Install, namespace: str
+async def served(server: ApiServer) -> dict[tuple[str, str], bool]:
+    """Returns every resource and subresource of the API server, and whether it is namespaced."""
+    groups = (await server.get("/apis"))["groups"]
+    paths = ["/api/v1", *(f"/apis/{each['preferredVersion']['groupVersion']}" for each in groups)]
+    found: dict[tuple[str, str], bool] = {}
+    for path in paths:
+        listed = await server.get(path)
+        group = listed["groupVersion"].rpartition("/")[0]
+        found |= {(group, each["name"]): each["namespaced"] for each in listed["resources"]}
+    return found
+
+
+async def rights_of(server: ApiServer, account: str, namespace: str) -> set[Right]:
+    """Returns all that a service account may do in a namespace, and with what has none."""
+    resources = await served(server)
+    # Some are not served here: of schedulers that are not installed, and the finalizers' own right.
+    resources = {(rule.group, rule.resource): True for rule in rights.SERVED} | resources
+    slots = asyncio.Semaphore(16)
+
+    async def allowed(group: str, name: str, verb: str, *, namespaced: bool) -> bool:
+        resource, _, subresource = name.partition("/")
+        attributes = {
+            "group": group,
+            "resource": resource,
+            "subresource": subresource,
+            "verb": verb,
+            "namespace": namespace if namespaced else "",
+        }
+        _, _, home, _ = account.split(":")
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {
+                "user": account,
+                "groups": [
+                    "system:authenticated",
+                    "system:serviceaccounts",
+                    f"system:serviceaccounts:{home}",
+                ],
+                "resourceAttributes": attributes,
+            },
+        }
+        async with slots:
+            answer = await server.create("/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+        return bool(answer["status"]["allowed"])
+
+    asked = [(group, name, verb) for group, name in resources for verb in VERBS]
+    answers = await asyncio.gather(
+        *(allowed(group, name, verb, namespaced=resources[group, name]) for group, name, verb in asked)
+    )
+    return {right for right, granted in zip(asked, answers, strict=True) if granted}
+
+
+def listed(*rules: Rule) -> set[Right]:
+    return {(rule.group, rule.resource, verb) for rule in rules for verb in rule.verbs if not rule.name}
+
+
+async def test_the_account_may_do_what_the_list_of_rights_says_and_nothing_else(
+    server: ApiServer, namespace: str, install: Install
 ) -> None:
     installed = install()
-    assert may(control_plane, installed, "create", "pods", namespace)
-    allowed = [f"{v} {r}" for v, r in FORBIDDEN if may(control_plane, installed, v, r, namespace)]
-    assert allowed == []
+    nobody = await rights_of(server, f"system:serviceaccount:{namespace}:default", namespace)
+    got = await rights_of(server, installed.account, namespace)
+    assert got - nobody == listed(*rights.SERVED, *rights.CLUSTER)
+    at_home = await rights_of(server, installed.account, installed.release)
+    lease = listed(*rights.lease_rules(f"{installed.release}-heteroinfer"))
+    assert at_home - nobody == listed(*rights.SERVED, *rights.CLUSTER) | lease
+
+
+async def test_requests_beyond_them_are_refused(
+    server: ApiServer, namespace: str, install: Install, control_plane: Cluster
+) -> None:
+    installed = install()
+    control_plane.kubectl("create", "-n", namespace, "secret", "generic", "hub", "--from-literal=token=x")
+    owner = await create_resource(server, namespace)
+    await server.create(POD.path(namespace), pod(owner, "tiny-0-1-0"))
+    account = ApiServer(await load_configuration(str(installed.kubeconfig)))
+    secret = f"/api/v1/namespaces/{namespace}/secrets/hub"
+    resource = HETERO_INFERENCE.path(namespace, "tiny")
+    binding = {"metadata": {"name": "mine"}, "roleRef": {"kind": "ClusterRole", "name": "cluster-admin"}}
+    requests: dict[str, Callable[[], Awaitable[Any]]] = {
+        "read a secret": lambda: account.get(secret),
+        "list secrets": lambda: account.get(f"/api/v1/namespaces/{namespace}/secrets"),
+        "write a node": lambda: account.merge("/api/v1/nodes/n", {"spec": {"unschedulable": True}}),
+        "run in a pod": lambda: account.create(POD.path(namespace, "tiny-0-1-0", "exec"), {}),
+        "read a log": lambda: account.get_text(POD.path(namespace, "tiny-0-1-0", "log")),
+        "reach a pod by proxy": lambda: account.get_text(POD.path(namespace, "tiny-0-1-0", "proxy")),
+        "change a pod": lambda: account.merge(POD.path(namespace, "tiny-0-1-0"), {"metadata": {}}),
+        "change a spec": lambda: account.update(resource, {}),
+        "delete a resource": lambda: account.delete(resource, {}),
+        "a token": lambda: account.create(
+            f"/api/v1/namespaces/{installed.release}/serviceaccounts/{installed.release}-heteroinfer/token",
+            {},
+        ),
+        "more rights": lambda: account.create(
+            f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/rolebindings", binding
+        ),
+        "another's lease": lambda: account.get(LEASE.path(installed.release, "another")),
+    }
+    try:
+        for what, request in requests.items():
+            with pytest.raises(ApiError) as refused:
+                await request()
+            assert refused.value.status == FORBIDDEN, (what, refused.value.message)
+    finally:
+        await account.close()
+
+
+HUB = {
+    "model": {
+        "uri": "hf://org/tiny",
+        "tokenSecretRef": {"name": "hub"},
+        "cache": {"size": "1Gi"},
+    }
+}
+
+
+def check_chart_pods(cluster: Cluster, namespace: str) -> None:
+    """The operator's pod and that of `helm test` are admitted."""
+    rendered = cluster.helm(
+        "template", "rel", str(CHART), "--namespace", namespace, "--kube-version", "1.35.4"
+    )
+    objects = [each for each in yaml.safe_load_all(rendered) if each]
+    pods = [each for each in objects if each["kind"] == "Pod"]
+    pods += [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "operator"}, **each["spec"]["template"]}
+        | {"metadata": {"name": "operator"}}
+        for each in objects
+        if each["kind"] == "Deployment"
+    ]
+    assert len(pods) == 2
+    for each in pods:
+        each["spec"]["serviceAccountName"] = "default"
+        each["metadata"] = {"name": each["metadata"]["name"], "namespace": namespace}
+        cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(each))
+
+
+async def test_all_pods_are_admitted_to_a_restricted_namespace(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster
+) -> None:
+    installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
+    enforce = "pod-security.kubernetes.io/enforce=restricted"
+    control_plane.kubectl("label", "namespace", namespace, enforce)
+    control_plane.kubectl("create", "-n", namespace, "secret", "generic", "hub", "--from-literal=token=x")
+    check_chart_pods(control_plane, namespace)
+    settings = {"watch_namespaces": namespace, "resync_seconds": "1", "allow_host_paths": "true"}
+    async with operator(installed.kubeconfig, tmp_path / "log", log_level="debug", **settings) as process:
+        await process.working()
+        await bring_up(server, namespace)
+        await create_named(server, namespace, "hub", HUB)
+        await until(
+            "the fetch pod", lambda: has_pod(server, namespace, "hub-fetch-"), said=lambda: process.said
+        )
+        assert "violates PodSecurity" not in process.said
+
+        # What it does not admit is told to the user: a path of the node is no restricted volume.
+        await create_named(server, namespace, "path", {"model": {"uri": "file:///models/tiny"}})
+
+        async def refused() -> bool:
+            events = (await server.get(EVENT.path(namespace)))["items"]
+            told = [e["note"] for e in events if e["type"] == "Warning" and e["regarding"]["name"] == "path"]
+            return any("restricted volume types" in note for note in told)
+
+        await until("the refusal as an event", refused, said=lambda: process.said)
+        token = yaml.safe_load(installed.kubeconfig.read_text())["users"][0]["user"]["token"]
+        assert token not in process.said, "it logs all it can"
+        for name in ("tiny", "hub", "path"):
+            await server.delete(HETERO_INFERENCE.path(namespace, name), {})
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=60)
+
+
+async def create_named(server: ApiServer, namespace: str, name: str, spec: dict[str, Any]) -> None:
+    body = {
+        "apiVersion": HETERO_INFERENCE.api_version,
+        "kind": names.KIND,
+        "metadata": {"name": name},
+        "spec": {**SPEC, **spec},
+    }
+    await server.create(HETERO_INFERENCE.path(namespace), body)
+
+
+async def has_pod(server: ApiServer, namespace: str, prefix: str) -> bool:
+    found = await stored(server, POD, namespace)
+    return any(each["metadata"]["name"].startswith(prefix) for each in found)
