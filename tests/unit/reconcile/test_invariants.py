@@ -1,11 +1,36 @@
 """Whatever happens in whatever order: one epoch at a time, and it converges."""
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from heteroinfer_contract import names
-from tests.unit.reconcile.world import World, cpu_pair
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_operator.api import parse_status
+from heteroinfer_operator.cluster import Decision, Manifest, PatchStatus, RecordEvent
+from heteroinfer_operator.reconcile import reconcile
+from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
+
+
+def decide(world: World, status: Manifest | None = None) -> Decision:
+    """Returns what a pass decides now, with another status stored if one is given."""
+    seen = world.observe()
+    if status is not None:
+        seen = replace(seen, resource=replace(seen.resource, status=status))
+    return reconcile(seen, world.now, OPTIONS)
+
+
+def written(decision: Decision) -> list[Manifest]:
+    """Returns the statuses that a decision writes."""
+    return [action.status for action in decision.actions if isinstance(action, PatchStatus)]
+
+
+def told(decision: Decision) -> set[str]:
+    """Returns the reasons of a decision's events."""
+    return {action.reason for action in decision.actions if isinstance(action, RecordEvent)}
 
 
 class GroupLife(RuleBasedStateMachine):
@@ -17,7 +42,16 @@ class GroupLife(RuleBasedStateMachine):
 
     @rule()
     def reconcile(self) -> None:
-        self.world.step()
+        """A pass's own status, stored, is what the next pass would write, if it does not start an epoch."""
+        world = self.world
+        if stored := written(decide(world)):
+            again = decide(world, stored[0])
+            assert not written(again) or "EpochStarted" in told(again)
+            if again_stored := written(again):
+                assert not written(decide(world, again_stored[0]))
+        world.step()
+        if stored:
+            assert parse_status(world.status).observed_generation == world.generation
 
     @rule()
     def inspection_ends(self) -> None:
@@ -26,6 +60,43 @@ class GroupLife(RuleBasedStateMachine):
     @rule()
     def pods_turn_ready(self) -> None:
         self.world.all_ready()
+
+    @rule()
+    def pods_start(self) -> None:
+        self.world.all_started()
+
+    @rule(phase=st.sampled_from(list(RankPhase)), loaded=st.integers(0, 2**30), epoch=st.integers(1, 3))
+    def a_leader_speaks(self, phase: RankPhase, loaded: int, epoch: int) -> None:
+        """Of its ranks' phases, bytes and step times; of another epoch too."""
+        ranks = tuple(
+            RankStatus(
+                rank=rank, pod=rank, phase=phase, loaded_bytes=loaded, total_bytes=2**30, steps=9,
+                step_s=loaded / 2**31, compute_s=loaded / 2**32,
+            )
+            for rank in (0, 1)
+        )  # fmt: skip
+        self.world.reports[0] = GroupReport(
+            group_uid="u", epoch=epoch, plan_hash="h", ready=False, message="waiting", ranks=ranks
+        )
+
+    @rule(silent=st.booleans())
+    def the_node_falls_silent_or_speaks(self, silent: bool) -> None:
+        assert self.world.nodes is not None
+        since = self.world.now if silent else None
+        self.world.nodes = tuple(replace(node, unreachable_since=since) for node in self.world.nodes)
+
+    @precondition(lambda self: bool(self.world.workers()))
+    @rule(data=st.data(), waiting=st.sampled_from(["", "ContainerCreating", "ErrImagePull: no such"]))
+    def a_pod_waits(self, data: st.DataObject, waiting: str) -> None:
+        name = data.draw(st.sampled_from(self.world.workers()))
+        self.world.pods[name] = replace(self.world.pods[name], node="node", waiting=waiting)
+
+    @precondition(lambda self: bool(self.world.workers()))
+    @rule(data=st.data())
+    def a_pod_is_rejected(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.world.workers()))
+        if not self.world.pods[name].started:
+            self.world.pods[name] = replace(self.world.pods[name], phase="Failed", reason="OutOfcpu")
 
     @rule()
     def deleted_pods_go(self) -> None:
@@ -70,6 +141,8 @@ class GroupLife(RuleBasedStateMachine):
     def teardown(self) -> None:
         """From wherever it is, a fresh start brings it to serving all it should."""
         self.world.change_spec(suspend=False, replicas=2, restartedAt="2026-05-05T00:00:00Z")
+        self.the_node_falls_silent_or_speaks(silent=False)
+        self.world.reports.clear()
         for _ in range(12):
             self.world.settle()
             self.world.answer_inspection()

@@ -102,7 +102,7 @@ def test_the_word_of_an_older_epoch_does_not_count(world: World) -> None:
     report(world, {"phase": RankPhase.SLEEPING}, {"phase": RankPhase.SLEEPING}, epoch=7)
     set_ready(world, False)
     world.settle()
-    assert world.condition("Ready") == ("False", "Starting")
+    assert world.condition("Ready") == ("False", "Connecting")
 
 
 def test_a_rank_that_dies_asleep_ends_the_epoch(world: World) -> None:

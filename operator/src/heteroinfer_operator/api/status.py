@@ -158,6 +158,8 @@ class MemberStatus(StatusModel):
     """Its pod."""
     node: Annotated[str, Field(max_length=253)] | None = None
     """Its pod's node."""
+    started: bool = False
+    """Whether its pod runs or ran; before, another pod can take its place."""
     ready: bool = False
     """Whether it is alive and loaded."""
     step_ms: Milliseconds | None = None

@@ -97,7 +97,7 @@ def decide_group(
     status = status.model_copy(update={"epoch": epoch})
     if context.spec.suspend:
         return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
-    if not current and not (status.members and _has_run(status)):
+    if not current and not _had_run(status):
         return _between_epochs(context, status, pods)
     plan = context.plans.get(current[0].labels.get(names.LABEL_PLAN, "")) if current else None
     if replace and current and current[0].labels.get(names.LABEL_REVISION) != context.revision:
@@ -123,8 +123,8 @@ def _find_fall(
     if fall is not None:
         return fall
     present = {pod.name for pod in current}
-    gone = [member.pod for member in status.members if member.pod not in present]
-    if gone and (not current or any(pod.started for pod in current)):
+    gone = [pod for pod in _had_run(status) if pod not in present]
+    if gone:
         return Fall(reason="PodDeleted", message=f"pod {gone[0]} is gone")
     if plan is None:
         return Fall(
@@ -134,9 +134,9 @@ def _find_fall(
     return None
 
 
-def _has_run(status: GroupStatus) -> bool:
-    """Returns whether the pods of an epoch had met, as last written."""
-    return status.startup is None or status.startup.phase not in startup.BEFORE_RANKS
+def _had_run(status: GroupStatus) -> list[str]:
+    """Returns the pods of an epoch that had run, as last written."""
+    return [member.pod for member in status.members if member.started or member.ready]
 
 
 def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
@@ -387,10 +387,8 @@ def _events(
         for pod in spare
         if not pod.deleting
     ]
-    stuck = next((startup.describe_wait(pod) for pod in pods if startup.waits_in_vain(pod)), "")
-    # Its reason flips between ErrImagePull and ImagePullBackOff: once is enough.
-    if stuck and stuck.split(": ")[0] not in (before.message or ""):
-        told.append(RecordEvent(reason="PodWaits", message=f"{who}: {stuck}"[:1000], warning=True))
+    if trouble := startup.find_new_trouble(pods, before.message or ""):
+        told.append(RecordEvent(reason="PodWaits", message=f"{who}: {trouble}"[:1000], warning=True))
     return tuple(told)
 
 

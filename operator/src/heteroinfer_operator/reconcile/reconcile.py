@@ -24,9 +24,7 @@ from heteroinfer_operator.api import (
 from heteroinfer_operator.cluster import (
     Action,
     Decision,
-    DeleteObject,
     Observation,
-    PatchStatus,
     PodView,
     RecordEvent,
     SetFinalizer,
@@ -39,9 +37,16 @@ from heteroinfer_operator.reconcile.capacity import ROOM_REASONS, GroupPlanner, 
 from heteroinfer_operator.reconcile.children import build_children, decide_children
 from heteroinfer_operator.reconcile.context import Context, Options
 from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
-from heteroinfer_operator.reconcile.model import ModelDecision, decide_model
+from heteroinfer_operator.reconcile.model import COMPONENTS as MODEL_COMPONENTS
+from heteroinfer_operator.reconcile.model import (
+    ModelContext,
+    ModelDecision,
+    decide_model,
+    unreadable_since,
+)
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.rollout import decide_wanted, find_rollout
+from heteroinfer_operator.reconcile.teardown import decide_teardown
 
 _ROOM_EVERY_S = 60.0
 """A group without room is looked at this often, should nothing have told that some became free."""
@@ -59,26 +64,33 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
     """
     resource = observation.resource
     if resource.deleting:
-        return _tear_down(observation)
+        return decide_teardown(observation, _old_status(observation), now)
     if names.FINALIZER not in resource.finalizers:
         return Decision(actions=(SetFinalizer(present=True),), look_again_s=0.0)
     status = _old_status(observation)
     try:
         spec = parse_spec(resource.spec)
         owner = Owner(key=resource.key, uid=resource.uid)
-        source = options.addressing.model(spec)
+        source = options.addressing.model(spec, owner)
     except (SpecError, PlanError) as error:
         kind = ConditionType.PLANNED if isinstance(error, SpecError) else ConditionType.MODEL_READY
         return _refused(observation, status, kind, error.reason, error.message, now)
+    node_loss = NodeLoss.of(observation, spec.restart, now)
     model = decide_model(
-        spec,
-        owner,
+        ModelContext(
+            spec=spec,
+            owner=owner,
+            source=source,
+            images=options.images,
+            node_loss=node_loss,
+            progress=observation.fetch,
+            unreadable_since=unreadable_since(status.groups),
+            now=now,
+        ),
         status.model,
-        _of_component(observation.pods, names.COMPONENT_INSPECT),
-        source=source,
-        images=options.images,
-        now=now,
+        [pod for pod in observation.pods if pod.labels.get(names.LABEL_COMPONENT) in MODEL_COMPONENTS],
     )
+    source = source.at(model.status.commit)
     planner = GroupPlanner(
         spec=spec,
         profile=model.profile,
@@ -100,7 +112,7 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
         make_plan=planner.make,
         placing_again=planner.placing_again,
         refusal=planner.refusal,
-        node_loss=NodeLoss.of(observation, spec.restart, now),
+        node_loss=node_loss,
     )
     return _act(observation, status, context, model)
 
@@ -126,14 +138,18 @@ def _act(
         ],
         observation.objects,
         used_plans={pod.labels.get(names.LABEL_PLAN, "") for pod in observation.pods},
+        keep_claims=any(
+            pod.labels.get(names.LABEL_REVISION, context.revision) != context.revision
+            for pod in observation.pods
+        ),
     )
     next_status = _next_status(observation, status, context, model, wanted, unwanted)
     actions: list[Action] = [*writes]
-    actions += _status_write(observation, next_status)
+    actions += statuses.status_write(observation, next_status)
     actions += [event for decision in decisions for event in decision.events]
     actions += _condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
-    actions += [*model.deletes, *model.creates]
+    actions += [*model.events, *model.deletes, *model.creates]
     actions += [create for decision in wanted for create in decision.creates]
     actions += child_deletes
     return Decision(
@@ -176,12 +192,11 @@ def _next_status(
     groups = tuple(decision.status for decision in [*wanted, *unwanted])
     ready = sum(group.phase is GroupPhase.READY for group in groups)
     updated = sum(d.plan is not None and d.status.revision == context.revision for d in wanted)
-    model_ready = model.profile is not None
     unreadable = model.message if model.status.phase is ModelPhase.FAILED else ""
     conditions = (
         statuses.condition(
             ConditionType.MODEL_READY,
-            model_ready or (False if model.reason == "ModelNotReadable" else None),
+            model.holds,
             model.reason,
             model.message,
             now=context.now,
@@ -254,20 +269,6 @@ def _look_again_s(
     return min((wait for wait in waits if wait is not None), default=None)
 
 
-def _tear_down(observation: Observation) -> Decision:
-    if names.FINALIZER not in observation.resource.finalizers:
-        return Decision()
-    if not observation.pods:
-        return Decision(actions=(SetFinalizer(present=False),))
-    return Decision(
-        actions=tuple(
-            DeleteObject(kind="Pod", name=pod.name, uid=pod.uid)
-            for pod in observation.pods
-            if not pod.deleting
-        )
-    )
-
-
 def _refused(
     observation: Observation,
     status: HeteroInferenceStatus,
@@ -287,17 +288,9 @@ def _refused(
     conditions = merge_conditions(status.conditions, [*kept, fresh], now=now)
     update = {"observed_generation": generation, "conditions": conditions}
     next_status = status.model_copy(update=update)
-    patch = _status_write(observation, next_status)
+    patch = statuses.status_write(observation, next_status)
     events = _condition_events(status.conditions, conditions) if patch else []
     return Decision(actions=(*patch, *events))
-
-
-def _status_write(observation: Observation, status: HeteroInferenceStatus) -> list[PatchStatus]:
-    """Returns the write of a status, or nothing if it is stored already."""
-    body = status.dump()
-    if body == dict(observation.resource.status):
-        return []
-    return [PatchStatus(status=body, resource_version=observation.resource.resource_version)]
 
 
 def _old_status(observation: Observation) -> HeteroInferenceStatus:

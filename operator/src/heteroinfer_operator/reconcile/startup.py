@@ -145,6 +145,23 @@ def waits_in_vain(pod: PodView) -> bool:
     return bool(pod.waiting) and not pod.started and pod.waiting.split(":")[0] not in _NO_ERROR
 
 
+def find_new_trouble(pods: Sequence[PodView], told: str) -> str:
+    """Returns which pod waits in vain, "" if none does or that is told already.
+
+    The kubelet's reason flips between ErrImagePull and ImagePullBackOff: once is enough.
+
+    Args:
+        pods: of the epoch.
+        told: message of the group, as last written.
+    """
+    stuck = next((pod for pod in pods if waits_in_vain(pod)), None)
+    if stuck is None:
+        return ""
+    before = told.removeprefix(f"pod {stuck.name} waits: ")
+    is_told = before != told and before.split(":")[0] not in _NO_ERROR
+    return "" if is_told else describe_wait(stuck)
+
+
 def describe_end(pod: PodView) -> str:
     """Returns how a pod ended that had not run."""
     why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)

@@ -22,9 +22,10 @@ from heteroinfer_operator.api import (
     Summary,
     format_bytes,
 )
-from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.cluster import Observation, PatchStatus, PodView
 from heteroinfer_operator.errors import Shortage
 from heteroinfer_operator.reconcile.capacity import UNSCHEDULABLE, WAITING_FOR_MODEL
+from heteroinfer_operator.reconcile.failure import has_run
 from heteroinfer_operator.reconcile.group import GroupDecision
 from heteroinfer_operator.reconcile.rollout import Rollout
 
@@ -46,6 +47,14 @@ def condition(
         last_transition_time=now,
         observed_generation=generation,
     )
+
+
+def status_write(observation: Observation, status: HeteroInferenceStatus) -> list[PatchStatus]:
+    """Returns the write of a status, or nothing if it is stored already."""
+    body = status.dump()
+    if body == dict(observation.resource.status):
+        return []
+    return [PatchStatus(status=body, resource_version=observation.resource.resource_version)]
 
 
 def group_conditions(
@@ -108,7 +117,7 @@ def _progress(
     if rollout is not None and rollout.stuck:
         return False, "RolloutStuck", rollout.message
     if busy:
-        return True, worst.phase.value, words
+        return True, _doing(worst), words
     if rollout is not None:
         return True, "RollingOut", rollout.message
     return False, "Settled", ""
@@ -122,7 +131,13 @@ def _ready_reason(worst: GroupStatus) -> str:
         and worst.failures[-1].epoch + 1 >= worst.epoch
     ):
         return worst.failures[-1].reason
-    return worst.phase.value
+    return _doing(worst)
+
+
+def _doing(group: GroupStatus) -> str:
+    """Returns what a group does as a reason; what it waits for, while it starts."""
+    starts = group.phase is GroupPhase.STARTING and group.startup is not None
+    return group.startup.phase.value if starts and group.startup else group.phase.value
 
 
 def plan_conditions(
@@ -202,6 +217,7 @@ def with_members(
             role=rank.role,
             pod=pod.name,
             node=pod.node or None,
+            started=has_run(pod),
             ready=pod.ready and not pod.ended,
         )
         measured = _milliseconds(times[rank.rank]) if due else _kept(old)

@@ -1,0 +1,73 @@
+"""The end of a resource: its pods first, then its finalizer. Pure."""
+
+from datetime import datetime
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api import (
+    ConditionType,
+    GroupPhase,
+    HeteroInferenceStatus,
+    RestartSpec,
+    merge_conditions,
+    parse_spec,
+)
+from heteroinfer_operator.cluster import Decision, Observation, SetFinalizer
+from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.reconcile import status as statuses
+from heteroinfer_operator.reconcile.node_loss import NodeLoss
+
+_REASON = "Deleting"
+
+
+def decide_teardown(observation: Observation, status: HeteroInferenceStatus, now: datetime) -> Decision:
+    """Returns what a resource that is being deleted needs; running requests may end first.
+
+    Args:
+        observation: of the resource and its children.
+        status: as last written.
+        now: time of the pass.
+    """
+    if names.FINALIZER not in observation.resource.finalizers:
+        return Decision()
+    if not observation.pods:
+        return Decision(actions=(SetFinalizer(present=False),))
+    node_loss = NodeLoss.of(observation, _restart(observation), now)
+    return Decision(
+        actions=(
+            *statuses.status_write(observation, _ending(observation, status, now)),
+            *node_loss.deletes(observation.pods, grace_s=None),
+        ),
+        look_again_s=node_loss.look_again_s(observation.pods),
+    )
+
+
+def _restart(observation: Observation) -> RestartSpec:
+    """Returns the spec's `restart`, or the defaults of a spec that cannot be read."""
+    try:
+        return parse_spec(observation.resource.spec).restart
+    except SpecError:
+        return RestartSpec()
+
+
+def _ending(observation: Observation, status: HeteroInferenceStatus, now: datetime) -> HeteroInferenceStatus:
+    generation = observation.resource.generation
+    words = "pods answer the requests that they have, and end"
+    told = {
+        ConditionType.READY: False,
+        ConditionType.PROGRESSING: True,
+        ConditionType.DEGRADED: False,
+    }
+    fresh = [
+        statuses.condition(kind, holds, _REASON, words, now=now, generation=generation)
+        for kind, holds in told.items()
+    ]
+    kept = [condition for condition in status.conditions if condition.type not in {k.value for k in told}]
+    stopping = {"phase": GroupPhase.STOPPING, "message": words, "startup": None}
+    return status.model_copy(
+        update={
+            "observed_generation": generation,
+            "ready_replicas": 0,
+            "conditions": merge_conditions(status.conditions, [*kept, *fresh], now=now),
+            "groups": tuple(group.model_copy(update=stopping) for group in status.groups),
+        }
+    )

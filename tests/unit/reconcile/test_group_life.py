@@ -1,0 +1,445 @@
+"""What ends an epoch, what only replaces a pod, and how long a start may take."""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase, RankStatus
+from tests.unit.reconcile.world import World, cpu_pair
+
+LEADER, FOLLOWER = "demo-0-1-0", "demo-0-1-1"
+NEXT = ["demo-0-2-0", "demo-0-2-1"]
+CULPRIT = Failure(
+    reason=FailureReason.RANK_EXITED, message="rank 1 was killed by SIGKILL", pod=1, rank=1, exit_code=-9
+)
+
+
+@pytest.fixture
+def world() -> World:
+    return World(spec=cpu_pair())
+
+
+def create_pods(world: World) -> None:
+    """Brings a resource to where its pods are created, and none of them runs."""
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    world.reap()
+    assert world.workers() == [LEADER, FOLLOWER]
+
+
+def change(world: World, name: str, **fields: Any) -> None:
+    world.pods[name] = replace(world.pods[name], **fields)
+
+
+def report(world: World, *phases: RankPhase, **fields: Any) -> None:
+    """Has the leader say how far each rank is."""
+    ranks = tuple(RankStatus(rank=i, pod=i, phase=phase, **fields) for i, phase in enumerate(phases))
+    world.reports[0] = GroupReport(
+        group_uid="u", epoch=1, plan_hash="h", ready=False, message="waiting: rank 1 (pod 1)", ranks=ranks
+    )
+
+
+def silence_node(world: World, name: str = "node") -> None:
+    assert world.nodes is not None
+    world.nodes = tuple(
+        replace(node, schedulable=False, unreachable_since=world.now) if node.name == name else node
+        for node in world.nodes
+    )
+
+
+def group(world: World) -> dict[str, Any]:
+    (found,) = world.status["groups"]
+    return dict(found)
+
+
+# Pods that end before they ran
+
+
+@pytest.mark.parametrize("others_run", [False, True])
+@pytest.mark.parametrize("reason", ["OutOfcpu", "UnexpectedAdmissionError"])
+def test_a_pod_that_its_node_rejects_is_replaced_alone(
+    world: World, reason: str, *, others_run: bool
+) -> None:
+    create_pods(world)
+    if others_run:
+        change(world, LEADER, phase="Running", started=True, node="node")
+    kept = world.pods[LEADER].uid
+    rejected = world.pods[FOLLOWER].uid
+    change(world, FOLLOWER, phase="Failed", reason=reason, message="no room", node="node")
+    decision = world.step()
+    assert f"rejected by node node before it ran ({reason}: no room)" in group(world)["message"]
+    assert FOLLOWER in world.pods, "not at once: the scheduler may choose the same node"
+    assert decision.look_again_s == pytest.approx(10.1)
+    world.pass_time(10)
+    world.settle()
+    assert (world.pods[LEADER].uid, world.pods[FOLLOWER].uid != rejected) == (kept, True)
+    assert world.graces[FOLLOWER] == 0
+    assert "PodReplaced" in world.events
+    assert (group(world)["epoch"], group(world)["failures"]) == (1, [])
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_a_pending_pod_that_is_deleted_is_replaced_once_it_is_gone(world: World) -> None:
+    create_pods(world)
+    kept = world.pods[LEADER].uid
+    world.delete_pod(FOLLOWER)
+    world.settle()
+    assert world.pods[FOLLOWER].deleting, "its name is free only when it is gone"
+    assert "was deleted before it ran" in group(world)["message"]
+    world.reap()
+    world.settle()
+    assert world.workers() == [LEADER, FOLLOWER]
+    assert world.pods[LEADER].uid == kept
+    assert group(world)["epoch"] == 1
+
+
+@pytest.mark.parametrize("gone", [{FOLLOWER}, {LEADER, FOLLOWER}])
+def test_pending_pods_that_vanish_are_created_anew(world: World, gone: set[str]) -> None:
+    create_pods(world)
+    world.settle()
+    for name in gone:
+        del world.pods[name]
+    world.settle()
+    assert world.workers() == [LEADER, FOLLOWER]
+    assert group(world)["epoch"] == 1
+
+
+def test_a_whole_group_that_vanishes_after_it_ran_is_a_fall(world: World) -> None:
+    world.serve()
+    world.pods.clear()
+    world.settle()
+    assert world.workers() == NEXT
+    assert group(world)["failures"][0]["reason"] == "PodDeleted"
+
+
+def test_a_pod_that_ran_and_failed_ends_the_epoch_though_its_peer_is_pending(world: World) -> None:
+    create_pods(world)
+    world.end_pod(LEADER, exit_code=64, message="")
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == NEXT
+    assert group(world)["failures"][0]["exitCode"] == 64
+
+
+# Nodes that are lost
+
+
+def on_two_nodes(world: World) -> None:
+    """Serves with the follower on a node of its own."""
+    assert world.nodes is not None
+    world.nodes = (*world.nodes, replace(world.nodes[0], name="far"))
+    create_pods(world)
+    change(world, FOLLOWER, node="far")
+    world.all_ready()
+    world.settle()
+
+
+def test_pods_of_a_lost_node_are_given_up_by_force(world: World) -> None:
+    on_two_nodes(world)
+    silence_node(world, "far")
+    change(world, FOLLOWER, ready=False)
+    decision = world.step()
+    assert "node far of pod demo-0-1-1 has not been heard since" in group(world)["message"]
+    assert FOLLOWER in world.pods
+    assert decision.look_again_s == pytest.approx(15), "its leader still answers"
+    world.pass_time(59)
+    assert world.step().look_again_s == pytest.approx(1)
+    world.pass_time(1)
+    world.step()
+    assert world.condition("Ready") == ("False", "NodeLost")
+    assert world.graces == {
+        LEADER: 2,
+        FOLLOWER: 0,
+        **{n: g for n, g in world.graces.items() if "inspect" in n},
+    }
+    world.reap()
+    world.settle()
+    assert world.workers() == NEXT
+    (failure,) = group(world)["failures"]
+    assert (failure["reason"], failure["counted"], group(world).get("restarts", 0)) == ("NodeLost", False, 0)
+
+
+def test_a_loss_that_peers_saw_first_is_put_down_to_the_node(world: World) -> None:
+    world.change_spec(restart={"maxRestarts": 0})
+    on_two_nodes(world)
+    seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 was silent", pod=1)
+    world.end_pod(LEADER, exit_code=71, message=seen.to_json())
+    world.step()
+    assert world.condition("Failed")[0] == "True", "nobody knows of the node yet"
+    world.pass_time(40)
+    silence_node(world, "far")
+    world.settle()
+    assert FOLLOWER in world.pods, "deleted, and nobody there to say that it ended"
+    world.pass_time(60)
+    world.settle()
+    assert FOLLOWER not in world.pods
+    world.reap()
+    world.settle()
+    assert world.condition("Failed")[0] == "False"
+    assert world.workers() == NEXT
+    (failure,) = group(world)["failures"]
+    assert (failure["reason"], failure["counted"], failure["epoch"]) == ("NodeLost", False, 1)
+    assert "before that: pod 1 was silent" in failure["message"]
+    assert "NodeLost" in world.events
+
+
+def test_a_pod_whose_node_was_deleted_goes_by_force_after_its_grace(world: World) -> None:
+    on_two_nodes(world)
+    assert world.nodes is not None
+    world.nodes = world.nodes[:1]
+    world.delete_pod(FOLLOWER)
+    world.settle()
+    assert FOLLOWER in world.pods, "its node may just not have been seen yet"
+    world.pass_time(100)
+    world.settle()
+    assert FOLLOWER not in world.pods
+
+
+def test_no_node_is_lost_where_nodes_may_not_be_read(world: World) -> None:
+    on_two_nodes(world)
+    world.nodes = None
+    world.delete_pod(FOLLOWER)
+    world.pass_time(1e5)
+    world.settle()
+    assert FOLLOWER in world.pods
+
+
+@pytest.mark.parametrize("how", ["suspend", "scale", "delete"])
+def test_a_group_that_shall_go_does_not_wait_for_a_lost_node(world: World, how: str) -> None:
+    on_two_nodes(world)
+    silence_node(world, "far")
+    if how == "delete":
+        world.deleting = True
+    else:
+        world.change_spec(**({"suspend": True} if how == "suspend" else {"replicas": 0}))
+    world.settle()
+    assert world.pods[FOLLOWER].deleting
+    world.pass_time(60)
+    world.settle()
+    assert FOLLOWER not in world.pods
+
+
+def test_a_pending_pod_on_a_lost_node_is_replaced_in_place(world: World) -> None:
+    create_pods(world)
+    change(world, FOLLOWER, node="node")
+    first = world.pods[FOLLOWER].uid
+    silence_node(world)
+    world.pass_time(60)
+    world.settle()
+    assert world.pods[FOLLOWER].uid != first
+    assert (group(world)["epoch"], world.graces[FOLLOWER]) == (1, 0)
+
+
+# Ends that let running requests end
+
+
+@pytest.mark.parametrize(
+    "how", ["suspend", "scale", "rollout", "a pod is deleted", "a pod is evicted", "the resource is deleted"]
+)
+def test_what_ends_on_purpose_has_its_own_grace(world: World, how: str) -> None:
+    world.serve()
+    match how:
+        case "suspend":
+            world.change_spec(suspend=True)
+        case "scale":
+            world.change_spec(replicas=0)
+        case "rollout":
+            world.change_spec(engine={"maxModelLen": 512})
+        case "a pod is deleted":
+            world.delete_pod(FOLLOWER)
+        case "a pod is evicted":
+            world.delete_pod(FOLLOWER)
+            change(world, FOLLOWER, disrupted="EvictionByEvictionAPI")
+        case _:
+            world.deleting = True
+    world.settle()
+    assert world.graces[LEADER] is None
+    assert world.condition("Ready")[0] == "False"
+
+
+def test_what_has_failed_is_taken_down_at_once(world: World) -> None:
+    world.serve()
+    world.end_pod(FOLLOWER, message=CULPRIT.to_json())
+    world.settle()
+    assert world.graces[LEADER] == 2
+
+
+# Causes
+
+
+def test_out_of_memory_is_told_with_the_rank(world: World) -> None:
+    world.serve()
+    world.end_pod(FOLLOWER, message=CULPRIT.to_json(), reason="OOMKilled")
+    world.step()
+    assert world.condition("Ready") == ("False", "OOMKilled")
+    (failure,) = group(world)["failures"]
+    assert (failure["rank"], failure["exitCode"]) == (1, -9)
+    assert failure["message"].startswith("pod demo-0-1-1 reached its memory limit: rank 1 was killed")
+
+
+def test_failed_tells_rank_reason_exit_code_and_last_log_line(world: World) -> None:
+    world.change_spec(restart={"maxRestarts": 0})
+    world.serve()
+    said = replace(CULPRIT, message="x" * 900, last_log="y" * 200 + " CUDA error: an illegal access")
+    world.end_pod(FOLLOWER, message=said.to_json())
+    world.settle()
+    assert world.condition("Failed") == ("True", "RestartsUsedUp")
+    (failure,) = group(world)["failures"]
+    assert (failure["rank"], failure["reason"], failure["exitCode"]) == (1, "RankExited", -9)
+    assert failure["message"].endswith("CUDA error: an illegal access)")
+    assert "rank 1" in group(world)["message"]
+
+
+# Start-up by phase
+
+
+def test_the_phases_of_a_start_and_since_when(world: World) -> None:
+    told = []
+
+    def look() -> None:
+        world.pass_time(10)
+        world.settle()
+        startup = group(world).get("startup")
+        told.append((startup["phase"], startup["since"]) if startup else None)
+        if group(world)["phase"] == "Starting":
+            assert world.condition("Progressing") == ("True", group(world)["startup"]["phase"])
+
+    look()
+    world.answer_inspection()
+    look()
+    world.pods = {name: replace(pod, node="node") for name, pod in world.pods.items()}
+    look()
+    world.all_started()
+    look()
+    report(world, RankPhase.CONNECTING, RankPhase.LOADING)
+    look()
+    report(world, RankPhase.LOADING, RankPhase.LOADING)
+    look()
+    look()
+    report(world, RankPhase.READY, RankPhase.WARMING_UP)
+    look()
+    world.all_ready()
+    look()
+    seconds = (10, 20, 30, 40, 60, 80)
+    since = [f"2026-01-01T00:{s // 60:02}:{s % 60:02}Z" for s in seconds]
+    model, scheduling, image, connecting, loading, warming_up = since
+    assert told == [
+        ("Model", model),
+        ("Scheduling", scheduling),
+        ("Image", image),
+        ("Connecting", connecting),
+        ("Connecting", connecting),
+        ("Loading", loading),
+        ("Loading", loading),
+        ("WarmingUp", warming_up),
+        None,
+    ]
+
+
+def test_a_slow_pull_or_no_room_ends_nothing_and_says_why(world: World) -> None:
+    create_pods(world)
+    change(world, LEADER, phase="Running", started=True, node="node")
+    change(world, FOLLOWER, unschedulable="0/3 nodes are available")
+    world.pass_time(1e6)
+    world.settle()
+    assert group(world)["message"] == "pod demo-0-1-1 is not placed: 0/3 nodes are available"
+    change(world, FOLLOWER, unschedulable="", node="node", waiting="ContainerCreating")
+    world.pass_time(1e6)
+    world.settle()
+    assert group(world)["message"] == "pod demo-0-1-1 waits: ContainerCreating"
+    assert "PodWaits" not in world.events
+    for waiting in (
+        "ErrImagePull: no such tag",
+        "ImagePullBackOff: no such tag",
+        "ErrImagePull: no such tag",
+    ):
+        change(world, FOLLOWER, waiting=waiting)
+        world.pass_time(1e6)
+        world.settle()
+        assert group(world)["message"] == f"pod demo-0-1-1 waits: {waiting}"
+    assert world.events.count("PodWaits") == 1
+    assert world.workers() == [LEADER, FOLLOWER]
+    assert (group(world)["epoch"], group(world)["startup"]["phase"]) == (1, "Image")
+
+
+def test_a_load_is_written_at_most_once_a_minute_and_has_no_deadline_here(world: World) -> None:
+    create_pods(world)
+    world.all_started()
+    report(world, RankPhase.LOADING, RankPhase.LOADING, loaded_bytes=2**20, total_bytes=2**30)
+    world.settle()
+    assert group(world)["startup"]["bytesDone"] == 2 * 2**20
+    assert group(world)["message"] == "reading weights: 2Mi of 2048Mi"
+    report(world, RankPhase.LOADING, RankPhase.LOADING, loaded_bytes=2**21, total_bytes=2**30)
+    world.pass_time(30)
+    assert world.step().look_again_s == pytest.approx(15)
+    assert world.writes == []
+    world.pass_time(30)
+    world.settle()
+    assert group(world)["startup"]["bytesDone"] == 4 * 2**20
+    world.pass_time(1e6)
+    world.settle()
+    assert group(world)["epoch"] == 1
+
+
+def test_pods_that_run_and_do_not_meet_are_started_again(world: World) -> None:
+    world.change_spec(startup={"timeout": "5m"})
+    create_pods(world)
+    world.all_started()
+    world.settle()
+    world.pass_time(1e5)
+    world.settle()
+    assert group(world)["epoch"] == 1, "its leader does not answer the operator: nothing is known"
+    assert "does not answer the operator" in group(world)["message"]
+    change(world, FOLLOWER, node="")
+    world.settle()
+    change(world, FOLLOWER, node="node")
+    report(world, RankPhase.CONNECTING, RankPhase.STARTING)
+    world.settle()
+    world.pass_time(329)
+    world.settle()
+    assert group(world)["epoch"] == 1
+    world.pass_time(1)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == NEXT
+    (failure,) = group(world)["failures"]
+    assert (failure["reason"], failure["counted"]) == ("StartupTimeout", True)
+    assert "have not met within 300 s (startup.timeout): waiting: rank 1 (pod 1)" in failure["message"]
+
+
+# What the status says of a resource that goes
+
+
+def test_deletion_shows_in_the_status(world: World) -> None:
+    world.serve()
+    world.deleting = True
+    world.generation += 1
+    world.settle()
+    assert world.condition("Ready") == ("False", "Deleting")
+    assert world.condition("Progressing") == ("True", "Deleting")
+    assert world.status["observedGeneration"] == world.generation
+    assert group(world)["phase"] == "Stopping"
+    assert world.status.get("readyReplicas", 0) == 0
+    world.pass_time(30)
+    world.step()
+    assert world.writes == []
+
+
+def test_the_time_of_a_pass_is_in_no_message(world: World) -> None:
+    """Else a status would be written at every pass."""
+    world.serve()
+    silence_node(world)
+    world.settle()
+    for _ in range(3):
+        world.now += timedelta(seconds=7)
+        world.step()
+        assert world.writes == []
