@@ -274,6 +274,35 @@ def test_an_evicted_fetch_is_started_again(world: World) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
+def test_the_progress_of_another_model_is_not_taken_for_this_ones(world: World) -> None:
+    world.settle()
+    run_fetch(world)
+    say(world, 5)
+    world.settle()
+    assert world.status["model"]["bytesDone"] == 5 * GIB
+    world.change_spec(model=hub_model(revision="v2"))
+    world.step()
+    assert "bytesDone" not in world.status["model"]
+
+
+def test_a_fetch_on_a_lost_node_is_given_up_by_force(world: World) -> None:
+    world.settle()
+    run_fetch(world)
+    name = the_fetch(world)
+    lost = replace(world.nodes[0], schedulable=False, unreachable_since=world.now) if world.nodes else None
+    assert lost is not None
+    world.nodes = (lost,)
+    world.pass_time(30)
+    world.settle()
+    assert not world.pods[name].deleting
+    world.pass_time(31)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.graces[name] == 0
+    assert world.created.count(name) == 2
+
+
 def test_a_model_that_cannot_be_had_anew_leaves_the_old_serving(world: World) -> None:
     serve(world)
     world.change_spec(model=hub_model(revision="gone"))

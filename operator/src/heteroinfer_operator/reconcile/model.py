@@ -134,10 +134,12 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
     if context.spec.suspend:
         return ModelDecision(status=kept, holds=None, reason="Suspended", deletes=_deletes(context, pods))
     name = model_pod_name(context.spec, context.owner)
-    others = _deletes(context, [pod for pod in pods if pod.name != name])
+    others = [pod for pod in pods if pod.name != name]
+    if any(not pod.ended for pod in others):
+        context = replace(context, progress=None)  # it may be of another model
     pod = next((pod for pod in pods if pod.name == name), None)
     decision = _start(context, kept) if pod is None else _look(context, kept, pod)
-    return replace(decision, deletes=(*decision.deletes, *others))
+    return replace(decision, deletes=(*decision.deletes, *_deletes(context, others)))
 
 
 def _kept_profile(context: ModelContext, kept: ModelStatus) -> ModelProfile | None:

@@ -1,0 +1,79 @@
+"""Which files of a hub's model are fetched: listings as hubs have them."""
+
+import pytest
+
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model_fetch import FetchedFile
+from vllm_heteroinfer.fetch.errors import FetchError
+from vllm_heteroinfer.fetch.selection import describing_files, weight_files
+
+SHARDED = (
+    ".gitattributes", "LICENSE", "README.md", "config.json", "generation_config.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+    "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json",
+    "original/consolidated.00.pth", "original/params.json", "original/tokenizer.model",
+)  # fmt: skip
+MISTRAL = (
+    "config.json", "params.json", "consolidated.safetensors", "model.safetensors.index.json",
+    "model-00001-of-00001.safetensors", "tokenizer.model.v3", "tekken.json",
+)  # fmt: skip
+OWN_CODE = ("config.json", "modeling_own.py", "model.safetensors", "vocab.txt", "merges.txt", "own.tiktoken")
+
+
+def listing(paths: tuple[str, ...]) -> list[FetchedFile]:
+    return [FetchedFile(path=path, size_bytes=1, digest=f"git:{path}") for path in paths]
+
+
+def names(files: list[FetchedFile]) -> set[str]:
+    return {file.path for file in files}
+
+
+def test_a_sharded_model() -> None:
+    files = listing(SHARDED)
+    assert names(describing_files(files)) == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "special_tokens_map.json", "model.safetensors.index.json",
+    }  # fmt: skip
+    shards = {path for path in SHARDED if path.endswith(".safetensors")}
+    index = {"weight_map": {f"t{i}": shard for i, shard in enumerate(sorted(shards))}}
+    assert names(weight_files(files, index)) == shards
+
+
+def test_weights_that_are_there_twice_are_taken_once() -> None:
+    files = listing(MISTRAL)
+    index = {"weight_map": {"t": "model-00001-of-00001.safetensors"}}
+    assert names(weight_files(files, index)) == {"model-00001-of-00001.safetensors"}
+    assert "tokenizer.model.v3" in names(describing_files(files))
+    both = listing(
+        ("config.json", "model.safetensors", "consolidated.safetensors", "adapter_model.safetensors")
+    )
+    assert names(weight_files(both, None)) == {"model.safetensors"}
+
+
+def test_code_and_vocabularies_of_the_models_own() -> None:
+    assert names(describing_files(listing(OWN_CODE))) == {*OWN_CODE} - {"model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"t": "gone.safetensors"}}, "names gone.safetensors"),
+        ({"weight_map": {"t": "../../etc/passwd"}}, "names ../../etc/passwd"),
+        ({"weight_map": {}}, "names no files"),
+        ([], "names no files"),
+    ],
+)
+def test_an_index_that_cannot_be_followed(index: object, words: str) -> None:
+    files = [*listing(SHARDED), *listing(("../../etc/passwd",))]
+    with pytest.raises(FetchError, match=words.replace(".", r"\.")) as caught:
+        weight_files(files, index)
+    assert caught.value.reason is FailureReason.MODEL_NOT_READABLE
+
+
+def test_what_is_no_model_is_told_with_what_it_holds() -> None:
+    gguf = listing(("tiny-q4.gguf", "README.md"))
+    with pytest.raises(FetchError, match=r"has no config\.json; it holds tiny-q4\.gguf, README\.md"):
+        describing_files(gguf)
+    with pytest.raises(FetchError, match=r"no weights as \*\.safetensors.*pvc://CLAIM/PATH"):
+        weight_files(listing(("config.json", "pytorch_model.bin")), None)

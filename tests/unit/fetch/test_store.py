@@ -1,0 +1,120 @@
+"""A model's folder in a cache: what may be taken for complete, and what the file system's refusals mean."""
+
+import errno
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model_fetch import (
+    MARKER_FILE,
+    CompleteModel,
+    FetchedFile,
+    FetchProgress,
+    check_complete,
+    model_folder,
+    read_marker,
+)
+from vllm_heteroinfer.fetch.store import PARTS, ModelStore
+
+CONTENT = b"weights" * 1000
+FILE = FetchedFile(
+    path="sub/model.safetensors",
+    size_bytes=len(CONTENT),
+    digest=f"sha256:{hashlib.sha256(CONTENT).hexdigest()}",
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ModelStore:
+    return ModelStore(tmp_path, "acme/tiny", "abc")
+
+
+def test_a_file_has_its_name_once_its_hash_is_right(store: ModelStore) -> None:
+    part = store.open_part(FILE)
+    part.write_bytes(CONTENT[:-1] + b"!")
+    assert not store.keep(FILE)
+    assert store.missing([FILE]) == [FILE]
+    assert not part.exists(), "what is wrong is not continued"
+    store.open_part(FILE).write_bytes(CONTENT)
+    assert store.keep(FILE)
+    assert store.missing([FILE]) == []
+    assert store.done_bytes([FILE]) == len(CONTENT)
+
+
+def test_git_hashes_are_those_of_git(store: ModelStore) -> None:
+    # `echo hello | git hash-object --stdin`
+    file = FetchedFile(
+        path="config.json", size_bytes=6, digest="git:ce013625030ba8dba906f756967f9e9ca394464a"
+    )
+    store.open_part(file).write_bytes(b"hello\n")
+    assert store.keep(file)
+
+
+def test_only_the_marker_says_complete(store: ModelStore) -> None:
+    store.open_part(FILE).write_bytes(CONTENT)
+    assert store.keep(FILE)
+    assert store.complete() is None
+    with pytest.raises(ContractError, match=MARKER_FILE):
+        check_complete(store.folder)
+    store.mark_complete([FILE])
+    assert store.complete() == CompleteModel(repository="acme/tiny", commit="abc", files=(FILE,))
+    assert sorted(path.name for path in store.folder.iterdir()) == [MARKER_FILE, "sub"]
+    check_complete(store.folder)
+    (store.folder / FILE.path).write_bytes(b"short")
+    assert store.complete() is None
+    with pytest.raises(ContractError, match=f"1 of 1 files are missing or cut short, the first {FILE.path}"):
+        check_complete(store.folder)
+
+
+def test_a_marker_that_was_cut_short_is_none(store: ModelStore) -> None:
+    text = store.mark_complete([FILE]).to_json()
+    (store.folder / MARKER_FILE).write_text(text[: len(text) // 2])
+    assert read_marker(store.folder) is None
+
+
+def test_the_lock_is_for_one(store: ModelStore, tmp_path: Path) -> None:
+    other = ModelStore(tmp_path, "acme/tiny", "abc")
+    with store.try_lock() as first, other.try_lock() as second:
+        assert (first, second) == (True, False)
+    with other.try_lock() as again:
+        assert again
+
+
+def test_a_part_that_is_too_long_begins_anew(store: ModelStore) -> None:
+    part = store.open_part(FILE)
+    part.write_bytes(CONTENT * 2)
+    assert store.done_bytes([FILE]) == len(CONTENT), "never more than all"
+    assert store.open_part(FILE).stat().st_size == 0
+    assert part.parent.name == PARTS
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, FailureReason.MODEL_CACHE_FULL),
+        (errno.EDQUOT, FailureReason.MODEL_CACHE_FULL),
+        (errno.EACCES, FailureReason.MODEL_CACHE_NOT_WRITABLE),
+        (errno.EROFS, FailureReason.MODEL_CACHE_NOT_WRITABLE),
+    ],
+)
+def test_what_the_file_system_refuses_is_said_in_words(
+    store: ModelStore, number: int, reason: FailureReason
+) -> None:
+    refusal = store.refusal(OSError(number, "refused", "/model/x"))
+    assert refusal.reason is reason
+    assert not refusal.may_heal
+
+
+def test_a_folder_for_each_model_and_commit() -> None:
+    assert model_folder("acme/tiny", "abc") == "acme--tiny/abc"
+    assert model_folder("gpt2", "abc") == "gpt2/abc"
+
+
+def test_progress_is_as_strict_as_every_message() -> None:
+    progress = FetchProgress(commit="abc", done_bytes=1, total_bytes=2, message="m")
+    assert FetchProgress.from_json(progress.to_json()) == progress
+    with pytest.raises(ContractError, match="done_bytes"):
+        FetchProgress.from_json('{"done_bytes": "1"}')
