@@ -1,0 +1,47 @@
+"""Random resources, many of them: each is refused in words, or becomes objects that a real API server takes.
+
+    python -m tests.integration.specs [--count 10000] [--seed NUMBER]
+
+Prints how far it is, and a line with the result; exits 1 with the first findings if there are any.
+"""
+
+import argparse
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+
+from tests.cluster.progress import say
+from tests.integration.specs.checking import Result, check_specs, start_cluster
+
+_SAY_EVERY_S = 10.0
+_SHOWN = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 if there are findings."""
+    parser = argparse.ArgumentParser(prog="python -m tests.integration.specs", description=__doc__)
+    parser.add_argument("--count", type=int, default=10_000, help="default: %(default)s")
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbits(32), help="of an earlier run, to repeat it"
+    )
+    chosen = parser.parse_args(arguments)
+    say(f"seed {chosen.seed}")
+    started = told_at = time.monotonic()
+
+    def told(result: Result) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at > _SAY_EVERY_S:
+            told_at = time.monotonic()
+            say(f"{told_at - started:5.0f} s: {result.line}")
+
+    with start_cluster() as cluster:
+        result = check_specs(cluster, chosen.count, number=chosen.seed, told=told)
+    for finding in result.findings[:_SHOWN]:
+        print(f"{finding}\n", file=sys.stderr)
+    print(f"{result.line}; seed {chosen.seed}, {time.monotonic() - started:.0f} s")
+    return 1 if result.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Random resources against models, CRD, planner, manifests and a real API server."""
+
+import asyncio
+import contextlib
+import json
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from heteroinfer_contract import names
+from heteroinfer_operator.crd import render_crd
+from heteroinfer_operator.kube.adapter import REFUSALS
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE
+from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
+from tests.cluster import tools
+from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
+from tests.integration.crd.strategies import changed, resources
+from tests.integration.specs.lives import NAMESPACE, Crash, Life, live
+
+_PROBLEM = re.compile(r"(?:invalid: \[?|, )((?:spec|metadata)[.a-zA-Z0-9\[\]-]*): ")
+_USERS = re.compile(
+    r"metadata\.(labels|annotations)"
+    r"|spec\.(nodeSelector|tolerations|affinity|topologySpreadConstraints|imagePullSecrets|runtimeClassName|overhead)"
+    r"|spec\.(priorityClassName|schedulerName|hostAliases|dnsConfig|dnsPolicy|serviceAccountName)"
+    r"|spec\.containers\[0\]\.(image|resources|env)"
+    r"|pods .* is forbidden: (no PriorityClass with name|pod rejected: RuntimeClass)"
+)
+"""Fields of a pod that carry what the user wrote."""
+BATCH = 100
+AT_ONCE = 16
+_PLURALS = {
+    "Pod": "pods",
+    "Service": "services",
+    "ConfigMap": "configmaps",
+    "PersistentVolumeClaim": "persistentvolumeclaims",
+    "NetworkPolicy": "networkpolicies",
+    "PodDisruptionBudget": "poddisruptionbudgets",
+    "Job": "jobs",
+}
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of all resources.
+
+    Attributes:
+        counts: of resources, by outcome.
+        objects: that the API server accepted.
+        findings: what went wrong, with the resource.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    objects: int = 0
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def line(self) -> str:
+        """Returns all of it in one line."""
+        counts = ", ".join(f"{count} {what}" for what, count in sorted(self.counts.items()))
+        return (
+            f"{self.counts.total()} specs: {counts}; {self.objects} objects accepted by the API server; "
+            f"{len(self.findings)} findings"
+        )
+
+
+@contextlib.contextmanager
+def start_cluster() -> Iterator[Cluster]:
+    """Yields a control plane that serves HeteroInference."""
+    ensure_tools(tools.ALL)
+    with start_control_plane_only() as started:
+        started.kubectl("create", "-f", "-", stdin=render_crd())
+        started.kubectl(
+            "wait", "--for=condition=Established", "crd/heteroinferences.heteroinfer.dev", "--timeout=30s"
+        )
+        yield started
+
+
+def check_specs(
+    cluster: Cluster, count: int, *, number: int, told: Callable[[Result], None] = lambda result: None
+) -> Result:
+    """Returns what became of `count` random resources, drawn from the seed `number`.
+
+    Every second one is meant to be good, the others are good ones with one thing changed.
+    """
+    result = Result()
+    batch: list[dict[str, Any]] = []
+
+    def flush() -> None:
+        asyncio.run(_check_batch(cluster, batch, result))
+        batch.clear()
+        told(result)
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[
+            Phase.generate
+        ],  # an example is shown as it was found: shrinking would ask the server for hours
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.one_of(resources(), changed()))
+    def collect(body: dict[str, Any]) -> None:
+        batch.append(body)
+        if len(batch) == BATCH:
+            flush()
+
+    collect()
+    flush()
+    return result
+
+
+async def _check_batch(cluster: Cluster, bodies: Sequence[dict[str, Any]], result: Result) -> None:
+    server = ApiServer(await load_configuration(str(cluster.kubeconfig)))
+    limit = asyncio.Semaphore(AT_ONCE)
+    try:
+        await asyncio.gather(*(_check(server, limit, body, result) for body in bodies))
+    finally:
+        await server.close()
+
+
+async def _check(server: ApiServer, limit: asyncio.Semaphore, body: dict[str, Any], result: Result) -> None:
+    async with limit:
+        try:
+            outcome = await _outcome(server, live(body), result)
+        except (Crash, _Finding) as finding:
+            cause = finding.__cause__
+            trace = "".join(traceback.format_exception(cause)[-4:]) if cause else ""
+            result.findings.append(f"{finding}\n{json.dumps(body)}\n{trace}")
+            outcome = "wrong"
+    result.counts[outcome] += 1
+
+
+class _Finding(Exception):  # noqa: N818 - of a test
+    pass
+
+
+async def _outcome(server: ApiServer, life: Life, result: Result) -> str:
+    """Returns what became of a resource; raises _Finding where its parts don't agree."""
+    said = await _refusal(server, HETERO_INFERENCE.path(NAMESPACE), life.body)
+    if bool(life.refused) != bool(said):
+        raise _Finding(f"the models say {life.refused!r}, the API server {said!r}")
+    if life.refused:
+        return "refused"
+    for manifest in life.objects:
+        said = await _refusal(server, _path(manifest), manifest)
+        if said:
+            return _refused_later(life, manifest, said)
+        result.objects += 1
+    return "without a plan, in words" if life.unplanned else "planned"
+
+
+def _refused_later(life: Life, manifest: Any, said: str) -> str:
+    """Returns the outcome of a resource of which the API server refuses an object.
+
+    What users write in a pod template, an image, quantities or names of other objects goes by rules of
+    Kubernetes' own, and is left to the API server: its words come into the status.
+    """
+    refusal = f"the API server refuses {manifest['kind']} {manifest['metadata']['name']}: {said}"
+    if manifest["kind"] != "Pod" or not all(map(_USERS.match, _PROBLEM.findall(said) or [said])):
+        raise _Finding(refusal)
+    if not life.tells(refusal):
+        raise _Finding(f"not in the status: {refusal}")
+    return "refused by the API server, told in the status"
+
+
+def _path(manifest: Any) -> str:
+    version, kind = manifest["apiVersion"], manifest["kind"]
+    root = "/apis" if "/" in version else "/api"
+    return f"{root}/{version}/namespaces/{NAMESPACE}/{_PLURALS[kind]}"
+
+
+async def _refusal(server: ApiServer, path: str, body: Any) -> str:
+    """Returns why the API server refuses to create an object, or ""; nothing is kept."""
+    query = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": names.MANAGER}
+    try:
+        await server.create(path, body, query)
+    except ApiError as error:
+        if error.status not in REFUSALS:
+            raise
+        return error.said
+    return ""

@@ -1,0 +1,15 @@
+"""An API server of its own that serves the generated CRD, as in the tests of the CRD."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.integration.specs.checking import start_cluster
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Cluster]:
+    """A control plane that serves HeteroInference."""
+    with start_cluster() as started:
+        yield started

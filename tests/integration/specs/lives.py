@@ -1,0 +1,132 @@
+"""What the operator makes of one resource, without a cluster: from its spec to objects of serving groups."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedModel
+from heteroinfer_operator.api import parse_resource
+from heteroinfer_operator.cluster import NodeView, Observation, ResourceKey
+from heteroinfer_operator.errors import SpecError
+from tests.unit.reconcile.world import PROFILE, World
+
+NAMESPACE = "default"
+_NODES = 64
+
+
+class Crash(Exception):  # noqa: N818 - the finding of a test, with what led to it
+    """The operator's own code failed on a resource that it had accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What became of one resource.
+
+    Attributes:
+        body: the resource.
+        refused: why its models refuse it, or "".
+        unplanned: why there is no plan for it, or "".
+        objects: everything that would be created for it, pods of some groups left out.
+        world: as it is in the end.
+    """
+
+    body: Mapping[str, Any]
+    refused: str = ""
+    unplanned: str = ""
+    objects: tuple[Mapping[str, Any], ...] = ()
+    world: "_NamedWorld | None" = None
+
+    def tells(self, refusal: str) -> bool:
+        """Returns whether the status tells what the API server refused, once the operator has met it."""
+        assert self.world is not None
+        self.world.refused = refusal
+        self.world.settle()
+        progressing = next(c for c in self.world.status["conditions"] if c["type"] == "Progressing")
+        return progressing["status"] == "False" and progressing["message"] == refusal[:4096]
+
+
+@dataclass(slots=True, kw_only=True)
+class _NamedWorld(World):
+    name: str
+    refused: str = ""
+
+    def observe(self) -> Observation:
+        observation = World.observe(self)
+        key = ResourceKey(namespace=NAMESPACE, name=self.name)
+        resource = replace(observation.resource, key=key)
+        return replace(observation, resource=resource, refused=self.refused)
+
+
+def live(body: dict[str, Any]) -> Life:
+    """Returns what becomes of a resource on a cluster that has room for it and has its model.
+
+    Raises:
+        Crash: an error that is no refusal, or decisions that don't settle.
+    """
+    try:
+        parse_resource(body)
+    except SpecError as error:
+        return Life(body=body, refused=error.message)
+    try:
+        return _live(body)
+    except Exception as error:
+        raise Crash(f"{type(error).__name__}: {error}") from error
+
+
+def _live(body: dict[str, Any]) -> Life:
+    # What the API server does to numbers and texts in between.
+    spec = json.loads(json.dumps(body["spec"]))
+    world = _NamedWorld(
+        spec=spec, name=body["metadata"]["name"], finalizers=(names.FINALIZER,), nodes=_nodes(spec)
+    )
+    world.settle()
+    world.answer_inspection(_answer(spec))
+    world.settle()
+    world.all_ready()
+    world.settle()
+    refusals = [
+        condition["message"]
+        for condition in world.status["conditions"]
+        if condition["status"] != "True" and condition["type"] in {"Planned", "ModelReady"}
+    ]
+    workers = world.workers()
+    wanted = spec.get("replicas", 1) > 0 and not spec.get("suspend", False)
+    if wanted and not workers and not any(refusals):
+        raise AssertionError(f"neither pods nor words: {world.status['conditions']}")
+    few = {"0", str(max(spec.get("replicas", 1) - 1, 0))}
+    return Life(
+        body=body,
+        unplanned="" if workers or not wanted else "; ".join(filter(None, refusals)),
+        objects=tuple(
+            manifest
+            for manifest in [*world.manifests.values(), *map(_written, world.objects.values())]
+            if manifest["metadata"]["labels"].get(names.LABEL_GROUP, "0") in few
+        ),
+        world=world,
+    )
+
+
+def _written(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an object of the world without what a server adds."""
+    metadata = {key: value for key, value in stored["metadata"].items() if key != "uid"}
+    return {**stored, "metadata": metadata}
+
+
+def _answer(spec: Mapping[str, Any]) -> str:
+    """Returns what the pod that looks at the model says: one with as many layers as the roles ask for."""
+    layers = sum(sum(role.get("layers", ())) for role in spec["roles"]) or 48
+    profile = replace(
+        PROFILE, num_layers=layers, layer_bytes=(3_000_000,) * layers, max_position_embeddings=10**7
+    )
+    if not spec["model"]["uri"].startswith(HUB_SCHEME):
+        return profile.to_json()
+    return FetchedModel(commit="0" * 40, size_bytes=profile.total_bytes, profile=profile).to_json()
+
+
+def _nodes(spec: Mapping[str, Any]) -> tuple[NodeView, ...]:
+    """Returns nodes with room for anything but what no node has."""
+    gpus = {role.get("deviceResourceName", "nvidia.com/gpu"): 16.0 for role in spec["roles"]}
+    allocatable = {"cpu": 512.0, "memory": 16.0 * 2**40, "pods": 250.0, **gpus}
+    return tuple(NodeView(name=f"node-{i}", allocatable=allocatable) for i in range(_NODES))

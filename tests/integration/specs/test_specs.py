@@ -1,0 +1,13 @@
+"""A sample of what `make specs` does with 10,000."""
+
+from tests.cluster.cluster import Cluster
+from tests.integration.specs.checking import check_specs
+
+COUNT = 300
+
+
+def test_each_spec_is_refused_in_words_or_becomes_objects_that_the_api_server_takes(cluster: Cluster) -> None:
+    result = check_specs(cluster, COUNT, number=20261121)
+    assert not result.findings, "\n\n".join(result.findings[:5])
+    assert result.counts["planned"] > COUNT / 10, result.line
+    assert result.counts["refused"] > COUNT / 10, result.line
