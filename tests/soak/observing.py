@@ -27,21 +27,19 @@ class Sample:
         at_s: since the soak began.
         rss_mib: resident memory.
         files: open file descriptors: sockets to the API server and to leaders, mostly.
-        ready: resources that are Ready.
     """
 
     at_s: float
     rss_mib: float
     files: int
-    ready: int
 
 
-def observe_process(pid: int, *, at_s: float, ready: int) -> Sample:
+def observe_process(pid: int, *, at_s: float) -> Sample:
     """Returns what a process holds now."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     files = len(os.listdir(f"/proc/{pid}/fd"))
-    return Sample(at_s=at_s, rss_mib=int(found[1]) / 1024, files=files, ready=ready)
+    return Sample(at_s=at_s, rss_mib=int(found[1]) / 1024, files=files)
 
 
 def growth_mib(samples: Sequence[Sample]) -> float:

@@ -11,7 +11,7 @@ from tests.soak.soak import Result
 
 
 def samples(*rss_mib: float) -> list[Sample]:
-    return [Sample(at_s=float(at), rss_mib=rss, files=20, ready=3) for at, rss in enumerate(rss_mib)]
+    return [Sample(at_s=float(at), rss_mib=rss, files=20) for at, rss in enumerate(rss_mib)]
 
 
 @pytest.fixture
