@@ -98,6 +98,17 @@ soak: setup  ## an hour of pods that go and an API server that dies: all Ready a
 	$(BIN)/python -m tests.soak $(SOAK)
 .PHONY: soak
 
+SCALE := --resources 1000 --idle-seconds 600 --write docs/scale.md
+scale: setup  ## 1,000 resources of 4 pods on kwok nodes: time, memory, silence, restart; root
+	@$(BIN)/python -m tests.cluster build
+	$(BIN)/python -m tests.scale $(SCALE)
+
+SPECS := --count 10000
+specs: setup  ## 10,000 random resources against models, CRD, planner, manifests and a real API server
+	@$(BIN)/python -m tests.cluster build
+	$(BIN)/python -m tests.integration.specs $(SPECS)
+.PHONY: scale specs
+
 dashboards: setup  ## the chart's dashboards from their definitions, and their pictures of a group that serves
 	$(BIN)/python -m tests.watching dashboards
 	@$(BIN)/python -m tests.cluster build

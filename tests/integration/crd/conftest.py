@@ -4,21 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from heteroinfer_operator.crd import render_crd
-from tests.cluster import tools
-from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
+from tests.cluster.cluster import Cluster
 from tests.integration.crd.server import Server
+from tests.integration.specs.checking import start_cluster
 
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
     """A control plane that serves HeteroInference."""
-    ensure_tools(tools.ALL)
-    with start_control_plane_only() as started:
-        started.kubectl("create", "-f", "-", stdin=render_crd())
-        started.kubectl(
-            "wait", "--for=condition=Established", "crd/heteroinferences.heteroinfer.dev", "--timeout=30s"
-        )
+    with start_cluster() as started:
         yield started
 
 

@@ -18,6 +18,7 @@ from heteroinfer_operator.crd import render_crd
 from heteroinfer_operator.kube.adapter import REFUSALS
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
+from heteroinfer_operator.main import wait_for_resource
 from tests.cluster import tools
 from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.integration.crd.strategies import changed, resources
@@ -75,10 +76,17 @@ def start_cluster() -> Iterator[Cluster]:
     ensure_tools(tools.ALL)
     with start_control_plane_only() as started:
         started.kubectl("create", "-f", "-", stdin=render_crd())
-        started.kubectl(
-            "wait", "--for=condition=Established", "crd/heteroinferences.heteroinfer.dev", "--timeout=30s"
-        )
+        asyncio.run(_served(started))
         yield started
+
+
+async def _served(cluster: Cluster) -> None:
+    server = ApiServer(await load_configuration(str(cluster.kubeconfig)))
+    try:
+        async with asyncio.timeout(30):
+            await wait_for_resource(server)
+    finally:
+        await server.close()
 
 
 def check_specs(

@@ -9,6 +9,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
+    MAX_PLANS,
     Condition,
     ConditionStatus,
     ConditionType,
@@ -226,7 +227,7 @@ def _next_status(
         summary=statuses.summary(wanted, groups, spec.replicas),
         conditions=merge_conditions(status.conditions, conditions, now=context.now),
         model=model.status,
-        plans=tuple(sorted(plans.values(), key=lambda plan: plan.hash)),
+        plans=tuple(sorted(plans.values(), key=lambda plan: plan.hash))[:MAX_PLANS],
         groups=groups,
     )
 
