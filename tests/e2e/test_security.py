@@ -1,0 +1,188 @@
+"""A namespaced installation of two operators under the restricted Pod Security Standard, on a real node.
+
+What is open and what is closed, what is told to people, and that a secret is told to nobody.
+"""
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_contract import names
+from tests.cluster import processes
+from tests.cluster.folders import REPOSITORY
+from tests.cluster.node import NodeCluster
+from tests.cluster.volumes import volume_manifests
+from tests.e2e.serving import Resource
+
+RELEASE = "secured"
+OPERATOR = f"{RELEASE}-heteroinfer"
+SYSTEM = "secured-system"
+NAMESPACE = "secured"
+VALUES = REPOSITORY / "tests/cluster/values.yaml"
+OPERATOR_LABELS = "app.kubernetes.io/name=heteroinfer-operator"
+START_S = 420.0
+TOKEN = secrets.token_hex(24)
+"""Given to workers by a Secret; nobody may print it."""
+SECRET_ENV = ("HF_TOKEN", "VLLM_API_KEY")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
+    """The chart with Roles only, two replicas that log all they can, and nothing but restricted pods."""
+    for namespace in (SYSTEM, NAMESPACE):
+        node_cluster.kubectl("create", "namespace", namespace)
+        node_cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    sets = ("scope=Namespaced", f"watchNamespaces={{{NAMESPACE}}}", "replicas=2", "logLevel=DEBUG")
+    node_cluster.helm(
+        "install", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
+        "--values", str(VALUES), *(word for each in sets for word in ("--set", each)),
+        "--wait", "--timeout", "120s",
+    )  # fmt: skip
+    yield node_cluster
+    node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
+    node_cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
+
+
+@pytest.fixture(scope="module")
+def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator[Resource]:
+    """examples/cpu-pair.yaml with a secret in the environment of its workers, which log all they can."""
+    installed.kubectl(
+        "create", "-n", NAMESPACE, "secret", "generic", "hub", "--from-file=token=/dev/stdin", stdin=TOKEN
+    )
+    installed.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
+    document = yaml.safe_load((REPOSITORY / "examples/cpu-pair.yaml").read_text())
+    reference = {"secretKeyRef": {"name": "hub", "key": "token"}}
+    document["spec"]["engine"]["env"] = [
+        *({"name": name, "valueFrom": reference} for name in SECRET_ENV),
+        {"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"},
+    ]
+    installed.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(document))
+    resource = Resource(cluster=installed, namespace=NAMESPACE, name="cpu-pair")
+    resource.wait_ready(START_S)
+    yield resource
+    installed.kubectl("delete", "hinf", "-n", NAMESPACE, "cpu-pair", "--timeout=60s", timeout_s=70)
+
+
+def operators(cluster: NodeCluster) -> list[str]:
+    names_of = cluster.kubectl("get", "pods", "-n", SYSTEM, "-l", OPERATOR_LABELS, "-o", "name")
+    return sorted(name.removeprefix("pod/") for name in names_of.split())
+
+
+def run_python(cluster: NodeCluster, namespace: str, pod: str, script: str) -> str:
+    return cluster.kubectl("exec", "-n", namespace, pod, "--", "python3", "-c", script).strip()
+
+
+def reaches(cluster: NodeCluster, namespace: str, pod: str, address: str, port: int) -> bool:
+    dial = (
+        "import socket\n"
+        f"try: socket.create_connection(('{address}', {port}), timeout=2); print('reached')\n"
+        "except TimeoutError: print('no answer')"
+    )
+    said = run_python(cluster, namespace, pod, dial)
+    assert said in {"reached", "no answer"}
+    return said == "reached"
+
+
+def test_it_serves_without_reading_nodes(pair: Resource) -> None:
+    (group,) = pair.status["groups"]
+    assert (group["epoch"], group["phase"]) == (1, "Ready")
+    log = pair.cluster.kubectl("logs", "-n", SYSTEM, "-l", OPERATOR_LABELS, "--tail=-1")
+    assert "holding lease" in log
+    assert " 403 " not in log
+    roles = pair.cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name")
+    assert "heteroinfer" not in roles
+
+
+def test_the_groups_own_ports_are_open_inside_and_closed_outside(pair: Resource) -> None:
+    leader, follower = pair.pods()
+    address = leader["status"]["podIP"]
+    inside, outside = follower["metadata"]["name"], operators(pair.cluster)[0]
+    for port in (names.DEFAULT_CONTROL_PORT, names.DEFAULT_EXECUTOR_PORT):
+        assert reaches(pair.cluster, NAMESPACE, inside, address, port), port
+        assert not reaches(pair.cluster, SYSTEM, outside, address, port), port
+    assert not reaches(pair.cluster, SYSTEM, outside, address, names.DEFAULT_RENDEZVOUS_PORT)
+    for port in (names.DEFAULT_API_PORT, names.DEFAULT_HEALTH_PORT, names.DEFAULT_METRICS_PORT):
+        assert reaches(pair.cluster, SYSTEM, outside, address, port), port
+
+
+def heteroinfer(cluster: NodeCluster, *arguments: str) -> str:
+    """Returns what the command prints to a user with all rights."""
+    done = subprocess.run(
+        [sys.executable, "-m", "heteroinfer_operator.cli", *arguments, "-n", NAMESPACE],
+        env={**os.environ, **cluster.environment()}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_top_shows_what_the_leader_says_now(pair: Resource) -> None:
+    value = json.loads(heteroinfer(pair.cluster, "top", pair.name, "-o", "json"))
+    assert value["note"] == ""
+    (group,) = value["resources"][0]["groups"]
+    assert (group["live"], group["phase"], group["epoch"]) == (True, "Ready", 1)
+    assert group["kvUse"] == 0.0
+    assert [(rank["rank"], rank["phase"]) for rank in group["ranks"]] == [(0, "Ready"), (1, "Ready")]
+    assert {rank["node"] for rank in group["ranks"]} == {pair.cluster.node_name}
+    assert "rank 1 cpu" in heteroinfer(pair.cluster, "top")
+
+
+def everything_told(cluster: NodeCluster) -> dict[str, str]:
+    """Returns all that anybody printed or stored where people look, but for the Secret itself."""
+    told = {}
+    kinds = "pods,services,configmaps,networkpolicies,leases,events,hinf"
+    for namespace in (SYSTEM, NAMESPACE):
+        told[f"objects of {namespace}"] = cluster.kubectl("get", "-n", namespace, kinds, "-o", "yaml")
+        for name in cluster.kubectl("get", "pods", "-n", namespace, "-o", "name").split():
+            told[f"log of {name}"] = cluster.kubectl("logs", "-n", namespace, name)
+    told["description"] = cluster.kubectl("describe", "-n", NAMESPACE, "hinf,pods")
+    told["top"] = heteroinfer(cluster, "top", "-o", "json")
+    told["logs"] = heteroinfer(cluster, "logs", "cpu-pair", "--tail", "100000")
+    told["previous"] = heteroinfer(cluster, "logs", "cpu-pair", "--previous")
+    return told
+
+
+def test_a_secret_is_told_to_nobody(pair: Resource) -> None:
+    cluster = pair.cluster
+    follower = pair.pods()[1]["metadata"]["name"]
+    for name in SECRET_ENV:
+        assert run_python(cluster, NAMESPACE, follower, f"import os; print(os.environ['{name}'])") == TOKEN
+    path = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    hidden = {"the secret": TOKEN}
+    for name in operators(cluster):
+        hidden[name] = run_python(cluster, SYSTEM, name, f"print(open('{path}').read())")
+    told = everything_told(cluster)
+    assert "started rank 1 as process" in told["logs"]
+
+    started = re.search(r"started rank 1 as process (\d+)", told[f"log of pod/{follower}"])
+    assert started is not None
+    run_python(cluster, NAMESPACE, follower, f"import os; os.kill({started[1]}, 9)")
+    processes.wait_until("the failure", lambda: pair.status["groups"][0].get("failures"), timeout_s=30)
+    after = {f"{what} after the fall": text for what, text in everything_told(cluster).items()}
+    assert "RankExited, rank 1, exit code -9" in after["previous after the fall"]
+    found = [
+        (who, what) for who, text in hidden.items() for what, said in (told | after).items() if text in said
+    ]
+    assert found == []
+
+
+def test_the_other_operator_takes_over(pair: Resource) -> None:
+    cluster = pair.cluster
+
+    def holder() -> str:
+        lease = json.loads(cluster.kubectl("get", "lease", "-n", SYSTEM, OPERATOR, "-o", "json"))
+        return str(lease["spec"].get("holderIdentity", "")).partition("_")[0]
+
+    before = holder()
+    assert before in operators(cluster)
+    cluster.kubectl("delete", "pod", "-n", SYSTEM, before, "--grace-period=0", "--force", "--wait=false")
+    processes.wait_until("another holder", lambda: holder() not in {"", before}, timeout_s=40)
