@@ -69,7 +69,8 @@ def fleet(**changes: Any) -> Fleet:
 
 def told(world: World) -> tuple[Any, Any, Any]:
     """Returns what the status says of a rollout."""
-    return tuple(world.status.get(k) for k in ("currentRevision", "updateRevision", "updatedReplicas"))
+    status = world.status
+    return status.get("currentRevision"), status.get("updateRevision"), status.get("updatedReplicas")
 
 
 def message(world: World, kind: str) -> str:
