@@ -83,7 +83,9 @@ class HubServer:
     Attributes:
         repositories: by ORG/MODEL; may be changed while it serves.
         seen: what was asked of it.
+        closed: whether it has stopped.
         bytes_per_s: of each file; 0 sends as fast as it can.
+        pause_after_bytes: each file stops there for as long as this is set, and then the connection is cut.
         refuse_with: a status that every request gets, or None.
         break_after_bytes: each connection is cut after so many bytes of a file, or None.
         corrupt: paths that are sent with a wrong byte.
@@ -97,7 +99,9 @@ class HubServer:
     def __init__(self, host: str = "127.0.0.1", content_host: str = "localhost", port: int = 0) -> None:
         self.repositories: dict[str, Repository] = {}
         self.seen = Seen()
+        self.closed = False
         self.bytes_per_s = 0.0
+        self.pause_after_bytes: int | None = None
         self.refuse_with: int | None = None
         self.break_after_bytes: int | None = None
         self.corrupt: set[str] = set()
@@ -122,6 +126,7 @@ class HubServer:
 
     def close(self) -> None:
         """Stops serving; nobody listens then."""
+        self.closed = True
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(10)
@@ -241,6 +246,11 @@ class _Handler(BaseHTTPRequestHandler):
             sent += len(block)
             hub.seen.sent_bytes[path] += len(block)
             if hub.break_after_bytes is not None and sent >= hub.break_after_bytes:
+                self.close_connection = True
+                return
+            if hub.pause_after_bytes is not None and sent >= hub.pause_after_bytes:
+                while hub.pause_after_bytes is not None and not hub.closed:
+                    time.sleep(0.01)
                 self.close_connection = True
                 return
             if hub.bytes_per_s:

@@ -40,6 +40,7 @@ class Fetch:
             "HOME": str(cache.parent),
             "HF_ENDPOINT": hub.endpoint,
             "NO_PROXY": "*",
+            "HF_HUB_DOWNLOAD_TIMEOUT": "60",  # a hub that pauses is not away
             **env,
         }
         with self._log.open("wb") as log:

@@ -176,7 +176,7 @@ class HubModel:
                 FailureReason.MODEL_HUB_UNREACHABLE, f"{model}: {self._clean(error)}", may_heal=True
             ) from error
         except ValueError as error:
-            raise self._no_hub(self._clean(error)) from error
+            raise self._not_understood(error) from error
 
     def _refusal(self, error: Any) -> FetchError:
         status, said = error.response.status_code, self._clean(error)
@@ -195,6 +195,16 @@ class HubModel:
             )
         return FetchError(
             FailureReason.MODEL_NOT_FOUND, f"{self._endpoint} answers {status} for {model}: {said}"
+        )
+
+    def _not_understood(self, error: ValueError) -> FetchError:
+        from huggingface_hub.errors import HFValidationError
+
+        if not isinstance(error, HFValidationError):
+            return self._no_hub(self._clean(error))
+        return FetchError(
+            FailureReason.MODEL_NOT_FOUND,
+            f"{HUB_SCHEME}{self._repository}: {self._clean(error)}; correct spec.model.uri",
         )
 
     def _no_hub(self, why: str) -> FetchError:
