@@ -27,6 +27,8 @@ _NAME = "watching"
 _MODULE = "github.com/prometheus-operator/prometheus-operator"
 _RULES = f"prometheus-{_NAME}-rulefiles-0"
 _MOUNTED = f"/etc/prometheus/rules/{_RULES}"
+_OF_POD = {"$(SHARD)": "0", "$(POD_NAME)": f"prometheus-{_NAME}-0"}
+"""What a side-car writes into the configuration in Prometheus' own pod."""
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -188,7 +190,9 @@ def _wait_for_configuration(cluster: Cluster, jobs: set[str]) -> Path:
         }
         for name, content in rules.get("data", {}).items():
             (folder / "rules" / name).write_text(content)
-        (folder / "prometheus.yaml").write_text(text.replace(_MOUNTED, str(folder / "rules")))
+        for name, value in {_MOUNTED: str(folder / "rules"), **_OF_POD}.items():
+            text = text.replace(name, value)
+        (folder / "prometheus.yaml").write_text(text)
         return jobs <= found and bool(rules.get("data"))
 
     processes.wait_until(

@@ -37,7 +37,9 @@ def test_prometheus_scrapes_the_operator_every_rank_and_vllm(stack: Stack) -> No
 
 def test_ranks_and_vllm_have_the_labels_that_panels_join_by(watched: Watched) -> None:
     for metric in (contract.KV_BLOCKS, "vllm:num_requests_running", contract.GROUP_READY):
-        for labels, _ in watched.prometheus.values(metric):
+        found = watched.prometheus.values(metric)
+        assert found, metric
+        for labels, _ in found:
             assert (labels["namespace"], labels["name"], labels["group"]) == (NAMESPACE, "tiny", GROUP), (
                 metric
             )

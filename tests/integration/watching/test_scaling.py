@@ -95,11 +95,8 @@ def waiting(plane: Cluster) -> float:
     try:
         (item,) = json.loads(plane.kubectl("get", "--raw", PATH))["items"]
     except ClusterError as error:
-        if (
-            "NotFound" not in str(error)
-            and "unavailable" not in str(error)
-            and "could not find" not in str(error)
-        ):
+        # Not known yet, no series yet, or the API server has not seen yet that the adapter answers.
+        if not any(word in str(error) for word in ("(NotFound)", "(ServiceUnavailable)")):
             raise
         return -1.0
     assert (item["describedObject"]["kind"], item["describedObject"]["name"]) == ("HeteroInference", NAME)
