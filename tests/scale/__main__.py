@@ -9,6 +9,8 @@ another. Prints a table, and writes it to FILE; exits 1 if a figure is worse tha
 import argparse
 import asyncio
 import datetime
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,13 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown")
     parser.add_argument("--log", type=Path, metavar="FOLDER", help="new folder for the operators' logs")
     chosen = parser.parse_args(arguments)
+    for end in (signal.SIGINT, signal.SIGTERM):  # either way the cluster and the operator end with us
+        signal.signal(end, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
+        load = os.getloadavg()[2]
         logs = chosen.log or Path(scratch) / "log"
         figures = asyncio.run(measure(chosen.resources, chosen.idle_seconds, logs))
     print("\n".join(build_table(figures)))
     if chosen.write:
         command = f"make scale SCALE='--resources {chosen.resources} --idle-seconds {chosen.idle_seconds:g}'"
-        chosen.write.write_text(build_page(figures, command, datetime.datetime.now(datetime.UTC).date()))
+        chosen.write.write_text(
+            build_page(figures, command, datetime.datetime.now(datetime.UTC).date(), load)
+        )
     return 0 if all(figure.met for figure in figures.limited) else 1
 
 

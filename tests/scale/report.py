@@ -20,7 +20,7 @@ the kubelets that pods run, and for inspect pods what the model is. The operator
 chart's own rights and default settings. Writes are counted by its own metric; objects are compared by uid and
 resourceVersion.
 
-Measured on {date}: {machine}. Command: `{command}`.
+Measured on {date}: {machine}; average load of the 15 minutes before: {load:.1f}. Command: `{command}`.
 
 {table}
 
@@ -138,14 +138,15 @@ def build_table(figures: Figures) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ("---",) * 4, *rows)]
 
 
-def build_page(figures: Figures, command: str, date: datetime.date) -> str:
-    """Returns the whole page: what was run where, and the table."""
+def build_page(figures: Figures, command: str, date: datetime.date, load: float) -> str:
+    """Returns the whole page: what was run where and when, on a machine how busy with other things."""
     return _PAGE.format(
         resources=figures.resources,
         nodes=figures.nodes,
         date=date.isoformat(),
         machine=describe_machine(),
         command=command,
+        load=load,
         table="\n".join(build_table(figures)),
     )
 

@@ -35,6 +35,7 @@ _USERS = re.compile(
 """Fields of a pod that carry what the user wrote."""
 BATCH = 100
 AT_ONCE = 16
+TRIES = 5
 _PLURALS = {
     "Pod": "pods",
     "Service": "services",
@@ -188,10 +189,15 @@ def _path(manifest: Any) -> str:
 async def _refusal(server: ApiServer, path: str, body: Any) -> str:
     """Returns why the API server refuses to create an object, or ""; nothing is kept."""
     query = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": names.MANAGER}
-    try:
-        await server.create(path, body, query)
-    except ApiError as error:
-        if error.status not in REFUSALS:
-            raise
-        return error.said
+    for left in reversed(range(TRIES)):
+        try:
+            await server.create(path, body, query)
+        except ApiError as error:
+            if error.status in REFUSALS:
+                return error.said
+            if error.status or not left:
+                raise
+            await asyncio.sleep(1)  # no answer: a server that is short of CPU says nothing of the object
+        else:
+            break
     return ""
