@@ -191,7 +191,7 @@ def victim(group: Group, ending: Ending) -> int:
 def run(site: Site, options: argparse.Namespace) -> list[Life]:
     """Returns every life; prints each as it ends. A signal ends the groups that are alive, and then this."""
     began = time.monotonic()
-    lock = threading.Lock()
+    lock, stopped = threading.Lock(), threading.Event()
     lives: list[Life] = []
     modes = [Mode(mode) for mode in options.modes.split(",")]
     endings = [Ending[ending] for ending in options.endings.split(",")]
@@ -201,6 +201,8 @@ def run(site: Site, options: argparse.Namespace) -> list[Life]:
         if options.seconds and time.monotonic() - began > options.seconds:
             return
         life = live(number, mode, endings[turn % len(endings)], site)
+        if stopped.is_set():  # ended by this program's own end, which says nothing of it
+            return
         with lock:
             lives.append(life)
             if options.results:
@@ -217,6 +219,7 @@ def run(site: Site, options: argparse.Namespace) -> list[Life]:
             for future in futures:
                 future.result()
         except KeyboardInterrupt:
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for group in list(site.alive):
                 group.terminate()
