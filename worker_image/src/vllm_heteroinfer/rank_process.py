@@ -12,6 +12,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from heteroinfer_contract.plan import Device
 from vllm_heteroinfer import process, queues
+from vllm_heteroinfer.rendezvous import world_init_method
 from vllm_heteroinfer.worker.common import RankContext
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class RankProcess(WorkerProc):
     def __init__(self, config: "VllmConfig", context: RankContext) -> None:
         """Joins the process groups and loads the weights."""
         self.context = context
-        place, leader = context.rank, context.launch.leader
+        place = context.rank
         self.rank = place.rank
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
         wrapper.init_worker(
@@ -55,7 +56,7 @@ class RankProcess(WorkerProc):
                     # A GPU rank sees its own GPU only (launch/environment.py).
                     "local_rank": place.local_rank if place.device is Device.CPU else 0,
                     "rank": place.rank,
-                    "distributed_init_method": f"tcp://{leader.host}:{leader.rendezvous_port}",
+                    "distributed_init_method": world_init_method(context.launch),
                     "is_driver_worker": place.tensor_rank == 0,
                 }
             ]

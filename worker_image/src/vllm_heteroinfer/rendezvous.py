@@ -6,16 +6,82 @@ Every wait has a deadline. Imports torch.
 
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
+from urllib.parse import parse_qs, urlsplit
 
 from torch.distributed import TCPStore
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from heteroinfer_contract.launch import PodLaunch
 from vllm_heteroinfer import process
 
 _POLL_S = 1.0
 """How long one look for a key may block; between looks a signal is seen."""
+
+
+WORLD_SCHEME: Final = "heteroinfer"
+
+
+def world_init_method(launch: PodLaunch) -> str:
+    """Returns the init method of the group's torch.distributed world; can be called again.
+
+    As `tcp://`, but rank 0 listens where `process.bind_host` says: torch's own handler listens on
+    every interface, and `heteroinfer up` has no NetworkPolicy around it.
+    """
+    global _registered  # noqa: PLW0603 - torch's table of schemes is as global, and takes each once
+    if not _registered:
+        register_rendezvous_handler(WORLD_SCHEME, _meet)
+        _registered = True
+    return f"{WORLD_SCHEME}://{launch.leader.host}:{launch.leader.rendezvous_port}"
+
+
+_registered = False
+
+
+def _meet(
+    url: str, timeout: timedelta = default_pg_timeout, **_: object
+) -> Iterator[tuple[TCPStore, int, int]]:
+    """Yields store, rank and world size.
+
+    Source: torch/distributed/rendezvous.py::_tcp_rendezvous_handler@v2.13.0.
+    """
+    where = urlsplit(url)
+    query = parse_qs(where.query)
+    rank, world_size = int(query["rank"][0]), int(query["world_size"][0])
+    assert where.hostname is not None  # world_init_method wrote both
+    assert where.port is not None
+    listener = _listen(where.hostname, where.port, "rendezvous") if rank == 0 else None
+    store = TCPStore(
+        where.hostname,
+        where.port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        master_listen_fd=listener,
+    )
+    yield store, rank, world_size
+    raise RuntimeError("a world is met once: the group starts again as a whole")
+
+
+def _listen(host: str, port: int, what: str) -> int:
+    """Returns the descriptor of a socket that listens on the leader's port; its taker closes it.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((process.bind_host(host), port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"{what} port {port}: {error}; the leader needs this port for its group") from error
+    listener.listen(1024)
+    return listener.detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,22 +123,14 @@ class GroupStore:
             OSError: the port is taken.
         """
         leader = launch.leader
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((process.bind_host(leader.host), leader.executor_port))
-        except OSError as error:
-            raise OSError(
-                f"executor port {leader.executor_port}: {error}; the leader needs this port for its group"
-            ) from error
-        listener.listen(1024)
+        listener = _listen(leader.host, leader.executor_port, "executor")
         store = TCPStore(
             leader.host,
             leader.executor_port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=deadline.left_s),
-            master_listen_fd=listener.detach(),
+            master_listen_fd=listener,
         )
         return cls(store, launch)
 
