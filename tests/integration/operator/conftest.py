@@ -14,7 +14,7 @@ from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.cluster import Cluster
 from tests.cluster.crds import wait_established
 from tests.cluster.folders import REPOSITORY
-from tests.integration.operator.support import CrdName
+from tests.integration.operator.support import CrdName, add_node
 
 _NUMBERS = itertools.count(1)
 
@@ -85,13 +85,6 @@ def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callab
 @pytest_asyncio.fixture
 async def node(server: ApiServer) -> AsyncIterator[str]:
     """A node that plans count on, and that the scheduler keeps pods off."""
-    taint = {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"}
-    body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "room"}, "spec": {"taints": [taint]}}
-    await server.create(NODE.path(), body)
-    status = {
-        "allocatable": {"cpu": "32", "memory": "64Gi", "pods": "110"},
-        "conditions": [{"type": "Ready", "status": "True", "reason": "Test", "message": ""}],
-    }
-    await server.merge(NODE.path(None, "room", "status"), {"status": status})
+    await add_node(server, "room", {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"})
     yield "room"
     await server.delete(NODE.path(None, "room"), {})

@@ -20,7 +20,7 @@ from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.caches import Caches
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.groups import GroupClient
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.manifests.identity import Owner
 
@@ -230,6 +230,17 @@ async def operator(kubeconfig: Path, log: Path, **settings: str) -> AsyncIterato
         yield process
     finally:
         process.kill()
+
+
+async def add_node(server: ApiServer, name: str, *taints: dict[str, str]) -> None:
+    """Stores a node that plans count on: Ready, as far as anybody says."""
+    body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"taints": list(taints)}}
+    await server.create(NODE.path(), body)
+    status = {
+        "allocatable": {"cpu": "32", "memory": "64Gi", "pods": "110"},
+        "conditions": [{"type": "Ready", "status": "True", "reason": "Test", "message": ""}],
+    }
+    await server.merge(NODE.path(None, name, "status"), {"status": status})
 
 
 async def run_pod(server: ApiServer, namespace: str, name: str, *, ready: bool = True) -> None:

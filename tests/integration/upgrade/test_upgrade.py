@@ -18,7 +18,7 @@ from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.manifests.identity import revision
 from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.folders import REPOSITORY
-from tests.integration.operator.support import OperatorProcess, end_pod, operator, run_pod, until
+from tests.integration.operator.support import OperatorProcess, add_node, end_pod, operator, run_pod, until
 from tests.integration.upgrade.record import NAMESPACE, OBJECTS
 
 VERSIONS = sorted(path for path in (Path(__file__).parent / "versions").iterdir() if path.is_dir())
@@ -171,6 +171,7 @@ async def check_as_recorded(server: ApiServer, objects: list[dict[str, Any]]) ->
 
 async def check_next_epoch(server: ApiServer, process: OperatorProcess) -> None:
     """A fall after the upgrade ends the old epoch whole, and the new operator makes the next one."""
+    await add_node(server, "room")  # not before: the scheduler would give the pods of old a node
     await end_pod(server, NAMESPACE, "pair-0-1-1", exit_code=137, message="")
 
     async def second_epoch() -> bool:
