@@ -24,6 +24,7 @@ class Site:
 
     `prefix` is what starts a program in the cluster's own namespaces; empty: on the machine itself.
     `node_grace_s`: a node without a sign of life for so long is NotReady; Kubernetes' own default.
+    `gang_scheduling`: whether kube-scheduler places the pods of a Workload together (alpha).
     """
 
     address: str
@@ -36,6 +37,7 @@ class Site:
     prefix: tuple[str, ...] = ()
     reachable_by_pods: bool = False
     node_grace_s: int = 50
+    gang_scheduling: bool = False
 
     @property
     def server(self) -> str:
@@ -109,6 +111,11 @@ def build_apiserver_command(site: Site, pki: Pki) -> list[str]:
         "--requestheader-extra-headers-prefix=X-Remote-Extra-",
         f"--proxy-client-cert-file={pki.path('front.crt')}",
         f"--proxy-client-key-file={pki.path('front.key')}",
+        *(
+            ("--feature-gates=GenericWorkload=true", "--runtime-config=scheduling.k8s.io/v1alpha1=true")
+            if site.gang_scheduling
+            else ()
+        ),
     ]
 
 
@@ -146,6 +153,7 @@ def build_scheduler_command(site: Site, pki: Pki) -> list[str]:
     return [
         str(tools.program(tools.KUBERNETES, "kube-scheduler")),
         *_client_flags(pki.path("kube-scheduler.kubeconfig"), site.scheduler_port),
+        *(("--feature-gates=GenericWorkload=true,GangScheduling=true",) if site.gang_scheduling else ()),
     ]
 
 

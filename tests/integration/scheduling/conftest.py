@@ -1,0 +1,144 @@
+"""Control planes of these tests' own, with the real kube-scheduler, and nodes without kubelets."""
+
+import itertools
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
+from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.go_modules import module_folder
+from tests.integration.operator.support import PROFILE, SPEC, end_pod, until
+
+_NUMBERS = itertools.count(1)
+FOREIGN_CRDS = {
+    "kueue": ("sigs.k8s.io/kueue", "v0.15.0", "config/components/crd/bases/kueue.x-k8s.io_localqueues.yaml"),
+    "coscheduling": (
+        "sigs.k8s.io/scheduler-plugins",
+        "v0.33.5",
+        "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml",
+    ),
+}
+"""Where each project's own CRD is: module, version, path."""
+
+
+@pytest.fixture(scope="module")
+def plane(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """With kube-scheduler's own gang scheduling where the module asks; nodes need no kubelet."""
+    gangs = bool(request.module.GANG_SCHEDULING)
+    with start_control_plane_only(gang_scheduling=gangs, node_grace_s=3600) as cluster:
+        cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
+        yield cluster
+
+
+@pytest_asyncio.fixture
+async def server(plane: Cluster) -> AsyncIterator[ApiServer]:
+    api_server = ApiServer(await load_configuration(str(plane.kubeconfig)))
+    yield api_server
+    await api_server.close()
+
+
+@pytest.fixture
+def namespace(plane: Cluster) -> Iterator[str]:
+    name = f"scheduling-{next(_NUMBERS)}"
+    plane.kubectl("create", "namespace", name)
+    plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
+    yield name
+    plane.kubectl("delete", "hinf", "--all", "-n", name, "--wait=false")
+    plane.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def install_crd(plane: Cluster, project: str) -> str:
+    """Applies another project's CRD from its Go module; returns its name."""
+    module, version, path = FOREIGN_CRDS[project]
+    text = (module_folder(module, version) / path).read_text()
+    plane.kubectl("apply", "--server-side", "-f", "-", stdin=text)
+    name = str(yaml.safe_load(text)["metadata"]["name"])
+    plane.kubectl("wait", "--for=jsonpath={.status.acceptedNames.kind}", f"crd/{name}", "--timeout=30s")
+    return name
+
+
+async def add_node(server: ApiServer, name: str, *, gpus: int = 0, **fields: Any) -> None:
+    """Makes a node that is Ready, and that no kubelet runs pods on."""
+    taints = fields.pop("taints", [])
+    labels = {"kubernetes.io/hostname": name, **fields.pop("labels", {})}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+    await server.create(NODE.path(), {**node, "spec": {"taints": taints}})
+    await set_gpus(server, name, gpus)
+
+
+async def set_gpus(server: ApiServer, name: str, gpus: int) -> None:
+    """Says for the kubelet what a node has."""
+    amounts = {"cpu": "16", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
+    ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": ""}
+    status = {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}
+    await server.merge(NODE.path(None, name, "status"), {"status": status})
+
+
+async def apply(server: ApiServer, namespace: str, name: str, **spec: Any) -> None:
+    """Creates a HeteroInference of one CPU and one GPU pod, with some fields of its spec changed."""
+    roles = [
+        {"name": "cpu", "device": "CPU", "resources": {"requests": {"cpu": "2", "memory": "8Gi"}}},
+        {"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"},
+    ]
+    body = {
+        "apiVersion": HETERO_INFERENCE.api_version,
+        "kind": names.KIND,
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {**SPEC, "model": {"uri": "file:///models/tiny"}, "scheduling": {}, "roles": roles, **spec},
+    }
+    await server.create(HETERO_INFERENCE.path(namespace), body)
+    await until("the inspect pod", lambda: _inspected(server, namespace, name), timeout_s=30)
+
+
+async def _inspected(server: ApiServer, namespace: str, name: str) -> bool:
+    """Answers for the kubelet as soon as the model is to be looked at."""
+    for pod in await pods_of(server, namespace, name, names.COMPONENT_INSPECT):
+        await end_pod(server, namespace, pod["metadata"]["name"], exit_code=0, message=json.dumps(PROFILE))
+        return True
+    return False
+
+
+async def pods_of(
+    server: ApiServer, namespace: str, name: str, component: str = names.COMPONENT_WORKER
+) -> list[dict[str, Any]]:
+    """Returns the stored pods of a resource."""
+    selector = f"{names.LABEL_RESOURCE}={name},{names.LABEL_COMPONENT}={component}"
+    listed = await server.get(POD.path(namespace), {"labelSelector": selector})
+    return list(listed["items"])
+
+
+async def delete(server: ApiServer, namespace: str, name: str) -> None:
+    """Deletes a resource, and ends its pods for the kubelet, which is not here."""
+    await server.delete(HETERO_INFERENCE.path(namespace, name), {})
+
+    async def ended() -> bool:
+        pods = await pods_of(server, namespace, name)
+        for pod in pods:
+            if "deletionTimestamp" in pod["metadata"]:
+                await server.delete(POD.path(namespace, pod["metadata"]["name"]), {"gracePeriodSeconds": 0})
+        return not pods
+
+    await until(f"the end of {name}'s pods", ended, timeout_s=30)
+
+
+async def capacity(server: ApiServer, namespace: str, name: str) -> tuple[str, str, str]:
+    """Returns status, reason and message of CapacityAvailable; empty while there is none."""
+    stored = await server.get(HETERO_INFERENCE.path(namespace, name))
+    for condition in stored.get("status", {}).get("conditions", ()):
+        if condition["type"] == "CapacityAvailable":
+            return condition["status"], condition["reason"], condition["message"]
+    return "", "", ""
+
+
+async def events(server: ApiServer, namespace: str, reason: str) -> list[str]:
+    """Returns the notes of the events with a reason."""
+    listed = await server.get(EVENT.path(namespace))
+    return [event["note"] for event in listed["items"] if event["reason"] == reason]

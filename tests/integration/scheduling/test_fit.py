@@ -1,0 +1,185 @@
+"""Groups onto nodes by the real kube-scheduler: all of a group or nothing, and who is in the way."""
+
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_operator.kube.paths import POD
+from heteroinfer_operator.kube.server import ApiError, ApiServer
+from tests.cluster.cluster import Cluster
+from tests.integration.operator.support import operator, run_pod, until
+from tests.integration.scheduling.conftest import (
+    add_node,
+    apply,
+    capacity,
+    delete,
+    events,
+    pods_of,
+    set_gpus,
+)
+
+GANG_SCHEDULING = False
+TOO_MANY_REQUESTS = 429
+ZONE = "topology.kubernetes.io/zone"
+
+
+async def nodes_of(server: ApiServer, namespace: str, name: str) -> set[str]:
+    """Returns where the pods of a group are, once all of them are somewhere."""
+    placed = [pod["spec"].get("nodeName", "") for pod in await pods_of(server, namespace, name)]
+    return set(placed) if len(placed) == 2 and all(placed) else set()
+
+
+async def test_room_is_waited_for_shared_and_given_back(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    await add_node(server, "a", gpus=0)
+    await add_node(server, "b", gpus=4, taints=[{"key": "team", "value": "x", "effect": "NoSchedule"}])
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        await apply(server, namespace, "one")
+
+        async def refused() -> str:
+            status, reason, message = await capacity(server, namespace, "one")
+            return message if (status, reason) == ("False", "InsufficientGPU") else ""
+
+        words = await until("the blocker in the condition", refused, timeout_s=30)
+        blocker = (
+            "needs 1 pod (role gpu) with 1 nvidia.com/gpu; "
+            "node a has no nvidia.com/gpu, node b is tainted team=x:NoSchedule"
+        )
+        assert words.startswith(blocker)
+        told = await until("the event", lambda: events(server, namespace, "InsufficientGPU"))
+        assert [note.startswith(blocker) for note in told] == [True], "said once"
+        assert await pods_of(server, namespace, "one") == []
+
+        await set_gpus(server, "a", 1)
+        await until(
+            "all pods placed",
+            lambda: nodes_of(server, namespace, "one"),
+            timeout_s=30,
+            said=lambda: (
+                plane.kubectl("get", "hinf,pods,events", "-n", namespace, "-o", "yaml") + process.said
+            ),
+        )
+        by_role = {
+            p["metadata"]["labels"]["heteroinfer.dev/role"]: p
+            for p in await pods_of(server, namespace, "one")
+        }
+        assert by_role["gpu"]["spec"]["nodeName"] == "a"
+
+        # The last GPU is taken; two others want it when it comes free, and only one can have it.
+        await apply(server, namespace, "two")
+        await apply(server, namespace, "three")
+        await until("both wait", lambda: all_wait(server, namespace, "two", "three"), timeout_s=30)
+        await delete(server, namespace, "one")
+        await until(
+            "one of them has all its pods",
+            lambda: one_is_placed(server, namespace),
+            timeout_s=60,
+            said=lambda: plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.said,
+        )
+        placed = [name for name in ("two", "three") if await nodes_of(server, namespace, name)]
+        (other,) = {"two", "three"} - {*placed}
+        assert await pods_of(server, namespace, other) == [], "nothing of the other is created"
+        assert (await capacity(server, namespace, other))[0] == "False"
+
+
+async def all_wait(server: ApiServer, namespace: str, *resources: str) -> bool:
+    found = [await capacity(server, namespace, name) for name in resources]
+    return {reason for _, reason, _ in found} == {"InsufficientGPU"}
+
+
+async def one_is_placed(server: ApiServer, namespace: str) -> bool:
+    found = [await nodes_of(server, namespace, name) for name in ("two", "three")]
+    return any(found)
+
+
+async def test_a_group_keeps_to_the_zone_that_has_room_for_all_of_it(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    await add_node(
+        server,
+        "z1",
+        gpus=8,
+        labels={ZONE: "1", "pool": "z"},
+    )
+    for name in ("z2", "z3"):
+        await add_node(server, name, gpus=1, labels={ZONE: "2", "pool": "z"})
+    roles = [
+        {
+            "name": name,
+            "device": "GPU",
+            "deviceMemory": "80Gi",
+            "template": {"nodeSelector": {"pool": "z"}},
+            "resources": {"requests": {"cpu": "12"}},
+        }
+        for name in ("first", "second")
+    ]
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        await apply(server, namespace, "zoned", roles=roles, scheduling={"topologyKey": ZONE})
+        found = await until("placed", lambda: nodes_of(server, namespace, "zoned"), timeout_s=30)
+        assert found == {"z2", "z3"}, "zone 1 has GPUs for both, but not CPUs"
+
+
+async def test_pods_placed_one_by_one_tell_the_schedulers_own_words_once(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    selector = {"template": {"nodeSelector": {"pool": "none"}}}
+    roles = [{"name": name, "device": "CPU", **selector} for name in ("first", "second")]
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        # The model is looked at by a pod like those of the first role.
+        await apply(server, namespace, "picky", roles=roles, scheduling={"gang": "Never"})
+
+        async def words() -> str:
+            _, reason, message = await capacity(server, namespace, "picky")
+            return message if "node affinity/selector" in message and reason == "Unschedulable" else ""
+
+        message = await until("the scheduler's words", words, timeout_s=30)
+        assert message.startswith("pod picky-0-1-")
+        assert len(await pods_of(server, namespace, "picky")) == 2
+        await add_node(server, "more", gpus=0)
+
+        async def other_words() -> bool:
+            return (await words()) not in ("", message)
+
+        await until("other words, of one node more", other_words, timeout_s=30)
+        assert len(await events(server, namespace, "Unschedulable")) == 1
+
+
+async def test_a_drain_takes_one_member_and_waits_with_the_others(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        roles = [{"name": name, "device": "CPU"} for name in ("first", "second")]
+        await apply(server, namespace, "drained", roles=roles)
+        await until("placed", lambda: nodes_of(server, namespace, "drained"), timeout_s=30)
+        for pod in await pods_of(server, namespace, "drained"):
+            await run_pod(server, namespace, pod["metadata"]["name"])
+        first, second = [pod["metadata"]["name"] for pod in await pods_of(server, namespace, "drained")]
+        await until("an eviction is allowed", lambda: evict(server, namespace, first), timeout_s=30)
+        with pytest.raises(ApiError, match="disruption budget"):
+            await evict_now(server, namespace, second)
+
+
+async def evict_now(server: ApiServer, namespace: str, name: str) -> None:
+    body = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": name, "namespace": namespace},
+        "deleteOptions": {"gracePeriodSeconds": 30},
+    }
+    await server.create(POD.path(namespace, name, "eviction"), body)
+
+
+async def evict(server: ApiServer, namespace: str, name: str) -> bool:
+    """Evicts as soon as the disruption controller has counted the pods."""
+    try:
+        await evict_now(server, namespace, name)
+    except ApiError as error:
+        if error.status != TOO_MANY_REQUESTS:
+            raise
+        return False
+    return True

@@ -1,0 +1,114 @@
+"""Gangs: half of one is never placed by kube-scheduler's own; other projects' objects against their CRDs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.cluster import Gang, ResourceKey
+from heteroinfer_operator.kube.gangs import find_gangs
+from heteroinfer_operator.kube.paths import COSCHEDULING_POD_GROUP, WORKLOAD
+from heteroinfer_operator.kube.server import ApiError, ApiServer
+from heteroinfer_operator.manifests.gang import build_gang_object
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from tests.cluster.cluster import Cluster
+from tests.integration.operator.support import SPEC, operator, until
+from tests.integration.scheduling.conftest import (
+    add_node,
+    apply,
+    capacity,
+    delete,
+    install_crd,
+    pods_of,
+)
+
+GANG_SCHEDULING = True
+
+
+async def test_half_a_gang_is_never_placed(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    assert await find_gangs(server) == {Gang.NATIVE}
+    pool = {"template": {"nodeSelector": {"pool": "gang"}}, "resources": {"requests": {"cpu": "10"}}}
+    roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
+    await add_node(server, "half", labels={"pool": "gang"})
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        await apply(server, namespace, "whole", roles=roles)
+
+        async def blocked() -> bool:
+            pods = await pods_of(server, namespace, "whole")
+            assert not [p["metadata"]["name"] for p in pods if p["spec"].get("nodeName")], "half a gang"
+            status, reason, message = await capacity(server, namespace, "whole")
+            return (
+                len(pods) == 2 and (status, reason) == ("False", "Unschedulable") and "whole-0-1-" in message
+            )
+
+        # One of the two found room and waits for the other, which did not: the scheduler said so.
+        await until("the scheduler has tried both", blocked, timeout_s=60)
+        (workload,) = (await server.get(WORKLOAD.path(namespace)))["items"]
+        assert workload["metadata"]["name"] == "whole-0-1"
+        assert workload["spec"]["podGroups"] == [{"name": "ranks", "policy": {"gang": {"minCount": 2}}}]
+        assert await blocked()
+
+        await add_node(server, "other-half", labels={"pool": "gang"})
+
+        async def placed() -> bool:
+            nodes = [p["spec"].get("nodeName") for p in await pods_of(server, namespace, "whole")]
+            return sorted(filter(None, nodes)) == ["half", "other-half"]
+
+        await until("all of it is placed", placed, timeout_s=60)
+        await delete(server, namespace, "whole")
+
+        async def gone() -> bool:
+            return not (await server.get(WORKLOAD.path(namespace)))["items"]
+
+        await until("the Workload goes with its resource", gone, timeout_s=60)
+
+
+async def test_coschedulings_pod_group_and_kueues_labels(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    installed = [install_crd(plane, project) for project in ("coscheduling", "kueue")]
+    try:
+        async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+            await process.working()
+            assert await find_gangs(server) == {Gang.NATIVE, Gang.COSCHEDULING, Gang.KUEUE}
+            roles = [{"name": name, "device": "CPU"} for name in ("first", "second")]
+            await apply(server, namespace, "grouped", roles=roles)
+            pods = await until("its pods", lambda: pods_of(server, namespace, "grouped"), timeout_s=30)
+            assert pods[0]["spec"]["schedulerName"] == "scheduler-plugins-scheduler"
+            assert pods[0]["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == "grouped-0-1"
+            (group,) = (await server.get(COSCHEDULING_POD_GROUP.path(namespace)))["items"]
+            assert group["spec"] == {"minMember": 2}
+            assert group["metadata"]["ownerReferences"][0]["kind"] == names.KIND
+
+            await apply(server, namespace, "queued", roles=roles, scheduling={"queueName": "team"})
+            pods = await until("its pods", lambda: pods_of(server, namespace, "queued"), timeout_s=30)
+            labels, notes = pods[0]["metadata"]["labels"], pods[0]["metadata"]["annotations"]
+            assert labels["kueue.x-k8s.io/queue-name"] == "team"
+            assert labels["kueue.x-k8s.io/pod-group-name"] == "queued-0-1"
+            assert notes["kueue.x-k8s.io/pod-group-total-count"] == "2"
+    finally:
+        for name in installed:
+            plane.kubectl("delete", "crd", name, "--wait=false")
+
+
+@pytest.mark.parametrize("gang", [Gang.COSCHEDULING, Gang.NATIVE])
+async def test_objects_say_nothing_that_their_schema_does_not_know(
+    plane: Cluster, server: ApiServer, namespace: str, gang: Gang
+) -> None:
+    if gang is Gang.COSCHEDULING:
+        install_crd(plane, "coscheduling")
+    owner = Owner(
+        key=ResourceKey(namespace=namespace, name="strict"), uid="00000000-0000-0000-0000-000000000000"
+    )
+    built = build_gang_object(parse_spec(SPEC), GroupRef(owner=owner, index=0, epoch=1), gang, 2)
+    assert built is not None
+    kind = COSCHEDULING_POD_GROUP if gang is Gang.COSCHEDULING else WORKLOAD
+    strict: dict[str, Any] = {"dryRun": "All", "fieldValidation": "Strict"}
+    assert (await server.create(kind.path(namespace), built, strict))["metadata"]["name"] == "strict-0-1"
+    with pytest.raises(ApiError, match="unknown field"):
+        await server.create(kind.path(namespace), {**built, "spec": {**built["spec"], "more": 1}}, strict)

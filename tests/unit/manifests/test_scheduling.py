@@ -1,0 +1,57 @@
+"""Fields of a pod's spec that say where it may be: the user's, and what was decided."""
+
+from typing import Any
+
+from heteroinfer_contract.plan import Device
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.demand import pod_demand
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.scheduling import Placing, placed_fields, role_fields
+from tests.unit.planning.models import gpu, plan, spec
+
+GROUP = GroupRef(owner=Owner(key=ResourceKey(namespace="ns", name="llama"), uid="u"), index=0, epoch=3)
+
+
+def fields(role: dict[str, Any], placing: Placing, **changes: Any) -> dict[str, Any]:
+    parsed = spec(role, **changes)
+    (pod,) = plan(parsed).plan.pods
+    return placed_fields(parsed, GROUP, parsed.roles[0], pod, placing)
+
+
+def test_the_taint_of_gpu_nodes_is_tolerated_once() -> None:
+    wanted = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert fields(gpu(), Placing())["tolerations"] == [wanted]
+    given = gpu(template={"tolerations": [wanted, {"key": "team", "operator": "Exists"}]})
+    assert fields(given, Placing())["tolerations"] == [wanted, {"key": "team", "operator": "Exists"}]
+    parsed = parse_spec({"model": {"uri": "hf://a/b"}, "roles": [gpu()]})
+    assert "tolerations" not in role_fields(parsed, parsed.roles[0], Device.CPU), "it stays off GPU nodes"
+
+
+def test_a_group_stays_with_itself_and_where_all_of_it_has_room() -> None:
+    made = fields(
+        gpu(template={"nodeSelector": {"a": "b"}}),
+        Placing(domain=("zone", "2")),
+        scheduling={"topologyKey": "zone"},
+    )
+    assert made["nodeSelector"] == {"a": "b", "zone": "2"}
+    (term,) = made["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "zone"
+    assert term["labelSelector"]["matchLabels"]["heteroinfer.dev/epoch"] == "3"
+
+
+def test_gpu_memory_is_required_of_each_alternative_of_the_user() -> None:
+    alternatives = [
+        {"matchExpressions": [{"key": "disk", "operator": "Exists"}]},
+        {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n"]}]},
+    ]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": alternatives}}
+    made = fields(
+        gpu(template={"affinity": {"nodeAffinity": required}}),
+        Placing(gpu_memory_mib={0: 40960}, nodes={0: "n"}),
+    )
+    demand = pod_demand("p", {}, made)
+    assert demand.node == "n"
+    memory = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": ["40959"]}
+    assert [term["matchExpressions"][-1] for term in demand.node_terms] == [memory, memory]
+    assert demand.node_terms[0]["matchExpressions"][0]["key"] == "disk"
