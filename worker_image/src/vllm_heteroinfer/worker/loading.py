@@ -42,7 +42,7 @@ def counted(runner: Any, report: Callable[[int, int], None]) -> Iterator[None]:
 def _counting(
     loader: type[DefaultModelLoader], config: Any, report: Callable[[int, int], None]
 ) -> type[DefaultModelLoader]:
-    class CountingLoader(loader):  # type: ignore[valid-type, misc]  # its base is the user's choice
+    class CountingLoader(loader):  # the user chooses its base
         done_bytes = 0
         total_bytes = 0
 

@@ -1,0 +1,55 @@
+"""The load of a rank tells how far it is: vLLM's own loader on real files, in the worker's own Python."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.worker.groups import WORKER_PYTHON
+
+pytestmark = pytest.mark.timeout(300)
+
+LOAD = """
+import json, sys
+from types import SimpleNamespace as Values
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import get_model_loader
+from vllm_heteroinfer.worker.loading import counted
+config, said, read = LoadConfig(load_format=sys.argv[2]), [], 0
+runner = Values(load_config=config)
+with counted(runner, lambda done, total: said.append((done, total))):
+    loader = get_model_loader(runner.load_config)
+    if hasattr(loader, "get_all_weights"):
+        for _, tensor in loader.get_all_weights(Values(model=sys.argv[1], revision=None), Values()):
+            read += tensor.nbytes
+print("SAID", json.dumps({"said": said, "read": read, "restored": runner.load_config is config,
+    "seen": loader.load_config is config, "loader": type(loader).__mro__[1].__name__}))
+"""
+
+
+def load(model: Path, load_format: str) -> dict[str, object]:
+    command = [str(WORKER_PYTHON), "-c", LOAD, str(model), load_format]
+    done = subprocess.run(command, check=True, timeout=240, capture_output=True, text=True)
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1].split(" ", 1)[1])
+    return found
+
+
+def test_each_tensor_is_counted_and_the_whole_is_the_files(model: Path) -> None:
+    found = load(model, "auto")
+    files_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    said = found["said"]
+    assert isinstance(said, list)
+    done = [step[0] for step in said]
+    assert len(done) > 20
+    assert done == sorted(done)
+    assert {step[1] for step in said} == {files_bytes}
+    assert done[-1] == found["read"]
+    assert isinstance(found["read"], int)
+    assert 0.95 * files_bytes < found["read"] <= files_bytes
+    assert (found["restored"], found["seen"], found["loader"]) == (True, True, "DefaultModelLoader")
+
+
+def test_a_format_with_a_loader_of_its_own_is_left_alone(model: Path) -> None:
+    found = load(model, "dummy")
+    assert (found["said"], found["restored"], found["seen"]) == ([], True, True)
