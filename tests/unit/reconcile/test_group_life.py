@@ -203,6 +203,24 @@ def test_a_pod_whose_node_was_deleted_goes_by_force_after_its_grace(world: World
     assert FOLLOWER not in world.pods
 
 
+def test_a_loss_on_a_deleted_node_is_put_down_to_the_node(world: World) -> None:
+    on_two_nodes(world)
+    assert world.nodes is not None
+    world.nodes = world.nodes[:1]
+    seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 was silent", pod=1)
+    world.end_pod(LEADER, exit_code=71, message=seen.to_json())
+    world.settle()
+    assert group(world)["failures"][-1]["reason"] == "PodLost", "its node may just not have been seen yet"
+    world.pass_time(100)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == NEXT
+    (failure,) = group(world)["failures"]
+    assert (failure["reason"], failure["counted"], group(world).get("restarts", 0)) == ("NodeLost", False, 0)
+    assert "node far of pod demo-0-1-1 does not exist any more" in failure["message"]
+
+
 def test_no_node_is_lost_where_nodes_may_not_be_read(world: World) -> None:
     on_two_nodes(world)
     world.nodes = None

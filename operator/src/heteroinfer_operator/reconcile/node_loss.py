@@ -43,8 +43,8 @@ class NodeLoss:
         return given_up is not None and given_up <= self.now
 
     def find_fall(self, pods: Sequence[PodView]) -> Fall | None:
-        """Returns the end of an epoch that has a pod on a lost node, or None."""
-        pod = next((pod for pod in pods if self.is_silent(pod)), None)
+        """Returns the end of an epoch that has a pod on a lost node, or on one that was deleted, or None."""
+        pod = next((pod for pod in pods if self._is_orphan(pod)), None)
         if pod is None:
             return None
         return Fall(reason="NodeLost", message=f"{self._describe(pod)}; it is given up", counted=False)
@@ -75,8 +75,10 @@ class NodeLoss:
         return next((self._describe(pod) for pod in pods if self._given_up(pod) is not None), "")
 
     def _describe(self, pod: PodView) -> str:
-        node = self.nodes[pod.node] if self.nodes else None
-        since = node.unreachable_since if node else None
+        node = self.nodes.get(pod.node) if self.nodes else None
+        if node is None:
+            return f"node {pod.node} of pod {pod.name} does not exist any more"
+        since = node.unreachable_since
         return f"node {pod.node} of pod {pod.name} has not been heard since {since:%H:%M:%S} UTC"
 
     def _given_up(self, pod: PodView) -> datetime | None:
