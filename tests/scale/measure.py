@@ -31,6 +31,8 @@ QUIET_S = 30.0
 """Nothing was written for so long: the way up is over."""
 RESTART_TIMEOUT_S = 300.0
 _SAY_EVERY_S = 15.0
+_LOOK_EVERY_S = 5.0
+"""The metrics of a thousand resources cost the operator a part of a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +181,7 @@ async def _create(server: ApiServer, process: OperatorProcess, resources: int) -
             told = time.monotonic()
             usage = _Usage.of(process.process.pid)
             say(f"{told - started:5.0f} s: {ready} groups serve, {usage.rss_bytes / 1e6:.0f} MB")
-        await asyncio.sleep(1)
+        await asyncio.sleep(_LOOK_EVERY_S)
         return ready == resources
 
     await until("every group serves", all_ready, CREATE_TIMEOUT_S, lambda: process.said[-4000:])
