@@ -1,6 +1,8 @@
 """The world's rendezvous: who can reach it, shown by the kernel's table of listening sockets."""
 
 import json
+import os
+import socket
 import subprocess
 
 import pytest
@@ -8,18 +10,15 @@ import pytest
 from tests.integration.worker.groups import WORKER_PYTHON
 
 SCRIPT = """
-import json, socket, sys, types
+import json, sys, types
 import torch.distributed as dist
 from vllm_heteroinfer.rendezvous import world_init_method
 
-host = sys.argv[1]
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
+host, port, rank, world_size = sys.argv[1], *map(int, sys.argv[2:])
 leader = types.SimpleNamespace(host=host, rendezvous_port=port)
 for _ in range(2):
     url = world_init_method(types.SimpleNamespace(leader=leader))
-dist.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
 listening = []
 for family, table in (("ipv4", "tcp"), ("ipv6", "tcp6")):
     for line in open(f"/proc/net/{table}").readlines()[1:]:
@@ -34,8 +33,28 @@ LOOPBACK = {"127.0.0.1": "0100007F", "127.0.1.1": "0101007F"}
 """As the kernel prints them."""
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.mark.parametrize("host", LOOPBACK)
-def test_a_group_of_one_machine_listens_on_loopback_only(host: str) -> None:
-    command = [str(WORKER_PYTHON), "-c", SCRIPT, host]
-    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [["ipv4", LOOPBACK[host]]]
+def test_ranks_of_one_machine_meet_on_loopback_and_nowhere_else(host: str) -> None:
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [str(WORKER_PYTHON), "-c", SCRIPT, host, str(port), str(rank), "2"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [json.loads(line) for line in told] == [[["ipv4", LOOPBACK[host]]]] * 2
