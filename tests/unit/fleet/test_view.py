@@ -9,7 +9,7 @@ from heteroinfer_contract.group_status import RankPhase, RankStatus
 from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.fleet.display import build_table
-from heteroinfer_operator.fleet.reading import _kv_use
+from heteroinfer_operator.fleet.reading import kv_use_of
 from heteroinfer_operator.fleet.view import Live, ResourceLine, build_cells, build_line, waits
 
 KEY = ResourceKey(namespace="ml", name="llama")
@@ -115,5 +115,5 @@ def test_the_table_shows_text_as_it_is() -> None:
 
 def test_kv_use_is_vllms_own_gauge() -> None:
     text = '# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
-    assert _kv_use(text) == 0.25
-    assert _kv_use("vllm:other 1\n") is None
+    assert kv_use_of(text) == 0.25
+    assert kv_use_of("vllm:other 1\n") is None

@@ -125,7 +125,7 @@ class LeaderReader:
             if not report.ready:
                 return Live(report=report)
             metrics = await self._get(stored.key.namespace, leader, stored.api_port, "/metrics")
-        return Live(report=report, kv_use=_kv_use(metrics or ""))
+        return Live(report=report, kv_use=kv_use_of(metrics or ""))
 
     async def _get(self, namespace: str, pod: str, port: int, path: str) -> str | None:
         try:
@@ -139,6 +139,7 @@ class LeaderReader:
         return None
 
 
-def _kv_use(exposition: str) -> float | None:
+def kv_use_of(exposition: str) -> float | None:
+    """Returns the share of the KV cache in use that vLLM's metrics tell, 0 to 1, or None without them."""
     found = [float(value) for value in _KV_USE.findall(exposition)]
     return max(found) if found else None
