@@ -144,7 +144,7 @@ def gpu_memory_mib(spec: HeteroInferenceSpec, plan: Plan, labelled: Collection[s
         plan: of the group.
         labelled: roles whose GPUs have labels.
     """
-    by_labels = {role.name for role in spec.roles if role.device_memory is None} & set(labelled)
+    by_labels = {role.name for role in spec.roles if role.device_memory is None and role.name in labelled}
     return {
         pod.index: max(
             ceil((rank.weight_bytes + rank.kv_cache_bytes) / GPU_USABLE / 2**20) for rank in pod.ranks
@@ -155,9 +155,11 @@ def gpu_memory_mib(spec: HeteroInferenceSpec, plan: Plan, labelled: Collection[s
 
 
 def labelled_roles(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> frozenset[str]:
-    """Returns the GPU roles that every node with their GPUs has a label of memory for."""
+    """Returns the GPU roles without deviceMemory for whose GPUs every node has a label of memory."""
     found = set()
     for role in spec.roles:
+        if role.device is not Device.GPU or role.device_memory is not None:
+            continue
         having = [node for node in nodes if node.allocatable.get(role.gpu_resource, 0) > 0]
         if having and all(device_memory_mib(node, role.gpu_resource) is not None for node in having):
             found.add(role.name)

@@ -180,11 +180,8 @@ def device_memory_mib(node: NodeView, resource: str) -> int | None:
 def _hardness(kind: _Kind) -> tuple[float, ...]:
     """Returns how hard it is to place a kind: devices first, then the share of the largest room."""
     requests = kind.demand.requests
-    shares = [
-        asked / max(room.free.get(name, 0.0) for room in kind.rooms)
-        for name, asked in requests.items()
-        if any(room.free.get(name, 0.0) > 0 for room in kind.rooms)
-    ]
+    largest = {name: max((room.free.get(name, 0.0) for room in kind.rooms), default=0.0) for name in requests}
+    shares = [asked / largest[name] for name, asked in requests.items() if largest[name] > 0]
     return (float(any("/" in name for name in requests)), max(shares, default=0.0))
 
 

@@ -24,15 +24,11 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, Manifest, PodView, RecordEvent
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.manifests.gang import build_gang_object
-from heteroinfer_operator.manifests.identity import GroupRef
-from heteroinfer_operator.manifests.pod import WorkerPods
-from heteroinfer_operator.manifests.scheduling import Placing
-from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.context import Context
 from heteroinfer_operator.reconcile.failure import Fall, find_fall
+from heteroinfer_operator.reconcile.members import decide_creates, gang_object, start_events
 
 _FALLEN_GRACE_S = 2
 """For the members of a fallen group: there is no request left that they could answer."""
@@ -302,35 +298,13 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
     status = status.model_copy(update=update)
     return GroupDecision(
         status=status,
-        creates=_creates(context, status, plan, {pod.index for pod in plan.pods}, planned.placing),
-        events=_start_events(status, planned),
+        creates=decide_creates(context, status, plan, {pod.index for pod in plan.pods}, planned.placing),
+        events=start_events(status, planned),
         plan=plan,
         notes=planned.notes,
         unplaced=planned.missing,
-        gang_object=_gang_object(context, status, plan, planned.placing),
+        gang_object=gang_object(context, status, plan, planned.placing),
     )
-
-
-def _start_events(status: GroupStatus, planned: Planned) -> tuple[RecordEvent, ...]:
-    who = f"group {status.index} epoch {status.epoch}"
-    plan = planned.plan
-    told = [
-        RecordEvent(
-            reason="EpochStarted",
-            message=f"{who}: creating {len(plan.pods)} pods for {plan.world_size} ranks",
-        )
-    ]
-    if planned.on_cpus:
-        told.append(RecordEvent(reason="RunsOnCPUs", message=planned.on_cpus[:1000], warning=True))
-    if planned.hybrid_not_needed:
-        told.append(RecordEvent(reason="HybridNotNeeded", message=planned.hybrid_not_needed[:1000]))
-    return tuple(told)
-
-
-def _gang_object(
-    context: Context, status: GroupStatus, plan: Plan, placing: Placing
-) -> dict[str, Any] | None:
-    return build_gang_object(context.spec, _group_ref(context, status), placing.gang, len(plan.pods))
 
 
 def _living(
@@ -367,11 +341,11 @@ def _living(
     return GroupDecision(
         status=status,
         deletes=context.node_loss.deletes(spare, grace_s=0),
-        creates=_creates(context, status, plan, missing, placing),
+        creates=decide_creates(context, status, plan, missing, placing),
         events=_events(before, status, current, spare),
         plan=plan,
         unplaced=_unplaced(current),
-        gang_object=_gang_object(context, status, plan, placing),
+        gang_object=gang_object(context, status, plan, placing),
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
 
@@ -401,26 +375,3 @@ def _unplaced(pods: Sequence[PodView]) -> str:
     return next(
         (f"pod {pod.name} is not placed: {pod.unschedulable}"[:1024] for pod in pods if pod.unschedulable), ""
     )
-
-
-def _group_ref(context: Context, status: GroupStatus) -> GroupRef:
-    return GroupRef(owner=context.owner, index=status.index, epoch=status.epoch)
-
-
-def _creates(
-    context: Context, status: GroupStatus, plan: Plan, indices: set[int], placing: Placing
-) -> tuple[CreateObject, ...]:
-    if not indices:
-        return ()
-    group = _group_ref(context, status)
-    pods = WorkerPods(
-        spec=context.spec,
-        group=group,
-        plan=plan,
-        revision=context.revision,
-        addresses=context.options.addressing.pods(context.spec, group, plan),
-        source=context.source,
-        images=context.options.images,
-        placing=placing,
-    )
-    return tuple(CreateObject(manifest=pods.build(pod)) for pod in plan.pods if pod.index in indices)

@@ -1,0 +1,67 @@
+"""The pods of an epoch, and what is said when it starts. Pure."""
+
+from typing import Any
+
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import GroupStatus
+from heteroinfer_operator.cluster import CreateObject, RecordEvent
+from heteroinfer_operator.manifests.gang import build_gang_object
+from heteroinfer_operator.manifests.identity import GroupRef
+from heteroinfer_operator.manifests.pod import WorkerPods
+from heteroinfer_operator.manifests.scheduling import Placing
+from heteroinfer_operator.planning import Planned
+from heteroinfer_operator.reconcile.context import Context
+
+
+def start_events(status: GroupStatus, planned: Planned) -> tuple[RecordEvent, ...]:
+    """Returns what people should know when an epoch starts."""
+    who = f"group {status.index} epoch {status.epoch}"
+    plan = planned.plan
+    told = [
+        RecordEvent(
+            reason="EpochStarted",
+            message=f"{who}: creating {len(plan.pods)} pods for {plan.world_size} ranks",
+        )
+    ]
+    if planned.on_cpus:
+        told.append(RecordEvent(reason="RunsOnCPUs", message=planned.on_cpus[:1000], warning=True))
+    if planned.hybrid_not_needed:
+        told.append(RecordEvent(reason="HybridNotNeeded", message=planned.hybrid_not_needed[:1000]))
+    return tuple(told)
+
+
+def gang_object(context: Context, status: GroupStatus, plan: Plan, placing: Placing) -> dict[str, Any] | None:
+    """Returns what tells a gang scheduler of an epoch, or None."""
+    return build_gang_object(context.spec, _group_ref(context, status), placing.gang, len(plan.pods))
+
+
+def decide_creates(
+    context: Context, status: GroupStatus, plan: Plan, indices: set[int], placing: Placing
+) -> tuple[CreateObject, ...]:
+    """Returns the pods to create.
+
+    Args:
+        context: of this pass.
+        status: of the group: its epoch.
+        plan: of the epoch.
+        indices: of the pods that are missing.
+        placing: where they belong.
+    """
+    if not indices:
+        return ()
+    group = _group_ref(context, status)
+    pods = WorkerPods(
+        spec=context.spec,
+        group=group,
+        plan=plan,
+        revision=context.revision,
+        addresses=context.options.addressing.pods(context.spec, group, plan),
+        source=context.source,
+        images=context.options.images,
+        placing=placing,
+    )
+    return tuple(CreateObject(manifest=pods.build(pod)) for pod in plan.pods if pod.index in indices)
+
+
+def _group_ref(context: Context, status: GroupStatus) -> GroupRef:
+    return GroupRef(owner=context.owner, index=status.index, epoch=status.epoch)
