@@ -2,11 +2,13 @@
 
     python -m tests.integration.specs [--count 10000] [--seed NUMBER]
 
-Prints how far it is, and a line with the result; exits 1 with the first findings if there are any.
+Prints how far it is, and a line with the result; exits 1 with the first findings if there are any, and
+if it was interrupted.
 """
 
 import argparse
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,19 +30,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     say(f"seed {chosen.seed}")
     started = told_at = time.monotonic()
+    latest = Result()
+    for end in (signal.SIGINT, signal.SIGTERM):  # the cluster ends with us, and what was found is told
+        signal.signal(end, signal.default_int_handler)
 
     def told(result: Result) -> None:
-        nonlocal told_at
+        nonlocal told_at, latest
+        latest = result
         if time.monotonic() - told_at > _SAY_EVERY_S:
             told_at = time.monotonic()
             say(f"{told_at - started:5.0f} s: {result.line}")
 
-    with start_cluster() as cluster:
-        result = check_specs(cluster, chosen.count, number=chosen.seed, told=told)
-    for finding in result.findings[:_SHOWN]:
+    interrupted = False
+    try:
+        with start_cluster() as cluster:
+            check_specs(cluster, chosen.count, number=chosen.seed, told=told)
+    except KeyboardInterrupt:
+        interrupted = True
+    for finding in latest.findings[:_SHOWN]:
         print(f"{finding}\n", file=sys.stderr)
-    print(f"{result.line}; seed {chosen.seed}, {time.monotonic() - started:.0f} s")
-    return 1 if result.findings else 0
+    print(f"{latest.line}; seed {chosen.seed}, {time.monotonic() - started:.0f} s")
+    return 1 if latest.findings or interrupted else 0
 
 
 if __name__ == "__main__":
