@@ -1,0 +1,148 @@
+"""Pods that nodes reject, nodes that are lost, and the grace of pods that end, on a real API server.
+
+No kubelet is here: the tests say for it how pods and nodes fare.
+"""
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
+from heteroinfer_operator.kube.server import ApiServer
+from tests.integration.operator.life import (
+    Install,
+    bring_up,
+    condition,
+    serve_epoch,
+    status_of,
+    stored,
+    workers,
+)
+from tests.integration.operator.support import add_node, operator, until
+
+LEADER, FOLLOWER = "tiny-0-1-0", "tiny-0-1-1"
+
+
+@pytest.fixture
+async def far(server: ApiServer) -> AsyncIterator[str]:
+    """A second node, for the follower."""
+    await add_node(server, "far", {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"})
+    yield "far"
+    await server.delete(NODE.path(None, "far"), {})
+
+
+async def pods(server: ApiServer, namespace: str) -> dict[str, dict[str, Any]]:
+    return {pod["metadata"]["name"]: pod for pod in await stored(server, POD, namespace)}
+
+
+async def change(server: ApiServer, namespace: str, **spec: Any) -> None:
+    await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": spec})
+
+
+async def bind(server: ApiServer, namespace: str, pod: str, node: str) -> None:
+    target = {"apiVersion": "v1", "kind": "Node", "name": node}
+    body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
+    await server.create(POD.path(namespace, pod, "binding"), body)
+
+
+async def silence(server: ApiServer, node: str, since: datetime) -> None:
+    """Says for the node controller that a kubelet has not been heard."""
+    ready = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": "silent"}
+    moment = since.strftime("%Y-%m-%dT%H:%M:%SZ")
+    conditions = [{**ready, "lastTransitionTime": moment}]
+    await server.merge(NODE.path(None, node, "status"), {"status": {"conditions": conditions}})
+
+
+async def remove(server: ApiServer, namespace: str, *names: str) -> None:
+    """Says for the kubelet that these pods have ended."""
+    for name in names:
+        await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
+
+
+async def test_a_pod_that_its_node_rejects_is_replaced_alone(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+        await process.working()
+        await bring_up(server, namespace)
+        # The next epoch, whose pods nobody runs.
+        await remove(server, namespace, FOLLOWER)
+        leader, follower = await until("the next epoch", lambda: two_workers(server, namespace, 2))
+        before = await pods(server, namespace)
+        rejected = {"phase": "Failed", "reason": "OutOfcpu", "message": "Node didn't have enough resource"}
+        await server.merge(POD.path(namespace, follower, "status"), {"status": rejected})
+
+        async def replaced() -> bool:
+            now = (await pods(server, namespace)).get(follower)
+            return now is not None and now["metadata"]["uid"] != before[follower]["metadata"]["uid"]
+
+        await until("another pod of its name", replaced, timeout_s=30, said=lambda: process.said)
+        now = await pods(server, namespace)
+        assert now[leader]["metadata"]["uid"] == before[leader]["metadata"]["uid"]
+        await serve_epoch(server, namespace, 2)
+        group = (await status_of(server, namespace))["groups"][0]
+        assert (group["epoch"], len(group["failures"])) == (2, 1)
+        events = (await server.get(EVENT.path(namespace)))["items"]
+        assert any(e["reason"] == "PodReplaced" and "OutOfcpu" in e["note"] for e in events)
+        assert "Traceback" not in process.said
+
+
+async def two_workers(server: ApiServer, namespace: str, epoch: int) -> list[str]:
+    found = await workers(server, namespace, epoch)
+    return found if len(found) == 2 else []
+
+
+async def is_deleting(server: ApiServer, namespace: str, name: str) -> bool:
+    return "deletionTimestamp" in (await pods(server, namespace))[name]["metadata"]
+
+
+async def test_a_pod_of_a_lost_node_goes_by_force_and_the_group_starts_again(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str, far: str
+) -> None:
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+        await process.working()
+        await bring_up(server, namespace)
+        await change(server, namespace, restart={"nodeLostAfter": "3s"})
+        await bind(server, namespace, LEADER, node)
+        await bind(server, namespace, FOLLOWER, far)
+        lost_at = datetime.now(UTC)
+        await silence(server, far, lost_at)
+
+        async def is_gone() -> bool:
+            return FOLLOWER not in await pods(server, namespace)
+
+        await until("the pod of the lost node goes", is_gone, said=lambda: process.said)
+        assert datetime.now(UTC) - lost_at > timedelta(seconds=2)
+        assert await condition(server, namespace, "Ready") == ("False", "NodeLost")
+        assert await is_deleting(server, namespace, LEADER)
+        assert not await workers(server, namespace, 2), "the leader is not gone yet"
+        await remove(server, namespace, LEADER)
+        await serve_epoch(server, namespace, 2)
+        group = (await status_of(server, namespace))["groups"][0]
+        (failure,) = group["failures"]
+        assert (failure["reason"], failure["counted"], group.get("restarts", 0)) == ("NodeLost", False, 0)
+        assert " 403 " not in process.said
+        assert "Traceback" not in process.said
+
+
+async def test_pods_that_end_on_purpose_have_the_time_to_drain(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+        await process.working()
+        await bring_up(server, namespace)
+        for name in (LEADER, FOLLOWER):
+            await bind(server, namespace, name, node)
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        await until("the pods go", lambda: is_deleting(server, namespace, FOLLOWER))
+        found = await pods(server, namespace)
+        assert {found[n]["metadata"]["deletionGracePeriodSeconds"] for n in (LEADER, FOLLOWER)} == {90}
+
+        async def told() -> bool:
+            return await condition(server, namespace, "Ready") == ("False", "Deleting")
+
+        await until("the status says so", told)
+        await remove(server, namespace, LEADER, FOLLOWER)
