@@ -39,7 +39,7 @@ def draw(board: Board, watched: Watched, target: Path) -> None:
     places = list(board.places())
     height = max(place.y + place.height for _, place in places)
     figure = Figure(figsize=(_WIDTH_IN, (height + 1) * _ROW_IN), facecolor="white")
-    figure.text(0.008, 1 - 0.6 / (height + 1), board.title, fontsize=13, weight="bold", color=_INK)
+    figure.text(0.008, 1 - 0.8 / (height + 1), board.title, fontsize=13, weight="bold", color=_INK)
     for item, place in places:
         if isinstance(item, Row):
             y = 1 - (place.y + 1.75) / (height + 1)
@@ -58,7 +58,7 @@ def _axes(figure: Figure, panel: Panel, place: Place, height: int) -> Axes:
     wide, high = 1 / GRID, 1 / height
     left = 0.045 if panel.kind is Kind.TIME else 0.012
     if panel.kind in {Kind.BARS, Kind.STACK}:
-        left = 0.1 if panel.kind is Kind.BARS else 0.03
+        left = 0.12 if panel.kind is Kind.BARS else 0.03
     x, y = place.x * wide + left, 1 - (place.y + 1 + place.height) * high
     below = (1.9 if panel.kind is Kind.TIME else 1.1 if panel.kind is Kind.STACK else 0.3) * high
     axes = figure.add_axes(
@@ -70,7 +70,7 @@ def _axes(figure: Figure, panel: Panel, place: Place, height: int) -> Axes:
         panel.title,
         fontsize=8.5,
         color=_INK,
-        weight="medium",
+        weight="normal",
     )
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_color("#d0d7de" if side in {"left", "bottom"} else "none")
@@ -181,7 +181,7 @@ def _write_rows(axes: Axes, head: Sequence[str], rows: Sequence[Sequence[str]]) 
         for column, text in enumerate(row):
             axes.text(
                 column / len(head), 0.92 - number * 0.125, text, fontsize=8, transform=axes.transAxes,
-                color=_INK if number else _QUIET, weight="normal" if number else "medium", va="center",
+                color=_INK if number else _QUIET, weight="normal", va="center",
             )  # fmt: skip
 
 

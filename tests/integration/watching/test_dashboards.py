@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from heteroinfer_contract import metrics as contract
+from tests.cluster import processes
 from tests.integration.watching.stack import CHART, GROUP, NAMESPACE, Stack, metrics_of, watch
 from tests.integration.worker.groups import fetch
 from tests.watching.board import Board, Query
@@ -27,12 +28,15 @@ def queries() -> list[Query]:
 
 
 def test_prometheus_scrapes_the_operator_every_rank_and_vllm(stack: Stack) -> None:
-    targets = stack.prometheus.targets()
     hosts = [address.host for address in stack.group.addresses]
     wanted = {f"http://{host}:9400/metrics" for host in hosts} | {f"http://{hosts[0]}:8000/metrics"}
-    assert wanted < set(targets)
-    assert len(targets) == len(wanted) + 1, "and the operator"
-    assert set(targets.values()) == {"up"}, targets
+
+    def all_up() -> bool:
+        targets = stack.prometheus.targets()
+        ours = wanted <= set(targets) and len(targets) == len(wanted) + 1  # and the operator
+        return ours and set(targets.values()) == {"up"}
+
+    processes.wait_until(f"four targets up, three of them {wanted}", all_up, timeout_s=30)
 
 
 def test_ranks_and_vllm_have_the_labels_that_panels_join_by(watched: Watched) -> None:
