@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(chosen: argparse.Namespace) -> None:
     if chosen.command == "build":
-        ensure_tools(tools.ALL)
+        ensure_tools((*tools.ALL, *tools.WATCHING))
     elif chosen.command == "images":
         _images(chosen.targets or images.TARGETS, chosen.load)
     elif chosen.command == "up":

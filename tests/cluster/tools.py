@@ -66,6 +66,8 @@ PROMETHEUS_OPERATOR = Tool(name="prometheus-operator", programs=("operator",))
 PROMETHEUS_ADAPTER = Tool(name="prometheus-adapter", programs=("adapter",))
 ALL = (ETCD, KUBERNETES, HELM, COREDNS)
 """What most tests need; the others are built where they are used."""
+WATCHING = (PROMETHEUS, PROMETHEUS_OPERATOR, PROMETHEUS_ADAPTER)
+"""What the tests of dashboards, alerts and autoscaling need besides."""
 
 
 def build_ldflags(tool: Tool) -> str:
