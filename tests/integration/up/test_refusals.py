@@ -118,7 +118,7 @@ def test_gpu_role_without_a_gpu_says_what_it_waits_for(tmp_path: Path, model_dir
     file = write(tmp_path, resource(model_dir, roles=[CPU_ROLE, GPU_ROLE], planning=shortage))
     with RunningUp(["-f", file, "--port", port], env={**NO_GPU, "TMPDIR": str(tmp_path)}) as up:
         told = up.wait_line(re.compile(r"CapacityAvailable=False InsufficientGPU: (.*)"), TIMEOUT_S)[1]
-        assert "got 0 nvidia.com/gpu, expected 1" in told
+        assert "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node localhost has no nvidia.com/gpu" in told
         assert "set planning.onGPUShortage.action: CPUOnly" in told
         assert up.process.poll() is None
         assert up.stop(signal.SIGTERM) == 0
