@@ -1,5 +1,6 @@
 """A real group that is asked to stop: what runs gets all of its tokens, what comes is refused."""
 
+import contextlib
 import json
 import time
 import urllib.error
@@ -100,12 +101,10 @@ def test_past_the_drain_timeout_the_group_ends_anyway(
         next(stream)
         group.terminate()
         asked = time.monotonic()
-        got = []
-        try:
-            got = [reason for _, reason in stream]
-        except (OSError, ValueError):
-            got.append("broken")
-        assert got[-1] in {"abort", "error", "broken"}, "it ended before the time was up"
+        reasons: list[str | None] = []
+        with contextlib.suppress(OSError, ValueError):  # it may be cut off in the middle of an event
+            reasons += (reason for _, reason in stream)
+        assert "length" not in reasons, "it ended before the time was up"
         stopped = [member.process.wait(STOP_LIMIT_S) for member in group.members]
         assert time.monotonic() - asked < DRAIN_S + STOP_LIMIT_S
     assert stopped == [names.EXIT_STOPPED] * 2, group.logs()
