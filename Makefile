@@ -92,7 +92,7 @@ CHURN := --groups 200 --parallel 5 --modes Pipeline,Tensor
 churn: setup  ## 200 starts and ends of tiny CPU groups: no hang, nothing left
 	$(BIN)/python -m tests.bench.churn $(CHURN)
 
-SOAK := --seconds 3600 --resources 50
+SOAK := --seconds 3600 --resources 50 --real
 soak: setup  ## an hour of pods that go and an API server that dies: all Ready after it, nothing leaked; root
 	@$(BIN)/python -m tests.cluster build
 	$(BIN)/python -m tests.soak $(SOAK)

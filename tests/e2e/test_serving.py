@@ -1,15 +1,10 @@
-"""The whole way on a real node: install the chart, apply an example, ask, break it, remove it.
+"""The whole way on a real node: install the chart, apply an example, ask, remove it. What breaks it: faults/.
 
 The tests are one story and run in this order; each leaves the group serving for the next.
 """
 
 import concurrent.futures
-import json
 import re
-import shutil
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +15,24 @@ from tests.cluster import processes
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
 from tests.cluster.volumes import volume_manifests
-from tests.e2e.serving import ReadyWatch, Resource
+from tests.e2e.serving import OPERATOR_LABELS, RELEASE, SYSTEM, Resource, install
 from tests.models import PROMPTS, REFERENCE_TOKENS
 
-RELEASE = "heteroinfer"
-VALUES = REPOSITORY / "tests/cluster/values.yaml"
-SYSTEM = "heteroinfer-system"
 NAMESPACE = "serving"
-NOT_READY_S = 2.0
-"""Ready must be false so soon after a rank's death."""
 START_S = 420.0
-OPERATOR_LABELS = "app.kubernetes.io/name=heteroinfer-operator"
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Returns a folder for a volume with the model in `small`, and what transformers answers."""
-    python = REPOSITORY / ".venv-worker/bin/python"
-    folder = tmp_path_factory.mktemp("models") / "small"
-    folder.parent.chmod(0o755)  # workers are not root
-
-    def run(*arguments: str) -> str:
-        command = [str(python), "-m", "tests.models", *arguments]
-        return subprocess.run(
-            command, cwd=REPOSITORY, check=True, text=True, stdout=subprocess.PIPE, timeout=300
-        ).stdout
-
-    run(str(folder))
-    return folder.parent, json.loads(run("reference", str(folder)))
-
-
-@pytest.fixture(scope="module")
 def installed(node_cluster: NodeCluster) -> NodeCluster:
     """The chart, installed as the README says, with the images of this tree."""
-    node_cluster.helm(
-        "install", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
-        "--create-namespace", "--values", str(VALUES), "--wait", "--timeout", "120s",
-    )  # fmt: skip
+    install(node_cluster)
     return node_cluster
 
 
 @pytest.fixture(scope="module")
-def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator[Resource]:
+def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource:
     """examples/cpu-pair.yaml, applied in a namespace that enforces the restricted Pod Security Standard."""
     installed.kubectl("create", "namespace", NAMESPACE)
     installed.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
@@ -71,14 +40,7 @@ def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator
     installed.kubectl("apply", "-n", NAMESPACE, "-f", str(REPOSITORY / "examples/cpu-pair.yaml"))
     resource = Resource(cluster=installed, namespace=NAMESPACE, name="cpu-pair")
     resource.wait_ready(START_S)
-    yield resource
-    shutil.rmtree(model[0])
-
-
-@pytest.fixture(scope="module")
-def watch(pair: Resource) -> Iterator[ReadyWatch]:
-    with ReadyWatch(pair) as ready:
-        yield ready
+    return resource
 
 
 def check_tokens(pair: Resource, reference: dict[str, Any]) -> None:
@@ -90,12 +52,6 @@ def check_tokens(pair: Resource, reference: dict[str, Any]) -> None:
         }
         for prompt, answer in asked.items():
             assert answer.result() == reference[prompt]["token_ids"]
-
-
-def wait_next_epoch(pair: Resource, watch: ReadyWatch, fell_at: float, epoch: int) -> None:
-    watch.wait_for(lambda status, _: status == "True", START_S, since=fell_at)
-    (group,) = pair.status["groups"]
-    assert group["epoch"] == epoch
 
 
 def test_the_installation_tests_itself(installed: NodeCluster) -> None:
@@ -155,79 +111,6 @@ def test_the_groups_own_ports_are_closed_to_others(pair: Resource) -> None:
     assert not reaches(names.DEFAULT_CONTROL_PORT)
     assert not reaches(names.DEFAULT_RENDEZVOUS_PORT)
     assert not reaches(names.DEFAULT_EXECUTOR_PORT)
-
-
-def test_a_deleted_follower_ends_the_epoch_and_the_next_serves(
-    pair: Resource, watch: ReadyWatch, model: tuple[Path, dict[str, Any]]
-) -> None:
-    follower = pair.pods()[1]["metadata"]["name"]
-    deleted_at = time.time()
-    pair.cluster.kubectl("delete", "pod", "-n", NAMESPACE, follower, "--wait=false")
-    fell_at = watch.wait_for(lambda status, _: status == "False", 10, since=deleted_at)
-    assert fell_at - deleted_at < NOT_READY_S
-    wait_next_epoch(pair, watch, fell_at, epoch=2)
-    (group,) = pair.status["groups"]
-    assert group["restarts"] == 1
-    assert group["failures"][-1]["reason"] == "PodDeleted"
-    assert follower in group["failures"][-1]["message"]
-    check_tokens(pair, model[1])
-
-
-def test_a_killed_rank_is_named_and_the_next_epoch_serves(
-    pair: Resource, watch: ReadyWatch, model: tuple[Path, dict[str, Any]]
-) -> None:
-    killed_at = pair.kill_rank(pair.pods()[1], rank=1)
-    fell_at = watch.wait_for(lambda status, _: status == "False", 10, since=killed_at)
-    assert fell_at - killed_at < NOT_READY_S
-    wait_next_epoch(pair, watch, fell_at, epoch=3)
-    (group,) = pair.status["groups"]
-    failure = group["failures"][-1]
-    assert (failure["reason"], failure["rank"], failure["exitCode"]) == ("RankExited", 1, -9)
-    assert group["restarts"] == 2
-    events = pair.get("events")["items"]
-    culprit = [event for event in events if event["reason"] == "RankExited"]
-    assert any("rank 1" in event.get("message", event.get("note", "")) for event in culprit), events
-    check_tokens(pair, model[1])
-
-
-def test_the_operator_goes_and_comes_back_and_serving_goes_on(
-    pair: Resource, model: tuple[Path, dict[str, Any]]
-) -> None:
-    before = [(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in pair.pods()]
-    version = pair.get(names.SINGULAR, pair.name)["metadata"]["resourceVersion"]
-    cluster = pair.cluster
-    old = cluster.kubectl("get", "pods", "-n", SYSTEM, "-l", OPERATOR_LABELS, "-o", "name").strip()
-    cluster.kubectl("delete", "-n", SYSTEM, old, "--wait=false")
-    reference = model[1][PROMPTS[0]]
-    answered = 0
-
-    def new_operator_works() -> bool:
-        nonlocal answered
-        assert pair.complete(reference["prompt_token_ids"], 4) == reference["token_ids"][:4]
-        answered += 1
-        pods = json.loads(cluster.kubectl("get", "pods", "-n", SYSTEM, "-l", OPERATOR_LABELS, "-o", "json"))
-        living = [pod for pod in pods["items"] if f"pod/{pod['metadata']['name']}" != old]
-        if len(pods["items"]) != 1 or not living or not living[0]["status"].get("podIP"):
-            return False
-        try:
-            _, text = cluster.pod_http(living[0]["status"]["podIP"], 8080, "/metrics")
-        except OSError:
-            return False
-        passes = [
-            line
-            for line in text.splitlines()
-            if line.startswith(metrics.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
-        ]
-        return bool(passes) and float(passes[0].split()[-1]) > 0
-
-    processes.wait_until("a pass of the new operator", new_operator_works, timeout_s=90)
-    assert answered > 1
-    assert [(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in pair.pods()] == before
-    after = pair.get(names.SINGULAR, pair.name)
-    assert after["status"]["groups"][0]["epoch"] == 3
-    if after["metadata"]["resourceVersion"] != version:
-        # Step times are the one thing that may have been written meanwhile.
-        assert after["status"]["groups"][0]["measuredTime"]
 
 
 def test_delete_leaves_nothing(pair: Resource) -> None:

@@ -1,0 +1,239 @@
+"""The faults themselves: each makes one happen for real, and takes back what would stay."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tests.cluster import processes
+from tests.cluster.control_plane import api_server_down
+from tests.cluster.node import CTR
+from tests.e2e.faults import resources
+from tests.e2e.faults.scene import Scene, is_exiting
+from tests.e2e.serving import OPERATOR_LABELS, SYSTEM
+
+API_SERVER_AWAY_S = 3.0
+TABLE = "heteroinfer_fault"
+
+
+def kill_rank(rank: int) -> Callable[[Scene], AbstractContextManager[float]]:
+    """Kills the process of a rank, which is alone in its pod."""
+
+    @contextlib.contextmanager
+    def inject(scene: Scene) -> Iterator[float]:
+        pod = scene.pod(rank)
+        pid = scene.pair.rank_pid(pod, rank)
+        yield float(scene.pair.execute(pod, f"import os, time; print(time.time()); os.kill({pid}, 9)"))
+
+    return inject
+
+
+EXHAUST = """
+import os, time
+# The rank is the one that the kernel takes, as if it had asked for this memory itself.
+open('/proc/{pid}/oom_score_adj', 'w').write('1000')
+# One after the other, and none worth more to the kernel than the rank.
+if os.fork() == 0:
+    os.setsid()
+    os.closerange(0, 3)
+    until = time.monotonic() + 60
+    for _ in range(64):
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            held = b'x' * (128 << 20)
+            os.close(writer)
+            while os.path.exists('/proc/{pid}') and time.monotonic() < until:
+                time.sleep(0.05)
+            os._exit(0)
+        os.close(writer)
+        os.read(reader, 1)
+        os.close(reader)
+        if not os.path.exists('/proc/{pid}'):
+            break
+    os._exit(0)
+"""
+
+
+def exhaust_memory(rank: int) -> Callable[[Scene], AbstractContextManager[float]]:
+    """Takes memory in a rank's container until the kernel kills the rank."""
+
+    @contextlib.contextmanager
+    def inject(scene: Scene) -> Iterator[float]:
+        pod, process = scene.pod(rank), scene.rank_process(rank)
+        alive_at = time.time()
+
+        def dies() -> bool:
+            nonlocal alive_at
+            now = time.time()
+            if is_exiting(process):
+                return True
+            alive_at = now
+            return False
+
+        scene.pair.execute(pod, EXHAUST.format(pid=scene.pair.rank_pid(pod, rank)))
+        processes.wait_until("the death of the rank", dies, timeout_s=60)
+        yield alive_at
+
+    return inject
+
+
+def delete_pod(index: int) -> Callable[[Scene], AbstractContextManager[float]]:
+    """Deletes a pod, as a user would."""
+
+    @contextlib.contextmanager
+    def inject(scene: Scene) -> Iterator[float]:
+        pod, at = scene.pod(index), time.time()
+        scene.cluster.kubectl("delete", "pod", "-n", scene.pair.namespace, pod, "--wait=false")
+        yield at
+
+    return inject
+
+
+def evict_pod(index: int) -> Callable[[Scene], AbstractContextManager[float]]:
+    """Evicts a pod, as `kubectl drain` does."""
+
+    @contextlib.contextmanager
+    def inject(scene: Scene) -> Iterator[float]:
+        pod, at = scene.pod(index), time.time()
+        metadata = {"name": pod, "namespace": scene.pair.namespace}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
+        path = f"/api/v1/namespaces/{scene.pair.namespace}/pods/{pod}/eviction"
+        scene.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+        yield at
+
+    return inject
+
+
+@contextlib.contextmanager
+def cut_pods_apart(scene: Scene) -> Iterator[float]:
+    """Drops what the two pods send to each other; kubelets and clients reach both as before."""
+    leader, follower = (pod["status"]["podIP"] for pod in scene.pair.pods())
+    rules = "\n".join(
+        f"ip saddr {source} ip daddr {target} drop"
+        for source, target in ((leader, follower), (follower, leader))
+    )
+    # Before every other chain: connections that are established are cut as well.
+    chain = f"type filter hook forward priority -100; policy accept;\n{rules}"
+    nft = [*scene.cluster.namespaces.prefix, "nft", "-f", "-"]
+    at = time.time()
+    processes.run(nft, stdin=f"table inet {TABLE} {{\nchain forward {{\n{chain}\n}}\n}}\n")
+    try:
+        yield at
+    finally:
+        processes.run(nft, stdin=f"delete table inet {TABLE}\n")
+
+
+@contextlib.contextmanager
+def lose_kubelet(scene: Scene) -> Iterator[float]:
+    """Kills the kubelet of the follower's node; it comes back at the end."""
+    try:
+        yield scene.second.kill_kubelet()
+    finally:
+        scene.second.start_kubelet()
+
+
+@contextlib.contextmanager
+def lose_node(scene: Scene) -> Iterator[float]:
+    """Cuts the follower's node off and deletes its Node object; it comes back at the end, as a new node."""
+    at = time.time()
+    scene.second.cut_off()
+    try:
+        scene.cluster.kubectl("delete", "node", scene.second.name, "--wait=false")
+        yield at
+    finally:
+        scene.second.kill_kubelet()
+        scene.second.connect()
+        scene.second.start_kubelet()
+
+
+@contextlib.contextmanager
+def restart_api_server(scene: Scene) -> Iterator[float]:
+    """Kills the API server, which is away for a moment; requests to the model go on meanwhile."""
+    with api_server_down(scene.cluster.state) as at:
+        while time.time() - at < API_SERVER_AWAY_S:
+            scene.check_answer()
+    yield at
+
+
+def _operator_pod(scene: Scene) -> dict[str, Any]:
+    text = scene.cluster.kubectl("get", "pods", "-n", SYSTEM, "-l", OPERATOR_LABELS, "-o", "json")
+    (pod,) = json.loads(text)["items"]
+    return dict(pod)
+
+
+@contextlib.contextmanager
+def kill_operator(scene: Scene) -> Iterator[float]:
+    """Kills the operator's container; the context begins once its successor is ready."""
+    (container,) = _operator_pod(scene)["status"]["containerStatuses"]
+    number = container["containerID"].partition("://")[2]
+    at = time.time()
+    scene.cluster.namespaces.run(*CTR, "task", "kill", "--signal", "SIGKILL", number)
+
+    def back() -> bool:
+        scene.check_answer()
+        (now,) = _operator_pod(scene)["status"]["containerStatuses"]
+        return bool(now["ready"]) and now["restartCount"] > container["restartCount"]
+
+    processes.wait_until("the operator's successor", back, timeout_s=60)
+    yield at
+
+
+BUSY = """
+import os, time
+for thread in os.listdir('/proc/{pid}/task'):
+    os.setpriority(os.PRIO_PROCESS, int(thread), 10)
+until = time.monotonic() + 120
+for _ in range(2 * len(os.sched_getaffinity(0))):
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.closerange(0, 3)
+        while time.monotonic() < until:
+            pass
+        os._exit(0)
+    print(child)
+"""
+
+
+def slow_rank(rank: int) -> Callable[[Scene], AbstractContextManager[float]]:
+    """Makes a rank slow without stopping it: it gets what others of its pod leave of the CPUs."""
+
+    @contextlib.contextmanager
+    def inject(scene: Scene) -> Iterator[float]:
+        pod, at = scene.pod(rank), time.time()
+        script = BUSY.format(pid=scene.pair.rank_pid(pod, rank))
+        busy = [int(line) for line in scene.pair.execute(pod, script).split()]
+        try:
+            yield at
+        finally:
+            scene.pair.execute(pod, f"import os; [os.kill(pid, 9) for pid in {busy}]")
+
+    return inject
+
+
+def _apply(scene: Scene, manifest: dict[str, Any]) -> None:
+    scene.cluster.kubectl("apply", "-n", scene.pair.namespace, "-f", "-", stdin=json.dumps(manifest))
+
+
+@contextlib.contextmanager
+def apply_unknown_image(scene: Scene) -> Iterator[float]:
+    """Lets a resource learn of its model while suspended, and then gives it an image that nobody has."""
+    _apply(scene, resources.build_resource(resources.NO_IMAGE, suspend=True))
+    scene.cluster.kubectl(
+        "wait", "-n", scene.pair.namespace, "--for=condition=ModelReady", f"hinf/{resources.NO_IMAGE}",
+        "--timeout=60s", timeout_s=70,
+    )  # fmt: skip
+    at = time.time()
+    engine = {"image": resources.UNKNOWN_IMAGE, "maxModelLen": 1024}
+    _apply(scene, resources.build_resource(resources.NO_IMAGE, engine=engine))
+    yield at
+
+
+@contextlib.contextmanager
+def apply_missing_model(scene: Scene) -> Iterator[float]:
+    """Makes a resource whose claim is there, and whose folder in it is not."""
+    at = time.time()
+    _apply(scene, resources.build_resource(resources.NO_MODEL, model={"uri": "pvc://models/none"}))
+    yield at

@@ -1,0 +1,197 @@
+"""The fault matrix as data: what is done to a group of two ranks, and what must come of it.
+
+A row is a fault and its outcome. `Ends`: the epoch ends with a named culprit, and the next one serves.
+`GoesOn`: no pod is touched, and requests are answered meanwhile. `Waits`: a resource that cannot start says
+why, and starts nothing. Bounds are seconds, from the API server's point of view: from the fault until the
+change arrives on a watch.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tests.cluster.node import NODE_GRACE_S
+from tests.e2e.faults import injections, resources
+from tests.e2e.faults.scene import Scene
+
+RANK_DIES_S = 2.0
+"""From a rank's death until Ready is false."""
+NEXT_EPOCH_S = 5.0
+"""From the end of the old pods until the next epoch's are created."""
+SILENCE_S = 5.0
+"""Where nobody dies but a pod falls silent: 1.5 s of missed beats, a verdict, a probe each second."""
+
+Inject: TypeAlias = Callable[[Scene], AbstractContextManager[float]]
+"""Makes the fault, yields its Unix time, and takes back what would not go by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """The epoch ends.
+
+    Attributes:
+        reason: of the kept failure, of Ready while it is false, and of the event.
+        or_reason: what it may be as well, where a node tells more than others.
+        ready_false_s: bound, from the fault.
+        rank: the culprit, or None if it is not a rank.
+        exit_code: of the culprit, or None if it left none.
+        counted: whether it counts towards restart.maxRestarts.
+        words: the failure's message matches this regular expression.
+        old_gone_s: bound, from Ready=False until the last old pod is gone.
+    """
+
+    reason: str
+    or_reason: str = ""
+    ready_false_s: float = RANK_DIES_S
+    rank: int | None = None
+    exit_code: int | None = None
+    counted: bool = True
+    words: str = ""
+    old_gone_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoesOn:
+    """The epoch goes on.
+
+    Attributes:
+        slowest_rank: what the column SLOWESTRANK begins with before the fault is over; "" is not looked at.
+        within_s: bound of that, from the fault.
+    """
+
+    slowest_rank: str = ""
+    within_s: float = 75.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """A resource of its own cannot start.
+
+    Attributes:
+        resource: its name.
+        condition: which says so, by not being True.
+        reason: of the condition.
+        words: its message matches this regular expression.
+        event: reason of the resource's event, or "" if only its pod has one.
+        within_s: bound, from the fault.
+    """
+
+    resource: str
+    condition: str
+    reason: str
+    words: str
+    event: str = ""
+    within_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A row.
+
+    Attributes:
+        name: of the row.
+        how: what is done, for people.
+        inject: does it.
+        outcome: what must come of it.
+    """
+
+    name: str
+    how: str
+    inject: Inject
+    outcome: Ends | GoesOn | Waits
+
+
+MATRIX = (
+    Fault(
+        name="slow rank",
+        how="rank 0 is niced and its pod's CPUs are kept busy",
+        inject=injections.slow_rank(0),
+        outcome=GoesOn(slowest_rank="0 "),
+    ),
+    Fault(
+        name="API server restart",
+        how="SIGKILL of kube-apiserver, back after 3 s",
+        inject=injections.restart_api_server,
+        outcome=GoesOn(),
+    ),
+    Fault(
+        name="operator kill",
+        how="SIGKILL of the operator's process; kubelet starts it again",
+        inject=injections.kill_operator,
+        outcome=GoesOn(),
+    ),
+    Fault(
+        name="leader process kill",
+        how="SIGKILL of rank 0 in the leader's pod",
+        inject=injections.kill_rank(0),
+        outcome=Ends(reason="RankExited", rank=0, exit_code=-9, words="rank 0"),
+    ),
+    Fault(
+        name="follower process kill",
+        how="SIGKILL of rank 1 in the follower's pod",
+        inject=injections.kill_rank(1),
+        outcome=Ends(reason="RankExited", rank=1, exit_code=-9, words="rank 1"),
+    ),
+    Fault(
+        name="OOM",
+        how="the follower's container goes over its memory limit; the kernel kills rank 1",
+        inject=injections.exhaust_memory(1),
+        outcome=Ends(reason="RankExited", or_reason="OOMKilled", rank=1, exit_code=-9, words="memory limit"),
+    ),
+    Fault(
+        name="pod delete",
+        how="kubectl delete of the follower's pod",
+        inject=injections.delete_pod(1),
+        outcome=Ends(reason="PodDeleted", words="was deleted"),
+    ),
+    Fault(
+        name="eviction",
+        how="the leader's pod is evicted through the eviction API, as kubectl drain does",
+        inject=injections.evict_pod(0),
+        outcome=Ends(reason="PodDisrupted", counted=False, words="EvictionByEvictionAPI"),
+    ),
+    Fault(
+        name="network cut between ranks",
+        how="the node drops every packet between the two pods",
+        inject=injections.cut_pods_apart,
+        outcome=Ends(reason="PodLost", ready_false_s=SILENCE_S, words="supervisor of pod [01]"),
+    ),
+    Fault(
+        name="node NotReady",
+        how="SIGKILL of the kubelet of the follower's node; its pod runs on",
+        inject=injections.lose_kubelet,
+        outcome=Ends(
+            reason="NodeLost", ready_false_s=NODE_GRACE_S + 10, counted=False, words="node", old_gone_s=60
+        ),
+    ),
+    Fault(
+        name="node deleted",
+        how="the follower's node is cut off and its Node object deleted, as a cloud does with a dead machine",
+        inject=injections.lose_node,
+        outcome=Ends(reason="NodeLost", ready_false_s=SILENCE_S, counted=False, words="node", old_gone_s=90),
+    ),
+    Fault(
+        name="image pull error",
+        how="a group whose image is nowhere to be pulled from",
+        inject=injections.apply_unknown_image,
+        outcome=Waits(
+            resource=resources.NO_IMAGE,
+            condition="Ready",
+            reason="Starting",
+            words="ErrImagePull|ImagePullBackOff",
+        ),
+    ),
+    Fault(
+        name="model missing",
+        how="a resource whose model's folder has no model",
+        inject=injections.apply_missing_model,
+        outcome=Waits(
+            resource=resources.NO_MODEL,
+            condition="ModelReady",
+            reason="ModelNotReadable",
+            words="config.json",
+            event="ModelNotReadable",
+        ),
+    ),
+)

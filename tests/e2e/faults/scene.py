@@ -1,0 +1,114 @@
+"""Where faults happen: a group of two ranks on two real nodes, and what is seen of it."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract import names
+from tests.cluster import cgroups
+from tests.cluster.joined_node import JoinedNode
+from tests.cluster.node import NodeCluster, node_cgroup
+from tests.e2e.serving import Resource
+from tests.e2e.watching import Watch
+
+_PF_EXITING = 0x4
+"""A process's flag (`include/linux/sched.h`)."""
+CHILDREN = "services,configmaps,networkpolicies,poddisruptionbudgets"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the model must answer: transformers' own tokens. `url`: of the clients' Service."""
+
+    url: str
+    prompt: list[int]
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One group that serves, its leader on the first node and its follower on the second.
+
+    Attributes:
+        pair: the resource.
+        second: the follower's node.
+        resources: watch of all resources of the namespace.
+        pods: watch of the pair's worker pods.
+        answer: to one prompt.
+    """
+
+    pair: Resource
+    second: JoinedNode
+    resources: Watch
+    pods: Watch
+    answer: Answer
+
+    @property
+    def cluster(self) -> NodeCluster:
+        return self.pair.cluster
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """Returns the status of the pair's group now."""
+        (group,) = self.pair.status["groups"]
+        return dict(group)
+
+    def pod(self, index: int) -> str:
+        """Returns the name of a worker pod."""
+        return str(self.pair.pods()[index]["metadata"]["name"])
+
+    def check_answer(self) -> None:
+        """Asks for some tokens and compares them."""
+        asked = self.answer
+        assert self.pair.complete(asked.prompt, len(asked.tokens), url=asked.url) == asked.tokens
+
+    def pod_uids(self) -> list[str]:
+        return [pod["metadata"]["uid"] for pod in self.pair.pods()]
+
+    def children(self) -> Counter[str]:
+        """Returns how many objects of each kind belong to the pair, pods aside."""
+        found = self.pair.get(CHILDREN, "-l", f"{names.LABEL_RESOURCE}={self.pair.name}")["items"]
+        return Counter(item["kind"] for item in found)
+
+    def process_epochs(self) -> set[int]:
+        """Returns the epochs of all processes of workers on both nodes, whatever Kubernetes knows of them."""
+        groups = (node_cgroup(self.cluster.state), self.second.cgroup)
+        found = (variables(pid).get(names.ENV_EPOCH) for group in groups for pid in cgroups.pids(group))
+        return {int(epoch) for epoch in found if epoch is not None}
+
+    def rank_process(self, rank: int) -> int:
+        """Returns the process of a rank of this epoch, as this machine numbers it."""
+        wanted = {names.ENV_RANK: str(rank), names.ENV_EPOCH: str(self.group["epoch"])}
+        groups = (node_cgroup(self.cluster.state), self.second.cgroup)
+        pids = [pid for group in groups for pid in cgroups.pids(group)]
+        return next(pid for pid in pids if wanted.items() <= variables(pid).items())
+
+    def events(self, resource: str) -> list[Mapping[str, Any]]:
+        """Returns the operator's events on a resource."""
+        items = self.pair.get("events.events.k8s.io")["items"]
+        return [event for event in items if _regards(event, resource)]
+
+
+def _regards(event: Mapping[str, Any], resource: str) -> bool:
+    regarding = event.get("regarding", {})
+    return (regarding.get("kind"), regarding.get("name")) == (names.KIND, resource)
+
+
+def variables(pid: int) -> dict[str, str]:
+    """Returns the environment of a process; empty for one that has ended."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return {name: value for name, _, value in (entry.partition("=") for entry in environment.split("\0"))}
+
+
+def is_exiting(pid: int) -> bool:
+    """Returns whether a process has begun to end: that shows before its memory is freed."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)

@@ -1,0 +1,240 @@
+"""Each row of the fault matrix, on a group of real ranks on two real nodes.
+
+The rows follow each other on one group: each leaves it serving for the next. With OUT=DIR in the environment
+what was measured is left in DIR/faults.json, from which `python -m tests.e2e.faults.table` makes the table of
+docs/faults.md.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from heteroinfer_contract import names
+from tests.cluster import processes
+from tests.cluster.joined_node import JoinedNode, joined_node
+from tests.cluster.node import NodeCluster
+from tests.cluster.volumes import volume_manifests
+from tests.e2e.faults.matrix import MATRIX, NEXT_EPOCH_S, Ends, Fault, GoesOn, Waits
+from tests.e2e.faults.measuring import find_turn
+from tests.e2e.faults.resources import PAIR, build_pair
+from tests.e2e.faults.scene import Answer, Scene
+from tests.e2e.faults.table import Measured
+from tests.e2e.serving import RELEASE, SYSTEM, Resource, install
+from tests.e2e.watching import Change, Watch, condition_of
+from tests.models import PROMPTS
+
+NAMESPACE = "faults"
+Model: TypeAlias = tuple[Path, dict[str, Any]]
+START_S = 300.0
+CLEAN_S = 40.0
+"""For the kernel and a kubelet that comes back to take away what is of an old epoch."""
+
+pytestmark = pytest.mark.timeout(480)
+
+
+@pytest.fixture(scope="module")
+def second(node_cluster: NodeCluster) -> Iterator[JoinedNode]:
+    with joined_node(node_cluster) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def scene(node_cluster: NodeCluster, second: JoinedNode, model: Model) -> Iterator[Scene]:
+    """The chart installed, and a group that serves over two nodes."""
+    cluster = node_cluster
+    install(cluster)
+    cluster.kubectl("create", "namespace", NAMESPACE)
+    cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
+    pair = Resource(cluster=cluster, namespace=NAMESPACE, name=PAIR)
+    group = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{NAMESPACE}/{names.PLURAL}"
+    workers = f"{names.LABEL_RESOURCE}={PAIR},{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"
+    pods = f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector={workers}"
+    with Watch(cluster, group) as resources, Watch(cluster, pods) as of_pods:
+        manifest = json.dumps(build_pair(second.name))
+        cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=manifest)
+        pair.wait_ready(START_S)
+        reference = model[1][PROMPTS[0]]
+        answer = Answer(
+            url=pair.url(), prompt=reference["prompt_token_ids"], tokens=reference["token_ids"][:8]
+        )
+        yield Scene(pair=pair, second=second, resources=resources, pods=of_pods, answer=answer)
+    _remove(cluster)
+
+
+def _remove(cluster: NodeCluster) -> None:
+    """Takes everything away, and looks whether it went: nothing of any row may be left."""
+    cluster.kubectl("delete", "hinf", "-n", NAMESPACE, "--all", "--timeout=60s", timeout_s=70)
+    kinds = "pods,services,configmaps,networkpolicies,poddisruptionbudgets"
+
+    def left() -> list[str]:
+        selector = f"{names.LABEL_RESOURCE}"
+        return cluster.kubectl("get", "-n", NAMESPACE, kinds, "-l", selector, "-o", "name").split()
+
+    # The garbage collector takes over 20 s for children of a new kind.
+    processes.wait_until("the end of all children", lambda: not left(), timeout_s=60)
+    cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
+    cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
+    cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=60s", timeout_s=70)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[dict[str, Measured]]:
+    """What each row took; written to $OUT/faults.json at the end."""
+    found: dict[str, Measured] = {}
+    yield found
+    if folder := os.environ.get("OUT"):
+        report = {name: value.dump() for name, value in found.items()}
+        (Path(folder) / "faults.json").write_text(json.dumps(report, indent=1))
+
+
+@pytest.mark.parametrize("fault", MATRIX, ids=lambda fault: fault.name)
+def test_fault(fault: Fault, scene: Scene, measured: dict[str, Measured]) -> None:
+    scene.pair.wait_ready(START_S)
+    match fault.outcome:
+        case Ends() as ends:
+            measured[fault.name] = check_end(scene, fault, ends)
+        case GoesOn() as goes_on:
+            measured[fault.name] = check_going_on(scene, fault, goes_on)
+        case Waits() as waits:
+            measured[fault.name] = check_waiting(scene, fault, waits)
+
+
+def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
+    epoch, count = scene.group["epoch"], len(scene.pair.pods())
+    children = scene.children()
+    with fault.inject(scene) as at:
+        fell = scene.resources.wait_for(
+            "Ready=False", lambda change: _ready(change) == "False", expected.ready_false_s + 10, since=at
+        )
+        ready = scene.resources.wait_for(
+            "the next epoch", lambda change: _ready(change) == "True", START_S, since=fell.at
+        )
+        group = scene.group
+        assert group["epoch"] == epoch + 1
+        turn = find_turn(scene.pods.changes, epoch, count)
+        scene.check_answer()
+    failure = group["failures"][-1]
+    check_failure(failure, expected, epoch)
+    check_event(scene, PAIR, failure["reason"], f"epoch {epoch}")
+    took = Measured(
+        ready_false_s=fell.at - at,
+        old_gone_s=turn.old_gone - at,
+        next_epoch_s=turn.wait_s,
+        ready_s=ready.at - at,
+    )
+    assert took.ready_false_s is not None
+    assert took.ready_false_s <= expected.ready_false_s, took
+    assert turn.first_created >= turn.old_gone, f"two epochs at once: {turn}"
+    assert turn.wait_s <= NEXT_EPOCH_S, took
+    assert turn.old_gone - fell.at <= expected.old_gone_s, took
+    check_nothing_orphaned(scene, epoch + 1)
+    processes.wait_until("the children of before", lambda: scene.children() == children, timeout_s=CLEAN_S)
+    return took
+
+
+def check_failure(failure: dict[str, Any], expected: Ends, epoch: int) -> None:
+    assert failure["reason"] in {expected.reason, expected.or_reason}, failure
+    got = (failure["epoch"], failure.get("rank"), failure.get("exitCode"), failure["counted"])
+    assert got == (epoch, expected.rank, expected.exit_code, expected.counted), failure
+    assert re.search(expected.words, failure["message"]), failure
+
+
+def check_event(scene: Scene, resource: str, reason: str, words: str) -> None:
+    def told() -> bool:
+        events = scene.events(resource)
+        return any(event["reason"] == reason and words in event.get("note", "") for event in events)
+
+    processes.wait_until(f"event {reason}: {words}", told, timeout_s=10)
+
+
+def check_nothing_orphaned(scene: Scene, epoch: int) -> None:
+    """No pod, no process of an old epoch is left on either node, whatever Kubernetes knows of it."""
+    labels = {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in scene.pair.pods()}
+    assert labels == {str(epoch)}
+    processes.wait_until(
+        f"the end of all processes but epoch {epoch}'s",
+        lambda: scene.process_epochs() == {epoch},
+        timeout_s=CLEAN_S,
+    )
+
+
+def check_going_on(scene: Scene, fault: Fault, expected: GoesOn) -> Measured:
+    before, uids = scene.group, scene.pod_uids()
+    with fault.inject(scene) as at:
+        if expected.slowest_rank:
+            found = wait_slowest(scene, expected, at)
+        scene.check_answer()
+    after = scene.group
+    assert scene.pod_uids() == uids
+    assert (after["epoch"], after["restarts"]) == (before["epoch"], before["restarts"])
+    assert after.get("failures") == before.get("failures")
+    assert scene.resources.find(lambda change: _ready(change) == "False", since=at) is None
+    check_operator_works(scene)
+    return Measured(said_s=found - at) if expected.slowest_rank else Measured(well_s=time.time() - at)
+
+
+def wait_slowest(scene: Scene, expected: GoesOn, at: float) -> float:
+    """Returns when the column SLOWESTRANK began to name the slow rank."""
+
+    def named(change: Change) -> bool:
+        summary = change.stored.get("status", {}).get("summary", {})
+        return change.name == PAIR and str(summary.get("slowestRank", "")).startswith(expected.slowest_rank)
+
+    deadline = at + expected.within_s
+    while (found := scene.resources.find(named, since=at)) is None:
+        assert time.time() < deadline, scene.pair.status
+        scene.check_answer()
+        touch(scene)
+    return found.at
+
+
+def touch(scene: Scene) -> None:
+    """Has the operator look at the pair."""
+    scene.cluster.kubectl(
+        "annotate", "hinf", "-n", NAMESPACE, PAIR, "--overwrite", f"heteroinfer.test/touched={time.time()}"
+    )
+
+
+def check_operator_works(scene: Scene) -> None:
+    """A change of the pair that needs no new pods is seen: observedGeneration follows."""
+    body = json.dumps({"spec": {"restart": {"backoffMax": f"{60 + int(time.time()) % 60}s"}}})
+    scene.cluster.kubectl("patch", "hinf", "-n", NAMESPACE, PAIR, "--type=merge", "-p", body)
+    wanted = scene.pair.get(names.SINGULAR, PAIR)["metadata"]["generation"]
+    processes.wait_until(
+        "a pass of the operator",
+        lambda: scene.pair.status.get("observedGeneration") == wanted,
+        timeout_s=60,
+    )
+
+
+def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
+    def says(change: Change) -> bool:
+        condition = condition_of(change.stored, expected.condition)
+        return (
+            change.name == expected.resource
+            and condition.get("status") != "True"
+            and condition.get("reason") == expected.reason
+            and re.search(expected.words, condition.get("message", "")) is not None
+        )
+
+    with fault.inject(scene) as at:
+        said = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
+        if expected.event:
+            check_event(scene, expected.resource, expected.event, "")
+    broken = Resource(cluster=scene.cluster, namespace=NAMESPACE, name=expected.resource)
+    assert condition_of({"status": broken.status}, "Ready")["status"] != "True"
+    assert all(not group.get("failures") for group in broken.status.get("groups", ()))
+    scene.cluster.kubectl("delete", "hinf", "-n", NAMESPACE, expected.resource, "--timeout=60s", timeout_s=70)
+    assert broken.pods() == []
+    return Measured(said_s=said.at - at)
+
+
+def _ready(change: Change) -> str:
+    """Returns what the pair's condition Ready says; "" for any other resource."""
+    return str(condition_of(change.stored, "Ready").get("status", "")) if change.name == PAIR else ""
