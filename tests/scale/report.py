@@ -20,7 +20,8 @@ the kubelets that pods run, and for inspect pods what the model is. The operator
 chart's own rights and default settings. Writes are counted by its own metric; objects are compared by uid and
 resourceVersion.
 
-Measured on {date}: {machine}; average load of the 15 minutes before: {load:.1f}. Command: `{command}`.
+Measured on {date} by `{command}`: {machine}; average load of
+the 15 minutes before: {load:.1f}.
 
 {table}
 
@@ -134,7 +135,7 @@ def build_table(figures: Figures) -> list[str]:
         (f"operator, CPU time in {figures.idle_s:g} s of idleness", f"{figures.idle_cpu_s:.1f} s", "", ""),
         ("operator, resident memory after it", f"{figures.rss_bytes / 1e6:.0f} MB", "", ""),
     ]
-    head = ("", "measured", "limit", "met")
+    head = ("", "measured", "limit of 1000 resources", "met")
     return [f"| {' | '.join(row)} |" for row in (head, ("---",) * 4, *rows)]
 
 
@@ -156,4 +157,4 @@ def describe_machine() -> str:
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     model = found[1] if found else platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{os.cpu_count()} cores of {model}, {memory / 2**30:.0f} GiB, Linux {platform.release()}"
+    return f"{os.cpu_count()} cores of {model}, {memory / 2**30:.0f} GiB"

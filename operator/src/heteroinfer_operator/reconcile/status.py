@@ -82,7 +82,7 @@ def group_conditions(
         reason = "Suspended" if suspended else "ScaledToZero"
         return (
             make(ConditionType.READY, False, reason),
-            make(ConditionType.PROGRESSING, False, reason),
+            make(ConditionType.PROGRESSING, False, "ObjectRefused" if refused else reason, refused),
             make(ConditionType.DEGRADED, False, reason),
             make(ConditionType.FAILED, False, reason),
         )
