@@ -173,13 +173,14 @@ MATRIX = (
     ),
     Fault(
         name="image pull error",
-        how="a group whose image is nowhere to be pulled from",
+        how="a resource whose image is nowhere to be pulled from",
         inject=injections.apply_unknown_image,
         outcome=Waits(
             resource=resources.NO_IMAGE,
-            condition="Ready",
-            reason="Starting",
-            words="ErrImagePull|ImagePullBackOff",
+            condition="ModelReady",
+            reason="ImagePullBackOff",
+            words="image cannot be pulled",
+            event="ImagePullBackOff",
         ),
     ),
     Fault(
@@ -190,7 +191,7 @@ MATRIX = (
             resource=resources.NO_MODEL,
             condition="ModelReady",
             reason="ModelNotReadable",
-            words="config.json",
+            words="no such directory",
             event="ModelNotReadable",
         ),
     ),
