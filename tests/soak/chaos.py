@@ -55,7 +55,7 @@ class Chaos:
         except ApiError as error:
             # Gone already, or the API server has just been killed; a budget may refuse an eviction.
             what = {GONE: "pod was gone", REFUSED: "eviction refused"}.get(
-                error.status, "API server was away"
+                error.status, "looks and kills that found the API server away"
             )
         self.done[what] += 1
 
