@@ -20,6 +20,7 @@ import yaml
 from tests.cluster import processes, tools
 from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import reserved_ports
+from tests.cluster.crds import wait_established
 from tests.cluster.errors import ClusterError
 
 NAMESPACE = "monitoring"
@@ -36,10 +37,8 @@ def install_definitions(cluster: Cluster) -> None:
     """Installs the CustomResourceDefinitions of the Prometheus Operator, as its pinned release has them."""
     folder = tools.source_folder("prometheus-operator", _MODULE) / "example" / "prometheus-operator-crd"
     cluster.kubectl("apply", "--server-side", "-f", str(folder))
-    for kind in ("podmonitors", "prometheusrules", "prometheuses"):
-        established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}=True'
-        crd = f"crd/{kind}.monitoring.coreos.com"
-        cluster.kubectl("wait", f"--for={established}", crd, "--timeout=20s")
+    kinds = ("podmonitors", "prometheusrules", "prometheuses")
+    wait_established(cluster, *(f"{kind}.monitoring.coreos.com" for kind in kinds))
 
 
 class Prometheus:

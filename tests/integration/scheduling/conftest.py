@@ -14,6 +14,7 @@ from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.crds import wait_established
 from tests.cluster.go_modules import module_folder
 from tests.integration.operator.support import PROFILE, SPEC, end_pod, until
 
@@ -61,7 +62,7 @@ def install_crd(plane: Cluster, project: str) -> str:
     text = (module_folder(module, version) / path).read_text()
     plane.kubectl("apply", "--server-side", "-f", "-", stdin=text)
     name = str(yaml.safe_load(text)["metadata"]["name"])
-    plane.kubectl("wait", "--for=jsonpath={.status.acceptedNames.kind}", f"crd/{name}", "--timeout=30s")
+    wait_established(plane, name)
     return name
 
 

@@ -10,6 +10,7 @@ import yaml
 from tests.cluster import processes, tools
 from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import reserved_ports
+from tests.cluster.crds import wait_established
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
 from tests.integration.watching.stack import MAX_SEQS, NAME, NAMESPACE, Stack, get
@@ -135,8 +136,7 @@ def test_the_hpa_adds_a_group_while_requests_wait(stack: Stack, adapter: Cluster
 def test_the_scaled_object_is_one_that_keda_takes(stack: Stack) -> None:
     folder = tools.source_folder("keda", "github.com/kedacore/keda/v2") / "config" / "crd" / "bases"
     stack.plane.kubectl("apply", "--server-side", "-f", str(folder / "keda.sh_scaledobjects.yaml"))
-    established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}=True'
-    stack.plane.kubectl("wait", f"--for={established}", "crd/scaledobjects.keda.sh", "--timeout=20s")
+    wait_established(stack.plane, "scaledobjects.keda.sh")
 
     def apply(document: dict[str, Any]) -> None:
         stack.plane.kubectl(
