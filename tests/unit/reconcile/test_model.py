@@ -323,3 +323,12 @@ def test_without_a_cache_it_is_refused_in_words() -> None:
     world.settle()
     assert world.condition("ModelReady") == ("False", "ModelCacheNotGiven")
     assert "cache.size" in message(world, "ModelReady")
+
+
+def test_a_profile_that_the_status_has_no_room_for_is_refused_in_words() -> None:
+    world = World(spec=cpu_pair())
+    world.settle()
+    world.answer_inspection(replace(PROFILE, num_layers=2000, layer_bytes=(300_000_000,) * 2000).to_json())
+    world.settle()
+    assert world.condition("ModelReady") == ("False", "ModelNotReadable")
+    assert "2000 layers, expected at most 16384" in message(world, "ModelReady")

@@ -40,6 +40,7 @@ from heteroinfer_operator.api.spec import (
 from heteroinfer_operator.api.status import (
     MAX_FAILURES,
     MAX_PLANS,
+    MAX_PROFILE_LENGTH,
     FailureStatus,
     GroupPhase,
     GroupStatus,
@@ -70,6 +71,7 @@ __all__ = [
     "MAX_GROUPS",
     "MAX_NAME_LENGTH",
     "MAX_PLANS",
+    "MAX_PROFILE_LENGTH",
     "MAX_ROLES",
     "MAX_WORLD_SIZE",
     "AccessMode",

@@ -18,6 +18,8 @@ from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS
 MAX_FAILURES: Final = MAX_RESTARTS + 1
 """Failures that a group keeps, the newest: enough to count the most restarts that can be allowed."""
 MAX_PLANS: Final = 16
+MAX_PROFILE_LENGTH: Final = 16384
+"""Characters; a layer takes about 11, and a pod's termination message has room for 4,096."""
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 """A number that is never negative; 2**53 keeps exact in every JSON reader."""
@@ -90,7 +92,7 @@ class ModelStatus(StatusModel):
     """The same for people."""
     checked_time: Time | None = None
     """When the profile was read from the files."""
-    profile: Annotated[str, Field(max_length=16384)] | None = None
+    profile: Annotated[str, Field(max_length=MAX_PROFILE_LENGTH)] | None = None
     """Sizes of the model, as the JSON text of a ModelProfile."""
 
 

@@ -11,6 +11,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import (
+    MAX_PROFILE_LENGTH,
     GroupStatus,
     HeteroInferenceSpec,
     ModelPhase,
@@ -255,6 +256,12 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
         fetched = FetchedModel.from_json(answer)
         profile = fetched.profile
     size_bytes = fetched.size_bytes if fetched is not None else None
+    text = profile.to_json()
+    if len(text) > MAX_PROFILE_LENGTH:
+        raise ContractError(
+            f"got a profile of {len(text)} characters for {profile.num_layers} layers, expected at most "
+            f"{MAX_PROFILE_LENGTH}; models of so many layers are not planned"
+        )
     status = ModelStatus(
         phase=ModelPhase.READY,
         key=kept.key,
@@ -262,7 +269,7 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
         bytes_done=size_bytes,
         bytes_total=size_bytes,
         checked_time=context.now,
-        profile=profile.to_json(),
+        profile=text,
     )
     told = fetched is not None and fetched.commit != kept.commit
     event = RecordEvent(
