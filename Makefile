@@ -57,7 +57,13 @@ e2e: setup  ## a real Kubernetes node with images of this tree; root
 	  echo "run it as root, or run the rest with: make lint types imports unit integration" >&2; exit 1; fi
 	@$(BIN)/python -m tests.cluster build
 	@$(BIN)/python -m tests.cluster images
-	$(PYTEST) tests/e2e
+	$(PYTEST) tests/e2e -m "not every_fault"
+
+faults: setup  ## every row of the fault matrix, on two real nodes; OUT=DIR keeps what was measured; root
+	@$(BIN)/python -m tests.cluster build
+	@$(BIN)/python -m tests.cluster images
+	$(PYTEST) tests/e2e/faults
+.PHONY: faults
 
 cluster: setup  ## a real single-node Kubernetes with our images, until `make cluster-down`; root
 	@$(WORKER_VENV)/bin/python -m tests.models .models/small

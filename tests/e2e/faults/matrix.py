@@ -94,12 +94,14 @@ class Fault:
         how: what is done, for people.
         inject: does it.
         outcome: what must come of it.
+        always: whether `make e2e` runs it too, beside `make faults`.
     """
 
     name: str
     how: str
     inject: Inject
     outcome: Ends | GoesOn | Waits
+    always: bool = False
 
 
 MATRIX = (
@@ -112,12 +114,14 @@ MATRIX = (
     Fault(
         name="API server restart",
         how="SIGKILL of kube-apiserver, back after 3 s",
+        always=True,
         inject=injections.restart_api_server,
         outcome=GoesOn(),
     ),
     Fault(
         name="operator kill",
         how="SIGKILL of the operator's process; kubelet starts it again",
+        always=True,
         inject=injections.kill_operator,
         outcome=GoesOn(),
     ),
@@ -130,6 +134,7 @@ MATRIX = (
     Fault(
         name="follower process kill",
         how="SIGKILL of rank 1 in the follower's pod",
+        always=True,
         inject=injections.kill_rank(1),
         outcome=Ends(reason="RankExited", rank=1, exit_code=-9, words="rank 1"),
     ),
@@ -160,6 +165,7 @@ MATRIX = (
     Fault(
         name="node NotReady",
         how="SIGKILL of the kubelet of the follower's node; its pod runs on",
+        always=True,
         inject=injections.lose_kubelet,
         outcome=Ends(
             reason="NodeLost", ready_false_s=NODE_GRACE_S + 10, counted=False, words="node", old_gone_s=60
@@ -174,6 +180,7 @@ MATRIX = (
     Fault(
         name="image pull error",
         how="a resource whose image is nowhere to be pulled from",
+        always=True,
         inject=injections.apply_unknown_image,
         outcome=Waits(
             resource=resources.NO_IMAGE,
@@ -186,6 +193,7 @@ MATRIX = (
     Fault(
         name="model missing",
         how="a resource whose model's folder has no model",
+        always=True,
         inject=injections.apply_missing_model,
         outcome=Waits(
             resource=resources.NO_MODEL,
