@@ -1,13 +1,15 @@
 """Where faults happen: a group of two ranks on two real nodes, and what is seen of it."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import names
-from tests.cluster import cgroups
+from tests.cluster import cgroups, processes
 from tests.cluster.joined_node import JoinedNode
 from tests.cluster.node import NodeCluster, node_cgroup
 from tests.e2e.serving import Resource
@@ -58,6 +60,30 @@ class Scene:
     def pod(self, index: int) -> str:
         """Returns the name of a worker pod."""
         return str(self.pair.pods()[index]["metadata"]["name"])
+
+    def place(self, timeout_s: float) -> None:
+        """Has the follower on the second node: a fresh start, where the row before left it elsewhere."""
+        if self._follower_node() == self.second.name:
+            return
+        self.second.wait_ready()
+        epoch = self.group["epoch"]
+        patch = {"spec": {"restartedAt": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}}
+        self.cluster.kubectl(
+            "patch",
+            "-n",
+            self.pair.namespace,
+            "hinf",
+            self.pair.name,
+            "--type=merge",
+            "-p",
+            json.dumps(patch),
+        )
+        processes.wait_until("a fresh start", lambda: self.group["epoch"] > epoch, timeout_s=timeout_s)
+        self.pair.wait_ready(timeout_s)
+        assert self._follower_node() == self.second.name, "the scheduler prefers the second node"
+
+    def _follower_node(self) -> str:
+        return str(self.pair.pods()[1]["spec"]["nodeName"])
 
     def check_answer(self) -> None:
         """Asks for some tokens and compares them."""

@@ -103,6 +103,7 @@ def test_fault(fault: Fault, scene: Scene, measured: dict[str, Measured]) -> Non
     scene.pair.wait_ready(START_S)
     match fault.outcome:
         case Ends() as ends:
+            scene.place(START_S)
             measured[fault.name] = check_end(scene, fault, ends)
         case GoesOn() as goes_on:
             measured[fault.name] = check_going_on(scene, fault, goes_on)
