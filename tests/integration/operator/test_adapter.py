@@ -108,10 +108,15 @@ async def test_children_of_an_earlier_resource_of_that_name_are_waited_for(
     earlier = Owner(key=owner.key, uid="11111111-2222-3333-4444-555555555555")
     async with watching(server) as watched:
         before = await observe(watched, owner)
-        await server.create(SERVICE.path(namespace), service(earlier, "tiny"))
+        old = service(earlier, "tiny")
+        old["metadata"]["finalizers"] = [
+            "heteroinfer.dev/test"
+        ]  # the garbage collector must wait for the test
+        await server.create(SERVICE.path(namespace), old)
         with pytest.raises(ConflictError, match="earlier"):
             await watched.cluster.run(before, [ApplyObject(manifest=service(owner, "tiny"))])
         await server.delete(SERVICE.path(namespace, "tiny"), {})  # as the garbage collector will
+        await server.merge(SERVICE.path(namespace, "tiny"), {"metadata": {"finalizers": None}})
         await watched.cluster.run(before, [ApplyObject(manifest=service(owner, "tiny"))])
         (stored,) = (await observe(watched, owner)).objects
         assert stored["metadata"]["ownerReferences"][0]["uid"] == owner.uid

@@ -104,7 +104,10 @@ async def test_from_a_serving_group_to_what_is_left_of_a_fallen_one(
         assert [rank["pod"] for rank in group["ranks"]] == ["tiny-0-1-0", "tiny-0-1-1"]
         assert (group["live"], group["phase"], group["restarts"]) == (False, "Ready", 0)
         # Who may use the proxy is told that the pod does not answer: here it has no kubelet.
-        assert "tiny-0-1-0" in json.loads(told(control_plane.kubeconfig, "top", "-A", "-o", "json"))["note"]
+        assert (
+            "tiny-0-1-0"
+            in json.loads(told(control_plane.kubeconfig, "top", "-n", namespace, "-o", "json"))["note"]
+        )
 
         code, _, errors = heteroinfer(viewer, "top", "-A")
         assert code == 1

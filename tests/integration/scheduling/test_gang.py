@@ -72,10 +72,14 @@ async def test_coschedulings_pod_group_and_kueues_labels(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     installed = [install_crd(plane, project) for project in ("coscheduling", "kueue")]
+
+    async def are_found() -> bool:
+        return await find_gangs(server) == {Gang.NATIVE, Gang.COSCHEDULING, Gang.KUEUE}
+
     try:
+        await until("discovery of all of them", are_found, timeout_s=30)
         async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
             await process.working()
-            assert await find_gangs(server) == {Gang.NATIVE, Gang.COSCHEDULING, Gang.KUEUE}
             roles = [{"name": name, "device": "CPU"} for name in ("first", "second")]
             await apply(server, namespace, "grouped", roles=roles)
             pods = await until("its pods", lambda: pods_of(server, namespace, "grouped"), timeout_s=30)
