@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 GANGS_S: Final = 300.0
 """How often it is asked which gang schedulers there are."""
 GANGS_RETRY_S: Final = 5.0
+GANGS_LISTED_S: Final = 20.0
 OURS: Final = {"labelSelector": names.LABEL_RESOURCE}
 NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
 
@@ -241,7 +242,7 @@ class _Gangs:
     Attributes:
         found: those whose objects are known.
         kinds: the caches of these, by kind and scope.
-        asked: set once the cluster was asked.
+        asked: set once the cluster was asked, and the objects of those that it has were listed.
 
     Args:
         server: asked.
@@ -254,6 +255,7 @@ class _Gangs:
         self.found: frozenset[Gang] = frozenset()
         self.kinds: dict[Kind, dict[str | None, WatchCache[ChildRecord]]] = {}
         self.asked = asyncio.Event()
+        self._changed = asyncio.Event()
         self._server = server
         self._build = build
         self._tasks: dict[Gang, asyncio.Task[None]] = {}
@@ -264,6 +266,7 @@ class _Gangs:
             while True:
                 try:
                     self._update(await find_gangs(self._server))
+                    await self._listed()
                     pause_s = GANGS_S
                 except ApiError as error:
                     logger.warning("gang schedulers: %s; trying again", error.message)
@@ -273,6 +276,21 @@ class _Gangs:
         finally:
             for task in self._tasks.values():
                 task.cancel()
+
+    async def _listed(self) -> None:
+        """Returns once all objects were listed, so that no group starts as if there were no gang scheduler.
+
+        At most GANGS_LISTED_S: one that serves its kind and lists nothing must not hold up the others.
+        """
+        try:
+            async with asyncio.timeout(GANGS_LISTED_S):
+                while self.found < self._tasks.keys():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            logger.warning(
+                "gang schedulers whose objects cannot be listed: %s", self._tasks.keys() - self.found
+            )
 
     def _update(self, served: frozenset[Gang]) -> None:
         for gang in sorted(served - self._tasks.keys()):
@@ -298,6 +316,7 @@ class _Gangs:
             if kind is not None:
                 self.kinds = {**self.kinds, kind: caches}
             self.found |= {gang}
+            self._changed.set()
 
 
 def _ours(kind: Kind, scope: str | None) -> Collection:
