@@ -18,13 +18,15 @@ def wait_established(cluster: Cluster, *names: str) -> None:
     """
 
     def established() -> bool:
-        stored = [json.loads(cluster.kubectl("get", "crd", name, "-o", "json")) for name in names]
-        return all(
-            any(
-                condition["type"] == "Established" and condition["status"] == "True"
-                for condition in each.get("status", {}).get("conditions") or ()
-            )
-            for each in stored
-        )
+        return all(is_established(cluster, name) for name in names)
 
     processes.wait_until(f"the kinds {', '.join(names)}", established, timeout_s=TIMEOUT_S)
+
+
+def is_established(cluster: Cluster, name: str) -> bool:
+    """Returns whether a CustomResourceDefinition is served; raises ClusterError if there is none."""
+    stored = json.loads(cluster.kubectl("get", "crd", name, "-o", "json"))
+    return any(
+        condition["type"] == "Established" and condition["status"] == "True"
+        for condition in stored.get("status", {}).get("conditions") or ()
+    )

@@ -9,12 +9,13 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.cluster import cgroups, processes
 from tests.cluster.control_plane import site_of
 from tests.cluster.image_store import SEED_MARK
-from tests.cluster.namespaces import Addresses, Namespaces, create_namespaces
+from tests.cluster.namespaces import Addresses, Namespaces, create_namespaces, end_here, link
 from tests.cluster.node import NODE_LIMIT, NodeCluster, NodePrograms, give_images, node_cgroup
 from tests.cluster.programs import Program
 from tests.cluster.state import State
@@ -107,7 +108,8 @@ def _addresses(state: State) -> Addresses:
 def _join(cluster: NodeCluster, state: State) -> JoinedNode:
     first, addresses = Addresses(number=cluster.state.number), _addresses(state)
     namespaces = create_namespaces(state)
-    _link(cluster.namespaces, state, namespaces, addresses)
+    end_here(state, (addresses.link_range, addresses.pod_range))  # what the first node does not know
+    link(partial(cluster.namespaces.run, "ip"), namespaces, addresses, (addresses.pod_range,))
     state.will_change("cgroup", node_cgroup(state))
     cgroups.create(node_cgroup(state))
     give_images(state, namespaces, Path((cluster.state.folder / SEED_MARK).read_text()))
@@ -124,26 +126,6 @@ def _join(cluster: NodeCluster, state: State) -> JoinedNode:
     node = JoinedNode(cluster=cluster, state=state, namespaces=namespaces, addresses=addresses)
     node.wait_ready()
     return node
-
-
-def _link(first: Namespaces, state: State, namespaces: Namespaces, addresses: Addresses) -> None:
-    """Links the namespaces with the first node's; what the first node does not know ends on this machine."""
-    for destination in (addresses.link_range, addresses.pod_range):
-        state.will_change("blackhole", destination)
-        processes.run(["ip", "route", "add", "blackhole", destination, "metric", "4096"])
-    peer = ("peer", "name", "eth0", "netns", str(namespaces.holder.pid))
-    first.run("ip", "link", "add", addresses.link, "type", "veth", *peer)
-    first.run("ip", "address", "add", f"{addresses.machine}/24", "dev", addresses.link)
-    first.run("ip", "link", "set", addresses.link, "up")
-    for command in (
-        ("ip", "link", "set", "lo", "up"),
-        ("ip", "address", "add", f"{addresses.node}/24", "dev", "eth0"),
-        ("ip", "link", "set", "eth0", "up"),
-        ("ip", "route", "add", "default", "via", addresses.machine),
-        ("sysctl", "-q", "-w", "net.ipv4.ip_forward=1"),
-    ):
-        namespaces.run(*command)
-    first.run("ip", "route", "add", addresses.pod_range, "via", addresses.node)
 
 
 def _leave(cluster: NodeCluster, state: State) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import os
 import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.cluster import processes
@@ -151,14 +152,27 @@ def _mount_script(state: State) -> str:
 
 def connect_namespaces(state: State, namespaces: Namespaces, addresses: Addresses) -> None:
     """Links the namespaces with the machine, and routes the pods and services of the node into them."""
-    for destination in (addresses.link_range, addresses.pod_range, addresses.service_range):
+    destinations = (addresses.pod_range, addresses.service_range)
+    end_here(state, (addresses.link_range, *destinations))
+    state.will_change("link", addresses.link)
+    link(_ip, namespaces, addresses, destinations)
+
+
+def end_here(state: State, destinations: Sequence[str]) -> None:
+    """Ends on this machine whatever has no nearer route to these ranges."""
+    for destination in destinations:
         state.will_change("blackhole", destination)
         _ip("route", "add", "blackhole", destination, "metric", "4096")
-    state.will_change("link", addresses.link)
+
+
+def link(
+    ip: Callable[..., object], namespaces: Namespaces, addresses: Addresses, destinations: Sequence[str]
+) -> None:
+    """Links the namespaces with the place that `ip` runs in, and routes these ranges from there into them."""
     peer = ("peer", "name", "eth0", "netns", str(namespaces.holder.pid))
-    _ip("link", "add", addresses.link, "type", "veth", *peer)
-    _ip("address", "add", f"{addresses.machine}/24", "dev", addresses.link)
-    _ip("link", "set", addresses.link, "up")
+    ip("link", "add", addresses.link, "type", "veth", *peer)
+    ip("address", "add", f"{addresses.machine}/24", "dev", addresses.link)
+    ip("link", "set", addresses.link, "up")
     for command in (
         ("ip", "link", "set", "lo", "up"),
         ("ip", "address", "add", f"{addresses.node}/24", "dev", "eth0"),
@@ -167,8 +181,8 @@ def connect_namespaces(state: State, namespaces: Namespaces, addresses: Addresse
         ("sysctl", "-q", "-w", "net.ipv4.ip_forward=1"),
     ):
         namespaces.run(*command)
-    for destination in (addresses.pod_range, addresses.service_range):
-        _ip("route", "add", destination, "via", addresses.node)
+    for destination in destinations:
+        ip("route", "add", destination, "via", addresses.node)
 
 
 def _ip(*arguments: str) -> None:

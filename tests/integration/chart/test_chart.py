@@ -15,8 +15,8 @@ from heteroinfer_contract import names
 from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.rights import Rule
 from heteroinfer_operator.settings import Settings
-from tests.cluster import processes
 from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.crds import is_established, wait_established
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
 
@@ -239,7 +239,7 @@ def check(cluster: Cluster, tmp_path: Path, release: str, **settings: str) -> tu
 
 def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Path) -> None:
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace")
-    processes.wait_until("the CRD is served", lambda: established(plane), timeout_s=20)
+    wait_established(plane, CRD)
     notes = plane.helm("get", "notes", "rel", "-n", "rel")
     assert "kubectl -n rel rollout status deployment/rel-heteroinfer" in notes
     deployment = json.loads(plane.kubectl("get", "deployment", "rel-heteroinfer", "-n", "rel", "-o", "json"))
@@ -253,7 +253,7 @@ def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Pat
     assert code == 1
     assert "missing right: update leases.coordination.k8s.io in namespace rel" in said
     plane.helm("uninstall", "rel", "-n", "rel")
-    assert established(plane), "the CRD is kept, and so are all resources"
+    assert is_established(plane, CRD), "the CRD is kept, and so are all resources"
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--set", "scope=Namespaced")
     code, said = check(plane, tmp_path, "rel")
     assert code == 1
@@ -261,8 +261,3 @@ def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Pat
     assert check(plane, tmp_path, "rel", watch_namespaces="rel")[0] == 0
     plane.helm("uninstall", "rel", "-n", "rel")
     plane.kubectl("delete", "crd", CRD)
-
-
-def established(cluster: Cluster) -> bool:
-    path = 'jsonpath={.status.conditions[?(@.type=="Established")].status}'
-    return cluster.kubectl("get", "crd", CRD, "-o", path) == "True"

@@ -15,19 +15,15 @@ from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.crds import wait_established
-from tests.cluster.go_modules import module_folder
+from tests.cluster.tools import source_folder
 from tests.integration.operator.support import PROFILE, SPEC, end_pod, until
 
 _NUMBERS = itertools.count(1)
 FOREIGN_CRDS = {
-    "kueue": ("sigs.k8s.io/kueue", "v0.15.0", "config/components/crd/bases/kueue.x-k8s.io_localqueues.yaml"),
-    "coscheduling": (
-        "sigs.k8s.io/scheduler-plugins",
-        "v0.33.5",
-        "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml",
-    ),
+    "kueue": ("kueue", "config/components/crd/bases/kueue.x-k8s.io_localqueues.yaml"),
+    "coscheduling": ("scheduler-plugins", "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml"),
 }
-"""Where each project's own CRD is: module, version, path."""
+"""Where each project's own CRD is: module of sigs.k8s.io, also its folder in tests/cluster/modules; path."""
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +54,8 @@ def namespace(plane: Cluster) -> Iterator[str]:
 
 def install_crd(plane: Cluster, project: str) -> str:
     """Applies another project's CRD from its Go module; returns its name."""
-    module, version, path = FOREIGN_CRDS[project]
-    text = (module_folder(module, version) / path).read_text()
+    module, path = FOREIGN_CRDS[project]
+    text = (source_folder(module, f"sigs.k8s.io/{module}") / path).read_text()
     plane.kubectl("apply", "--server-side", "-f", "-", stdin=text)
     name = str(yaml.safe_load(text)["metadata"]["name"])
     wait_established(plane, name)

@@ -88,10 +88,9 @@ class GroupPlanner:
             plan: of the epoch.
             pods: those others.
         """
-        gang = next((label for pod in pods if (label := pod.labels.get(names.LABEL_GANG))), None)
         labelled = labelled_roles(self.spec, self.observation.nodes or ())
         return Placing(
-            gang=None if gang is None else Gang(gang),
+            gang=gang_of(pods),
             gpu_memory_mib=gpu_memory_mib(self.spec, plan, labelled),
         )
 
@@ -113,6 +112,11 @@ class GroupPlanner:
             served_name=self.served_name,
             model_path=self.model_path,
         )
+
+
+def gang_of(pods: Sequence[PodView]) -> Gang | None:
+    """Returns the gang scheduler that the pods of an epoch were made for, or None."""
+    return next((Gang(label) for pod in pods if (label := pod.labels.get(names.LABEL_GANG))), None)
 
 
 def shortage_age_s(status: HeteroInferenceStatus, now: datetime) -> float:

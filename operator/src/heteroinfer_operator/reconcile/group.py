@@ -25,7 +25,7 @@ from heteroinfer_operator.api import (
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, Manifest, PodView, RecordEvent
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.reconcile import restarts, startup
-from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
+from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL, gang_of
 from heteroinfer_operator.reconcile.context import Context
 from heteroinfer_operator.reconcile.failure import Fall, find_fall
 from heteroinfer_operator.reconcile.members import decide_creates, gang_object, start_events
@@ -303,7 +303,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         plan=plan,
         notes=planned.notes,
         unplaced=planned.missing,
-        gang_object=gang_object(context, status, plan, planned.placing),
+        gang_object=gang_object(context, status, plan, planned.placing.gang),
     )
 
 
@@ -336,16 +336,18 @@ def _living(
     }
     before, status = status, status.model_copy(update=update)
     spare = startup.find_spare(current, context.node_loss, context.now)
-    placing = context.placing_again(plan, current)
+    creates: tuple[CreateObject, ...] = ()
+    if missing:
+        creates = decide_creates(context, status, plan, missing, context.placing_again(plan, current))
     waits = [context.node_loss.look_again_s(current), startup.look_again_s(start, current, context.now)]
     return GroupDecision(
         status=status,
         deletes=context.node_loss.deletes(spare, grace_s=0),
-        creates=decide_creates(context, status, plan, missing, placing),
+        creates=creates,
         events=_events(before, status, current, spare),
         plan=plan,
         unplaced=_unplaced(current),
-        gang_object=gang_object(context, status, plan, placing),
+        gang_object=gang_object(context, status, plan, gang_of(current)),
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
 

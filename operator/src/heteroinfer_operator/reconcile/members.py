@@ -4,7 +4,7 @@ from typing import Any
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
-from heteroinfer_operator.cluster import CreateObject, RecordEvent
+from heteroinfer_operator.cluster import CreateObject, Gang, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.identity import GroupRef
 from heteroinfer_operator.manifests.pod import WorkerPods
@@ -30,9 +30,11 @@ def start_events(status: GroupStatus, planned: Planned) -> tuple[RecordEvent, ..
     return tuple(told)
 
 
-def gang_object(context: Context, status: GroupStatus, plan: Plan, placing: Placing) -> dict[str, Any] | None:
+def gang_object(
+    context: Context, status: GroupStatus, plan: Plan, gang: Gang | None
+) -> dict[str, Any] | None:
     """Returns what tells a gang scheduler of an epoch, or None."""
-    return build_gang_object(context.spec, _group_ref(context, status), placing.gang, len(plan.pods))
+    return build_gang_object(context.spec, _group_ref(context, status), gang, len(plan.pods))
 
 
 def decide_creates(
@@ -47,8 +49,6 @@ def decide_creates(
         indices: of the pods that are missing.
         placing: where they belong.
     """
-    if not indices:
-        return ()
     group = _group_ref(context, status)
     pods = WorkerPods(
         spec=context.spec,
