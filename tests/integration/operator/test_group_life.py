@@ -95,8 +95,9 @@ async def two_workers(server: ApiServer, namespace: str, epoch: int) -> list[str
     return found if len(found) == 2 else []
 
 
-async def is_deleting(server: ApiServer, namespace: str, name: str) -> bool:
-    return "deletionTimestamp" in (await pods(server, namespace))[name]["metadata"]
+async def are_deleting(server: ApiServer, namespace: str, *names: str) -> bool:
+    found = await pods(server, namespace)
+    return all("deletionTimestamp" in found[name]["metadata"] for name in names)
 
 
 async def test_a_pod_of_a_lost_node_goes_by_force_and_the_group_starts_again(
@@ -117,7 +118,7 @@ async def test_a_pod_of_a_lost_node_goes_by_force_and_the_group_starts_again(
         await until("the pod of the lost node goes", is_gone, said=lambda: process.said)
         assert datetime.now(UTC) - lost_at > timedelta(seconds=2)
         assert await condition(server, namespace, "Ready") == ("False", "NodeLost")
-        assert await is_deleting(server, namespace, LEADER)
+        assert await are_deleting(server, namespace, LEADER)
         assert not await workers(server, namespace, 2), "the leader is not gone yet"
         await remove(server, namespace, LEADER)
         await serve_epoch(server, namespace, 2)
@@ -138,7 +139,7 @@ async def test_pods_that_end_on_purpose_have_the_time_to_drain(
         for name in (LEADER, FOLLOWER):
             await bind(server, namespace, name, node)
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        await until("the pods go", lambda: is_deleting(server, namespace, FOLLOWER))
+        await until("the pods go", lambda: are_deleting(server, namespace, LEADER, FOLLOWER))
         found = await pods(server, namespace)
         assert {found[n]["metadata"]["deletionGracePeriodSeconds"] for n in (LEADER, FOLLOWER)} == {90}
 

@@ -177,6 +177,9 @@ class ApiServer:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise ApiError(f"watch {path}: the connection broke: {error!r}") from error
         finally:
+            # A close of TLS would wait for the peer's word, and nothing would wait for that.
+            if response.connection is not None and response.connection.transport is not None:
+                response.connection.transport.abort()
             response.close()
 
     async def _write(self, verb: str, request: "_Request") -> dict[str, Any]:
