@@ -58,8 +58,6 @@ class Wire:
         with contextlib.suppress(OSError):
             back_reader, back_writer = await asyncio.open_connection(*self._target)
             self._writers |= {writer, back_writer}
-            if not self._open:
-                self.cut()
             await asyncio.gather(self._pump(reader, back_writer), self._pump(back_reader, writer))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
