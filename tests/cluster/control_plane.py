@@ -16,6 +16,8 @@ from tests.cluster.state import State
 
 READY_TIMEOUT_S = 60.0
 API_SERVER = "kube-apiserver"
+GO_ENVIRONMENT = {"GOGC": "300"}
+"""Memory for time: the control plane shares two cores with all that is tested."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +174,7 @@ def api_status(site: Site, pki: Pki, path: str) -> int:
 
 
 def _start(state: State, site: Site, name: str, command: Sequence[str]) -> ProcessIdentity:
-    return Program.start(state, name, [*site.prefix, *command]).identity
+    return Program.start(state, name, [*site.prefix, *command], GO_ENVIRONMENT).identity
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from heteroinfer_operator.kube.paths import (
 from heteroinfer_operator.kube.server import ApiServer
 from tests.integration.operator.support import PROFILE, OperatorProcess
 
-NAMESPACE = "scale"
+NAMESPACES = tuple(f"team-{number:02d}" for number in range(20))
+"""Controllers look at all Services and budgets of a namespace for each of its pods: teams have their own."""
 PODS_PER_RESOURCE = 4
 KINDS = (HETERO_INFERENCE, POD, SERVICE, NETWORK_POLICY, CONFIG_MAP)
 _CREATES_AT_ONCE = 8
@@ -27,12 +28,12 @@ _PAGE = 500
 
 
 def build_resource(number: int) -> dict[str, Any]:
-    """Returns a resource of one group: a GPU pod and three CPU pods."""
+    """Returns a resource of one group: a GPU pod and three CPU pods; its namespace is one of NAMESPACES."""
     cpu = {"limits": {"cpu": "4", "memory": "8Gi"}}
     return {
         "apiVersion": HETERO_INFERENCE.api_version,
         "kind": names.KIND,
-        "metadata": {"name": f"model-{number:04d}", "namespace": NAMESPACE},
+        "metadata": {"name": f"model-{number:04d}", "namespace": _namespace(number)},
         "spec": {
             "model": {"uri": "pvc://models/tiny"},
             "engine": {"dtype": "float32", "maxModelLen": 512},
@@ -42,6 +43,10 @@ def build_resource(number: int) -> dict[str, Any]:
             ],
         },
     }
+
+
+def _namespace(number: int) -> str:
+    return NAMESPACES[number % len(NAMESPACES)]
 
 
 def profile() -> str:
@@ -55,7 +60,7 @@ async def create_resources(server: ApiServer, count: int) -> None:
 
     async def create(number: int) -> None:
         async with limit:
-            await server.create(HETERO_INFERENCE.path(NAMESPACE), build_resource(number))
+            await server.create(HETERO_INFERENCE.path(_namespace(number)), build_resource(number))
 
     await asyncio.gather(*(create(number) for number in range(count)))
 
@@ -73,14 +78,14 @@ class Stored:
 
 
 async def list_stored(server: ApiServer, kinds: Iterable[Kind] = KINDS) -> dict[str, Stored]:
-    """Returns everything there is of some kinds in the fleet's namespace, by uid."""
+    """Returns everything there is of resources, of some kinds, by uid."""
     found: dict[str, Stored] = {}
     for kind in kinds:
         query: dict[str, str | int] = {"limit": _PAGE}
         if kind is not HETERO_INFERENCE:
             query["labelSelector"] = names.LABEL_RESOURCE
         while True:
-            page = await server.get(kind.path(NAMESPACE), query)
+            page = await server.get(kind.path(), query)
             for item in page["items"]:
                 stored = _stored(kind, item)
                 found[stored.uid] = stored

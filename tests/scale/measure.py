@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -118,36 +119,41 @@ async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
 def _install(cluster: Cluster, folder: Path) -> Path:
     """Returns a kubeconfig with the chart's own rights; the operator waits for the resource by itself."""
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
-    cluster.kubectl("create", "namespace", fleet.NAMESPACE)
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "models", "namespace": fleet.NAMESPACE},
-        "spec": {
-            "accessModes": ["ReadOnlyMany"],
-            "resources": {"requests": {"storage": "1Gi"}},
-            "storageClassName": "",
-            "volumeName": "models",
-        },
-    }
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": "models"},
-        "spec": {
-            "accessModes": ["ReadOnlyMany"],
-            "capacity": {"storage": "1Gi"},
-            "hostPath": {"path": "/nobody-mounts-this"},
-            "claimRef": {"namespace": fleet.NAMESPACE, "name": "models"},
-        },
-    }
-    cluster.kubectl("create", "-f", "-", stdin=f"{json.dumps(volume)}\n---\n{json.dumps(claim)}")
-    cluster.kubectl(
-        "wait", "-n", fleet.NAMESPACE, "--for=jsonpath={.status.phase}=Bound", "pvc/models", "--timeout=60s"
-    )
+    manifests = [manifest for namespace in fleet.NAMESPACES for manifest in _namespace(namespace)]
+    cluster.kubectl("create", "-f", "-", stdin="\n---\n".join(map(json.dumps, manifests)))
+    bound = "--for=jsonpath={.status.phase}=Bound"
+    cluster.kubectl("wait", "pv", "--all", bound, "--timeout=60s")
     values = ("--set", "replicas=0", "--set", "crds.install=false")
     cluster.helm("install", "scaled", str(CHART), "-n", "scaled", "--create-namespace", *values)
     return Installation(cluster, "scaled", folder / "operator.kubeconfig").kubeconfig
+
+
+def _namespace(name: str) -> tuple[dict[str, Any], ...]:
+    """Returns the manifests of a namespace and of the models' volume in it."""
+    common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+    volume_name = f"models-of-{name}"
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": volume_name},
+        "spec": {
+            **common,
+            "capacity": {"storage": "1Gi"},
+            "hostPath": {"path": "/nobody-mounts-this"},
+            "claimRef": {"namespace": name, "name": "models"},
+        },
+    }
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "models", "namespace": name},
+        "spec": {
+            **common,
+            "resources": {"requests": {"storage": "1Gi"}},
+            "volumeName": volume_name,
+        },
+    }
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}, volume, claim
 
 
 @contextlib.asynccontextmanager

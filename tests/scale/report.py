@@ -16,7 +16,8 @@ LIMITS_ARE_FOR = 1000
 """Resources."""
 _PAGE = """# The operator at scale
 
-{resources} resources of one group of four pods (a GPU and three CPU pods), {nodes} nodes of 8 GPUs.
+{resources} resources of one group of four pods (a GPU and three CPU pods) in 20 namespaces, {nodes} nodes of
+8 GPUs.
 etcd, API server, controllers and scheduler are real, and share the machine with the operator; kwok says for
 the kubelets that pods run, and for inspect pods what the model is. The operator is one process with the
 chart's own rights and default settings. Writes are counted by its own metric; objects are compared by uid and

@@ -27,7 +27,7 @@ from tests.soak.observing import (
 NODES = "kwok"
 """The names of nodes whose pods are played begin so."""
 SAMPLE_S = 5.0
-START_S = 120.0
+START_S = 300.0
 SETTLE_S = 300.0
 """For the last back-offs to pass, and a real group to start."""
 REMOVE_S = 180.0

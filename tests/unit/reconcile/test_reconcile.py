@@ -6,7 +6,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_status import GroupStatus as GroupReport
 from heteroinfer_contract.group_status import RankPhase, RankStatus
-from heteroinfer_operator.cluster import NodeView, PatchStatus
+from heteroinfer_operator.cluster import NodeView, PatchStatus, SetFinalizer
 from tests.unit.reconcile.world import World, cpu_pair
 
 CULPRIT = Failure(
@@ -19,10 +19,13 @@ def world() -> World:
     return World(spec=cpu_pair())
 
 
-def test_first_pass_only_adds_the_finalizer(world: World) -> None:
+def test_the_finalizer_is_the_first_write_of_all(world: World) -> None:
     world.step()
+    assert isinstance(world.writes[0], SetFinalizer)
     assert world.finalizers == (names.FINALIZER,)
-    assert not world.pods
+    assert len(world.pods) == 1, "the model is inspected in the same pass"
+    world.step()
+    assert not any(isinstance(write, SetFinalizer) for write in world.writes)
 
 
 def test_the_model_is_inspected_before_anything_is_planned(world: World) -> None:

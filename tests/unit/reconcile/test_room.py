@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import Gang, NodeView, Observation
+from heteroinfer_operator.cluster import ApplyObject, CreateObject, Gang, NodeView, Observation
 from heteroinfer_operator.demand import PodDemand, pod_demand
 from tests.unit.reconcile.world import World, cpu_pair
 
@@ -203,6 +203,16 @@ def test_a_group_may_lose_one_pod_to_a_drain_and_no_other_until_it_serves() -> N
     )
     selector = budget(room)["selector"]["matchLabels"]
     assert all(selector.items() <= room.pods[name].labels.items() for name in room.workers())
+
+
+def test_a_budget_comes_with_the_first_pods() -> None:
+    room = World(spec=cpu_pair())
+    room.settle()
+    assert not [kind for kind, _ in room.objects if kind == "PodDisruptionBudget"]
+    room.answer_inspection()
+    room.step()
+    kinds = [w.manifest["kind"] for w in room.writes if isinstance(w, CreateObject | ApplyObject)]
+    assert kinds[-3:] == ["Pod", "Pod", "PodDisruptionBudget"]
 
 
 def test_one_pod_alone_may_always_go() -> None:

@@ -206,13 +206,17 @@ class LocalCluster:
             case SetFinalizer():
                 kept = tuple(name for name in self._finalizers if name != names.FINALIZER)
                 self._finalizers = (*kept, names.FINALIZER) if action.present else kept
-                self._written()
+                self._told()  # a status that was decided with it is still of this state
             case RecordEvent():
                 self._on_event(action)
 
     def _written(self) -> None:
-        """Notes a write of the resource, which is gone once it is deleted and nobody holds it."""
+        """Notes a write of the resource: what was decided before it does not stand any more."""
         self._version += 1
+        self._told()
+
+    def _told(self) -> None:
+        """Tells of a change of the resource, which is gone once it is deleted and nobody holds it."""
         if self._deleting and not self._finalizers:
             self._objects.clear()
             self.gone.set()

@@ -7,11 +7,13 @@ ever: a group without room has no pods, one that fails gives its pods up, and on
 which is not Ready, does not count on being spared.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import GroupRef
+
+KIND: Final = "PodDisruptionBudget"
 
 
 def build_disruption_budget(group: GroupRef, *, pods: int, asleep: bool) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def build_disruption_budget(group: GroupRef, *, pods: int, asleep: bool) -> dict
     """
     return {
         "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
+        "kind": KIND,
         "metadata": identity.metadata(
             group.owner,
             identity.group_service(group.owner, group.index),

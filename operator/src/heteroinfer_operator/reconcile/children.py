@@ -7,6 +7,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest
+from heteroinfer_operator.manifests.disruption_budget import KIND as BUDGET
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.manifests.model_claim import KIND as CLAIM
@@ -47,7 +48,7 @@ def decide_children(
     used_plans: Collection[str],
     keep_claims: bool = False,
 ) -> tuple[list[Action], list[Action]]:
-    """Returns writes that come before the pods, and deletes that come after them.
+    """Returns writes that come before the pods (budgets: after them), and deletes that come after them.
 
     An object that already says what it should is not written; drift is mended; plans
     are immutable and only created, and so are claims, which the user may let grow.
@@ -78,6 +79,14 @@ def decide_children(
         if _spare(manifest, used_plans) and not (keep_claims and manifest["kind"] == CLAIM)
     ]
     return writes, deletes
+
+
+def is_budget(write: Action) -> bool:
+    """Returns whether this writes a disruption budget.
+
+    It comes with the first pods: one without any is told about as a problem, in an event of its own.
+    """
+    return isinstance(write, ApplyObject) and write.manifest["kind"] == BUDGET
 
 
 def _spare(manifest: Manifest, used_plans: Collection[str]) -> bool:

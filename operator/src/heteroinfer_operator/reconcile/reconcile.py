@@ -35,7 +35,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile import status as statuses
 from heteroinfer_operator.reconcile.capacity import ROOM_REASONS, GroupPlanner, shortage_age_s
-from heteroinfer_operator.reconcile.children import build_children, decide_children
+from heteroinfer_operator.reconcile.children import build_children, decide_children, is_budget
 from heteroinfer_operator.reconcile.context import Context, Options
 from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
 from heteroinfer_operator.reconcile.model import COMPONENTS as MODEL_COMPONENTS
@@ -66,9 +66,14 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
     resource = observation.resource
     if resource.deleting:
         return decide_teardown(observation, _old_status(observation), now)
-    if names.FINALIZER not in resource.finalizers:
-        return Decision(actions=(SetFinalizer(present=True),), look_again_s=0.0)
-    status = _old_status(observation)
+    decision = _decide(observation, now, options)
+    if names.FINALIZER in resource.finalizers:
+        return decision
+    return replace(decision, actions=(SetFinalizer(present=True), *decision.actions))
+
+
+def _decide(observation: Observation, now: datetime, options: Options) -> Decision:
+    resource, status = observation.resource, _old_status(observation)
     try:
         spec = parse_spec(resource.spec)
         owner = Owner(key=resource.key, uid=resource.uid)
@@ -145,13 +150,16 @@ def _act(
         ),
     )
     next_status = _next_status(observation, status, context, model, wanted, unwanted)
-    actions: list[Action] = [*writes]
+    creates = [create for decision in wanted for create in decision.creates]
+    budgets = [write for write in writes if is_budget(write)]
+    actions: list[Action] = [write for write in writes if not is_budget(write)]
     actions += statuses.status_write(observation, next_status)
     actions += [event for decision in decisions for event in decision.events]
     actions += _condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
     actions += [*model.events, *model.deletes, *model.creates]
-    actions += [create for decision in wanted for create in decision.creates]
+    actions += creates
+    actions += budgets if creates or by_group else []
     actions += child_deletes
     return Decision(
         actions=tuple(actions), look_again_s=_look_again_s(decisions, model, context, next_status)
