@@ -24,7 +24,7 @@ from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_onl
 from tests.integration.crd.strategies import changed, resources
 from tests.integration.specs.lives import NAMESPACE, Crash, Life, live
 
-_PROBLEM = re.compile(r"(?:invalid: \[?|, )((?:spec|metadata)[.a-zA-Z0-9\[\]-]*): ")
+_PROBLEM = re.compile(r"(?:invalid: \[?|, )((?:spec|metadata)[./a-zA-Z0-9_\[\]-]*): ")
 _USERS = re.compile(
     r"metadata\.(labels|annotations)"
     r"|spec\.(nodeSelector|tolerations|affinity|topologySpreadConstraints|imagePullSecrets|runtimeClassName|overhead)"

@@ -208,6 +208,10 @@ def test_an_integer_is_a_quantity() -> None:
             "spec.model.cache: give either claimName (an existing claim) or size (a claim to make)",
         ),
         (
+            spec(model={"uri": "hf://a/b", "cache": {"size": "0.0Gi"}}),
+            "spec.model.cache: size: expected more than 0; set what the model's files need, such as 40Gi",
+        ),
+        (
             spec(model={"uri": "hf://a/b", "cache": {"claimName": "x", "accessMode": "ReadWriteMany"}}),
             (
                 "spec.model.cache: storageClassName and accessMode are of a claim to make; remove them, or "

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, Rule, cel_text
+from heteroinfer_operator.api.quantity import parse_quantity
 
 _URI_PATTERNS: Final = (
     "hf://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?",
@@ -49,6 +50,11 @@ class ModelCache(Model):
             holds=lambda cache: (
                 cache.claim_name is None or (cache.storage_class_name or cache.access_mode) is None
             ),
+        ),
+        Rule(
+            cel="!has(self.size) || (type(self.size) == int ? self.size > 0 : self.size.matches('[1-9]'))",
+            message="size: expected more than 0; set what the model's files need, such as 40Gi",
+            holds=lambda cache: cache.size is None or parse_quantity(cache.size) > 0,
         ),
     )
 
