@@ -1,8 +1,9 @@
 """Nodes that are not there, for thousands of pods: kwok says for their kubelets how pods fare.
 
 Everything else of the control plane is real: the scheduler places the pods, controllers and
-garbage collection see them come and go. A pod that is placed turns Running and Ready at once; one
-that is being deleted goes at once; an inspect pod ends with a model's profile.
+garbage collection see them come and go. A pod that is placed turns Running and Ready at once, and
+again after its node was taken for lost; one that is being deleted goes at once; an inspect pod ends
+with a model's profile.
 """
 
 import dataclasses
@@ -94,9 +95,15 @@ def build_stages(profile: str) -> list[dict[str, Any]]:
     component = f'.metadata.labels["{names.LABEL_COMPONENT}"]'
     inspects = {"key": component, "operator": "In", "values": [names.COMPONENT_INSPECT]}
     runs = {"key": component, "operator": "NotIn", "values": [names.COMPONENT_INSPECT]}
+    running = {"key": ".status.phase", "operator": "In", "values": ["Running"]}
+    ready = '.status.conditions.[] | select( .type == "Ready" ) | .status'
+    marked = {"key": ready, "operator": "In", "values": ["False"]}
     return [
         _stage("inspect-pod-ends", [placed, alive, pending, inspects], {"statusTemplate": succeeded}),
         _stage("pod-turns-ready", [placed, alive, new, runs], {"statusTemplate": _RUNNING}),
+        # The node controller marks the pods of a node that was not heard, and leaves it to the kubelet to say
+        # that they are well; an API server that was away for long makes all nodes such nodes.
+        _stage("pod-is-ready-again", [placed, alive, running, marked], {"statusTemplate": _RUNNING}),
         _stage(
             "pod-goes",
             [{"key": ".metadata.deletionTimestamp", "operator": "Exists"}],
