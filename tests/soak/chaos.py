@@ -18,9 +18,11 @@ from tests.cluster import cgroups
 from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import api_server_down
 from tests.cluster.node import node_cgroup
+from tests.cluster.programs import Program
 from tests.integration.operator.support import end_pod
 
 AWAY_MOST_S = 20.0
+SCHEDULER = "kube-scheduler"
 GONE = 404
 REFUSED = 429
 
@@ -93,6 +95,16 @@ class Chaos:
         if ranks:
             os.kill(self.chance.choice(ranks), signal.SIGKILL)
             self.done["real rank killed"] += 1
+
+    def start_ended_scheduler(self, cluster: Cluster) -> None:
+        """Starts kube-scheduler if it has ended, as its kubelet would.
+
+        It ends itself when pods are not as it remembers them, which an absence of the API server may bring.
+        """
+        scheduler = Program.of(cluster.state, SCHEDULER)
+        if not scheduler.identity.alive():
+            scheduler.start_again()
+            self.done["scheduler ended by itself"] += 1
 
     async def restart_api_server(self, cluster: Cluster) -> None:
         """Kills the API server and starts it again after up to AWAY_MOST_S."""

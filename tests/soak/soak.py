@@ -165,6 +165,7 @@ class Soak:
         while True:
             at_s = time.monotonic() - self._began
             self.result.samples.append(observe_process(self.operator.process.pid, at_s=at_s))
+            self.chaos.start_ended_scheduler(self.cluster)
             with contextlib.suppress(ApiError):  # the API server is away
                 pods = await list_of(self.server, POD.path(self.namespace), WORKERS)
                 self.result.mixed += mixed_epochs(pods)
