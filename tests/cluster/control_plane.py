@@ -16,6 +16,7 @@ from tests.cluster.state import State
 
 READY_TIMEOUT_S = 60.0
 API_SERVER = "kube-apiserver"
+SCHEDULER = "kube-scheduler"
 GO_ENVIRONMENT = {"GOGC": "300"}
 """Memory for time: the control plane shares two cores with all that is tested."""
 
@@ -227,7 +228,7 @@ def start_control_plane(state: State, site: Site, pki: Pki) -> None:
     _start(state, site, "etcd", build_etcd_command(site, state.folder / "etcd"))
     apiserver = _start(state, site, API_SERVER, build_apiserver_command(site, pki))
     _wait_api_server(state, site, pki, apiserver)
-    _start(state, site, "kube-scheduler", build_scheduler_command(site, pki))
+    _start(state, site, SCHEDULER, build_scheduler_command(site, pki))
     manager = _start(state, site, "kube-controller-manager", build_controller_manager_command(site, pki))
     processes.wait_until(
         "the service account of namespace default",

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster.control_plane import GO_ENVIRONMENT
+from tests.scale.fleet import NAMESPACES
+
 CREATED_LIMIT_S = 270.0
 CREATED_AIM_S = 135.0
 RSS_LIMIT_BYTES = 300e6
@@ -16,11 +19,11 @@ LIMITS_ARE_FOR = 1000
 """Resources."""
 _PAGE = """# The operator at scale
 
-{resources} resources of one group of four pods (a GPU and three CPU pods) in 20 namespaces, {nodes} nodes of
-8 GPUs. etcd, API server, controllers and scheduler are real, and share the machine with the operator
-(they run with GOGC=300: memory for time); kwok says for the kubelets that pods run, and for inspect pods what
-the model is. The operator is one process with the chart's own rights and default settings. Writes are counted
-by its own metric; objects are compared by uid and resourceVersion.
+{resources} resources of one group of four pods (a GPU and three CPU pods) in {namespaces} namespaces,
+{nodes} nodes of 8 GPUs. etcd, API server, controllers and scheduler are real, and share the machine with the
+operator (they run with GOGC={gogc}: memory for time); kwok says for the kubelets that pods run, and for inspect
+pods what the model is. The operator is one process with the chart's own rights and default settings. Writes
+are counted by its own metric; objects are compared by uid and resourceVersion.
 
 Measured on {date} by `{command}`: {machine}; average load of
 the 15 minutes before: {load:.1f}.
@@ -149,6 +152,8 @@ def build_page(figures: Figures, command: str, date: datetime.date, load: float)
     return _PAGE.format(
         resources=figures.resources,
         nodes=figures.nodes,
+        namespaces=len(NAMESPACES),
+        gogc=GO_ENVIRONMENT["GOGC"],
         date=date.isoformat(),
         machine=describe_machine(),
         command=command,

@@ -16,13 +16,12 @@ from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster import cgroups
 from tests.cluster.cluster import Cluster
-from tests.cluster.control_plane import api_server_down
+from tests.cluster.control_plane import SCHEDULER, api_server_down
 from tests.cluster.node import node_cgroup
 from tests.cluster.programs import Program
 from tests.integration.operator.support import end_pod
 
 AWAY_MOST_S = 20.0
-SCHEDULER = "kube-scheduler"
 GONE = 404
 REFUSED = 429
 

@@ -46,9 +46,10 @@ def decide_children(
     stored: Sequence[Manifest],
     *,
     used_plans: Collection[str],
+    has_pods: bool,
     keep_claims: bool = False,
 ) -> tuple[list[Action], list[Action]]:
-    """Returns writes that come before the pods (budgets: after them), and deletes that come after them.
+    """Returns what comes before the pods, and what comes after them: budgets, and deletes.
 
     An object that already says what it should is not written; drift is mended; plans
     are immutable and only created, and so are claims, which the user may let grow.
@@ -57,18 +58,25 @@ def decide_children(
         wanted: all children there should be.
         stored: all there are.
         used_plans: hashes of plans that some pod still names: these are kept.
+        has_pods: whether some group has pods, or gets them now: a budget without any is told about as a
+            problem, in an event of its controller.
         keep_claims: whether pods may still mount a claim that is no longer wanted.
     """
     by_name = {_name(manifest): manifest for manifest in stored}
-    writes: list[Action] = []
+    before: list[Action] = []
+    after: list[Action] = []
     for manifest in wanted:
         old = by_name.pop(_name(manifest), None)
         if manifest.get("immutable") or manifest["kind"] == CLAIM:
             if old is None:
-                writes.append(CreateObject(manifest=manifest))
+                before.append(CreateObject(manifest=manifest))
         elif old is None or not says(old, manifest):
-            writes.append(ApplyObject(manifest=manifest))
-    deletes: list[Action] = [
+            write = ApplyObject(manifest=manifest)
+            if manifest["kind"] != BUDGET:
+                before.append(write)
+            elif has_pods:
+                after.append(write)
+    after += [
         DeleteObject(
             kind=manifest["kind"],
             api_version=manifest["apiVersion"],
@@ -78,15 +86,7 @@ def decide_children(
         for manifest in by_name.values()
         if _spare(manifest, used_plans) and not (keep_claims and manifest["kind"] == CLAIM)
     ]
-    return writes, deletes
-
-
-def is_budget(write: Action) -> bool:
-    """Returns whether this writes a disruption budget.
-
-    It comes with the first pods: one without any is told about as a problem, in an event of its own.
-    """
-    return isinstance(write, ApplyObject) and write.manifest["kind"] == BUDGET
+    return before, after
 
 
 def _spare(manifest: Manifest, used_plans: Collection[str]) -> bool:

@@ -35,7 +35,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile import status as statuses
 from heteroinfer_operator.reconcile.capacity import ROOM_REASONS, GroupPlanner, shortage_age_s
-from heteroinfer_operator.reconcile.children import build_children, decide_children, is_budget
+from heteroinfer_operator.reconcile.children import build_children, decide_children
 from heteroinfer_operator.reconcile.context import Context, Options
 from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
 from heteroinfer_operator.reconcile.model import COMPONENTS as MODEL_COMPONENTS
@@ -137,30 +137,29 @@ def _act(
     wanted = [_measured(observation, context, decision, by_group) for decision in wanted]
     decisions = [*wanted, *unwanted]
     plans = [decision.plan for decision in wanted if decision.plan is not None]
-    writes, child_deletes = decide_children(
+    creates = [create for decision in wanted for create in decision.creates]
+    before_pods, after_pods = decide_children(
         [
             *build_children(context.spec, context.owner, plans, asleep=_asleep(wanted)),
             *(decision.gang_object for decision in wanted if decision.gang_object is not None),
         ],
         observation.objects,
         used_plans={pod.labels.get(names.LABEL_PLAN, "") for pod in observation.pods},
+        has_pods=bool(creates or by_group),
         keep_claims=any(
             pod.labels.get(names.LABEL_REVISION, context.revision) != context.revision
             for pod in observation.pods
         ),
     )
     next_status = _next_status(observation, status, context, model, wanted, unwanted)
-    creates = [create for decision in wanted for create in decision.creates]
-    budgets = [write for write in writes if is_budget(write)]
-    actions: list[Action] = [write for write in writes if not is_budget(write)]
+    actions: list[Action] = [*before_pods]
     actions += statuses.status_write(observation, next_status)
     actions += [event for decision in decisions for event in decision.events]
     actions += _condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
     actions += [*model.events, *model.deletes, *model.creates]
     actions += creates
-    actions += budgets if creates or by_group else []
-    actions += child_deletes
+    actions += after_pods
     return Decision(
         actions=tuple(actions), look_again_s=_look_again_s(decisions, model, context, next_status)
     )
