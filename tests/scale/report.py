@@ -21,9 +21,9 @@ _PAGE = """# The operator at scale
 
 {resources} resources of one group of four pods (a GPU and three CPU pods) in {namespaces} namespaces,
 {nodes} nodes of 8 GPUs. etcd, API server, controllers and scheduler are real, and share the machine with the
-operator (they run with GOGC={gogc}: memory for time); kwok says for the kubelets that pods run, and for inspect
-pods what the model is. The operator is one process with the chart's own rights and default settings. Writes
-are counted by its own metric; objects are compared by uid and resourceVersion.
+operator (they run with GOGC={gogc}: memory for time); kwok says for the kubelets that pods run, and for
+inspect pods what the model is. The operator is one process with the chart's own rights and default settings.
+Writes are counted by its own metric; objects are compared by uid and resourceVersion.
 
 Measured on {date} by `{command}`: {machine}; average load of
 the 15 minutes before: {load:.1f}.
