@@ -47,7 +47,8 @@ def test_a_thousand_random_calls_are_equal_bit_by_bit(group: Group, seed: int) -
     done = outcomes(group, "calls", seed=seed, count=1000)
     assert [one["done"] for one in done] == [1000] * len(group.devices)
     assert len({one["digest"] for one in done}) == 1
-    assert all(one["waited_s"] > 0 and one["transferred_s"] > 0 for one in done)
+    assert all(one["transferred_s"] > 0 for one in done)
+    assert sum(one["waited_s"] for one in done) > 0  # a member that always comes last waits for nobody
 
 
 @pytest.mark.parametrize("group", GROUPS)
