@@ -95,8 +95,8 @@ class PodView:
         reason: the pod's own, such as `Evicted`.
         message: the pod's own.
         ready: condition Ready.
-        disrupted: reason of condition DisruptionTarget (eviction, drain, preemption, a
-            lost node), or "".
+        disrupted: why it is taken away by no fault of its own (eviction, drain, preemption, a
+            lost node, Kueue), or "".
         node: its node, or "".
         unschedulable: why it is not placed, or "".
         waiting: reason and message of a waiting container such as `ImagePullBackOff: ...`, or "".

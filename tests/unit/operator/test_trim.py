@@ -105,15 +105,19 @@ def test_why_a_pod_does_not_run_yet() -> None:
     assert trim.pod_view(stored_pod(containerStatuses=[waiting])).waiting == "ImagePullBackOff: no such"
 
 
-def test_a_pod_that_goes_and_one_that_was_evicted() -> None:
+def test_a_pod_that_goes() -> None:
     going = stored_pod(phase="Running")
     going["metadata"]["deletionTimestamp"] = "2026-11-21T01:02:04Z"
     assert trim.pod_view(going).ended
     assert trim.pod_view(going).gone_by == datetime(2026, 11, 21, 1, 2, 4, tzinfo=UTC)
-    evicted = stored_pod(
-        conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]
-    )
-    assert trim.pod_view(evicted).disrupted == "EvictionByEvictionAPI"
+
+
+@pytest.mark.parametrize("kind", ["DisruptionTarget", "TerminationTarget"])
+def test_a_pod_that_is_taken_away(kind: str) -> None:
+    condition = {"type": kind, "status": "True", "reason": "Preempted"}
+    assert trim.pod_view(stored_pod(conditions=[condition])).disrupted == "Preempted"
+    no_longer = {**condition, "status": "False"}
+    assert trim.pod_view(stored_pod(conditions=[no_longer])).disrupted == ""
 
 
 def test_a_pod_has_started_once_its_worker_has_run() -> None:

@@ -119,6 +119,23 @@ def test_a_whole_group_that_vanishes_after_it_ran_is_a_fall(world: World) -> Non
     assert group(world)["failures"][0]["reason"] == "PodDeleted"
 
 
+@pytest.mark.parametrize("end", ["rollout", "fall"])
+def test_a_group_that_ends_on_a_silent_node_is_told_of_once(world: World, end: str) -> None:
+    world.serve()
+    silence_node(world)
+    world.step()
+    if end == "rollout":
+        world.change_spec(engine={"maxModelLen": 512})
+    else:
+        world.end_pod(LEADER)
+    world.step()
+    assert group(world)["phase"] == "Stopping"
+    assert "has not been heard since" in group(world)["message"]
+    told = group(world)
+    world.step()
+    assert group(world) == told
+
+
 def test_a_pod_that_ran_and_failed_ends_the_epoch_though_its_peer_is_pending(world: World) -> None:
     create_pods(world)
     world.end_pod(LEADER, exit_code=64, message="")

@@ -161,6 +161,35 @@ def test_a_gang_scheduler_gets_all_pods_at_once_with_room_or_without(
     assert left == (["demo-0-2"] if kind else [])
 
 
+@pytest.mark.parametrize("how", ["deleted", "rejected", "lost"])
+def test_a_pod_of_kueue_that_never_ran_takes_its_group_with_it(how: str) -> None:
+    """Kueue's finalizer holds the one that went: another one of its name could never be created."""
+    room = started(cpu_pair(scheduling={"queueName": "team"}), node("a"), gangs=frozenset({Gang.KUEUE}))
+    first, second = room.workers()
+    match how:
+        case "deleted":
+            room.delete_pod(first)
+        case "rejected":
+            room.pods[first] = replace(room.pods[first], phase="Failed", reason="OutOfcpu", node="a")
+            room.pass_time(10)
+        case "lost":
+            room.pods[first] = replace(room.pods[first], phase="Pending", node="a")
+            (lost,) = room.nodes or ()
+            room.nodes = (replace(lost, schedulable=False, unreachable_since=room.now),)
+            room.pass_time(301)
+    room.settle()
+    assert second not in room.pods or room.pods[second].deleting
+    room.nodes = (node("a"),)
+    room.reap()
+    room.pass_time(60)
+    room.settle()
+    assert room.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    (group,) = room.status["groups"]
+    (failure,) = group["failures"]
+    reasons = {"deleted": "PodDeleted", "rejected": "PodEnded", "lost": "NodeLost"}
+    assert (failure["reason"], failure["counted"]) == (reasons[how], how == "rejected")
+
+
 def test_a_living_group_keeps_its_own_gang() -> None:
     room = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
     room.gangs = frozenset({Gang.VOLCANO, Gang.NATIVE})

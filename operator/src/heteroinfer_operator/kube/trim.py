@@ -24,6 +24,8 @@ _TOLD_BY_CONDITIONS: Final = frozenset(
     f"node.kubernetes.io/{name}" for name in ("not-ready", "unreachable", "unschedulable")
 )
 """Taints that say what a node's conditions and `unschedulable` say already."""
+_DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
+"""Conditions of a pod that is taken away by no fault of its own: Kubernetes' own, and Kueue's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +133,8 @@ def pod_view(stored: Manifest) -> PodView:
     """Returns a pod as decisions see it."""
     metadata, status = stored["metadata"], stored.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
-    ready, disrupted = conditions.get("Ready", {}), conditions.get("DisruptionTarget", {})
-    scheduled = conditions.get("PodScheduled", {})
+    ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
+    disruptions = (conditions.get(kind, {}) for kind in _DISRUPTIONS)
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     return PodView(
         name=metadata["name"],
@@ -148,7 +150,7 @@ def pod_view(stored: Manifest) -> PodView:
         reason=status.get("reason", ""),
         message=status.get("message", ""),
         ready=ready.get("status") == "True",
-        disrupted=disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
+        disrupted=next((c.get("reason", "") for c in disruptions if c.get("status") == "True"), ""),
         node=stored["spec"].get("nodeName", ""),
         unschedulable=_unschedulable(scheduled, stored["spec"].get("schedulingGates") or ()),
         waiting=_waiting(containers),

@@ -1,9 +1,9 @@
 """What is to be done with one group. Pure.
 
 An epoch lives as long as all its pods do, from their first run on: a pod that ends before it
-has run is replaced, and the others wait for it. Whatever ends an epoch, the failure and the
-next one are written to the status first, then the old pods are deleted, and the new ones are
-created once the old are gone.
+has run is replaced, and the others wait for it; with Kueue they go, too. Whatever ends an
+epoch, the failure and the next one are written to the status first, then the old pods are
+deleted, and the new ones are created once the old are gone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from heteroinfer_operator.api import (
     StartupPhase,
     parse_duration_s,
 )
-from heteroinfer_operator.cluster import CreateObject, DeleteObject, Manifest, PodView, RecordEvent
+from heteroinfer_operator.cluster import CreateObject, DeleteObject, Gang, Manifest, PodView, RecordEvent
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL, gang_of
@@ -116,6 +116,7 @@ def _find_fall(
     context: Context, status: GroupStatus, current: Sequence[PodView], plan: Plan | None
 ) -> Fall | None:
     fall = find_fall(current) or context.node_loss.find_fall([pod for pod in current if pod.started])
+    fall = fall or _find_fall_in_kueue(context, current)
     if fall is not None:
         return fall
     present = {pod.name for pod in current}
@@ -128,6 +129,22 @@ def _find_fall(
             message=f"the ConfigMap of the plan of epoch {status.epoch} is gone; a new epoch gets a new plan",
         )
     return None
+
+
+def _find_fall_in_kueue(context: Context, current: Sequence[PodView]) -> Fall | None:
+    """Returns the end of an epoch of Kueue's of which a pod never ran and never will, or None.
+
+    Kueue holds a pod that has ended, and so its name, until another one is there or all have ended.
+    """
+    if gang_of(current) is not Gang.KUEUE:
+        return None
+    spare = startup.find_spare(current, context.node_loss, context.now)
+    if not spare:
+        return None
+    message = f"{startup.describe_end(spare[0])}; Kueue lets the pods of a group go together only"
+    deleted = spare[0].deleting
+    lost = context.node_loss.find_fall(spare)
+    return lost or Fall(reason="PodDeleted" if deleted else "PodEnded", message=message, counted=not deleted)
 
 
 def _had_run(status: GroupStatus) -> list[str]:
@@ -164,7 +181,7 @@ def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> 
         "epoch": status.epoch + 1,
         "revision": context.revision,
         "phase": GroupPhase.STOPPING,
-        "message": "replaced by the new revision",
+        "message": context.node_loss.message(pods) or "replaced by the new revision",
         "epoch_start_time": None,
         "next_epoch_time": None,
         "restarts": 0,
@@ -193,7 +210,7 @@ def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: 
         **_NOTHING_RUNS,
         "epoch": status.epoch + 1,
         "phase": GroupPhase.FAILED if failed else GroupPhase.STOPPING,
-        "message": _culprit(failures[-1]),
+        "message": ("" if failed else context.node_loss.message(pods)) or _culprit(failures[-1]),
         "epoch_start_time": None,
         "next_epoch_time": restarts.next_epoch_time(failures, context.spec.restart),
         "restarts": status.restarts + (fall.counted and not failed),
@@ -359,7 +376,11 @@ def _events(
     if after.phase is GroupPhase.READY and before.phase is not GroupPhase.READY:
         return (RecordEvent(reason="GroupReady", message=f"{who} serves"),)
     told = [
-        RecordEvent(reason="PodReplaced", message=f"{who}: {startup.describe_end(pod)}"[:1000], warning=True)
+        RecordEvent(
+            reason="PodReplaced",
+            message=f"{who}: {startup.describe_end(pod)}; it is replaced"[:1000],
+            warning=True,
+        )
         for pod in spare
         if not pod.deleting
     ]

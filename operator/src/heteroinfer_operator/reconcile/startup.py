@@ -121,7 +121,7 @@ def describe(
     """Returns in words what a group waits for, of so many pods."""
     ended = next((pod for pod in pods if pod.ended), None)
     if ended is not None:
-        return describe_end(ended)
+        return f"{describe_end(ended)}; it is replaced"
     late = sorted((pod for pod in pods if not pod.started and pod.node), key=waits_in_vain, reverse=True)
     if late:
         return describe_wait(late[0])
@@ -167,7 +167,7 @@ def describe_end(pod: PodView) -> str:
     why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
     where = f" by node {pod.node}" if pod.node else ""
     how = "was deleted" if pod.deleting else f"was rejected{where}"
-    return f"pod {pod.name} {how} before it ran{f' ({why})' if why else ''}; it is replaced"
+    return f"pod {pod.name} {how} before it ran{f' ({why})' if why else ''}"
 
 
 def find_spare(pods: Sequence[PodView], node_loss: NodeLoss, now: datetime) -> list[PodView]:
