@@ -49,7 +49,12 @@ unit: setup  ## pure tests, seconds
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
 	@$(BIN)/python -m tests.cluster build
-	$(PYTEST) tests/integration
+	$(PYTEST) tests/integration -m "not gang_schedulers"
+
+gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-scheduler, which it builds; root
+	@$(BIN)/python -m tests.cluster build
+	$(PYTEST) tests/integration/scheduling -m gang_schedulers
+.PHONY: gangs
 
 e2e: setup  ## a real Kubernetes node with images of this tree; root
 	@if [ "$$(id -u)" != 0 ]; then \

@@ -63,6 +63,8 @@ containerStatuses:
 phase: Succeeded
 startTime: {{ $now | Quote }}
 """
+_KILLED = _SUCCEEDED.replace("exitCode: 0", "exitCode: 137").replace("Completed", "Error")
+_KILLED = _KILLED.replace("phase: Succeeded", "phase: Failed").replace("MESSAGE", '""')
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +86,21 @@ GPU_NODE = NodeShape(
 )
 
 
-def build_stages(profile: str) -> list[dict[str, Any]]:
-    """Returns kwok's stages of pods; an inspect pod ends with `profile` as its termination message."""
+def build_stages(profile: str, *, finalizers: bool = False) -> list[dict[str, Any]]:
+    """Returns kwok's stages of pods; an inspect pod ends with `profile` as its termination message.
+
+    Args:
+        profile: a text in JSON.
+        finalizers: a deleted pod ends first, and stays while it has finalizers, as with a kubelet; else it
+            goes at once, for a write less a pod.
+    """
     # A JSON text in JSON is YAML too; a template would only begin at two opening braces.
     succeeded = _SUCCEEDED.replace("MESSAGE", json.dumps(profile))
     placed = {"key": ".spec.nodeName", "operator": "Exists"}
     alive = {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"}
+    deleted = {"key": ".metadata.deletionTimestamp", "operator": "Exists"}
+    going = {"key": ".status.phase", "operator": "In", "values": ["Pending", "Running"]}
+    ended = {"key": ".status.phase", "operator": "In", "values": ["Succeeded", "Failed"]}
     new = {"key": ".status.podIP", "operator": "DoesNotExist"}
     pending = {"key": ".status.phase", "operator": "In", "values": ["Pending"]}
     component = f'.metadata.labels["{names.LABEL_COMPONENT}"]'
@@ -104,10 +115,11 @@ def build_stages(profile: str) -> list[dict[str, Any]]:
         # The node controller marks the pods of a node that was not heard, and leaves it to the kubelet to say
         # that they are well; an API server that was away for long makes all nodes such nodes.
         _stage("pod-is-ready-again", [placed, alive, running, marked], {"statusTemplate": _RUNNING}),
+        *([_stage("pod-ends", [placed, deleted, going], {"statusTemplate": _KILLED})] if finalizers else []),
         _stage(
             "pod-goes",
-            [{"key": ".metadata.deletionTimestamp", "operator": "Exists"}],
-            {"finalizers": {"empty": True}, "delete": True},
+            [deleted, ended] if finalizers else [deleted],
+            {"delete": True} if finalizers else {"finalizers": {"empty": True}, "delete": True},
         ),
     ]
 
@@ -131,11 +143,14 @@ def pod_range(cluster: Cluster) -> str:
     return f"240.{kinds + cluster.state.number}.0.0/16"
 
 
-def start_kwok(cluster: Cluster, *, nodes: int, profile: str, shape: NodeShape = GPU_NODE) -> ProcessIdentity:
+def start_kwok(
+    cluster: Cluster, *, nodes: int, profile: str, shape: NodeShape = GPU_NODE, finalizers: bool = False
+) -> ProcessIdentity:
     """Starts kwok beside a control plane, and returns once all its nodes are Ready.
 
     It lives as long as the cluster. Pods have addresses at which nobody answers: the machine gets a
-    blackhole route for them, so that a request to one ends here at once.
+    blackhole route for them, so that a request to one ends here at once. See `build_stages` for `profile`
+    and `finalizers`.
 
     Raises:
         ClusterError: not root, or the nodes did not turn Ready.
@@ -147,7 +162,8 @@ def start_kwok(cluster: Cluster, *, nodes: int, profile: str, shape: NodeShape =
     state.will_change("blackhole", pod_range(cluster))
     processes.run(["ip", "route", "add", "blackhole", pod_range(cluster), "metric", "4096"])
     config = state.folder / "kwok.yaml"
-    config.write_text("\n---\n".join([*_node_stages(), *map(json.dumps, build_stages(profile))]))
+    stages = build_stages(profile, finalizers=finalizers)
+    config.write_text("\n---\n".join([*_node_stages(), *map(json.dumps, stages)]))
     command = [
         str(tools.program(tools.KWOK, "kwok")),
         f"--kubeconfig={cluster.kubeconfig}",

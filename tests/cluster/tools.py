@@ -64,6 +64,9 @@ PROMETHEUS = Tool(
 )
 PROMETHEUS_OPERATOR = Tool(name="prometheus-operator", programs=("operator",))
 PROMETHEUS_ADAPTER = Tool(name="prometheus-adapter", programs=("adapter",))
+KUEUE = Tool(name="kueue", programs=("kueue",))
+VOLCANO = Tool(name="volcano", programs=("scheduler", "controller-manager"))
+COSCHEDULING = Tool(name="scheduler-plugins", programs=("scheduler",))
 ALL = (ETCD, KUBERNETES, HELM, COREDNS)
 """What most tests need; the others are built where they are used."""
 WATCHING = (PROMETHEUS, PROMETHEUS_OPERATOR, PROMETHEUS_ADAPTER)

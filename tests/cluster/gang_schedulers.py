@@ -1,0 +1,224 @@
+"""Other projects' gang schedulers, as real programs beside a control plane: Kueue, Volcano, coscheduling.
+
+Each is set up as its own chart does it, but for what needs a pod: it runs as a process with all rights.
+"""
+
+import base64
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster import processes, tools
+from tests.cluster.cluster import Cluster
+from tests.cluster.control_plane import GO_ENVIRONMENT, site_of
+from tests.cluster.crds import wait_established
+from tests.cluster.programs import Program
+from tests.cluster.tools import Tool, source_folder
+
+READY_TIMEOUT_S = 60.0
+KUEUE_QUEUE = "team"
+"""Of every namespace that `open_kueue_queue` was called for."""
+_KUEUE_QUOTA = "all"
+_COSCHEDULING_NAME = "scheduler-plugins-scheduler"
+
+
+def start_coscheduling(cluster: Cluster) -> None:
+    """Starts the scheduler of scheduler-plugins under the name that its chart gives it.
+
+    Raises:
+        ClusterError: it did not come up.
+    """
+    folder = source_folder("scheduler-plugins", "sigs.k8s.io/scheduler-plugins")
+    _apply_crds(cluster, [folder / "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml"])
+    profile = {
+        "schedulerName": _COSCHEDULING_NAME,
+        "plugins": {
+            "multiPoint": {"enabled": [{"name": "Coscheduling"}], "disabled": [{"name": "PrioritySort"}]}
+        },
+        "pluginConfig": [{"name": "Coscheduling", "args": {"permitWaitingTimeSeconds": 10}}],
+    }
+    config = {
+        "apiVersion": "kubescheduler.config.k8s.io/v1",
+        "kind": "KubeSchedulerConfiguration",
+        "leaderElection": {"leaderElect": False},
+        "clientConnection": {"kubeconfig": str(cluster.kubeconfig)},
+        "profiles": [profile],
+    }
+    file = _write(cluster, "coscheduling.yaml", config)
+    _start(cluster, tools.COSCHEDULING, "scheduler", [f"--config={file}", "--secure-port=0"])
+
+
+def start_volcano(cluster: Cluster) -> None:
+    """Starts Volcano's controllers, and its scheduler with its chart's configuration.
+
+    Returns once the queue `default` is open: the scheduler makes it, the controllers open it.
+
+    Raises:
+        ClusterError: it did not come up.
+    """
+    folder = source_folder("volcano", "volcano.sh/volcano")
+    _apply_crds(cluster, sorted((folder / "config/crd").glob("*/bases/*.yaml")))
+    settings = folder / "installer/helm/chart/volcano/config/volcano-scheduler.conf"
+    flags = [f"--kubeconfig={cluster.kubeconfig}", "--leader-elect=false", "--logtostderr"]
+    _start(cluster, tools.VOLCANO, "controller-manager", flags)
+    dump = f"--cache-dump-dir={cluster.state.folder}"
+    program = _start(cluster, tools.VOLCANO, "scheduler", [*flags, f"--scheduler-conf={settings}", dump])
+    said = "jsonpath={.items[?(@.metadata.name=='default')].status.state}"
+    processes.wait_until(
+        "Volcano's queue",
+        lambda: cluster.kubectl("get", "queues.scheduling.volcano.sh", "-o", said) == "Open",
+        timeout_s=READY_TIMEOUT_S,
+        process=program.identity,
+        log=cluster.state.log(program.name),
+    )
+
+
+def start_kueue(cluster: Cluster, quota: Mapping[str, str]) -> None:
+    """Starts Kueue with its webhooks and the integration of pods, and one ClusterQueue.
+
+    Args:
+        cluster: where.
+        quota: what the queue may use, by resource; see `set_kueue_quota`.
+
+    Raises:
+        ClusterError: it did not come up.
+    """
+    components = source_folder("kueue", "sigs.k8s.io/kueue") / "config/components"
+    port, authority = _free_port(), _issue_serving_certificate(cluster)
+    address = {"url": f"https://127.0.0.1:{port}", "caBundle": authority}
+    convert = {"url": f"{address['url']}/convert", "caBundle": authority}
+    conversion = {"clientConfig": convert, "conversionReviewVersions": ["v1"]}
+    _apply_crds(
+        cluster,
+        sorted((components / "crd/bases").glob("*.yaml")),
+        # Of those that its kustomization lists; others have one version.
+        {
+            f"{plural}.kueue.x-k8s.io": {"strategy": "Webhook", "webhook": conversion}
+            for plural in ("localqueues", "clusterqueues", "cohorts", "workloads", "multikueueclusters")
+        },
+    )
+    config = {
+        "apiVersion": "config.kueue.x-k8s.io/v1beta2",
+        "kind": "Configuration",
+        "health": {"healthProbeBindAddress": "0"},
+        "metrics": {"bindAddress": "0"},
+        "webhook": {"host": "127.0.0.1", "port": port, "certDir": str(_certificates(cluster))},
+        "leaderElection": {"leaderElect": False},
+        "internalCertManagement": {"enable": False},
+        "integrations": {"frameworks": ["batch/job", "pod"]},
+    }
+    file = _write(cluster, "kueue.yaml", config)
+    gates = "--feature-gates=VisibilityOnDemand=false"  # it would need an address in the cluster
+    flags = [f"--config={file}", f"--kubeconfig={cluster.kubeconfig}", gates]
+    program = _start(cluster, tools.KUEUE, "kueue", flags, _with_files_in_etc(cluster))
+    processes.wait_until(
+        "Kueue's webhooks",
+        lambda: _listens(port),
+        timeout_s=READY_TIMEOUT_S,
+        process=program.identity,
+        log=cluster.state.log(program.name),
+    )
+    webhooks = list(yaml.safe_load_all((components / "webhook/manifests.yaml").read_text()))
+    for webhook in [webhook for configuration in webhooks for webhook in configuration["webhooks"]]:
+        path = webhook["clientConfig"].pop("service")["path"]
+        webhook["clientConfig"] = {"url": address["url"] + path, "caBundle": authority}
+    for configuration in webhooks:
+        configuration["metadata"]["name"] = f"kueue-{configuration['metadata']['name']}"
+    _apply(cluster, webhooks)
+    _apply(cluster, [_kueue("ResourceFlavor", _KUEUE_QUOTA, None, {})])
+    set_kueue_quota(cluster, quota)
+
+
+def set_kueue_quota(cluster: Cluster, quota: Mapping[str, str]) -> None:
+    """Says what all pods with a queue may use together, by resource."""
+    resources = [{"name": name, "nominalQuota": amount} for name, amount in quota.items()]
+    flavors = [{"name": _KUEUE_QUOTA, "resources": resources}]
+    groups = [{"coveredResources": list(quota), "flavors": flavors}]
+    spec = {"namespaceSelector": {}, "resourceGroups": groups}
+    _apply(cluster, [_kueue("ClusterQueue", _KUEUE_QUOTA, None, {"spec": spec})])
+
+
+def stop_kueue_queue(cluster: Cluster, *, stopped: bool) -> None:
+    """Evicts all that was admitted, and admits nothing more; or admits again."""
+    policy = json.dumps({"spec": {"stopPolicy": "HoldAndDrain" if stopped else "None"}})
+    kind = "clusterqueue.kueue.x-k8s.io"
+    cluster.kubectl("patch", kind, _KUEUE_QUOTA, "--type=merge", "-p", policy)
+
+
+def open_kueue_queue(cluster: Cluster, namespace: str) -> None:
+    """Makes the queue that resources of a namespace may name."""
+    spec = {"spec": {"clusterQueue": _KUEUE_QUOTA}}
+    _apply(cluster, [_kueue("LocalQueue", KUEUE_QUEUE, namespace, spec)])
+
+
+def _kueue(kind: str, name: str, namespace: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = {"name": name} | ({"namespace": namespace} if namespace else {})
+    return {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": kind, "metadata": metadata, **fields}
+
+
+def _issue_serving_certificate(cluster: Cluster) -> str:
+    """Writes Kueue's certificate for 127.0.0.1; returns the authority, as `caBundle` takes it."""
+    _, pki = site_of(cluster.state)
+    pki.issue("kueue", "/CN=kueue", server_names=["IP:127.0.0.1"])
+    folder = _certificates(cluster)
+    folder.mkdir(parents=True)
+    for end in ("key", "crt"):
+        (folder / f"tls.{end}").write_bytes(Path(pki.path(f"kueue.{end}")).read_bytes())
+    return base64.b64encode(Path(pki.path("ca.crt")).read_bytes()).decode()
+
+
+def _certificates(cluster: Cluster) -> Path:
+    return cluster.state.folder / "etc/kueue/metrics/certs"
+
+
+def _with_files_in_etc(cluster: Cluster) -> list[str]:
+    """Returns what starts a program that sees the folder of certificates in /etc, and no other program does.
+
+    Kueue looks for those of its metrics there alone (`kueue/cmd/kueue/main.go@v0.15.0`, line 177).
+    """
+    overlay = f"mount -t overlay overlay -o lowerdir={cluster.state.folder}/etc:/etc /etc"
+    return ["unshare", "--mount", "sh", "-c", f'{overlay} && exec "$@"', "kueue"]
+
+
+def _apply_crds(
+    cluster: Cluster, files: Sequence[Path], conversions: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    definitions = [yaml.safe_load(file.read_text()) for file in files]
+    for definition in definitions:
+        if conversion := (conversions or {}).get(definition["metadata"]["name"]):
+            definition["spec"]["conversion"] = conversion
+    _apply(cluster, definitions)
+    wait_established(cluster, *(definition["metadata"]["name"] for definition in definitions))
+
+
+def _apply(cluster: Cluster, manifests: Sequence[Mapping[str, Any]]) -> None:
+    text = "\n---\n".join(map(json.dumps, manifests))
+    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=text)
+
+
+def _write(cluster: Cluster, name: str, config: Mapping[str, Any]) -> Path:
+    file = cluster.state.folder / name
+    file.write_text(json.dumps(config))
+    return file
+
+
+def _start(
+    cluster: Cluster, tool: Tool, program: str, flags: Sequence[str], prefix: Sequence[str] = ()
+) -> Program:
+    command = [*prefix, str(tools.program(tool, program)), *flags]
+    return Program.start(cluster.state, f"{tool.name}-{program}", command, GO_ENVIRONMENT)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
