@@ -146,8 +146,11 @@ class Resource:
             pods = [pod for pod in listed if pod["metadata"]["labels"][names.LABEL_EPOCH] == str(epoch)]
             placed = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName")]
             assert not placed, f"half a gang was placed: {placed}"
-            status, reason, _ = await capacity(self.server, self.namespace, self.name)
+            status, reason, message = await capacity(self.server, self.namespace, self.name)
             blocked = len(pods) == 2 and (status, reason) == ("False", "Unschedulable")
+            if blocked and self.site.gang is Gang.KUEUE:
+                assert f"Kueue's Workload pair-0-{epoch} says why" in message
+                assert f"workload.kueue.x-k8s.io/pair-0-{epoch}" in self._gang_objects()
             return [pod["metadata"]["name"] for pod in pods] if blocked else []
 
         found: list[str] = await until(

@@ -19,6 +19,7 @@ from heteroinfer_operator.cluster import (
 )
 from heteroinfer_operator.demand import PODS, PodDemand, Taint, effective_requests, pod_demand, quantity
 from heteroinfer_operator.kube.paths import ObjectName
+from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
 
 _TOLD_BY_CONDITIONS: Final = frozenset(
     f"node.kubernetes.io/{name}" for name in ("not-ready", "unreachable", "unschedulable")
@@ -152,19 +153,21 @@ def pod_view(stored: Manifest) -> PodView:
         ready=ready.get("status") == "True",
         disrupted=next((c.get("reason", "") for c in disruptions if c.get("status") == "True"), ""),
         node=stored["spec"].get("nodeName", ""),
-        unschedulable=_unschedulable(scheduled, stored["spec"].get("schedulingGates") or ()),
+        unschedulable=_unschedulable(stored, scheduled),
         waiting=_waiting(containers),
         termination=_termination(containers),
     )
 
 
-def _unschedulable(scheduled: Manifest, gates: Iterable[Manifest]) -> str:
+def _unschedulable(stored: Manifest, scheduled: Manifest) -> str:
     """Returns why a pod has no node, in the scheduler's words or by who holds it back, or ""."""
     if scheduled.get("status") != "False":
         return ""
-    if scheduled.get("reason") == "SchedulingGated":
-        return f"held back by {', '.join(gate['name'] for gate in gates)}"
-    return str(scheduled.get("message", "")) if scheduled.get("reason") == "Unschedulable" else ""
+    if scheduled.get("reason") != "SchedulingGated":
+        return str(scheduled.get("message", "")) if scheduled.get("reason") == "Unschedulable" else ""
+    gates = ", ".join(gate["name"] for gate in stored["spec"].get("schedulingGates") or ())
+    workload = (stored["metadata"].get("labels") or {}).get(KUEUE_POD_GROUP)
+    return f"held back by {gates}" + (f"; Kueue's Workload {workload} says why" if workload else "")
 
 
 def _moment(text: str | None) -> datetime | None:

@@ -23,6 +23,8 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import GroupRef
 
+KUEUE_POD_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
+"""Label of a pod: its gang, which is also the name of Kueue's Workload."""
 _VOLCANO_SCHEDULER: Final = "volcano"
 _COSCHEDULING_SCHEDULER: Final = "scheduler-plugins-scheduler"
 """Of the chart as-a-second-scheduler; where the plugin is in the default scheduler, set schedulerName."""
@@ -68,10 +70,7 @@ def gang_labels(spec: HeteroInferenceSpec, group: GroupRef, gang: Gang | None) -
     match gang:
         case Gang.KUEUE:
             queue = spec.scheduling.queue_name
-            labels |= {
-                "kueue.x-k8s.io/queue-name": queue,
-                "kueue.x-k8s.io/pod-group-name": gang_name(group),
-            }
+            labels |= {"kueue.x-k8s.io/queue-name": queue, KUEUE_POD_GROUP: gang_name(group)}
         case Gang.COSCHEDULING:
             labels |= {"scheduling.x-k8s.io/pod-group": gang_name(group)}
     return labels
