@@ -19,9 +19,11 @@ REPOSITORY = Path(__file__).parents[1]
 COMMAND = Path(sys.executable).parent / "heteroinfer"
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+TOLD_TIMEOUT_S = 10.0
 POLL_S = 0.05
 
 ENDPOINT = re.compile(r"OpenAI API of group 0: (?P<url>\S+)/v1 \(model (?P<model>\S+)\)")
+LAST_OF_URLS = re.compile(r"^\s*curl http")
 STATUS = re.compile(r"status: (?P<url>\S+/group)")
 RANK = re.compile(r"rank (?P<rank>\d+) \((?P<role>\S+), (?P<device>CPU|GPU), layers (?P<layers>\S+)\): ")
 METRICS = re.compile(r"metrics of rank (?P<rank>\d+): (?P<url>\S+)")
@@ -94,8 +96,10 @@ class RunningUp:
             sleep(POLL_S)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S, *, after: int = 0) -> str:
-        """Returns the base URL of the API (without /v1) once the group serves."""
-        return self.wait_line(ENDPOINT, timeout_s, after=after)["url"]
+        """Returns the base URL of the API (without /v1) once the group serves, and all its URLs are told."""
+        url = self.wait_line(ENDPOINT, timeout_s, after=after)["url"]
+        self.wait_line(LAST_OF_URLS, TOLD_TIMEOUT_S, after=after)
+        return url
 
     def wait_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Returns the exit code; raises UpError if it does not end in time."""

@@ -185,10 +185,13 @@ def stop_marked(mark: Path, timeout_s: float = 20) -> None:
     Raises:
         ClusterError: one is still there after `timeout_s`.
     """
+    found: set[ProcessIdentity] = set()
 
     def none_left() -> bool:
         pids = marked_pids(mark)
+        found.update(filter(None, map(ProcessIdentity.of, pids)))
         kill(pids)
-        return not pids
+        # A process that is ending loses its environment, and so its mark, some time before it is gone.
+        return not pids and not any(process.alive() for process in found)
 
     wait_until(f"the end of all programs of {mark}", none_left, timeout_s=timeout_s)
