@@ -115,8 +115,11 @@ def decide_group(
 def _find_fall(
     context: Context, status: GroupStatus, current: Sequence[PodView], plan: Plan | None
 ) -> Fall | None:
-    fall = find_fall(current) or context.node_loss.find_fall([pod for pod in current if pod.started])
-    fall = fall or _find_fall_in_kueue(context, current)
+    fall = (
+        find_fall(current)
+        or context.node_loss.find_fall([pod for pod in current if pod.started])
+        or _find_fall_in_kueue(context, current)
+    )
     if fall is not None:
         return fall
     present = {pod.name for pod in current}
@@ -180,8 +183,7 @@ def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> 
         **_NOTHING_RUNS,
         "epoch": status.epoch + 1,
         "revision": context.revision,
-        "phase": GroupPhase.STOPPING,
-        "message": context.node_loss.message(pods) or "replaced by the new revision",
+        **_stopping(context, pods, "replaced by the new revision"),
         "epoch_start_time": None,
         "next_epoch_time": None,
         "restarts": 0,
@@ -209,8 +211,7 @@ def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: 
     update = {
         **_NOTHING_RUNS,
         "epoch": status.epoch + 1,
-        "phase": GroupPhase.FAILED if failed else GroupPhase.STOPPING,
-        "message": ("" if failed else context.node_loss.message(pods)) or _culprit(failures[-1]),
+        **(_failed(failures) if failed else _stopping(context, pods, _culprit(failures[-1]))),
         "epoch_start_time": None,
         "next_epoch_time": restarts.next_epoch_time(failures, context.spec.restart),
         "restarts": status.restarts + (fall.counted and not failed),
@@ -231,6 +232,15 @@ def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: 
     )
 
 
+def _stopping(context: Context, pods: Sequence[PodView], message: str | None) -> dict[str, Any]:
+    """Returns what a status says of a group whose pods go: first of a silent node, that holds them."""
+    return {"phase": GroupPhase.STOPPING, "message": context.node_loss.message(pods) or message}
+
+
+def _failed(failures: Sequence[FailureStatus]) -> dict[str, Any]:
+    return {"phase": GroupPhase.FAILED, "message": _culprit(failures[-1])}
+
+
 def _has_logs(pod: PodView) -> bool:
     return pod.termination is not None and not pod.deleting
 
@@ -247,11 +257,10 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
     status, events = _put_down_to_node(context, status, pods)
     failed = restarts.used_up(status.failures, context.spec.restart)
     if failed:
-        update = {"phase": GroupPhase.FAILED, "message": _culprit(status.failures[-1])}
+        update = _failed(status.failures)
         pods = [pod for pod in pods if not _has_logs(pod)]
     elif pods:
-        silent = context.node_loss.message(pods)
-        update = {"phase": GroupPhase.STOPPING} | ({"message": silent} if silent else {})
+        update = _stopping(context, pods, status.message)
     if failed or pods:
         return GroupDecision(
             status=status.model_copy(update=update),
