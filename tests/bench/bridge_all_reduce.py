@@ -10,7 +10,6 @@ results are checked. `--cpu` takes two CPU ranks, to run it without a GPU.
 import argparse
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.ports import free_port
 from vllm_heteroinfer.distributed.bridge import Bridge
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -157,12 +157,6 @@ def table(measured: dict[tuple[int, str], list[float]]) -> str:
             f"| {gain:.1f}x | {verdict} |"
         )
     return "\n".join(lines)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def main() -> None:

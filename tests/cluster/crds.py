@@ -1,11 +1,24 @@
 """Kinds of resources that an API server is given."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from tests.cluster import processes
 from tests.cluster.cluster import Cluster
 
 TIMEOUT_S = 30.0
+
+
+def apply_crds(cluster: Cluster, *definitions: Mapping[str, Any]) -> None:
+    """Applies CustomResourceDefinitions; returns once the API server serves them.
+
+    Raises:
+        ClusterError: the API server refused one, or one is not served after 30 s.
+    """
+    text = "\n---\n".join(map(json.dumps, definitions))
+    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=text)
+    wait_established(cluster, *(definition["metadata"]["name"] for definition in definitions))
 
 
 def wait_established(cluster: Cluster, *names: str) -> None:

@@ -15,15 +15,17 @@ import yaml
 from tests.cluster import processes, tools
 from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import GO_ENVIRONMENT, site_of
-from tests.cluster.crds import wait_established
+from tests.cluster.crds import apply_crds
 from tests.cluster.programs import Program
 from tests.cluster.tools import Tool, source_folder
+from tests.ports import free_port
 
 READY_TIMEOUT_S = 60.0
 KUEUE_QUEUE = "team"
 """Of every namespace that `open_kueue_queue` was called for."""
 _KUEUE_QUOTA = "all"
-_COSCHEDULING_NAME = "scheduler-plugins-scheduler"
+_CONVERTED = ("localqueues", "clusterqueues", "cohorts", "workloads", "multikueueclusters")
+"""Kueue's kinds of two versions that its webhook converts, as its kustomization lists them."""
 
 
 def start_coscheduling(cluster: Cluster) -> None:
@@ -33,9 +35,10 @@ def start_coscheduling(cluster: Cluster) -> None:
         ClusterError: it did not come up.
     """
     folder = source_folder("scheduler-plugins", "sigs.k8s.io/scheduler-plugins")
-    _apply_crds(cluster, [folder / "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml"])
+    apply_crds(cluster, *_documents(folder / "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml"))
+    (chart,) = _documents(folder / "manifests/install/charts/as-a-second-scheduler/values.yaml")
     profile = {
-        "schedulerName": _COSCHEDULING_NAME,
+        "schedulerName": chart["scheduler"]["name"],
         "plugins": {
             "multiPoint": {"enabled": [{"name": "Coscheduling"}], "disabled": [{"name": "PrioritySort"}]}
         },
@@ -61,7 +64,7 @@ def start_volcano(cluster: Cluster) -> None:
         ClusterError: it did not come up.
     """
     folder = source_folder("volcano", "volcano.sh/volcano")
-    _apply_crds(cluster, sorted((folder / "config/crd").glob("*/bases/*.yaml")))
+    apply_crds(cluster, *_documents(*(folder / "config/crd").glob("*/bases/*.yaml")))
     settings = folder / "installer/helm/chart/volcano/config/volcano-scheduler.conf"
     flags = [f"--kubeconfig={cluster.kubeconfig}", "--leader-elect=false", "--logtostderr"]
     _start(cluster, tools.VOLCANO, "controller-manager", flags)
@@ -88,19 +91,15 @@ def start_kueue(cluster: Cluster, quota: Mapping[str, str]) -> None:
         ClusterError: it did not come up.
     """
     components = source_folder("kueue", "sigs.k8s.io/kueue") / "config/components"
-    port, authority = _free_port(), _issue_serving_certificate(cluster)
-    address = {"url": f"https://127.0.0.1:{port}", "caBundle": authority}
-    convert = {"url": f"{address['url']}/convert", "caBundle": authority}
+    port, authority = free_port(), _issue_serving_certificate(cluster)
+    url = f"https://127.0.0.1:{port}"
+    convert = {"url": f"{url}/convert", "caBundle": authority}
     conversion = {"clientConfig": convert, "conversionReviewVersions": ["v1"]}
-    _apply_crds(
-        cluster,
-        sorted((components / "crd/bases").glob("*.yaml")),
-        # Of those that its kustomization lists; others have one version.
-        {
-            f"{plural}.kueue.x-k8s.io": {"strategy": "Webhook", "webhook": conversion}
-            for plural in ("localqueues", "clusterqueues", "cohorts", "workloads", "multikueueclusters")
-        },
-    )
+    definitions = _documents(*(components / "crd/bases").glob("*.yaml"))
+    for definition in definitions:
+        if definition["spec"]["names"]["plural"] in _CONVERTED:
+            definition["spec"]["conversion"] = {"strategy": "Webhook", "webhook": conversion}
+    apply_crds(cluster, *definitions)
     config = {
         "apiVersion": "config.kueue.x-k8s.io/v1beta2",
         "kind": "Configuration",
@@ -122,14 +121,14 @@ def start_kueue(cluster: Cluster, quota: Mapping[str, str]) -> None:
         process=program.identity,
         log=cluster.state.log(program.name),
     )
-    webhooks = list(yaml.safe_load_all((components / "webhook/manifests.yaml").read_text()))
-    for webhook in [webhook for configuration in webhooks for webhook in configuration["webhooks"]]:
-        path = webhook["clientConfig"].pop("service")["path"]
-        webhook["clientConfig"] = {"url": address["url"] + path, "caBundle": authority}
-    for configuration in webhooks:
+    configurations = _documents(components / "webhook/manifests.yaml")
+    for configuration in configurations:
         configuration["metadata"]["name"] = f"kueue-{configuration['metadata']['name']}"
-    _apply(cluster, webhooks)
-    _apply(cluster, [_kueue("ResourceFlavor", _KUEUE_QUOTA, None, {})])
+        for webhook in configuration["webhooks"]:
+            path = webhook["clientConfig"]["service"]["path"]
+            webhook["clientConfig"] = {"url": url + path, "caBundle": authority}
+    _apply(cluster, *configurations)
+    _apply(cluster, _kueue("ResourceFlavor", _KUEUE_QUOTA, None, {}))
     set_kueue_quota(cluster, quota)
 
 
@@ -139,7 +138,7 @@ def set_kueue_quota(cluster: Cluster, quota: Mapping[str, str]) -> None:
     flavors = [{"name": _KUEUE_QUOTA, "resources": resources}]
     groups = [{"coveredResources": list(quota), "flavors": flavors}]
     spec = {"namespaceSelector": {}, "resourceGroups": groups}
-    _apply(cluster, [_kueue("ClusterQueue", _KUEUE_QUOTA, None, {"spec": spec})])
+    _apply(cluster, _kueue("ClusterQueue", _KUEUE_QUOTA, None, {"spec": spec}))
 
 
 def stop_kueue_queue(cluster: Cluster, *, stopped: bool) -> None:
@@ -152,7 +151,7 @@ def stop_kueue_queue(cluster: Cluster, *, stopped: bool) -> None:
 def open_kueue_queue(cluster: Cluster, namespace: str) -> None:
     """Makes the queue that resources of a namespace may name."""
     spec = {"spec": {"clusterQueue": _KUEUE_QUOTA}}
-    _apply(cluster, [_kueue("LocalQueue", KUEUE_QUEUE, namespace, spec)])
+    _apply(cluster, _kueue("LocalQueue", KUEUE_QUEUE, namespace, spec))
 
 
 def _kueue(kind: str, name: str, namespace: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,18 +183,11 @@ def _with_files_in_etc(cluster: Cluster) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", f'{overlay} && exec "$@"', "kueue"]
 
 
-def _apply_crds(
-    cluster: Cluster, files: Sequence[Path], conversions: Mapping[str, Mapping[str, Any]] | None = None
-) -> None:
-    definitions = [yaml.safe_load(file.read_text()) for file in files]
-    for definition in definitions:
-        if conversion := (conversions or {}).get(definition["metadata"]["name"]):
-            definition["spec"]["conversion"] = conversion
-    _apply(cluster, definitions)
-    wait_established(cluster, *(definition["metadata"]["name"] for definition in definitions))
+def _documents(*files: Path) -> list[dict[str, Any]]:
+    return [document for file in sorted(files) for document in yaml.safe_load_all(file.read_text())]
 
 
-def _apply(cluster: Cluster, manifests: Sequence[Mapping[str, Any]]) -> None:
+def _apply(cluster: Cluster, *manifests: Mapping[str, Any]) -> None:
     text = "\n---\n".join(map(json.dumps, manifests))
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=text)
 
@@ -211,12 +203,6 @@ def _start(
 ) -> Program:
     command = [*prefix, str(tools.program(tool, program)), *flags]
     return Program.start(cluster.state, f"{tool.name}-{program}", command, GO_ENVIRONMENT)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _listens(port: int) -> bool:

@@ -44,7 +44,7 @@ podIP: {{ PodIPWith .spec.nodeName false .metadata.uid .metadata.name .metadata.
 phase: Running
 startTime: {{ $now | Quote }}
 """
-_SUCCEEDED = r"""
+_ENDED = r"""
 {{ $now := Now }}
 containerStatuses:
 {{ range .spec.containers }}
@@ -54,17 +54,15 @@ containerStatuses:
   restartCount: 0
   state:
     terminated:
-      exitCode: 0
-      reason: Completed
+      exitCode: EXIT_CODE
+      reason: REASON
       message: MESSAGE
       startedAt: {{ $now | Quote }}
       finishedAt: {{ $now | Quote }}
 {{ end }}
-phase: Succeeded
+phase: PHASE
 startTime: {{ $now | Quote }}
 """
-_KILLED = _SUCCEEDED.replace("exitCode: 0", "exitCode: 137").replace("Completed", "Error")
-_KILLED = _KILLED.replace("phase: Succeeded", "phase: Failed").replace("MESSAGE", '""')
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,34 +92,46 @@ def build_stages(profile: str, *, finalizers: bool = False) -> list[dict[str, An
         finalizers: a deleted pod ends first, and stays while it has finalizers, as with a kubelet; else it
             goes at once, for a write less a pod.
     """
-    # A JSON text in JSON is YAML too; a template would only begin at two opening braces.
-    succeeded = _SUCCEEDED.replace("MESSAGE", json.dumps(profile))
     placed = {"key": ".spec.nodeName", "operator": "Exists"}
     alive = {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"}
     deleted = {"key": ".metadata.deletionTimestamp", "operator": "Exists"}
-    going = {"key": ".status.phase", "operator": "In", "values": ["Pending", "Running"]}
-    ended = {"key": ".status.phase", "operator": "In", "values": ["Succeeded", "Failed"]}
     new = {"key": ".status.podIP", "operator": "DoesNotExist"}
-    pending = {"key": ".status.phase", "operator": "In", "values": ["Pending"]}
     component = f'.metadata.labels["{names.LABEL_COMPONENT}"]'
     inspects = {"key": component, "operator": "In", "values": [names.COMPONENT_INSPECT]}
     runs = {"key": component, "operator": "NotIn", "values": [names.COMPONENT_INSPECT]}
-    running = {"key": ".status.phase", "operator": "In", "values": ["Running"]}
     ready = '.status.conditions.[] | select( .type == "Ready" ) | .status'
     marked = {"key": ready, "operator": "In", "values": ["False"]}
+    if finalizers:
+        killed = _ended("Failed", "Error", 137, "")
+        goes = [
+            _stage("pod-ends", [placed, deleted, _phase("Pending", "Running")], {"statusTemplate": killed}),
+            _stage("pod-goes", [deleted, _phase("Succeeded", "Failed")], {"delete": True}),
+        ]
+    else:
+        goes = [_stage("pod-goes", [deleted], {"finalizers": {"empty": True}, "delete": True})]
+    succeeded = _ended("Succeeded", "Completed", 0, profile)
     return [
-        _stage("inspect-pod-ends", [placed, alive, pending, inspects], {"statusTemplate": succeeded}),
+        _stage(
+            "inspect-pod-ends", [placed, alive, _phase("Pending"), inspects], {"statusTemplate": succeeded}
+        ),
         _stage("pod-turns-ready", [placed, alive, new, runs], {"statusTemplate": _RUNNING}),
         # The node controller marks the pods of a node that was not heard, and leaves it to the kubelet to say
         # that they are well; an API server that was away for long makes all nodes such nodes.
-        _stage("pod-is-ready-again", [placed, alive, running, marked], {"statusTemplate": _RUNNING}),
-        *([_stage("pod-ends", [placed, deleted, going], {"statusTemplate": _KILLED})] if finalizers else []),
         _stage(
-            "pod-goes",
-            [deleted, ended] if finalizers else [deleted],
-            {"delete": True} if finalizers else {"finalizers": {"empty": True}, "delete": True},
+            "pod-is-ready-again", [placed, alive, _phase("Running"), marked], {"statusTemplate": _RUNNING}
         ),
+        *goes,
     ]
+
+
+def _ended(phase: str, reason: str, exit_code: int, message: str) -> str:
+    # A JSON text in JSON is YAML too; a template would only begin at two opening braces.
+    text = _ENDED.replace("PHASE", phase).replace("REASON", reason).replace("EXIT_CODE", str(exit_code))
+    return text.replace("MESSAGE", json.dumps(message))
+
+
+def _phase(*values: str) -> dict[str, Any]:
+    return {"key": ".status.phase", "operator": "In", "values": list(values)}
 
 
 def _stage(name: str, conditions: list[dict[str, Any]], then: dict[str, Any]) -> dict[str, Any]:

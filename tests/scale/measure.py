@@ -11,14 +11,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from heteroinfer_contract import metrics
 from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster import tools
 from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
+from tests.cluster.crds import apply_crds
 from tests.cluster.kwok import start_kwok
 from tests.cluster.progress import say
 from tests.integration.operator.conftest import CHART, Installation
@@ -117,8 +116,8 @@ async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
 
 
 def _install(cluster: Cluster, folder: Path) -> Path:
-    """Returns a kubeconfig with the chart's own rights; the operator waits for the resource by itself."""
-    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
+    """Returns a kubeconfig with the chart's own rights."""
+    apply_crds(cluster, build_crd())
     manifests = [manifest for namespace in fleet.NAMESPACES for manifest in _namespace(namespace)]
     cluster.kubectl("create", "-f", "-", stdin="\n---\n".join(map(json.dumps, manifests)))
     bound = "--for=jsonpath={.status.phase}=Bound"

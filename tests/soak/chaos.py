@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster import cgroups
@@ -19,7 +18,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import SCHEDULER, api_server_down
 from tests.cluster.node import node_cgroup
 from tests.cluster.programs import Program
-from tests.integration.operator.support import end_pod
+from tests.integration.operator.support import end_rank
 
 AWAY_MOST_S = 20.0
 GONE = 404
@@ -73,17 +72,7 @@ class Chaos:
 
     async def _end_rank(self, pod: Mapping[str, Any]) -> None:
         index = int(pod["metadata"]["labels"][names.LABEL_POD_INDEX])
-        failure = Failure(
-            reason=FailureReason.RANK_EXITED,
-            message=f"rank {index} was killed by SIGKILL",
-            pod=index,
-            rank=index,
-            exit_code=-signal.SIGKILL,
-        )
-        name = pod["metadata"]["name"]
-        await end_pod(
-            self.server, self.namespace, name, exit_code=names.EXIT_RANK_FAILED, message=failure.to_json()
-        )
+        await end_rank(self.server, self.namespace, pod["metadata"]["name"], index=index)
 
     def _path(self, pod: Mapping[str, Any], subresource: str = "") -> str:
         return POD.path(self.namespace, pod["metadata"]["name"], subresource)

@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from heteroinfer_contract import names
 from heteroinfer_operator.crd import build_crd
 from tests.cluster import kwok
 from tests.cluster.cluster import Cluster, start_control_plane_only
-from tests.cluster.crds import wait_established
+from tests.cluster.crds import apply_crds
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.images import ensure_images
 from tests.cluster.node import NodeCluster, start_node_cluster
@@ -42,8 +40,7 @@ def site(folder: Path, *, real: bool) -> Iterator[Cluster]:
         subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, timeout=300)
     with start() as cluster:
         kwok.start_kwok(cluster, nodes=NODES, profile=json.dumps(PROFILE))
-        cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
-        wait_established(cluster, f"{names.PLURAL}.{names.API_GROUP}")
+        apply_crds(cluster, build_crd())
         cluster.kubectl("create", "namespace", NAMESPACE)
         cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, models))
         yield cluster

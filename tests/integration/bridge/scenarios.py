@@ -35,6 +35,14 @@ DIFFERENCES: dict[str, Difference] = {
 """By what differs: the calls of all members but the last, those of the last, and how an error says them."""
 
 
+def check_thousand(done: list[dict[str, Any]]) -> None:
+    """Asserts that each member made a thousand calls, with the same results, and told of its times."""
+    assert [one["done"] for one in done] == [1000] * len(done)
+    assert len({one["digest"] for one in done}) == 1
+    assert all(one["transferred_s"] > 0 for one in done)
+    assert sum(one["waited_s"] for one in done) > 0  # a member that always comes last waits for nobody
+
+
 def every_operation(world: int) -> list[Call]:
     """Returns each operation in each dtype along each of three dims, with shares that differ."""
     calls = []

@@ -12,7 +12,7 @@ from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import NODE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.cluster import Cluster
-from tests.cluster.crds import wait_established
+from tests.cluster.crds import apply_crds
 from tests.cluster.folders import REPOSITORY
 from tests.integration.operator.support import CrdName, add_node
 
@@ -22,8 +22,7 @@ _NUMBERS = itertools.count(1)
 @pytest.fixture(scope="session")
 def crd(control_plane: Cluster) -> str:
     """The name of the installed CustomResourceDefinition."""
-    control_plane.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
-    wait_established(control_plane, CrdName)
+    apply_crds(control_plane, build_crd())
     return CrdName
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from heteroinfer_contract import metrics, names
+from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.caches import Caches
@@ -262,6 +264,25 @@ async def run_pod(server: ApiServer, namespace: str, name: str, *, ready: bool =
         "containerStatuses": [state],
     }
     await server.merge(POD.path(namespace, name, "status"), {"status": status})
+
+
+async def end_rank(server: ApiServer, namespace: str, name: str, *, index: int) -> None:
+    """Says for the kubelet that a pod of one rank ended since its rank was killed, as its supervisor would.
+
+    Args:
+        server: where the pod is.
+        namespace: of the pod.
+        name: of the pod.
+        index: of the pod in its group, and of its rank.
+    """
+    failure = Failure(
+        reason=FailureReason.RANK_EXITED,
+        message=f"rank {index} was killed by SIGKILL",
+        pod=index,
+        rank=index,
+        exit_code=-signal.SIGKILL,
+    )
+    await end_pod(server, namespace, name, exit_code=names.EXIT_RANK_FAILED, message=failure.to_json())
 
 
 async def end_pod(server: ApiServer, namespace: str, name: str, *, exit_code: int, message: str) -> None:

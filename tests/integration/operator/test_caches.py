@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
-import yaml
 
 from heteroinfer_operator.cluster import CreateObject, ResourceKey
 from heteroinfer_operator.crd import build_crd
@@ -21,6 +20,7 @@ from heteroinfer_operator.kube.paths import NODE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from tests.cluster import processes
 from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.crds import apply_crds
 from tests.integration.operator.support import DEADLINE_S, child, create_resource, pod, until, watching
 
 
@@ -73,7 +73,7 @@ class Wire:
 def own_plane() -> Iterator[Cluster]:
     """A control plane whose API server this module may kill."""
     with start_control_plane_only() as cluster:
-        cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
+        apply_crds(cluster, build_crd())
         yield cluster
 
 

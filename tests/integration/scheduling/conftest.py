@@ -14,7 +14,7 @@ from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.cluster import Cluster, start_control_plane_only
-from tests.cluster.crds import wait_established
+from tests.cluster.crds import apply_crds
 from tests.cluster.tools import source_folder
 from tests.integration.operator.support import PROFILE, SPEC, end_pod, until
 
@@ -31,7 +31,7 @@ def plane(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """With kube-scheduler's own gang scheduling where the module asks; nodes need no kubelet."""
     gangs = bool(request.module.GANG_SCHEDULING)
     with start_control_plane_only(gang_scheduling=gangs, node_grace_s=3600) as cluster:
-        cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
+        apply_crds(cluster, build_crd())
         yield cluster
 
 
@@ -55,11 +55,9 @@ def namespace(plane: Cluster) -> Iterator[str]:
 def install_crd(plane: Cluster, project: str) -> str:
     """Applies another project's CRD from its Go module; returns its name."""
     module, path = FOREIGN_CRDS[project]
-    text = (source_folder(module, f"sigs.k8s.io/{module}") / path).read_text()
-    plane.kubectl("apply", "--server-side", "-f", "-", stdin=text)
-    name = str(yaml.safe_load(text)["metadata"]["name"])
-    wait_established(plane, name)
-    return name
+    definition = yaml.safe_load((source_folder(module, f"sigs.k8s.io/{module}") / path).read_text())
+    apply_crds(plane, definition)
+    return str(definition["metadata"]["name"])
 
 
 async def add_node(server: ApiServer, name: str, *, gpus: int = 0, **fields: Any) -> None:

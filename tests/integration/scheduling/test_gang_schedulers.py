@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import yaml
 
 from heteroinfer_contract import names
-from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.cluster import Gang
 from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.gangs import find_gangs
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
-from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster import kwok
 from tests.cluster.cluster import Cluster, start_control_plane_only
+from tests.cluster.crds import apply_crds
 from tests.cluster.gang_schedulers import (
     KUEUE_QUEUE,
     open_kueue_queue,
@@ -31,7 +30,7 @@ from tests.cluster.gang_schedulers import (
     start_volcano,
     stop_kueue_queue,
 )
-from tests.integration.operator.support import PROFILE, SPEC, OperatorProcess, end_pod, operator, until
+from tests.integration.operator.support import PROFILE, SPEC, OperatorProcess, end_rank, operator, until
 from tests.integration.scheduling.conftest import capacity, pods_of
 
 pytestmark = [pytest.mark.gang_schedulers, pytest.mark.timeout(300)]
@@ -79,35 +78,31 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     gang: Gang = request.param
     with start_control_plane_only(gang_scheduling=gang is Gang.NATIVE) as plane:
         made = Site(plane, gang)
-        plane.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(build_crd()))
+        apply_crds(plane, build_crd())
         kwok.start_kwok(plane, nodes=2, profile=json.dumps(PROFILE), shape=NODE, finalizers=True)
         made.start()
         yield made
 
 
-@pytest_asyncio.fixture
-async def server(site: Site) -> AsyncIterator[ApiServer]:
-    api_server = ApiServer(await load_configuration(str(site.plane.kubeconfig)))
-    yield api_server
-    await api_server.close()
-
-
-@pytest_asyncio.fixture
-async def running(site: Site, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
-    async with operator(site.plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
-        await process.working()
-        yield process
+@pytest.fixture(scope="module")
+def plane(site: Site) -> Cluster:
+    """In place of the one of conftest.py, which has no gang scheduler of another project."""
+    return site.plane
 
 
 @pytest.fixture
-def namespace(site: Site, request: pytest.FixtureRequest) -> str:
-    name = request.node.originalname.replace("_", "-")[5:60]
-    site.plane.kubectl("create", "namespace", name)
-    site.plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
+def resource(site: Site, server: ApiServer, namespace: str, running: OperatorProcess) -> "Resource":
     if site.gang is Gang.KUEUE:
-        open_kueue_queue(site.plane, name)
+        open_kueue_queue(site.plane, namespace)
     site.open_room(both=False)
-    return name
+    return Resource(site, server, namespace, running)
+
+
+@pytest_asyncio.fixture
+async def running(plane: Cluster, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        yield process
 
 
 class Resource:
@@ -138,36 +133,53 @@ class Resource:
         }
         await self.server.create(HETERO_INFERENCE.path(self.namespace), body)
 
+    async def status(self) -> dict[str, Any]:
+        """Returns what its status says now; nothing at the begin."""
+        stored = await self.server.get(HETERO_INFERENCE.path(self.namespace, self.name))
+        return dict(stored.get("status", {}))
+
+    async def group(self) -> dict[str, Any]:
+        """Returns what its status says of its only group."""
+        (group,) = (await self.status())["groups"]
+        return dict(group)
+
+    async def pods(self) -> list[dict[str, Any]]:
+        """Returns its stored pods, of every epoch."""
+        return await pods_of(self.server, self.namespace, self.name)
+
     async def waiting(self, epoch: int = 1) -> list[str]:
         """Returns the pods of an epoch once both are there and the status says why they have no node."""
+        kueue = self.site.gang is Gang.KUEUE
+        words = f"Kueue's Workload {self.name}-0-{epoch} says why" if kueue else ""
 
         async def told() -> list[str]:
-            listed = await pods_of(self.server, self.namespace, self.name)
-            pods = [pod for pod in listed if pod["metadata"]["labels"][names.LABEL_EPOCH] == str(epoch)]
+            pods = [
+                pod for pod in await self.pods() if pod["metadata"]["labels"][names.LABEL_EPOCH] == str(epoch)
+            ]
             placed = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName")]
             assert not placed, f"half a gang was placed: {placed}"
             status, reason, message = await capacity(self.server, self.namespace, self.name)
-            blocked = len(pods) == 2 and (status, reason) == ("False", "Unschedulable")
-            if blocked and self.site.gang is Gang.KUEUE:
-                assert f"Kueue's Workload pair-0-{epoch} says why" in message
-                assert f"workload.kueue.x-k8s.io/pair-0-{epoch}" in self._gang_objects()
-            return [pod["metadata"]["name"] for pod in pods] if blocked else []
+            # The operator's own look at the nodes speaks first, then the pods say who holds them back.
+            if len(pods) < 2 or (status, reason) != ("False", "Unschedulable") or words not in message:
+                return []
+            return [pod["metadata"]["name"] for pod in pods]
 
         found: list[str] = await until(
             "pods without a node, and why", told, timeout_s=PLACED_S, said=self.everything
         )
+        if kueue:
+            assert f"workload.kueue.x-k8s.io/{self.name}-0-{epoch}" in self._gang_objects()
         return found
 
     async def ready(self, epoch: int) -> None:
         """Returns once the group of that epoch is Ready, on two nodes, with no pod of another epoch."""
 
         async def is_ready() -> bool:
-            stored = await self.server.get(HETERO_INFERENCE.path(self.namespace, self.name))
-            status = stored.get("status", {})
+            status = await self.status()
             conditions = {c["type"]: c["status"] for c in status.get("conditions", ())}
             if conditions.get("Ready") != "True" or status["groups"][0]["epoch"] != epoch:
                 return False
-            pods = await pods_of(self.server, self.namespace, self.name)
+            pods = await self.pods()
             assert {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in pods} == {str(epoch)}
             assert len({pod["spec"]["nodeName"] for pod in pods}) == len(pods) == 2
             return True
@@ -198,32 +210,14 @@ class Resource:
         return f"{said}\n{stored}\n{self.process.said}"
 
 
-@pytest.fixture
-def resource(site: Site, server: ApiServer, namespace: str, running: OperatorProcess) -> Resource:
-    return Resource(site, server, namespace, running)
-
-
 async def test_half_a_gang_waits_and_a_whole_one_serves(site: Site, resource: Resource) -> None:
     """Also the epoch after a rank's death, and the end, with nothing left."""
     await resource.create()
     await resource.waiting()
     site.open_room(both=True)
     await resource.ready(epoch=1)
-    (first, _) = sorted(p["metadata"]["name"] for p in await _pods(resource))
-    failure = Failure(
-        reason=FailureReason.RANK_EXITED,
-        message="rank 0 was killed by SIGKILL",
-        pod=0,
-        rank=0,
-        exit_code=-9,
-    )
-    await end_pod(
-        resource.server,
-        resource.namespace,
-        first,
-        exit_code=names.EXIT_RANK_FAILED,
-        message=failure.to_json(),
-    )
+    (first, _) = sorted(pod["metadata"]["name"] for pod in await resource.pods())
+    await end_rank(resource.server, resource.namespace, first, index=0)
     await resource.ready(epoch=2)
     await resource.remove()
 
@@ -235,18 +229,11 @@ async def test_a_deleted_pod_of_a_waiting_gang_is_replaced(site: Site, resource:
     await resource.server.delete(POD.path(resource.namespace, first), {})
 
     async def replaced() -> bool:
-        return uid not in {pod["metadata"]["uid"] for pod in await _pods(resource)}
+        return uid not in {pod["metadata"]["uid"] for pod in await resource.pods()}
 
     await until("the end of the deleted pod", replaced, timeout_s=GONE_S, said=resource.everything)
     site.open_room(both=True)
-
-    async def serves() -> bool:
-        stored = await resource.server.get(HETERO_INFERENCE.path(resource.namespace, resource.name))
-        return any(
-            c["type"] == "Ready" and c["status"] == "True" for c in stored["status"].get("conditions", ())
-        )
-
-    await until("a group that serves", serves, timeout_s=PLACED_S, said=resource.everything)
+    await resource.ready(epoch=2 if site.gang is Gang.KUEUE else 1)  # with Kueue all of the group went
     await resource.remove()
 
 
@@ -265,8 +252,7 @@ async def test_a_group_that_kueue_evicts_waits_and_counts_no_restart(site: Site,
     await resource.waiting(epoch=2)
     stop_kueue_queue(site.plane, stopped=False)
     await resource.ready(epoch=2)
-    stored = await resource.server.get(HETERO_INFERENCE.path(resource.namespace, resource.name))
-    (group,) = stored["status"]["groups"]
+    group = await resource.group()
     assert group.get("restarts", 0) == 0
     assert [(f["reason"], f["counted"]) for f in group["failures"]] == [("PodDisrupted", False)]
     await resource.remove()
@@ -282,15 +268,9 @@ async def test_pods_on_a_lost_node_go_once_the_node_is_deleted(site: Site, resou
     site.plane.kubectl("label", "node", OTHER_NODE, f"{kwok.LABEL}-")
 
     async def fell() -> bool:
-        stored = await resource.server.get(HETERO_INFERENCE.path(resource.namespace, resource.name))
-        (group,) = stored["status"]["groups"]
-        return [f["reason"] for f in group.get("failures", ())] == ["NodeLost"]
+        return [f["reason"] for f in (await resource.group()).get("failures", ())] == ["NodeLost"]
 
     await until("the loss of the node", fell, timeout_s=120, said=resource.everything)
     site.plane.kubectl("delete", "node", OTHER_NODE)
     await resource.waiting(epoch=2)
     await resource.remove()
-
-
-async def _pods(resource: Resource) -> list[dict[str, Any]]:
-    return await pods_of(resource.server, resource.namespace, resource.name)

@@ -1,14 +1,13 @@
 """The model that `heteroinfer up` serves in tests, made by the worker's Python."""
 
 import json
-import socket
 import subprocess
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.running_up import REPOSITORY
 
 WORKER_PYTHON = REPOSITORY / ".venv-worker/bin/python"
@@ -44,7 +43,4 @@ def references(model_dir: Path) -> dict[str, Any]:
 @pytest.fixture
 def port() -> str:
     """A free port for the OpenAI API."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = probe.getsockname()[1]
-    return str(number)
+    return str(free_port())

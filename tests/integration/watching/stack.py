@@ -11,7 +11,6 @@ import dataclasses
 import json
 import random
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +33,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.folders import REPOSITORY
 from tests.integration.operator.support import SPEC, OperatorProcess
 from tests.integration.worker.groups import Group, start_group
+from tests.ports import free_port
 from tests.watching.monitoring import Prometheus, install_definitions, start_prometheus
 from tests.watching.watched import Watched
 
@@ -126,7 +126,7 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
         plane.kubectl("wait", "-n", namespace, "--for=create", "serviceaccount/default", "--timeout=20s")
     _stop_scheduler(plane)
     prometheus = start_prometheus(plane, {f"{SYSTEM}/heteroinfer", f"{SYSTEM}/heteroinfer-ranks"})
-    port = _free_port()
+    port = free_port()
     operator = OperatorProcess(
         plane.kubeconfig, folder / "operator.log", http_port=str(port), resync_seconds="2"
     )
@@ -279,12 +279,6 @@ def _addresses(count: int) -> tuple[PodAddress, ...]:
     net = random.SystemRandom().randrange(1 << 16)
     first = f"127.{64 + net % 64}.{net // 256}"
     return tuple(PodAddress(host=f"{first}.{pod + 1}") for pod in range(count))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def metrics_of(text: str) -> set[str]:

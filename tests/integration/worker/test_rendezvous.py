@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 
 import pytest
 
 from tests.integration.worker.groups import WORKER_PYTHON
+from tests.ports import free_port
 
 SCRIPT = """
 import json, sys, types
@@ -31,12 +31,6 @@ print(json.dumps(listening))
 """
 LOOPBACK = {"127.0.0.1": "0100007F", "127.0.1.1": "0101007F"}
 """As the kernel prints them."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", LOOPBACK)
