@@ -134,7 +134,7 @@ def check_silent(group: Group) -> None:
         )
 
 
-def one_pass(plan: Plan, folder: Path, order: Sequence[str], options: argparse.Namespace) -> list[Pair]:
+def run_of_actions(plan: Plan, folder: Path, order: Sequence[str], options: argparse.Namespace) -> list[Pair]:
     """Returns the pairs of one pair of groups, started in this order."""
     env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if options.threads:
@@ -254,7 +254,7 @@ def main() -> int:
         plan = plan_of(options.shape, Path(scratch))
         orders = itertools.cycle([(ON, OFF), (OFF, ON)])
         for number, order in zip(range(options.repeats), orders, strict=False):
-            pairs += one_pass(plan, Path(scratch) / f"pass-{number}", order, options)
+            pairs += run_of_actions(plan, Path(scratch) / f"pass-{number}", order, options)
         cost = own_cost(plan)
     table = to_markdown(pairs, cost, options)
     print(table)

@@ -152,7 +152,7 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class ResourceObservation:
     """All that one reconcile decides on.
 
     Attributes:
@@ -269,11 +269,11 @@ class ConflictError(Exception):
 class Cluster(Protocol):
     """What a reconcile needs of the world."""
 
-    async def observe(self, key: ResourceKey) -> Observation | None:
+    async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         """Returns what is known of a resource and its children, or None if it is gone."""
         ...
 
-    async def run(self, observation: Observation, actions: Sequence[Action]) -> None:
+    async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> None:
         """Runs actions in order, on the resource of the observation.
 
         Raises:

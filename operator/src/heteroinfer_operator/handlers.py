@@ -24,7 +24,7 @@ def build_settings() -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.scanning.disabled = True  # it would list and watch all CRDs and namespaces
     settings.peering.standalone = True
-    settings.process.ultimate_exiting_timeout = None  # main.py ends the process
+    settings.process.ultimate_exiting_timeout = None  # operator_process.py ends the process
     # The API server ends a watch before this; should it not, the connection is dead.
     settings.watching.server_timeout = 290
     settings.watching.client_timeout = 320

@@ -21,8 +21,8 @@ class Health:
         stale_s: working, but without a pass over all resources for so long: stuck.
         waits_for: what it waits for in words; "" once it works.
         standby: whether it waits for another replica, and so is as ready as it will be.
-        passed_at: when the last pass over all resources was tried, or work began; None before.
-        unheard: copies of what the API server stores that nothing was heard of for long; a pass
+        resynced_at: when the last pass over all resources was tried, or work began; None before.
+        stale_caches: copies of what the API server stores that nothing was heard of for long; a pass
             over them does not count.
         clock: seconds that never go back.
     """
@@ -30,22 +30,22 @@ class Health:
     stale_s: float
     waits_for: str = "the API server"
     standby: bool = False
-    passed_at: float | None = None
-    unheard: tuple[str, ...] = ()
+    resynced_at: float | None = None
+    stale_caches: tuple[str, ...] = ()
     clock: Callable[[], float] = field(default=time.monotonic)
 
-    def passed(self) -> None:
+    def resynced(self) -> None:
         """Notes that a pass over all resources was tried."""
-        self.passed_at = self.clock()
+        self.resynced_at = self.clock()
 
     def stuck(self) -> str:
         """Returns why the process should be started again, or ""."""
-        if self.passed_at is None:
+        if self.resynced_at is None:
             return ""
-        age_s = self.clock() - self.passed_at
+        age_s = self.clock() - self.resynced_at
         if age_s <= self.stale_s:
             return ""
-        why = f": nothing heard of {', '.join(self.unheard)}" if self.unheard else ""
+        why = f": nothing heard of {', '.join(self.stale_caches)}" if self.stale_caches else ""
         return f"no pass over all resources for {age_s:.0f} s{why}"
 
 

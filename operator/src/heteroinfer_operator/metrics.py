@@ -48,7 +48,7 @@ class OperatorMetrics:
         self.writes = Counter(
             names.OPERATOR_WRITES_TOTAL, "Writes to the API server.", ("verb", "kind"), registry=self.registry
         )
-        self.last_pass = Gauge(
+        self.last_resync = Gauge(
             names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS,
             "Unix time at which a pass over all resources last ended.",
             registry=self.registry,

@@ -14,7 +14,7 @@ _NAMESPACE: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class InstallationSettings:
     """What an installation sets.
 
     Attributes:
@@ -68,13 +68,13 @@ class Settings:
         return self.lease_duration_s * 2 / 3
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> "Settings":
+    def from_env(cls, env: Mapping[str, str]) -> "InstallationSettings":
         """Returns the settings of an environment.
 
         Raises:
             HeteroInferError: a variable has a wrong value; the message names it.
         """
-        read = _Reader(env)
+        read = _EnvReader(env)
         settings = cls(
             watch_namespaces=read.namespaces("WATCH_NAMESPACES"),
             worker_image_cpu=read.text("WORKER_IMAGE_CPU", ""),
@@ -100,7 +100,7 @@ class Settings:
         return settings
 
 
-class _Reader:
+class _EnvReader:
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
 

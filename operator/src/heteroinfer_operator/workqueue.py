@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final, TypeAlias
 
-from heteroinfer_operator.cluster import Cluster, ConflictError, Decision, Observation, ResourceKey
+from heteroinfer_operator.cluster import Cluster, ConflictError, Decision, ResourceKey, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, SpecError
 from heteroinfer_operator.metrics import OperatorMetrics
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Process: TypeAlias = Callable[[ResourceKey], Awaitable[float | None]]
 """Reconciles a resource; returns seconds until the next look, None to wait for a change."""
-Decide: TypeAlias = Callable[[Observation, datetime], Decision]
+Decide: TypeAlias = Callable[[ResourceObservation, datetime], Decision]
 """The pure decision, as `reconcile.reconcile`."""
 
 
@@ -43,7 +43,7 @@ class Backoff:
         return min(self.first_s * 2.0 ** min(failures - 1, 32), self.most_s)
 
 
-PASS_TIMEOUT_S: Final = 120.0
+RECONCILE_TIMEOUT_S: Final = 120.0
 """Of one reconcile: some dozens of requests at 30 s each never all hang."""
 
 
@@ -88,7 +88,7 @@ class WorkQueue:
         process: the reconcile of one resource.
         workers: resources at work at once.
         backoff: after failures.
-        pass_timeout_s: of one call of process.
+        reconcile_timeout_s: of one call of process.
         metrics: where passes are counted.
     """
 
@@ -98,13 +98,13 @@ class WorkQueue:
         *,
         workers: int = 16,
         backoff: Backoff | None = None,
-        pass_timeout_s: float = PASS_TIMEOUT_S,
+        reconcile_timeout_s: float = RECONCILE_TIMEOUT_S,
         metrics: OperatorMetrics | None = None,
     ) -> None:
         self._process = process
         self._workers = workers
         self._backoff = backoff or Backoff()
-        self._pass_timeout_s = pass_timeout_s
+        self._reconcile_timeout_s = reconcile_timeout_s
         self._metrics = metrics or OperatorMetrics()
         self._ready: asyncio.Queue[ResourceKey] = asyncio.Queue()
         self._keys: dict[ResourceKey, _Key] = {}
@@ -185,7 +185,7 @@ class WorkQueue:
         """The one top-level boundary of reconciles: every error ends here, counted and logged."""
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self._pass_timeout_s):
+            async with asyncio.timeout(self._reconcile_timeout_s):
                 look_again_s = await self._process(key)
         except ConflictError as error:
             self._conflicted(key, state, error)
@@ -196,7 +196,7 @@ class WorkQueue:
         except HeteroInferError as error:
             self._failed(key, state, error.reason, error.message)
         except TimeoutError:
-            self._failed(key, state, "PassTimeout", f"not done after {self._pass_timeout_s:g} s")
+            self._failed(key, state, "PassTimeout", f"not done after {self._reconcile_timeout_s:g} s")
         except Exception as error:
             logger.exception("%s: reconcile failed; this is a defect of the operator, please report it", key)
             self._failed(key, state, type(error).__name__, repr(error))

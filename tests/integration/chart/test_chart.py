@@ -13,8 +13,8 @@ import yaml
 
 from heteroinfer_contract import names
 from heteroinfer_operator.kube import rights
-from heteroinfer_operator.kube.rights import Rule
-from heteroinfer_operator.settings import Settings
+from heteroinfer_operator.kube.rights import AccessRule
+from heteroinfer_operator.settings import InstallationSettings
 from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.crds import is_established, wait_established
 from tests.cluster.errors import ClusterError
@@ -58,7 +58,7 @@ def rules_of(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     }
 
 
-def wanted(*rules: Rule) -> set[tuple[str, str, str, str]]:
+def wanted(*rules: AccessRule) -> set[tuple[str, str, str, str]]:
     return {(rule.group, rule.resource, verb, rule.name) for rule in rules for verb in rule.verbs}
 
 
@@ -100,7 +100,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         variable["name"]: variable.get("value", "") or fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
         for variable in container["env"]
     }
-    assert Settings.from_env(env) == Settings(
+    assert InstallationSettings.from_env(env) == InstallationSettings(
         watch_namespaces=("a", "b"),
         worker_image_cpu="cpu:1",
         worker_image_gpu="heteroinfer/worker:0.1.0",

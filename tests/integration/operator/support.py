@@ -19,9 +19,9 @@ from heteroinfer_contract import metrics, names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.adapter import KubeCluster
-from heteroinfer_operator.kube.caches import Caches
+from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
-from heteroinfer_operator.kube.groups import GroupClient
+from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.manifests.identity import Owner
@@ -105,12 +105,12 @@ class Watched:
     def __init__(self, server: ApiServer, namespaces: Sequence[str]) -> None:
         self.touched: list[ResourceKey] = []
         self.node_changes = 0
-        self.caches = Caches(
+        self.cluster_state = ClusterState(
             server, namespaces=namespaces, touched=self.touched.append, nodes_changed=self._node_changed
         )
-        self.groups = GroupClient()
+        self.groups = LeaderClient()
         recorder = EventRecorder(server, reporter="test")
-        self.cluster = KubeCluster(server, self.caches, recorder=recorder, groups=self.groups)
+        self.cluster = KubeCluster(server, self.cluster_state, recorder=recorder, groups=self.groups)
 
     def _node_changed(self) -> None:
         self.node_changes += 1
@@ -120,10 +120,10 @@ class Watched:
 async def watching(server: ApiServer, *namespaces: str) -> AsyncIterator[Watched]:
     """Runs caches for as long as the context lasts; they are synced when it begins."""
     watched = Watched(server, namespaces)
-    running = asyncio.ensure_future(watched.caches.run())
+    running = asyncio.ensure_future(watched.cluster_state.run())
     try:
         async with asyncio.timeout(DEADLINE_S):
-            await watched.caches.wait_synced()
+            await watched.cluster_state.wait_synced()
         yield watched
     finally:
         running.cancel()

@@ -11,10 +11,10 @@ from heteroinfer_operator.cluster import (
     ConflictError,
     CreateObject,
     DeleteObject,
-    Observation,
     PatchStatus,
     RecordEvent,
     ResourceKey,
+    ResourceObservation,
     SetFinalizer,
 )
 from heteroinfer_operator.kube.adapter import NameTakenError
@@ -24,13 +24,13 @@ from heteroinfer_operator.manifests.identity import Owner
 from tests.integration.operator.support import Watched, child, create_resource, pod, until, watching
 
 
-async def observe(watched: Watched, owner: Owner) -> Observation:
+async def observe(watched: Watched, owner: Owner) -> ResourceObservation:
     observation = await watched.cluster.observe(owner.key)
     assert observation is not None
     return observation
 
 
-async def act(watched: Watched, owner: Owner, *actions: Action) -> Observation:
+async def act(watched: Watched, owner: Owner, *actions: Action) -> ResourceObservation:
     await watched.cluster.run(await observe(watched, owner), actions)
     return await observe(watched, owner)
 
@@ -65,7 +65,9 @@ async def test_what_is_written_is_observed_at_once(server: ApiServer, namespace:
         )
         assert gone.objects == ()
         assert all(p.ended for p in gone.pods)
-        await until("the pod is gone from the cache", lambda: not watched.caches.pods(owner.key, owner.uid))
+        await until(
+            "the pod is gone from the cache", lambda: not watched.cluster_state.pods(owner.key, owner.uid)
+        )
         here = {key for key in watched.touched if key.namespace == namespace}  # others may still be going
         assert here == {owner.key}
 

@@ -12,7 +12,7 @@ import yaml
 from heteroinfer_contract import names
 from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, LEASE, POD
-from heteroinfer_operator.kube.rights import Rule
+from heteroinfer_operator.kube.rights import AccessRule
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer, load_configuration
 from tests.cluster.cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
@@ -123,7 +123,7 @@ async def rights_of(server: ApiServer, account: str, namespace: str) -> set[Righ
     return {right for right, granted in zip(asked, answers, strict=True) if granted}
 
 
-def listed(*rules: Rule) -> set[Right]:
+def listed(*rules: AccessRule) -> set[Right]:
     return {(rule.group, rule.resource, verb) for rule in rules for verb in rule.verbs if not rule.name}
 
 

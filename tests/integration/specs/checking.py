@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from heteroinfer_contract import names
 from heteroinfer_operator.crd import render_crd
 from heteroinfer_operator.kube.adapter import REFUSALS
+from heteroinfer_operator.kube.installation import wait_for_resource
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
-from heteroinfer_operator.main import wait_for_resource
 from tests.cluster import tools
 from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.integration.crd.strategies import changed, resources

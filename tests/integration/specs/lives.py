@@ -8,7 +8,7 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedModel
 from heteroinfer_operator.api import parse_resource
-from heteroinfer_operator.cluster import NodeView, Observation, ResourceKey
+from heteroinfer_operator.cluster import NodeView, ResourceKey, ResourceObservation
 from heteroinfer_operator.errors import SpecError
 from tests.unit.reconcile.world import PROFILE, World
 
@@ -52,7 +52,7 @@ class _NamedWorld(World):
     name: str
     refused: str = ""
 
-    def observe(self) -> Observation:
+    def observe(self) -> ResourceObservation:
         observation = World.observe(self)
         key = ResourceKey(namespace=NAMESPACE, name=self.name)
         resource = replace(observation.resource, key=key)

@@ -22,12 +22,12 @@ from heteroinfer_operator.cluster import (
     CreateObject,
     DeleteObject,
     NodeView,
-    Observation,
     PatchStatus,
     PodView,
+    ResourceObservation,
     SetFinalizer,
 )
-from heteroinfer_operator.local.cluster import LocalCluster, LocalOptions, LocalPodError
+from heteroinfer_operator.local.adapter import LocalCluster, LocalOptions, LocalPodError
 from heteroinfer_operator.local.process import PodFolder
 from tests.running_up import Processes
 from tests.unit.local.pods import pod
@@ -84,7 +84,7 @@ class Running:
         self.folder = folder
         self.log_dir = log_dir
 
-    async def observe(self) -> Observation:
+    async def observe(self) -> ResourceObservation:
         observation = await self.cluster.observe(self.cluster.key)
         assert observation is not None
         return observation

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus, MemberStatus
+from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus, RankEntry
 from heteroinfer_operator.cluster import ContainerTermination, PodView
 from heteroinfer_operator.fleet.story import build_stories, epochs, tell_failure, tell_group
 
@@ -36,7 +36,7 @@ def ended(exit_code: int, message: str) -> ContainerTermination:
 
 
 def group(*failures: FailureStatus, epoch: int = 1, members: bool = True) -> GroupStatus:
-    told = tuple(MemberStatus(rank=i, role="cpu", pod=f"g-0-{epoch}-{i}") for i in range(3))
+    told = tuple(RankEntry(rank=i, role="cpu", pod=f"g-0-{epoch}-{i}") for i in range(3))
     return GroupStatus(index=0, epoch=epoch, failures=failures, members=told if members else ())
 
 

@@ -12,7 +12,7 @@ from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.local.addressing import LOOPBACK, LocalAddressing, PortsTakenError
+from heteroinfer_operator.local.loopback_addressing import LOOPBACK, LocalAddressing, PortsTakenError
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from tests.unit.local.plans import plan
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_operator.local.pod import UnsupportedPodFieldError, parse_pod
+from heteroinfer_operator.local.pod_process import UnsupportedPodFieldError, parse_pod
 from tests.unit.local.pods import pod, with_spec
 
 CONFIG_MAPS = {"plan": {"kind": "ConfigMap", "data": {"plan.json": "{}"}}}

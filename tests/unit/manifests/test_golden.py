@@ -20,7 +20,7 @@ from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.identity import GroupRef, Owner, revision
 from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
-from heteroinfer_operator.manifests.pod import WorkerImages, WorkerPods
+from heteroinfer_operator.manifests.worker_pods import WorkerImages, WorkerPods
 from heteroinfer_operator.reconcile.children import build_children, says
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -7,23 +7,23 @@ from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.demand import pod_demand
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
-from heteroinfer_operator.manifests.scheduling import Placing, placed_fields, role_fields
+from heteroinfer_operator.manifests.scheduling import NodeAssignment, assigned_fields, role_fields
 from tests.unit.planning.models import gpu, plan, spec
 
 GROUP = GroupRef(owner=Owner(key=ResourceKey(namespace="ns", name="llama"), uid="u"), index=0, epoch=3)
 
 
-def fields(role: dict[str, Any], placing: Placing, **changes: Any) -> dict[str, Any]:
+def fields(role: dict[str, Any], node_assignment: NodeAssignment, **changes: Any) -> dict[str, Any]:
     parsed = spec(role, **changes)
     (pod,) = plan(parsed).plan.pods
-    return placed_fields(parsed, GROUP, parsed.roles[0], pod, placing)
+    return assigned_fields(parsed, GROUP, parsed.roles[0], pod, node_assignment)
 
 
 def test_the_taint_of_gpu_nodes_is_tolerated_once() -> None:
     wanted = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-    assert fields(gpu(), Placing())["tolerations"] == [wanted]
+    assert fields(gpu(), NodeAssignment())["tolerations"] == [wanted]
     given = gpu(template={"tolerations": [wanted, {"key": "team", "operator": "Exists"}]})
-    assert fields(given, Placing())["tolerations"] == [wanted, {"key": "team", "operator": "Exists"}]
+    assert fields(given, NodeAssignment())["tolerations"] == [wanted, {"key": "team", "operator": "Exists"}]
     parsed = parse_spec({"model": {"uri": "hf://a/b"}, "roles": [gpu()]})
     assert "tolerations" not in role_fields(parsed, parsed.roles[0], Device.CPU), "it stays off GPU nodes"
 
@@ -31,7 +31,7 @@ def test_the_taint_of_gpu_nodes_is_tolerated_once() -> None:
 def test_a_group_stays_with_itself_and_where_all_of_it_has_room() -> None:
     made = fields(
         gpu(template={"nodeSelector": {"a": "b"}}),
-        Placing(domain=("zone", "2")),
+        NodeAssignment(domain=("zone", "2")),
         scheduling={"topologyKey": "zone"},
     )
     assert made["nodeSelector"] == {"a": "b", "zone": "2"}
@@ -48,7 +48,7 @@ def test_gpu_memory_is_required_of_each_alternative_of_the_user() -> None:
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": alternatives}}
     made = fields(
         gpu(template={"affinity": {"nodeAffinity": required}}),
-        Placing(gpu_memory_mib={0: 40960}, nodes={0: "n"}),
+        NodeAssignment(gpu_memory_mib={0: 40960}, nodes={0: "n"}),
     )
     demand = pod_demand("p", {}, made)
     assert demand.node == "n"

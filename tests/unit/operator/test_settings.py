@@ -4,12 +4,15 @@ import pytest
 
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.health import Health
-from heteroinfer_operator.settings import Settings
+from heteroinfer_operator.settings import InstallationSettings
 
 
 def test_nothing_set_gives_the_defaults() -> None:
-    assert Settings.from_env({}) == Settings()
-    assert Settings.from_env({"HETEROINFER_WATCH_NAMESPACES": "", "HETEROINFER_LOG_LEVEL": " "}) == Settings()
+    assert InstallationSettings.from_env({}) == InstallationSettings()
+    assert (
+        InstallationSettings.from_env({"HETEROINFER_WATCH_NAMESPACES": "", "HETEROINFER_LOG_LEVEL": " "})
+        == InstallationSettings()
+    )
 
 
 def test_every_setting_is_read() -> None:
@@ -29,8 +32,8 @@ def test_every_setting_is_read() -> None:
         "IDENTITY": "pod-1",
         "LOG_LEVEL": "debug",
     }
-    settings = Settings.from_env({f"HETEROINFER_{name}": value for name, value in env.items()})
-    assert settings == Settings(
+    settings = InstallationSettings.from_env({f"HETEROINFER_{name}": value for name, value in env.items()})
+    assert settings == InstallationSettings(
         watch_namespaces=("a", "b"),
         worker_image_cpu="cpu:1",
         worker_image_gpu="gpu:1",
@@ -61,17 +64,17 @@ def test_every_setting_is_read() -> None:
 )
 def test_a_wrong_value_is_named(name: str, value: str, expected: str) -> None:
     with pytest.raises(HeteroInferError, match=f"HETEROINFER_{name}: got .*, expected {expected}"):
-        Settings.from_env({f"HETEROINFER_{name}": value})
+        InstallationSettings.from_env({f"HETEROINFER_{name}": value})
 
 
 def test_leader_election_needs_to_know_who_and_where() -> None:
     with pytest.raises(HeteroInferError, match="HETEROINFER_IDENTITY is not set"):
-        Settings.from_env({"HETEROINFER_LEADER_ELECTION": "true", "HETEROINFER_NAMESPACE": "sys"})
+        InstallationSettings.from_env({"HETEROINFER_LEADER_ELECTION": "true", "HETEROINFER_NAMESPACE": "sys"})
 
 
 @pytest.mark.parametrize("duration_s", [3, 15, 3600])
 def test_a_holder_stops_before_another_may_start(duration_s: int) -> None:
-    settings = Settings(lease_duration_s=duration_s)
+    settings = InstallationSettings(lease_duration_s=duration_s)
     assert settings.lease_renew_s * 2 < settings.lease_deadline_s < duration_s
 
 
@@ -80,10 +83,10 @@ def test_health_tells_a_stuck_operator_from_one_that_waits() -> None:
     health = Health(stale_s=900, clock=lambda: now)
     now = 10_000
     assert health.stuck() == "", "it may wait for the Lease for ever"
-    health.passed()
+    health.resynced()
     now += 900
     assert health.stuck() == ""
     now += 1
     assert health.stuck() == "no pass over all resources for 901 s"
-    health.unheard = ("pods of a", "nodes")
+    health.stale_caches = ("pods of a", "nodes")
     assert health.stuck() == "no pass over all resources for 901 s: nothing heard of pods of a, nodes"

@@ -13,9 +13,9 @@ from heteroinfer_operator.cluster import (
     Action,
     ConflictError,
     Decision,
-    Observation,
     PatchStatus,
     ResourceKey,
+    ResourceObservation,
     ResourceView,
 )
 from heteroinfer_operator.errors import HeteroInferError, SpecError
@@ -28,9 +28,9 @@ QUICK = Backoff(first_s=0.01, most_s=0.04, conflicts_at_once=3)
 
 @contextlib.asynccontextmanager
 async def working(
-    process: Process, *, workers: int = 2, pass_timeout_s: float = 5.0
+    process: Process, *, workers: int = 2, reconcile_timeout_s: float = 5.0
 ) -> AsyncIterator[WorkQueue]:
-    queue = WorkQueue(process, workers=workers, backoff=QUICK, pass_timeout_s=pass_timeout_s)
+    queue = WorkQueue(process, workers=workers, backoff=QUICK, reconcile_timeout_s=reconcile_timeout_s)
     running = asyncio.ensure_future(queue.run())
     try:
         async with asyncio.timeout(5):
@@ -188,7 +188,7 @@ async def test_a_pass_that_hangs_is_ended_and_counted_as_a_failure() -> None:
         if seen == 1:
             await asyncio.Event().wait()
 
-    async with working(process, pass_timeout_s=0.01) as queue:
+    async with working(process, reconcile_timeout_s=0.01) as queue:
         queue.add(A)
         await until(lambda: seen == 2)
 
@@ -217,7 +217,7 @@ class OneResource:
         self.status: dict[str, object] = {}
         self.there = True
 
-    async def observe(self, key: ResourceKey) -> Observation | None:
+    async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         view = ResourceView(
             key=key,
             uid="u",
@@ -228,9 +228,9 @@ class OneResource:
             spec={},
             status=self.status,
         )
-        return Observation(resource=view) if self.there else None
+        return ResourceObservation(resource=view) if self.there else None
 
-    async def run(self, observation: Observation, actions: "tuple[Action, ...]") -> None:
+    async def run(self, observation: ResourceObservation, actions: "tuple[Action, ...]") -> None:
         for action in actions:
             assert isinstance(action, PatchStatus)
             self.status = dict(action.status)
@@ -239,7 +239,7 @@ class OneResource:
 async def test_a_pass_observes_decides_acts_and_says_when_to_look_again() -> None:
     world = OneResource()
 
-    def decide(observation: Observation, now: datetime) -> Decision:
+    def decide(observation: ResourceObservation, now: datetime) -> Decision:
         assert now.tzinfo is not None
         action = PatchStatus(status={"seen": observation.resource.key.name}, resource_version="1")
         return Decision(actions=(action,), look_again_s=7.0)

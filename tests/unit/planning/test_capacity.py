@@ -9,22 +9,22 @@ from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import Taint
 from heteroinfer_operator.errors import PlanError, Shortage
-from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_rooms, plan_group
-from heteroinfer_operator.planning.placement import Room
+from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
+from heteroinfer_operator.planning.placement import FreeNode
 from tests.unit.planning.models import GIB, cpu, gpu, profile, spec
 from tests.unit.planning.test_placement import GPU, ZONE, node
 
 CPU_ONLY = {"onGPUShortage": {"action": "CPUOnly", "after": "10m"}}
 
 
-def fit(parsed: HeteroInferenceSpec, rooms: list[Room] | None, **capacity: Any) -> Planned:
+def fit(parsed: HeteroInferenceSpec, free_nodes: list[FreeNode] | None, **capacity: Any) -> Planned:
     request = GroupRequest(spec=parsed, profile=profile(), served_name="llama", model_path="/model")
-    return plan_group(request, Capacity(rooms=rooms, **capacity))
+    return plan_group(request, Capacity(free_nodes=free_nodes, **capacity))
 
 
 def refused(parsed: HeteroInferenceSpec, *nodes: NodeView, **capacity: Any) -> Shortage:
     with pytest.raises(Shortage) as caught:
-        fit(parsed, build_rooms(nodes), **capacity)
+        fit(parsed, build_free_nodes(nodes), **capacity)
     return caught.value
 
 
@@ -42,17 +42,17 @@ def big(name: str, gpus: int = 0, memory_mib: int | None = None, **fields: Any) 
 def test_without_nodes_it_is_planned_as_the_roles_ask() -> None:
     planned = fit(spec(gpu(), cpu()), None)
     assert [rank.device for rank in planned.plan.ranks] == [Device.CPU, Device.GPU]
-    assert not planned.placing.nodes
+    assert not planned.node_assignment.nodes
 
 
 def test_pods_are_placed_and_take_their_room() -> None:
-    rooms = build_rooms([big("a", gpus=1), big("b")])
-    planned = fit(spec(gpu(), cpu(memory="64Gi")), rooms)
-    assert planned.placing.nodes == {0: "b", 1: "a"}, "pod 0 is the CPU's"
+    free_nodes = build_free_nodes([big("a", gpus=1), big("b")])
+    planned = fit(spec(gpu(), cpu(memory="64Gi")), free_nodes)
+    assert planned.node_assignment.nodes == {0: "b", 1: "a"}, "pod 0 is the CPU's"
     with pytest.raises(
         Shortage, match=r"node a has 0 free of 1 nvidia\.com/gpu, node b has no nvidia\.com/gpu"
     ):
-        fit(spec(gpu(), cpu(memory="64Gi")), rooms)
+        fit(spec(gpu(), cpu(memory="64Gi")), free_nodes)
 
 
 def test_gpus_that_are_not_where_the_pod_needs_them_are_missing() -> None:
@@ -66,7 +66,7 @@ def test_gpus_that_are_not_where_the_pod_needs_them_are_missing() -> None:
 
 def test_the_taint_that_keeps_gpu_nodes_for_gpu_pods_is_tolerated() -> None:
     tainted = big("a", gpus=1, taints=(Taint(key=GPU, value="present"),))
-    assert fit(spec(gpu()), build_rooms([tainted])).placing.nodes == {0: "a"}
+    assert fit(spec(gpu()), build_free_nodes([tainted])).node_assignment.nodes == {0: "a"}
     other = big("b", gpus=1, taints=(Taint(key="team", value="x"),))
     assert "node b is tainted team=x:NoSchedule" in refused(spec(gpu()), other).message
 
@@ -85,7 +85,7 @@ def test_memory_that_is_missing_is_no_shortage_of_gpus() -> None:
 def test_what_no_room_would_help_is_told_first() -> None:
     for nodes in ([big("a", gpus=1)], []):
         with pytest.raises(PlanError) as caught:
-            fit(spec(gpu(deviceMemory="8Gi")), build_rooms(nodes))
+            fit(spec(gpu(deviceMemory="8Gi")), build_free_nodes(nodes))
         assert caught.value.reason == "InsufficientMemory"
 
 
@@ -102,7 +102,7 @@ def test_cpu_only_waits_as_long_as_it_was_told_and_says_what_it_costs(
             f"CPUs once they have been missing for 10m {cost}"
         )
         return
-    planned = fit(parsed, build_rooms(nodes), shortage_age_s=age_s)
+    planned = fit(parsed, build_free_nodes(nodes), shortage_age_s=age_s)
     assert planned.plan.ranks[0].device is Device.CPU
     assert planned.on_cpus == (
         "role gpu runs on CPUs, since planning.onGPUShortage.action is CPUOnly: needs 1 pod (role gpu) with "
@@ -119,7 +119,7 @@ def test_on_cpus_the_pods_must_fit_too() -> None:
 
 def test_only_the_roles_that_lack_gpus_run_on_cpus() -> None:
     roles = [gpu(name="two", ranksPerPod=2), gpu(name="one")]
-    planned = fit(spec(*roles, planning=CPU_ONLY), build_rooms([big("a", gpus=1), big("b")]))
+    planned = fit(spec(*roles, planning=CPU_ONLY), build_free_nodes([big("a", gpus=1), big("b")]))
     devices = {rank.role: rank.device for rank in planned.plan.ranks}
     assert devices == {"two": Device.CPU, "one": Device.GPU}
 
@@ -128,15 +128,17 @@ def test_gpus_of_other_kinds_do_not_help() -> None:
     amd = spec(gpu(deviceResourceName="amd.com/gpu"))
     error = refused(amd, big("a", gpus=8))
     assert "node a has no amd.com/gpu" in error.message
-    assert fit(amd, build_rooms([node("b", allocatable={"amd.com/gpu": 1.0})])).placing.nodes == {0: "b"}
+    assert fit(
+        amd, build_free_nodes([node("b", allocatable={"amd.com/gpu": 1.0})])
+    ).node_assignment.nodes == {0: "b"}
 
 
 def test_a_group_keeps_to_one_value_of_a_label() -> None:
     parsed = spec(gpu(pods=2), scheduling={"topologyKey": ZONE})
     nodes = [big(f"n{i}", gpus=1, labels={ZONE: zone}) for i, zone in enumerate("122")]
-    planned = fit(parsed, build_rooms(nodes))
-    assert planned.placing.domain == (ZONE, "2")
-    assert set(planned.placing.nodes.values()) == {"n1", "n2"}
+    planned = fit(parsed, build_free_nodes(nodes))
+    assert planned.node_assignment.domain == (ZONE, "2")
+    assert set(planned.node_assignment.nodes.values()) == {"n1", "n2"}
 
 
 # What node labels say of GPUs
@@ -145,8 +147,8 @@ def test_a_group_keeps_to_one_value_of_a_label() -> None:
 def test_memory_and_product_of_gpus_come_from_labels() -> None:
     small = big("small", gpus=1, memory_mib=12 * 1024, labels={f"{GPU}.product": "NVIDIA-A10"})
     large = big("large", gpus=1, memory_mib=80 * 1024, labels={f"{GPU}.product": "NVIDIA-H200"})
-    on_large = fit(spec(gpu(), cpu(memory="64Gi")), build_rooms([small, large]))
-    on_small = fit(spec(gpu(), cpu(memory="64Gi")), build_rooms([small]))
+    on_large = fit(spec(gpu(), cpu(memory="64Gi")), build_free_nodes([small, large]))
+    on_small = fit(spec(gpu(), cpu(memory="64Gi")), build_free_nodes([small]))
     assert on_large.plan.layers_by_stage == (1, 31)
     assert on_large.hybrid_not_needed
     assert on_small.plan.layers_by_stage[0] > 5
@@ -155,31 +157,31 @@ def test_memory_and_product_of_gpus_come_from_labels() -> None:
     assert gpu_rank.predicted_step_s / gpu_rank.num_layers > 7 * (
         on_large.plan.ranks[-1].predicted_step_s / on_large.plan.ranks[-1].num_layers
     )
-    needed = on_large.placing.gpu_memory_mib[1]
+    needed = on_large.node_assignment.gpu_memory_mib[1]
     assert 12 * 1024 < needed <= 80 * 1024, "another node that has it would do"
 
 
 def test_device_memory_of_the_role_wins_over_labels() -> None:
-    nodes = build_rooms([big("a", gpus=1, memory_mib=80 * 1024)])
+    nodes = build_free_nodes([big("a", gpus=1, memory_mib=80 * 1024)])
     planned = fit(spec(gpu(deviceMemory="12Gi"), cpu(memory="64Gi")), nodes)
     assert planned.plan.layers_by_stage[0] > 5
-    assert planned.placing.gpu_memory_mib == {}, "the user knows better than the label"
+    assert planned.node_assignment.gpu_memory_mib == {}, "the user knows better than the label"
 
 
 # Somebody else waits
 
 
 def test_where_others_wait_the_plan_is_made_anyway_and_says_what_is_missing() -> None:
-    planned = fit(spec(gpu()), build_rooms([node("a")]), others_wait=True)
+    planned = fit(spec(gpu()), build_free_nodes([node("a")]), others_wait=True)
     assert planned.plan.ranks[0].device is Device.GPU
     assert planned.missing == "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node a has no nvidia.com/gpu"
-    assert not planned.placing.nodes
-    fits = fit(spec(gpu()), build_rooms([node("a", gpus=1)]), others_wait=True)
-    assert (fits.missing, fits.placing.nodes) == ("", {})
+    assert not planned.node_assignment.nodes
+    fits = fit(spec(gpu()), build_free_nodes([node("a", gpus=1)]), others_wait=True)
+    assert (fits.missing, fits.node_assignment.nodes) == ("", {})
 
 
 def test_cpu_only_is_decided_here_whoever_waits() -> None:
     parsed, nodes = spec(gpu(), planning=CPU_ONLY), [node("a")]
     assert "runs on CPUs once" in refused(parsed, *nodes, others_wait=True, shortage_age_s=0.0).message
-    planned = fit(parsed, build_rooms(nodes), others_wait=True, shortage_age_s=600.0)
+    planned = fit(parsed, build_free_nodes(nodes), others_wait=True, shortage_age_s=600.0)
     assert planned.plan.ranks[0].device is Device.CPU

@@ -18,7 +18,7 @@ from heteroinfer_operator.demand import (
     selects_node,
     tolerates,
 )
-from heteroinfer_operator.planning.placement import build_rooms, explain, obstacle, place
+from heteroinfer_operator.planning.placement import assign_nodes, build_free_nodes, explain, obstacle
 
 GPU = "nvidia.com/gpu"
 ZONE = "topology.kubernetes.io/zone"
@@ -141,10 +141,10 @@ def same(one: NodeView, other: NodeView, key: str) -> bool:
 def test_a_place_is_found_exactly_when_there_is_one(
     demands: list[PodDemand], nodes: list[NodeView], topology_key: str
 ) -> None:
-    rooms = build_rooms(nodes)
-    before = [dict(room.free) for room in rooms]
-    found = place(demands, rooms, topology_key)
-    assert [room.free for room in rooms] == before, "looking takes no room"
+    free_nodes = build_free_nodes(nodes)
+    before = [dict(free_node.free) for free_node in free_nodes]
+    found = assign_nodes(demands, free_nodes, topology_key)
+    assert [free_node.free for free_node in free_nodes] == before, "looking takes no room"
     possible = any(
         allowed(demands, way, topology_key) for way in itertools.product(nodes, repeat=len(demands))
     )
@@ -155,16 +155,16 @@ def test_a_place_is_found_exactly_when_there_is_one(
         assert allowed(demands, tuple(by_name[name] for name in found.nodes), topology_key)
         assert found.domain == (by_name[found.nodes[0]].labels[ZONE] if topology_key else "")
     else:
-        assert explain(demands, rooms, topology_key)
+        assert explain(demands, free_nodes, topology_key)
 
 
 # What is said
 
 
 def told(demands: list[PodDemand], *nodes: NodeView, key: str = "") -> str:
-    rooms = build_rooms(nodes)
-    assert place(demands, rooms, key) is None
-    return explain(demands, rooms, key)
+    free_nodes = build_free_nodes(nodes)
+    assert assign_nodes(demands, free_nodes, key) is None
+    return explain(demands, free_nodes, key)
 
 
 def test_what_is_missing_and_where() -> None:
@@ -204,7 +204,7 @@ def test_pods_that_fit_one_by_one_only() -> None:
 
 def test_within_one_value_of_a_label() -> None:
     nodes = [node("a", gpus=1, labels={ZONE: "1"}), node("b", gpus=1, labels={ZONE: "2"})]
-    assert place([pod(gpus=1)] * 2, build_rooms(nodes)) is not None
+    assert assign_nodes([pod(gpus=1)] * 2, build_free_nodes(nodes)) is not None
     assert told([pod(gpus=1)] * 2, *nodes, key=ZONE) == (
         f"no single value of {ZONE} has room: "
         "1: needs 2 pods (role gpu) with 1 nvidia.com/gpu, and there is room for 1; node a has room for 1; "
@@ -219,14 +219,14 @@ def test_within_one_value_of_a_label() -> None:
 
 def test_pods_without_gpus_leave_nodes_with_gpus_free() -> None:
     nodes = [node("gpu", gpus=1), node("cpu")]
-    found = place([pod(cpu=8), pod(gpus=1, cpu=8)], build_rooms(nodes))
+    found = assign_nodes([pod(cpu=8), pod(gpus=1, cpu=8)], build_free_nodes(nodes))
     assert found is not None
     assert found.nodes == ("cpu", "gpu")
 
 
 def test_larger_gpus_come_first() -> None:
     nodes = [node(f"m{gib}", gpus=1, labels={f"{GPU}.memory": str(gib * 1024)}) for gib in (24, 80, 40)]
-    found = place([pod(gpus=1)], build_rooms(nodes))
+    found = assign_nodes([pod(gpus=1)], build_free_nodes(nodes))
     assert found is not None
     assert found.nodes == ("m80",)
 
@@ -245,9 +245,11 @@ def test_what_is_promised_is_not_free() -> None:
         },
     )
     assert waiting.node == "b"
-    assert place([pod(gpus=1)] * 2, build_rooms(nodes, [waiting])) is not None, "it can go nowhere"
+    assert assign_nodes([pod(gpus=1)] * 2, build_free_nodes(nodes, [waiting])) is not None, (
+        "it can go nowhere"
+    )
     anywhere = pod_demand("ns/other-0-1-0", {}, {"containers": [{"resources": {"limits": {GPU: "1"}}}]})
-    assert place([pod(gpus=1)] * 2, build_rooms(nodes, [anywhere])) is None
+    assert assign_nodes([pod(gpus=1)] * 2, build_free_nodes(nodes, [anywhere])) is None
 
 
 # Node rules, as the scheduler reads them
@@ -298,7 +300,7 @@ def test_five_hundred_nodes_cost_milliseconds() -> None:
     fits = [pod(gpus=8, cpu=4)] * 64 + [pod(cpu=2, memory=2**30)] * 64
     full = [pod(gpus=8, cpu=4)] * 501
     began = time.process_time()
-    assert place(fits, build_rooms(nodes)) is not None
-    assert place(full, build_rooms(nodes)) is None
-    assert "and there is room for 500" in explain(full, build_rooms(nodes))
+    assert assign_nodes(fits, build_free_nodes(nodes)) is not None
+    assert assign_nodes(full, build_free_nodes(nodes)) is None
+    assert "and there is room for 500" in explain(full, build_free_nodes(nodes))
     assert time.process_time() - began < 5.0

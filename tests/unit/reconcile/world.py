@@ -17,16 +17,16 @@ from heteroinfer_operator.cluster import (
     Decision,
     DeleteObject,
     NodeView,
-    Observation,
     PatchStatus,
     PodView,
     RecordEvent,
     ResourceKey,
+    ResourceObservation,
     ResourceView,
     SetFinalizer,
 )
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
-from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile import Options, reconcile
 
 OPTIONS = Options(
@@ -95,7 +95,7 @@ class World:
     graces: dict[str, int | None] = field(default_factory=dict)
     uids: int = 0
 
-    def observe(self) -> Observation:
+    def observe(self) -> ResourceObservation:
         """Returns the observation of now."""
         resource = ResourceView(
             key=ResourceKey(namespace="default", name="demo"),
@@ -107,7 +107,7 @@ class World:
             spec=self.spec,
             status=self.status,
         )
-        return Observation(
+        return ResourceObservation(
             resource=resource,
             pods=tuple(self.pods.values()),
             objects=tuple(self.objects.values()),

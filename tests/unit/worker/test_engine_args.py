@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_contract.engine_args import PLAN_OWNED, UNSUPPORTED, find_owned, find_refused
+from heteroinfer_contract.engine_args import PLAN_OWNED, UNSUPPORTED, find_refused
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.launch import PodAddress, PodLaunch
 from heteroinfer_contract.plan import Device, Mode, Plan, eager_reason
@@ -43,10 +43,10 @@ def plan(*extra_args: str) -> Plan:
     ],
 )
 def test_every_spelling_of_an_owned_option_is_found(args: list[str]) -> None:
-    found = find_owned(args)
+    found = find_refused(args)
     assert found is not None
-    option, remedy = found
-    assert PLAN_OWNED[option] == remedy
+    assert PLAN_OWNED[found.option] == found.remedy
+    assert found.reason == f"{found.option} belongs to the plan"
 
 
 @pytest.mark.parametrize(

@@ -234,23 +234,14 @@ class RefusedArg:
         return f"engine.args: got {self.given!r}, but {self.reason}: {self.remedy}"
 
 
-def find_owned(args: Sequence[str]) -> tuple[str, str] | None:
-    """Returns the first option that the plan owns and what to set instead, or None.
+def find_refused(args: Sequence[str]) -> RefusedArg | None:
+    """Returns the first argument that may not be given, owned or unsupported, or None.
 
     Args:
         args: as given to vLLM. Every spelling that vLLM's parser takes is found:
             `--opt value`, `--opt=value`, underscores, unique prefixes, short forms,
             and `--opt.key` for options that hold JSON.
     """
-    for arg in args:
-        option = _match(arg, PLAN_OWNED)
-        if option is not None:
-            return option, PLAN_OWNED[option]
-    return None
-
-
-def find_refused(args: Sequence[str]) -> RefusedArg | None:
-    """Returns the first argument that may not be given, owned or unsupported, or None."""
     unsupported = {option: entry for entry in UNSUPPORTED for option in entry.options}
     for arg in args:
         option = _match(arg, PLAN_OWNED)

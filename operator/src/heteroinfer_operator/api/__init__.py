@@ -8,8 +8,8 @@ Pure: imports pydantic and the contract only.
 """
 
 from heteroinfer_contract.plan import Device, Mode
-from heteroinfer_operator.api.base import Model, Rule, StatusModel, When
-from heteroinfer_operator.api.conditions import Condition, ConditionStatus, ConditionType, merge_conditions
+from heteroinfer_operator.api.base import Model, StatusModel, ValidationRule, When
+from heteroinfer_operator.api.condition import Condition, ConditionStatus, ConditionType, merge_conditions
 from heteroinfer_operator.api.engine import DType, EngineSpec
 from heteroinfer_operator.api.model_source import AccessMode, ModelCache, ModelSpec, TokenReference
 from heteroinfer_operator.api.quantity import format_bytes, parse_bytes, parse_duration_s, parse_quantity
@@ -47,10 +47,10 @@ from heteroinfer_operator.api.status import (
     HeteroInferenceStatus,
     KvLimit,
     KvStatus,
-    MemberStatus,
     ModelPhase,
     ModelStatus,
     PlanStatus,
+    RankEntry,
     RankPlan,
     StartupPhase,
     StartupStatus,
@@ -93,7 +93,6 @@ __all__ = [
     "KeyReference",
     "KvLimit",
     "KvStatus",
-    "MemberStatus",
     "Metadata",
     "Mode",
     "Model",
@@ -106,12 +105,12 @@ __all__ = [
     "PlanStatus",
     "PlanningSpec",
     "PodTemplate",
+    "RankEntry",
     "RankPlan",
     "Resources",
     "RestartSpec",
     "RoleSpec",
     "RolloutSpec",
-    "Rule",
     "SchedulingSpec",
     "ShortageAction",
     "ShortageSpec",
@@ -123,6 +122,7 @@ __all__ = [
     "Summary",
     "TokenReference",
     "Toleration",
+    "ValidationRule",
     "When",
     "format_bytes",
     "merge_conditions",

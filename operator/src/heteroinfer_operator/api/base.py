@@ -28,11 +28,10 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from heteroinfer_operator.api import quantity
 
 LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
-DNS_LABEL_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class ValidationRule:
     """A condition over the fields of one model, in CEL and in Python.
 
     Attributes:
@@ -86,7 +85,7 @@ class Model(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = ()
+    rules: ClassVar[tuple[ValidationRule, ...]] = ()
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -182,8 +181,6 @@ Time = Annotated[
     ),
 ]
 """A moment in UTC, in whole seconds as Kubernetes writes it, so that it equals itself when read back."""
-DnsLabel = Annotated[str, Field(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
-"""A lower-case DNS label."""
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
 """Name of a Kubernetes object."""
 Text = Annotated[str, Field(max_length=1024)]

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, Rule, cel_text
+from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, ValidationRule, cel_text
 from heteroinfer_operator.api.quantity import parse_quantity
 
 _URI_PATTERNS: Final = (
@@ -38,20 +38,20 @@ class TokenReference(Model):
 class ModelCache(Model):
     """Where a downloaded model is kept: an existing claim, or a new one."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
             cel="has(self.claimName) != has(self.size)",
             message="give either claimName (an existing claim) or size (a claim to make)",
             holds=lambda cache: (cache.claim_name is None) != (cache.size is None),
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.claimName) || !(has(self.storageClassName) || has(self.accessMode))",
             message="storageClassName and accessMode are of a claim to make; remove them, or claimName",
             holds=lambda cache: (
                 cache.claim_name is None or (cache.storage_class_name or cache.access_mode) is None
             ),
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.size) || (type(self.size) == int ? self.size > 0 : self.size.matches('[1-9]'))",
             message="size: expected more than 0; set what the model's files need, such as 40Gi",
             holds=lambda cache: cache.size is None or parse_quantity(cache.size) > 0,
@@ -71,8 +71,8 @@ class ModelCache(Model):
 class ModelSpec(Model):
     """Which model is served."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
             cel=" || ".join(f"self.uri.matches({cel_text(f'^{pattern}$')})" for pattern in _URI_PATTERNS),
             message="uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH",
             holds=lambda model: any(re.fullmatch(pattern, model.uri) for pattern in _URI_PATTERNS),
@@ -80,7 +80,7 @@ class ModelSpec(Model):
             got_cel=("self.uri",),
             got_values=lambda model: (model.uri,),
         ),
-        Rule(
+        ValidationRule(
             cel="!self.uri.matches('(^|/)[.][.](/|$)')",
             message="uri: expected a path without '..'; write it out",
             holds=lambda model: ".." not in model.uri.split("/"),
@@ -88,7 +88,7 @@ class ModelSpec(Model):
             got_cel=("self.uri",),
             got_values=lambda model: (model.uri,),
         ),
-        Rule(
+        ValidationRule(
             cel="self.uri.startsWith('hf://') "
             "|| !(has(self.revision) || has(self.tokenSecretRef) || has(self.cache))",
             message="revision, tokenSecretRef and cache are for hf:// models; remove them",

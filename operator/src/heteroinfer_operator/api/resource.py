@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from heteroinfer_operator.api.base import Model, ObjectName, Rule
+from heteroinfer_operator.api.base import Model, ObjectName, ValidationRule
 from heteroinfer_operator.api.spec import HeteroInferenceSpec
 from heteroinfer_operator.api.status import HeteroInferenceStatus
 from heteroinfer_operator.errors import SpecError
@@ -32,8 +32,8 @@ class Metadata(Model):
 class HeteroInference(Model):
     """One model served by groups of ranks on GPUs and CPUs."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
             cel=f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
             message=f"metadata.name: expected at most {MAX_NAME_LENGTH} characters, since pod names, "
             "NAME-GROUP-EPOCH-POD, have at most 63; choose a shorter name",
@@ -42,7 +42,7 @@ class HeteroInference(Model):
             got_cel=("self.metadata.name.size()",),
             got_values=lambda resource: (len(resource.metadata.name),),
         ),
-        Rule(
+        ValidationRule(
             cel="self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
             message="metadata.name: expected lower-case letters, digits and '-', beginning with a letter, "
             "since it becomes a Service's name; choose another name",
@@ -127,13 +127,13 @@ def _model_of(annotation: object) -> type[Model] | None:
 def _causes(error: ValidationError) -> list[Any]:
     # A list with a bad item is also reported as too short: leave out what an inner error explains.
     found = error.errors()
-    places = [problem["loc"] for problem in found]
+    locations = [problem["loc"] for problem in found]
     return [
         problem
         for problem in found
         if not any(
-            len(place) > len(problem["loc"]) and place[: len(problem["loc"])] == problem["loc"]
-            for place in places
+            len(location) > len(problem["loc"]) and location[: len(problem["loc"])] == problem["loc"]
+            for location in locations
         )
     ]
 

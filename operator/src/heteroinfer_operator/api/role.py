@@ -6,7 +6,7 @@ from pydantic import Field
 
 from heteroinfer_contract.launch import CpuBinding
 from heteroinfer_contract.plan import Device
-from heteroinfer_operator.api.base import ByteSize, Model, ResourceQuantity, Rule
+from heteroinfer_operator.api.base import ByteSize, Model, ResourceQuantity, ValidationRule
 from heteroinfer_operator.api.template import PodTemplate
 
 MAX_PODS_PER_ROLE: Final = 64
@@ -32,8 +32,8 @@ class Resources(Model):
 class RoleSpec(Model):
     """A list of alike pods of a group."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
             cel="self.pods >= 1",
             message="a role has at least 1 pod; remove the role or set pods",
             holds=lambda role: role.pods >= 1,
@@ -41,7 +41,7 @@ class RoleSpec(Model):
             got_cel=("self.name", "self.pods"),
             got_values=lambda role: (role.name, role.pods),
         ),
-        Rule(
+        ValidationRule(
             cel="self.ranksPerPod >= 1",
             message="a pod has at least 1 rank; set ranksPerPod",
             holds=lambda role: role.ranks_per_pod >= 1,
@@ -49,7 +49,7 @@ class RoleSpec(Model):
             got_cel=("self.name", "self.ranksPerPod"),
             got_values=lambda role: (role.name, role.ranks_per_pod),
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.layers) || self.layers.all(n, n >= 1)",
             message="a stage has at least 1 layer; set each entry of layers to 1 or more",
             holds=lambda role: role.layers is None or min(role.layers) >= 1,
@@ -57,7 +57,7 @@ class RoleSpec(Model):
             got_cel=("self.name",),
             got_values=lambda role: (role.name,),
         ),
-        Rule(
+        ValidationRule(
             cel="self.device == 'GPU' || !(has(self.deviceResourceName) || has(self.deviceMemory))",
             message="deviceResourceName and deviceMemory are for device GPU; remove them "
             "(the memory of a CPU role is that of its resources)",
@@ -68,7 +68,7 @@ class RoleSpec(Model):
             got_cel=("self.name",),
             got_values=lambda role: (role.name,),
         ),
-        Rule(
+        ValidationRule(
             cel="self.device == 'CPU' || self.cpuBinding == 'Auto'",
             message="cpuBinding is for device CPU; remove it (the ranks of a GPU role compute on their GPUs)",
             holds=lambda role: role.device is Device.CPU or role.cpu_binding is CpuBinding.AUTO,

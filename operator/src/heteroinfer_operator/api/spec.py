@@ -10,7 +10,7 @@ from pydantic import Field
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Mode
-from heteroinfer_operator.api.base import Duration, Model, Port, Rule, When, map_list
+from heteroinfer_operator.api.base import Duration, Model, Port, ValidationRule, When, map_list
 from heteroinfer_operator.api.engine import EngineSpec
 from heteroinfer_operator.api.model_source import ModelSpec
 from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, MAX_WORLD_SIZE, RoleSpec
@@ -148,8 +148,8 @@ def _layers_match_stages(spec: "HeteroInferenceSpec") -> bool:
 class HeteroInferenceSpec(Model):
     """What the user asks for."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
             cel=f"{_WORLD_CEL} <= {MAX_WORLD_SIZE}",
             message=f"roles: a group has at most {MAX_WORLD_SIZE} ranks; use fewer pods or ranksPerPod",
             holds=lambda spec: spec.world_size <= MAX_WORLD_SIZE,
@@ -157,7 +157,7 @@ class HeteroInferenceSpec(Model):
             got_cel=(_WORLD_CEL,),
             got_values=lambda spec: (spec.world_size,),
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.parallelism.pipeline) || !has(self.parallelism.tensor) "
             f"|| self.parallelism.tensor * self.parallelism.pipeline == {_WORLD_CEL}",
             message="parallelism: expected tensor x pipeline to be the number of ranks, "
@@ -170,7 +170,7 @@ class HeteroInferenceSpec(Model):
             got_cel=("self.parallelism.tensor", "self.parallelism.pipeline", _WORLD_CEL),
             got_values=lambda spec: (spec.parallelism.tensor, spec.parallelism.pipeline, spec.world_size),
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.parallelism.pipeline) || has(self.parallelism.tensor) "
             f"|| {_WORLD_CEL} % self.parallelism.pipeline == 0",
             message="parallelism: expected the number of ranks, the sum of pods x ranksPerPod over roles, "
@@ -184,7 +184,7 @@ class HeteroInferenceSpec(Model):
             got_cel=("self.parallelism.pipeline", _WORLD_CEL),
             got_values=lambda spec: (spec.parallelism.pipeline, spec.world_size),
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.parallelism.tensor) || self.parallelism.mode == 'Tensor' "
             "|| self.roles.all(r, r.ranksPerPod % self.parallelism.tensor == 0)",
             message="parallelism.tensor: the ranks of a stage are in one pod; "
@@ -194,19 +194,19 @@ class HeteroInferenceSpec(Model):
             got_cel=("self.parallelism.tensor",),
             got_values=lambda spec: (spec.parallelism.tensor,),
         ),
-        Rule(
+        ValidationRule(
             cel="self.roles.all(r, has(r.layers)) || !self.roles.exists(r, has(r.layers))",
             message="roles: give layers for all roles, or for none",
             holds=lambda spec: len({role.layers is None for role in spec.roles}) == 1,
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.parallelism.tensor) || self.roles.all(r, !has(r.layers) "
             "|| r.layers.size() * self.parallelism.tensor == r.pods * r.ranksPerPod)",
             message="roles: layers has one entry for each stage of the role, pods x ranksPerPod / tensor; "
             "add or remove entries",
             holds=_layers_match_stages,
         ),
-        Rule(
+        ValidationRule(
             cel=f"![{', '.join(map(str, RESERVED_PORTS))}]"
             ".exists(p, p == self.engine.port || p == self.network.rendezvousPort) "
             "&& self.engine.port != self.network.rendezvousPort",

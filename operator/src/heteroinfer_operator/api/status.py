@@ -11,7 +11,7 @@ from pydantic import Field
 
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api.base import StatusModel, Text, Time, map_list
-from heteroinfer_operator.api.conditions import Condition
+from heteroinfer_operator.api.condition import Condition
 from heteroinfer_operator.api.role import MAX_WORLD_SIZE
 from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS
 
@@ -149,7 +149,7 @@ class FailureStatus(StatusModel):
     """Whether it counts towards restart.maxRestarts; evictions, drains and preemptions don't."""
 
 
-class MemberStatus(StatusModel):
+class RankEntry(StatusModel):
     """A rank of a group now."""
 
     rank: Count
@@ -245,7 +245,7 @@ class GroupStatus(StatusModel):
     kv: KvStatus | None = None
     """Its KV cache."""
     members: Annotated[
-        tuple[MemberStatus, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
+        tuple[RankEntry, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
     ] = ()
     """Its ranks."""
 

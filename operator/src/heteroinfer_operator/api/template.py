@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api.base import ATOMIC, Model, ObjectName, Rule, Text, cel_text, map_list
+from heteroinfer_operator.api.base import ATOMIC, Model, ObjectName, Text, ValidationRule, cel_text, map_list
 
 LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
 """A label or annotation key: an optional prefix of 253 and a name of 63 characters."""
@@ -199,8 +199,8 @@ def _is_reserved(key: str) -> bool:
     return key.startswith(f"{names.API_GROUP}/") or key == names.LABEL_MANAGED_BY
 
 
-def _reserved_keys(field: str) -> Rule:
-    return Rule(
+def _reserved_keys(field: str) -> ValidationRule:
+    return ValidationRule(
         cel=f"!has(self.{field}) || self.{field}.all(k, !k.startsWith({cel_text(names.API_GROUP + '/')}) "
         f"&& k != {cel_text(names.LABEL_MANAGED_BY)})",
         holds=lambda template: not any(map(_is_reserved, getattr(template, field) or ())),
@@ -212,7 +212,7 @@ def _reserved_keys(field: str) -> Rule:
 class PodTemplate(Model):
     """What may be set on the pods of a role; the plan's own settings win over it."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (_reserved_keys("labels"), _reserved_keys("annotations"))
+    rules: ClassVar[tuple[ValidationRule, ...]] = (_reserved_keys("labels"), _reserved_keys("annotations"))
 
     labels: Labels | None = None
     """Added to the pods."""
@@ -246,8 +246,8 @@ class KeyReference(Model):
 class EnvSource(Model):
     """Where the value of a variable comes from: exactly one of its fields."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
             cel="has(self.secretKeyRef) != has(self.configMapKeyRef)",
             message="valueFrom: give exactly one of secretKeyRef and configMapKeyRef",
             holds=lambda source: (source.secret_key_ref is None) != (source.config_map_key_ref is None),
@@ -286,8 +286,8 @@ OWNED_ENV_PREFIX: Final = "HETEROINFER_"
 class EnvVar(Model):
     """A variable of every worker's environment."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
             cel="has(self.value) != has(self.valueFrom)",
             message="give exactly one of value and valueFrom",
             holds=lambda variable: (variable.value is None) != (variable.value_from is None),
@@ -295,7 +295,7 @@ class EnvVar(Model):
             got_cel=("self.name",),
             got_values=lambda variable: (variable.name,),
         ),
-        Rule(
+        ValidationRule(
             cel=f"(!self.name.startsWith({cel_text(OWNED_ENV_PREFIX)}) "
             f"|| self.name in [{', '.join(map(cel_text, names.USER_ENV))}]) "
             f"&& !(self.name in [{', '.join(map(cel_text, OWNED_ENV))}])",

@@ -9,12 +9,13 @@ import sys
 from typing import Final
 
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.kube.installation import check
 from heteroinfer_operator.kube.lease import LeaseLostError
-from heteroinfer_operator.main import Operator, check
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
-from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.manifests.worker_pods import WorkerImages
+from heteroinfer_operator.operator_process import Operator
 from heteroinfer_operator.reconcile import Options, reconcile
-from heteroinfer_operator.settings import Settings
+from heteroinfer_operator.settings import InstallationSettings
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def build_options(settings: Settings) -> Options:
+def build_options(settings: InstallationSettings) -> Options:
     """Returns what an installation decides for all its resources."""
     return Options(
         addressing=ClusterAddressing(allow_host_paths=settings.allow_host_paths),
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         HeteroInferError: the settings are wrong, or the API server cannot be reached at all.
     """
-    settings = Settings.from_env(os.environ)
+    settings = InstallationSettings.from_env(os.environ)
     logging.basicConfig(level=settings.log_level, format=LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
     # Its only warning is that it leaves signals alone in a thread, as it should.
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     return return_code
 
 
-def _check(settings: Settings) -> int:
+def _check(settings: InstallationSettings) -> int:
     problems = asyncio.run(check(settings))
     for problem in problems:
         sys.stdout.write(f"{problem}\n")

@@ -16,12 +16,12 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, RankAssignment
 from heteroinfer_operator.api import HeteroInference, parse_bytes
 from heteroinfer_operator.cluster import NodeView
-from heteroinfer_operator.commands.plan_nodes import load_rooms
+from heteroinfer_operator.commands.plan_nodes import load_free_nodes
 from heteroinfer_operator.errors import HeteroInferError, ModelError
 from heteroinfer_operator.local.hub_profile import read_hub_profile
-from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_rooms, plan_group
+from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.memory import gib
-from heteroinfer_operator.planning.placement import Room
+from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction import STEP_OVERHEAD_S, predict
 from heteroinfer_operator.resource_file import load_resource
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         served_name=resource.served_name,
         model_path=names.MODEL_MOUNT,
     )
-    planned = plan_group(request, Capacity(rooms=_rooms(resource, arguments)))
+    planned = plan_group(request, Capacity(free_nodes=_free_nodes(resource, arguments)))
     sys.stdout.write(_render(planned, arguments.output, resource.metadata.name))
     return 0
 
@@ -100,14 +100,14 @@ def _profile(resource: HeteroInference, model_dir: Path | None) -> ModelProfile:
         raise ModelError(f"{'--model-dir' if model_dir else 'model.uri'}: {error}") from error
 
 
-def _rooms(resource: HeteroInference, arguments: argparse.Namespace) -> list[Room] | None:
+def _free_nodes(resource: HeteroInference, arguments: argparse.Namespace) -> list[FreeNode] | None:
     """Returns what there is to place pods on, or None if nothing was said of it."""
     if arguments.nodes is not None:
         if arguments.gpus is not None or arguments.gpu_memory is not None:
             raise HeteroInferError(
                 "--nodes: got --gpus or --gpu-memory too, which say the same; leave them out", reason="Usage"
             )
-        return load_rooms(arguments.nodes)
+        return load_free_nodes(arguments.nodes)
     gpus, memory_bytes = arguments.gpus, arguments.gpu_memory
     if gpus is None and memory_bytes is None:
         return None
@@ -117,7 +117,7 @@ def _rooms(resource: HeteroInference, arguments: argparse.Namespace) -> list[Roo
         {} if memory_bytes is None else {f"{name}.memory": str(memory_bytes // 2**20) for name in resources}
     )
     node = NodeView(name=_NODE_OF_OPTIONS, allocatable=dict.fromkeys(resources, float(count)), labels=size)
-    return build_rooms([node])
+    return build_free_nodes([node])
 
 
 def _render(planned: Planned, output: str, name: str) -> str:
@@ -128,7 +128,7 @@ def _render(planned: Planned, output: str, name: str) -> str:
         "plan": json.loads(planned.plan.to_json()),
         "notes": list(planned.notes),
         "limitingRank": planned.limiting_rank,
-        "nodes": {str(pod): node for pod, node in planned.placing.nodes.items()},
+        "nodes": {str(pod): node for pod, node in planned.node_assignment.nodes.items()},
         "predictedStepMs": _step_ms(planned),
     }
     if output == "json":
@@ -205,9 +205,13 @@ def _step_ms(planned: Planned) -> dict[str, float]:
 
 
 def _placed(planned: Planned) -> list[str]:
-    placing = planned.placing
-    if set(placing.nodes.values()) <= {_NODE_OF_OPTIONS}:
+    node_assignment = planned.node_assignment
+    if set(node_assignment.nodes.values()) <= {_NODE_OF_OPTIONS}:
         return []
-    within = "" if placing.domain is None else f", all with {placing.domain[0]}={placing.domain[1]}"
-    pods = ", ".join(f"pod {pod} on {node}" for pod, node in placing.nodes.items())
+    within = (
+        ""
+        if node_assignment.domain is None
+        else f", all with {node_assignment.domain[0]}={node_assignment.domain[1]}"
+    )
+    pods = ", ".join(f"pod {pod} on {node}" for pod, node in node_assignment.nodes.items())
     return [f"fits: {pods}{within}"]

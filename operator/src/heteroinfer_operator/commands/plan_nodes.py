@@ -12,13 +12,13 @@ import yaml
 from heteroinfer_operator.demand import total
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube import trim
-from heteroinfer_operator.planning import build_rooms
-from heteroinfer_operator.planning.placement import Room
+from heteroinfer_operator.planning import build_free_nodes
+from heteroinfer_operator.planning.placement import FreeNode
 
 _HOW = "give what `kubectl get nodes,pods -A -o json` prints"
 
 
-def load_rooms(file: str) -> list[Room]:
+def load_free_nodes(file: str) -> list[FreeNode]:
     """Returns what is free on the nodes of a file.
 
     Args:
@@ -44,7 +44,9 @@ def load_rooms(file: str) -> list[Room]:
         if pod is not None:
             requests[pod.node].append(pod.requests)
     placed = [replace(node, requested=total(requests[node.name])) for node in nodes]
-    return build_rooms(placed, [pod.promised for pod in pods if pod is not None and pod.promised is not None])
+    return build_free_nodes(
+        placed, [pod.promised for pod in pods if pod is not None and pod.promised is not None]
+    )
 
 
 def _items(stored: Any) -> list[Mapping[str, Any]]:

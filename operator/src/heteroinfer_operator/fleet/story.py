@@ -74,14 +74,14 @@ def _index(pod: PodView) -> int:
 
 def _ranks_by_pod(group: GroupStatus) -> Mapping[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    for member in group.members:
-        found[member.pod] = (*found.get(member.pod, ()), member.rank)
+    for entry in group.members:
+        found[entry.pod] = (*found.get(entry.pod, ()), entry.rank)
     return found
 
 
 def _failures(pods: Iterable[PodView]) -> list[tuple[PodView, Failure]]:
-    told = [(pod, Failure.from_json(pod.termination.message)) for pod in pods if pod.termination]
-    return [(pod, failure) for pod, failure in told if failure is not None]
+    reported = [(pod, Failure.from_json(pod.termination.message)) for pod in pods if pod.termination]
+    return [(pod, failure) for pod, failure in reported if failure is not None]
 
 
 def _culprit(group: GroupStatus, pods: Sequence[PodView], ranks: Mapping[str, tuple[int, ...]]) -> int | None:

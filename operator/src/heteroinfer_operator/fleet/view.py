@@ -14,7 +14,7 @@ from heteroinfer_operator.api import (
     FailureStatus,
     GroupStatus,
     HeteroInferenceStatus,
-    MemberStatus,
+    RankEntry,
 )
 from heteroinfer_operator.cluster import ResourceKey
 
@@ -140,20 +140,20 @@ def build_line(
         live: by group index: what its leader says; one of another epoch is left out.
     """
     ready = status.condition(ConditionType.READY.value)
-    told = live or {}
+    reported = live or {}
     return ResourceLine(
         key=key,
         ready=ready.status.value if ready else ConditionStatus.UNKNOWN.value,
         reason=ready.reason if ready else "",
         message=ready.message if ready else "",
         groups=(status.summary.groups if status.summary else None) or "",
-        lines=tuple(_group(group, told.get(group.index, Live())) for group in status.groups),
+        lines=tuple(_group(group, reported.get(group.index, Live())) for group in status.groups),
     )
 
 
 def _group(group: GroupStatus, live: Live) -> GroupLine:
     report = live.report if live.report is not None and live.report.epoch == group.epoch else None
-    told = {rank.rank: rank for rank in report.ranks} if report is not None else {}
+    reported = {rank.rank: rank for rank in report.ranks} if report is not None else {}
     return GroupLine(
         index=group.index,
         epoch=group.epoch,
@@ -164,33 +164,33 @@ def _group(group: GroupStatus, live: Live) -> GroupLine:
         kv_tokens=group.kv.tokens if group.kv else None,
         kv_use=live.kv_use if report is not None else None,
         failure=group.failures[-1] if group.failures else None,
-        ranks=tuple(_rank(member, told.get(member.rank)) for member in group.members),
+        ranks=tuple(_rank(entry, reported.get(entry.rank)) for entry in group.members),
     )
 
 
-def _rank(member: MemberStatus, told: RankStatus | None) -> RankLine:
+def _rank(entry: RankEntry, reported: RankStatus | None) -> RankLine:
     line = RankLine(
-        rank=member.rank,
-        role=member.role,
-        pod=member.pod,
-        node=member.node or "",
-        phase=RankPhase.READY.value if member.ready else "NotReady",
-        step_ms=member.step_ms,
-        compute_ms=member.compute_ms,
-        wait_ms=member.wait_ms,
+        rank=entry.rank,
+        role=entry.role,
+        pod=entry.pod,
+        node=entry.node or "",
+        phase=RankPhase.READY.value if entry.ready else "NotReady",
+        step_ms=entry.step_ms,
+        compute_ms=entry.compute_ms,
+        wait_ms=entry.wait_ms,
     )
-    if told is None:
+    if reported is None:
         return line
-    phase = told.phase.value
-    if told.phase is RankPhase.LOADING and told.total_bytes:
-        phase = f"{phase} {100 * told.loaded_bytes // told.total_bytes} %"
+    phase = reported.phase.value
+    if reported.phase is RankPhase.LOADING and reported.total_bytes:
+        phase = f"{phase} {100 * reported.loaded_bytes // reported.total_bytes} %"
     return replace(
         line,
         phase=phase,
-        steps=told.steps,
-        step_ms=1e3 * told.step_s if told.steps else None,
-        compute_ms=1e3 * told.compute_s if told.steps else None,
-        wait_ms=1e3 * told.wait_s if told.steps else None,
+        steps=reported.steps,
+        step_ms=1e3 * reported.step_s if reported.steps else None,
+        compute_ms=1e3 * reported.compute_s if reported.steps else None,
+        wait_ms=1e3 * reported.wait_s if reported.steps else None,
     )
 
 
@@ -219,16 +219,25 @@ def build_cells(resources: Sequence[ResourceLine]) -> Iterable[tuple[str, ...]]:
             for rank in group.ranks:
                 steps = "" if rank.steps is None else str(rank.steps)
                 times = (rank.step_ms, rank.compute_ms, rank.wait_ms)
-                told = tuple("" if each is None else f"{each:.1f}" for each in times)
-                yield (f"    rank {rank.rank} {rank.role}", rank.node, rank.phase, steps, *told, "", "", "")
+                reported = tuple("" if each is None else f"{each:.1f}" for each in times)
+                yield (
+                    f"    rank {rank.rank} {rank.role}",
+                    rank.node,
+                    rank.phase,
+                    steps,
+                    *reported,
+                    "",
+                    "",
+                    "",
+                )
 
 
 def waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
     """Yields in words what each resource that is not Ready waits for."""
     for resource in resources:
         if resource.ready != "True":
-            told = {group.message for group in resource.lines if group.message}
-            words = "; ".join(sorted(told) or filter(None, [resource.message]))
+            reported = {group.message for group in resource.lines if group.message}
+            words = "; ".join(sorted(reported) or filter(None, [resource.message]))
             yield f"{resource.key}: {resource.reason or 'not seen by the operator yet'}" + (
                 f": {words}" if words else ""
             )

@@ -12,18 +12,18 @@ from heteroinfer_operator.cluster import (
     CreateObject,
     DeleteObject,
     Manifest,
-    Observation,
     PatchStatus,
     RecordEvent,
     ResourceKey,
+    ResourceObservation,
     ResourceView,
     SetFinalizer,
 )
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube import trim
-from heteroinfer_operator.kube.caches import Caches
+from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
-from heteroinfer_operator.kube.groups import GroupClient
+from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, Kind, ObjectName, writable_kind
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
 
@@ -51,7 +51,7 @@ class KubeCluster:
 
     Args:
         server: the API server.
-        caches: running and synced.
+        cluster_state: running and synced.
         recorder: of events.
         groups: asks leaders.
         on_observed: told the stored status of each resource observed; None once it is gone.
@@ -60,20 +60,20 @@ class KubeCluster:
     def __init__(
         self,
         server: ApiServer,
-        caches: Caches,
+        cluster_state: ClusterState,
         *,
         recorder: EventRecorder,
-        groups: GroupClient,
+        groups: LeaderClient,
         on_observed: OnObserved = lambda key, status: None,
     ) -> None:
         self._server = server
-        self._caches = caches
+        self._cluster_state = cluster_state
         self._recorder = recorder
         self._groups = groups
         self._on_observed = on_observed
         self._refused: dict[ResourceKey, str] = {}
 
-    async def observe(self, key: ResourceKey) -> Observation | None:
+    async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         """Returns the resource as stored now and its children as last seen, or None if it is gone.
 
         Raises:
@@ -89,23 +89,23 @@ class KubeCluster:
             return None
         resource = trim.resource_view(stored)
         self._on_observed(key, resource.status)
-        known = self._caches.pods(key, resource.uid)
+        known = self._cluster_state.pods(key, resource.uid)
         groups, fetch = await asyncio.gather(self._groups.observe(known), self._groups.observe_fetch(known))
         # Taken after the last await, so that all of it is of one moment.
-        pods = self._caches.pods(key, resource.uid)
-        return Observation(
+        pods = self._cluster_state.pods(key, resource.uid)
+        return ResourceObservation(
             resource=resource,
             pods=tuple(pod.view for pod in pods),
-            objects=tuple(child.stored for child in self._caches.children(key, resource.uid)),
-            nodes=self._caches.nodes(),
-            promised=self._caches.promised(),
-            gangs=self._caches.gangs,
+            objects=tuple(child.stored for child in self._cluster_state.children(key, resource.uid)),
+            nodes=self._cluster_state.nodes(),
+            promised=self._cluster_state.promised(),
+            gangs=self._cluster_state.gangs,
             groups=groups,
             fetch=fetch,
             refused=self._refused.get(key, ""),
         )
 
-    async def run(self, observation: Observation, actions: Sequence[Action]) -> None:
+    async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> None:
         """Runs actions in order; what they changed is in the caches when this returns.
 
         Raises:
@@ -114,30 +114,30 @@ class KubeCluster:
             ObjectRefusedError: the API server refuses an object; the next observation tells.
             ApiError: the API server did not answer, or refused otherwise.
         """
-        one_pass = _Pass(self._server, self._caches, self._recorder, observation.resource)
+        run_of_actions = _ActionRun(self._server, self._cluster_state, self._recorder, observation.resource)
         pods = [
             action.manifest
             for action in actions
             if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name
         ]
-        with self._caches.promising(pods):
+        with self._cluster_state.promising(pods):
             try:
                 for action in actions:
-                    await one_pass.run(action)
+                    await run_of_actions.run(action)
             except ObjectRefusedError as error:
                 self._refused[observation.resource.key] = error.message
                 raise
         self._refused.pop(observation.resource.key, None)
 
 
-class _Pass:
+class _ActionRun:
     """The actions of one decision; follows the resourceVersion through its own writes."""
 
     def __init__(
-        self, server: ApiServer, caches: Caches, recorder: EventRecorder, resource: ResourceView
+        self, server: ApiServer, cluster_state: ClusterState, recorder: EventRecorder, resource: ResourceView
     ) -> None:
         self._server = server
-        self._caches = caches
+        self._cluster_state = cluster_state
         self._recorder = recorder
         self._resource = resource
         self._version = resource.resource_version
@@ -185,11 +185,11 @@ class _Pass:
             if error.api_reason == ALREADY_EXISTS:
                 await self._meet(kind, name)
             raise ConflictError(error.message) from error
-        self._caches.note_written(kind, stored)
+        self._cluster_state.note_written(kind, stored)
 
     async def _apply(self, manifest: Manifest) -> None:
         kind, name = self._address(manifest)
-        kept = self._caches.child(kind, name) if kind is not POD else None
+        kept = self._cluster_state.child(kind, name) if kind is not POD else None
         if kept is None or kept.owner_uid != self._resource.uid:
             kept_uid = await self._meet(kind, name)
         else:
@@ -205,7 +205,7 @@ class _Pass:
             if error.status != CONFLICT:
                 raise
             raise ConflictError(error.message) from error
-        self._caches.note_written(kind, stored)
+        self._cluster_state.note_written(kind, stored)
 
     async def _meet(self, kind: Kind, name: ObjectName) -> str:
         """Takes an object that the cache does not know into it; returns its uid, "" if there is none.
@@ -221,7 +221,7 @@ class _Pass:
                 raise
             return ""
         if trim.owner_uid(stored) == self._resource.uid:
-            self._caches.note_written(kind, stored)
+            self._cluster_state.note_written(kind, stored)
             return str(stored["metadata"]["uid"])
         if "deletionTimestamp" in stored["metadata"] or _is_of_earlier(stored, self._resource.key):
             raise ConflictError(f"{kind.name} {name} of an earlier {names.KIND} is not gone yet")
@@ -250,14 +250,14 @@ class _Pass:
         except ApiError as error:
             if error.status not in (NOT_FOUND, CONFLICT):  # conflict: the name has another uid now
                 raise
-            self._caches.note_gone(kind, name, action.uid)
+            self._cluster_state.note_gone(kind, name, action.uid)
             return
         # Where the kubelet deletes at the same time, the answer is an object without a resourceVersion: gone.
         if kind is POD and "resourceVersion" in stored["metadata"]:
             metadata = {"deletionTimestamp": "", **stored["metadata"]}
-            self._caches.note_written(kind, {**stored, "metadata": metadata})
+            self._cluster_state.note_written(kind, {**stored, "metadata": metadata})
         else:
-            self._caches.note_gone(kind, name, action.uid)
+            self._cluster_state.note_gone(kind, name, action.uid)
 
     async def _patch_status(self, action: PatchStatus) -> None:
         observed = action.resource_version == self._resource.resource_version

@@ -16,7 +16,7 @@ _REVIEW_PATH: Final = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class AccessRule:
     """Verbs on one resource.
 
     Attributes:
@@ -33,52 +33,58 @@ class Rule:
 
 
 SERVED: Final = (
-    Rule(group=names.API_GROUP, resource=names.PLURAL, verbs=("get", "list", "watch", "patch")),
-    Rule(group=names.API_GROUP, resource=f"{names.PLURAL}/status", verbs=("update",)),
+    AccessRule(group=names.API_GROUP, resource=names.PLURAL, verbs=("get", "list", "watch", "patch")),
+    AccessRule(group=names.API_GROUP, resource=f"{names.PLURAL}/status", verbs=("update",)),
     # Children block their owner's deletion, which some clusters (OpenShift) grant only with this.
-    Rule(group=names.API_GROUP, resource=f"{names.PLURAL}/finalizers", verbs=("update",)),
-    Rule(group="", resource="pods", verbs=("get", "list", "watch", "create", "delete")),
-    Rule(group="", resource="services", verbs=("get", "list", "watch", "create", "patch", "delete")),
-    Rule(group="", resource="configmaps", verbs=("get", "list", "watch", "create", "patch", "delete")),
+    AccessRule(group=names.API_GROUP, resource=f"{names.PLURAL}/finalizers", verbs=("update",)),
+    AccessRule(group="", resource="pods", verbs=("get", "list", "watch", "create", "delete")),
+    AccessRule(group="", resource="services", verbs=("get", "list", "watch", "create", "patch", "delete")),
+    AccessRule(group="", resource="configmaps", verbs=("get", "list", "watch", "create", "patch", "delete")),
     # Made once, for models of a hub, and never changed.
-    Rule(group="", resource="persistentvolumeclaims", verbs=("get", "list", "watch", "create", "delete")),
-    Rule(
+    AccessRule(
+        group="", resource="persistentvolumeclaims", verbs=("get", "list", "watch", "create", "delete")
+    ),
+    AccessRule(
         group="networking.k8s.io",
         resource="networkpolicies",
         verbs=("get", "list", "watch", "create", "patch", "delete"),
     ),
-    Rule(
+    AccessRule(
         group="policy",
         resource="poddisruptionbudgets",
         verbs=("get", "list", "watch", "create", "patch", "delete"),
     ),
     # What tells a gang scheduler of a group; used where the cluster serves it.
     *(
-        Rule(group=group, resource=resource, verbs=("get", "list", "watch", "create", "patch", "delete"))
+        AccessRule(
+            group=group, resource=resource, verbs=("get", "list", "watch", "create", "patch", "delete")
+        )
         for group, resource in (
             ("scheduling.volcano.sh", "podgroups"),
             ("scheduling.x-k8s.io", "podgroups"),
             ("scheduling.k8s.io", "workloads"),
         )
     ),
-    Rule(group="events.k8s.io", resource="events", verbs=("create", "patch")),
+    AccessRule(group="events.k8s.io", resource="events", verbs=("create", "patch")),
 )
 """In every namespace that is served."""
 
-CLUSTER: Final = (Rule(group="", resource="nodes", verbs=("list", "watch")),)
+CLUSTER: Final = (AccessRule(group="", resource="nodes", verbs=("list", "watch")),)
 """In cluster scope only: what plans read of the nodes."""
 
 
-def lease_rules(name: str) -> tuple[Rule, ...]:
+def lease_rules(name: str) -> tuple[AccessRule, ...]:
     """Returns what holding the Lease of this name takes, in the operator's own namespace."""
     group = "coordination.k8s.io"
     return (
-        Rule(group=group, resource="leases", verbs=("create",)),
-        Rule(group=group, resource="leases", verbs=("get", "update"), name=name),
+        AccessRule(group=group, resource="leases", verbs=("create",)),
+        AccessRule(group=group, resource="leases", verbs=("get", "update"), name=name),
     )
 
 
-async def missing_rights(server: ApiServer, rules: tuple[Rule, ...], namespace: str | None) -> list[str]:
+async def missing_rights(
+    server: ApiServer, rules: tuple[AccessRule, ...], namespace: str | None
+) -> list[str]:
     """Returns which of these rights this process lacks, in words.
 
     Args:
@@ -95,7 +101,7 @@ async def missing_rights(server: ApiServer, rules: tuple[Rule, ...], namespace: 
     return missing
 
 
-async def _allowed(server: ApiServer, rule: Rule, verb: str, namespace: str | None) -> bool:
+async def _allowed(server: ApiServer, rule: AccessRule, verb: str, namespace: str | None) -> bool:
     resource, _, subresource = rule.resource.partition("/")
     attributes: dict[str, Any] = {"group": rule.group, "resource": resource, "verb": verb}
     if subresource:

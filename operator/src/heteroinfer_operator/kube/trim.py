@@ -21,7 +21,7 @@ from heteroinfer_operator.demand import PODS, PodDemand, Taint, effective_reques
 from heteroinfer_operator.kube.paths import ObjectName
 from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
 
-_TOLD_BY_CONDITIONS: Final = frozenset(
+_CONDITION_TAINTS: Final = frozenset(
     f"node.kubernetes.io/{name}" for name in ("not-ready", "unreachable", "unschedulable")
 )
 """Taints that say what a node's conditions and `unschedulable` say already."""
@@ -218,7 +218,7 @@ def node_view(stored: Manifest) -> NodeView:
         taints=tuple(
             Taint(key=taint["key"], value=taint.get("value", ""), effect=taint["effect"])
             for taint in spec.get("taints") or ()
-            if taint["key"] not in _TOLD_BY_CONDITIONS
+            if taint["key"] not in _CONDITION_TAINTS
         ),
         unreachable_since=_moment(ready.get("lastTransitionTime")) if silent else None,
     )

@@ -5,10 +5,10 @@ node is this machine, and what only a network of pods needs (Services, NetworkPo
 kept and compared as any child, but nothing acts on it: all listens on loopback.
 """
 
-from heteroinfer_operator.local.addressing import LocalAddressing, PortsTakenError
-from heteroinfer_operator.local.cluster import LocalCluster, LocalOptions
-from heteroinfer_operator.local.inventory import observe_gpus, observe_node
-from heteroinfer_operator.local.pod import UnsupportedPodFieldError
+from heteroinfer_operator.local.adapter import LocalCluster, LocalOptions
+from heteroinfer_operator.local.loopback_addressing import LocalAddressing, PortsTakenError
+from heteroinfer_operator.local.machine import observe_gpus, observe_node
+from heteroinfer_operator.local.pod_process import UnsupportedPodFieldError
 from heteroinfer_operator.local.worker_python import WorkerPythonError, find_worker_python
 
 __all__ = [

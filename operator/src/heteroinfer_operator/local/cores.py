@@ -7,7 +7,7 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.launch import CpuBinding
 from heteroinfer_contract.plan import Device, Plan
-from heteroinfer_operator.local.pod import PodProcess
+from heteroinfer_operator.local.pod_process import PodProcess
 
 ENV_THREADS: Final = "OMP_NUM_THREADS"
 _ENGINE_CORES: Final = 2

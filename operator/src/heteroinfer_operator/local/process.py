@@ -15,7 +15,7 @@ from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_operator.cluster import ContainerTermination
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local import orphans
-from heteroinfer_operator.local.pod import PodProcess
+from heteroinfer_operator.local.pod_process import PodProcess
 
 WORKER_MODULE: Final = "vllm_heteroinfer.launch.cli"
 """Run in place of the image's command `heteroinfer-worker`."""

@@ -12,7 +12,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_status import GroupStatus
 from heteroinfer_contract.model_fetch import FetchProgress
-from heteroinfer_operator.local.addressing import LOOPBACK
+from heteroinfer_operator.local.loopback_addressing import LOOPBACK
 from heteroinfer_operator.local.stored_pod import StoredPod
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ TIMEOUT_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SupervisorAnswer:
     """What a supervisor says now.
 
     Attributes:
@@ -49,7 +49,7 @@ class SupervisorClient:
         if self._session is not None:
             await self._session.close()
 
-    async def watch(self, pod: StoredPod) -> AsyncIterator[Answer]:
+    async def watch(self, pod: StoredPod) -> AsyncIterator[SupervisorAnswer]:
         """Yields what a pod answers, every PERIOD_S until it ends; nothing if it has no probe."""
         process = pod.running.pod
         while process.health_port is not None and pod.termination is None:
@@ -59,7 +59,7 @@ class SupervisorClient:
             fetch = await self._ask(base + names.PATH_FETCH, FetchProgress.from_json) if pod.fetches else None
             # The pod may have ended while it was asked.
             if pod.termination is None:
-                yield Answer(ready=ready, group=group, fetch=fetch)
+                yield SupervisorAnswer(ready=ready, group=group, fetch=fetch)
             await asyncio.sleep(PERIOD_S)
 
     async def _ask(self, url: str, parse: Callable[[str], T]) -> T | None:

@@ -40,9 +40,9 @@ def find_worker_python(option: Path | None, env: Mapping[str, str] = os.environ)
             return path
     if importlib.util.find_spec("vllm") is not None:
         return Path(sys.executable)
-    places = " nor ".join(str(path) for path in looked_at)
+    searched = " nor ".join(str(path) for path in looked_at)
     raise WorkerPythonError(
-        f"found no Python with vLLM: neither {places}, and {sys.executable} has no vLLM; run `make setup`, "
+        f"found no Python with vLLM: neither {searched}, and {sys.executable} has no vLLM; run `make setup`, "
         "or name one with --worker-python"
     )
 

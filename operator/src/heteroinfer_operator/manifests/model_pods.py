@@ -14,7 +14,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelFetch, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.manifests.pod import (
+from heteroinfer_operator.manifests.worker_pods import (
     MODEL_VOLUME,
     WorkerImages,
     build_container,

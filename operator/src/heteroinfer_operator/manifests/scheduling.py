@@ -18,7 +18,7 @@ _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placing:
+class NodeAssignment:
     """What was decided about the places of a group's pods.
 
     Attributes:
@@ -57,8 +57,12 @@ def role_fields(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> di
     return fields
 
 
-def placed_fields(
-    spec: HeteroInferenceSpec, group: GroupRef, role: RoleSpec, pod: PodAssignment, placing: Placing
+def assigned_fields(
+    spec: HeteroInferenceSpec,
+    group: GroupRef,
+    role: RoleSpec,
+    pod: PodAssignment,
+    node_assignment: NodeAssignment,
 ) -> dict[str, Any]:
     """Returns role_fields with what was decided about this pod's place.
 
@@ -72,16 +76,16 @@ def placed_fields(
         term = {"topologyKey": spec.scheduling.topology_key, "labelSelector": {"matchLabels": labels}}
         near = affinity.setdefault("podAffinity", {})
         near[_REQUIRED] = [*near.get(_REQUIRED, ()), term]
-    if placing.domain is not None:
-        key, value = placing.domain
+    if node_assignment.domain is not None:
+        key, value = node_assignment.domain
         fields["nodeSelector"] = {**fields.get("nodeSelector", {}), key: value}
-    if pod.index in placing.gpu_memory_mib:
-        more_than = str(placing.gpu_memory_mib[pod.index] - 1)
+    if pod.index in node_assignment.gpu_memory_mib:
+        more_than = str(node_assignment.gpu_memory_mib[pod.index] - 1)
         label = {"key": f"{role.gpu_resource}.memory", "operator": "Gt", "values": [more_than]}
         _require(affinity.setdefault("nodeAffinity", {}), label)
-    if pod.index in placing.nodes:
+    if pod.index in node_assignment.nodes:
         nodes = affinity.setdefault("nodeAffinity", {})
-        nodes[_PREFERRED] = [*nodes.get(_PREFERRED, ()), preferred_node(placing.nodes[pod.index])]
+        nodes[_PREFERRED] = [*nodes.get(_PREFERRED, ()), preferred_node(node_assignment.nodes[pod.index])]
     return {**fields, "affinity": affinity} if affinity else fields
 
 

@@ -45,11 +45,11 @@ def check_explicit(
     ends = list(accumulate(layers))
     for index, (stage, count, end) in enumerate(zip(budgets, layers, ends, strict=True)):
         need = _cost(sizes, min_tokens, end - count, end)
-        if stage.room is not None and need > stage.room:
+        if stage.free_bytes is not None and need > stage.free_bytes:
             raise PlanError(
                 f"stage {index} (role {stage.role}): {count} layers need {gib(need + stage.tables)} with KV "
                 f"cache for {min_tokens} tokens, its ranks have {gib(stage.budget or 0)}: "
-                f"{gib(need - stage.room)} missing; "
+                f"{gib(need - stage.free_bytes)} missing; "
                 "move layers to another stage, give the role more memory, or lower engine.maxModelLen",
                 reason="InsufficientMemory",
             )
@@ -103,12 +103,12 @@ def _cost(sizes: Sizes, min_tokens: int, first: int, end: int) -> int:
 def _capacity(stage: StageBudget, sizes: Sizes, min_tokens: int, first: int) -> int:
     """Returns how many layers from `first` on the stage can hold."""
     most = sizes.profile.num_layers - first
-    room = stage.room
-    if room is None:
+    free_bytes = stage.free_bytes
+    if free_bytes is None:
         return most
     # Costs grow with the count: as many counts are within the room as layers are.
     counts = range(1, most + 1)
-    return bisect_right(counts, room, key=lambda count: _cost(sizes, min_tokens, first, first + count))
+    return bisect_right(counts, free_bytes, key=lambda count: _cost(sizes, min_tokens, first, first + count))
 
 
 def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) -> PlanError:

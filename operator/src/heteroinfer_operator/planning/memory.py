@@ -9,8 +9,8 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.api import parse_bytes
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.engine_settings import ELEMENT_BYTES
 from heteroinfer_operator.planning.inventory import Inventory
-from heteroinfer_operator.planning.settings import ELEMENT_BYTES
 from heteroinfer_operator.planning.topology import Seat
 
 GPU_USABLE: Final = Fraction(9, 10)
@@ -137,7 +137,7 @@ class StageBudget:
     tables: int
 
     @property
-    def room(self) -> int | None:
+    def free_bytes(self) -> int | None:
         """Returns the bytes for layers and their KV cache, or None if unknown; may be negative."""
         return None if self.budget is None else self.budget - self.tables
 
@@ -150,7 +150,7 @@ def stage_budgets(
         min(
             (_seat_budget(seat, index, len(stages), seats, sizes, inventory) for seat in seats),
             # A rank of unknown memory bounds nothing as long as another's is known.
-            key=lambda stage: (stage.room is None, stage.room or 0),
+            key=lambda stage: (stage.free_bytes is None, stage.free_bytes or 0),
         )
         for index, seats in enumerate(stages)
     )

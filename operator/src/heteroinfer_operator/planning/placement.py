@@ -1,6 +1,6 @@
 """Pods onto nodes: whether all of them fit, as the scheduler counts, and if not what is in the way. Pure.
 
-Rooms are searched largest pod first, and taken back where that leads nowhere: an exact search, but
+Nodes are searched largest pod first, and taken back where that leads nowhere: an exact search, but
 for its bound on tries. Pods of strangers are known by what they request only: affinity terms are
 checked among the pods of the group.
 """
@@ -19,14 +19,14 @@ _LEAST: Final = 1e-6
 
 
 @dataclass(slots=True, kw_only=True)
-class Room:
+class FreeNode:
     """A node and what is free on it; `take` uses it up."""
 
     node: NodeView
     free: dict[str, float]
 
     @classmethod
-    def of(cls, node: NodeView) -> "Room":
+    def of(cls, node: NodeView) -> "FreeNode":
         """Returns what the pods on a node leave free."""
         return cls(
             node=node,
@@ -61,15 +61,15 @@ class Room:
         return max(min(counts, default=2**31), 0)
 
 
-def build_rooms(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = ()) -> list[Room]:
+def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = ()) -> list[FreeNode]:
     """Returns what is free on each node once pods that have none yet are placed where they fit first."""
-    rooms = [Room.of(node) for node in nodes]
+    free_nodes = [FreeNode.of(node) for node in nodes]
     for demand in promised:
-        for room in rooms:
-            if not obstacle(demand, room.node) and room.has(demand.requests):
-                room.take(demand.requests)
+        for free_node in free_nodes:
+            if not obstacle(demand, free_node.node) and free_node.has(demand.requests):
+                free_node.take(demand.requests)
                 break
-    return rooms
+    return free_nodes
 
 
 def obstacle(demand: PodDemand, node: NodeView) -> str:
@@ -95,30 +95,32 @@ class Placement:
     domain: str = ""
 
 
-def place(demands: Sequence[PodDemand], rooms: Sequence[Room], topology_key: str = "") -> Placement | None:
-    """Returns where all pods fit together, or None; takes no room.
+def assign_nodes(
+    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = ""
+) -> Placement | None:
+    """Returns where all pods fit together, or None; takes nothing.
 
     Args:
         demands: of the pods of one group.
-        rooms: of all nodes.
+        free_nodes: of all nodes.
         topology_key: a node label of which the group keeps to one value; "" for any nodes.
     """
     if not topology_key:
-        nodes = _search(demands, rooms)
+        nodes = _search(demands, free_nodes)
         return None if nodes is None else Placement(nodes=nodes)
-    for value, inside in _domains(rooms, topology_key).items():
+    for value, inside in _domains(free_nodes, topology_key).items():
         nodes = _search(demands, inside)
         if nodes is not None:
             return Placement(nodes=nodes, domain=value)
     return None
 
 
-def _domains(rooms: Sequence[Room], topology_key: str) -> dict[str, list[Room]]:
-    domains: dict[str, list[Room]] = {}
-    for room in rooms:
-        value = room.node.labels.get(topology_key)
+def _domains(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, list[FreeNode]]:
+    domains: dict[str, list[FreeNode]] = {}
+    for free_node in free_nodes:
+        value = free_node.node.labels.get(topology_key)
         if value is not None:
-            domains.setdefault(value, []).append(room)
+            domains.setdefault(value, []).append(free_node)
     return dict(sorted(domains.items()))
 
 
@@ -128,7 +130,7 @@ class _Kind:
 
     demand: PodDemand
     pods: list[int]
-    rooms: list[Room] = field(default_factory=list)
+    free_nodes: list[FreeNode] = field(default_factory=list)
 
 
 def _kinds(demands: Sequence[PodDemand]) -> list[_Kind]:
@@ -143,28 +145,30 @@ def _kinds(demands: Sequence[PodDemand]) -> list[_Kind]:
     return kinds
 
 
-def _search(demands: Sequence[PodDemand], rooms: Sequence[Room]) -> tuple[str, ...] | None:
+def _search(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> tuple[str, ...] | None:
     kinds = _kinds(demands)
     for kind in kinds:
-        kind.rooms = [room for room in rooms if not obstacle(kind.demand, room.node)]
-        if sum(room.holds(kind.demand.requests) for room in kind.rooms) < len(kind.pods):
+        kind.free_nodes = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
+        if sum(free_node.holds(kind.demand.requests) for free_node in kind.free_nodes) < len(kind.pods):
             return None
-        kind.rooms.sort(key=lambda room, kind=kind: _preference(kind.demand, room))  # type: ignore[misc]  # bound at once
+        kind.free_nodes.sort(key=lambda free_node, kind=kind: _preference(kind.demand, free_node))  # type: ignore[misc]  # bound at once
     kinds.sort(key=_hardness, reverse=True)
-    copies = {id(room): Room(node=room.node, free=dict(room.free)) for room in rooms}
+    copies = {
+        id(free_node): FreeNode(node=free_node.node, free=dict(free_node.free)) for free_node in free_nodes
+    }
     for kind in kinds:
-        kind.rooms = [copies[id(room)] for room in kind.rooms]
+        kind.free_nodes = [copies[id(free_node)] for free_node in kind.free_nodes]
     return _Search(demands=demands, kinds=kinds).run()
 
 
-def _preference(demand: PodDemand, room: Room) -> tuple[float, ...]:
+def _preference(demand: PodDemand, free_node: FreeNode) -> tuple[float, ...]:
     """Returns what orders nodes for a pod: large GPUs, then full nodes first; without GPUs those without."""
     devices = [name for name in demand.requests if "/" in name]
     if devices:
-        memory = sum(device_memory_mib(room.node, name) or 0 for name in devices)
-        return (-memory, sum(room.left(name) for name in devices), room.left("memory"))
-    spare = sum(left for name, left in room.free.items() if "/" in name)
-    return (float(spare > 0), room.left("memory"))
+        memory = sum(device_memory_mib(free_node.node, name) or 0 for name in devices)
+        return (-memory, sum(free_node.left(name) for name in devices), free_node.left("memory"))
+    spare = sum(left for name, left in free_node.free.items() if "/" in name)
+    return (float(spare > 0), free_node.left("memory"))
 
 
 def device_memory_mib(node: NodeView, resource: str) -> int | None:
@@ -180,7 +184,10 @@ def device_memory_mib(node: NodeView, resource: str) -> int | None:
 def _hardness(kind: _Kind) -> tuple[float, ...]:
     """Returns how hard it is to place a kind: devices first, then the share of the largest room."""
     requests = kind.demand.requests
-    largest = {name: max((room.free.get(name, 0.0) for room in kind.rooms), default=0.0) for name in requests}
+    largest = {
+        name: max((free_node.free.get(name, 0.0) for free_node in kind.free_nodes), default=0.0)
+        for name in requests
+    }
     shares = [asked / largest[name] for name, asked in requests.items() if largest[name] > 0]
     return (float(any("/" in name for name in requests)), max(shares, default=0.0))
 
@@ -192,80 +199,80 @@ class _Search:
     demands: Sequence[PodDemand]
     kinds: list[_Kind]
     tries: int = 0
-    chosen: dict[int, Room] = field(default_factory=dict)
+    chosen: dict[int, FreeNode] = field(default_factory=dict)
     open_to: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Notes for each room which kinds may be there: rooms of the same kinds and amounts are alike."""
         kinds_of: dict[int, list[int]] = {}
         for index, kind in enumerate(self.kinds):
-            for room in kind.rooms:
-                kinds_of.setdefault(id(room), []).append(index)
-        self.open_to = {room: frozenset(kinds) for room, kinds in kinds_of.items()}
+            for free_node in kind.free_nodes:
+                kinds_of.setdefault(id(free_node), []).append(index)
+        self.open_to = {free_node: frozenset(kinds) for free_node, kinds in kinds_of.items()}
 
     def run(self) -> tuple[str, ...] | None:
         order = [(kind, pod) for kind in self.kinds for pod in kind.pods]
         # An explicit stack: a group may have a thousand pods, and Python's own is not that deep.
-        stack: list[Iterator[tuple[int, Room]]] = []
-        places: list[int] = []
-        while len(places) < len(order):
-            if len(stack) == len(places):
-                kind, _ = order[len(places)]
-                first = places[-1] if places and order[len(places) - 1][0] is kind else 0
+        stack: list[Iterator[tuple[int, FreeNode]]] = []
+        chosen_nodes: list[int] = []
+        while len(chosen_nodes) < len(order):
+            if len(stack) == len(chosen_nodes):
+                kind, _ = order[len(chosen_nodes)]
+                first = chosen_nodes[-1] if chosen_nodes and order[len(chosen_nodes) - 1][0] is kind else 0
                 stack.append(self._candidates(kind, first))
             found = next(stack[-1], None)
             if found is None:
                 stack.pop()
-                if not places:
+                if not chosen_nodes:
                     return None
-                self._undo(order[len(places) - 1][1])
-                places.pop()
+                self._undo(order[len(chosen_nodes) - 1][1])
+                chosen_nodes.pop()
                 continue
             self.tries += 1
             if self.tries > MOST_TRIES:
                 return None
-            index, room = found
-            if self._put(order[len(places)][1], room):
-                places.append(index)
+            index, free_node = found
+            if self._put(order[len(chosen_nodes)][1], free_node):
+                chosen_nodes.append(index)
         return tuple(self.chosen[pod].node.name for pod in range(len(self.demands)))
 
-    def _candidates(self, kind: _Kind, first: int) -> Iterator[tuple[int, Room]]:
+    def _candidates(self, kind: _Kind, first: int) -> Iterator[tuple[int, FreeNode]]:
         seen: list[tuple[dict[str, float], frozenset[int]]] = []
         paired = any(demand.near or demand.away for demand in self.demands)
-        for index in range(first, len(kind.rooms)):
-            room = kind.rooms[index]
-            if not room.has(kind.demand.requests):
+        for index in range(first, len(kind.free_nodes)):
+            free_node = kind.free_nodes[index]
+            if not free_node.has(kind.demand.requests):
                 continue
-            state = (dict(room.free), self.open_to[id(room)])
+            state = (dict(free_node.free), self.open_to[id(free_node)])
             if not paired and state in seen:
                 continue
             seen.append(state)
-            yield index, room
+            yield index, free_node
 
-    def _put(self, pod: int, room: Room) -> bool:
-        self.chosen[pod] = room
-        if not self._agrees(pod, room):
+    def _put(self, pod: int, free_node: FreeNode) -> bool:
+        self.chosen[pod] = free_node
+        if not self._agrees(pod, free_node):
             del self.chosen[pod]
             return False
-        room.take(self.demands[pod].requests)
+        free_node.take(self.demands[pod].requests)
         return True
 
     def _undo(self, pod: int) -> None:
         self.chosen.pop(pod).take(self.demands[pod].requests, times=-1)
 
-    def _agrees(self, pod: int, room: Room) -> bool:
+    def _agrees(self, pod: int, free_node: FreeNode) -> bool:
         """Returns whether affinity terms between the placed pods hold, as far as these are placed."""
-        for other, place_ in self.chosen.items():
+        for other, its_node in self.chosen.items():
             if other != pod and (
-                self._apart(pod, room, other, place_) or self._apart(other, place_, pod, room)
+                self._apart(pod, free_node, other, its_node) or self._apart(other, its_node, pod, free_node)
             ):
                 return False
         return all(self._is_near(other) for other in self.chosen)
 
-    def _apart(self, pod: int, room: Room, other: int, place_: Room) -> bool:
+    def _apart(self, pod: int, free_node: FreeNode, other: int, its_node: FreeNode) -> bool:
         return any(
             selects_pod(term.get("labelSelector"), self.demands[other].labels)
-            and _same(room, place_, term["topologyKey"])
+            and _same(free_node, its_node, term["topologyKey"])
             for term in self.demands[pod].away
         )
 
@@ -278,14 +285,14 @@ class _Search:
             ]
             placed = [self.chosen[other] for other in wanted if other in self.chosen]
             key = term["topologyKey"]
-            near = any(_same(self.chosen[pod], room, key) for room in placed)
+            near = any(_same(self.chosen[pod], free_node, key) for free_node in placed)
             # A term that selects none of the group is about strangers, whom nobody here knows.
             if wanted and not near and len(placed) == len(wanted):
                 return False
         return True
 
 
-def _same(one: Room, other: Room, key: str) -> bool:
+def _same(one: FreeNode, other: FreeNode, key: str) -> bool:
     value = one.node.labels.get(key)
     return value is not None and value == other.node.labels.get(key)
 
@@ -296,27 +303,27 @@ _MOST_NODES: Final = 3
 _MOST_REASONS: Final = 5
 
 
-def explain(demands: Sequence[PodDemand], rooms: Sequence[Room], topology_key: str = "") -> str:
+def explain(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = "") -> str:
     """Returns what is missing and where, for pods that `place` found no place for."""
     if not topology_key:
-        return _missing(demands, rooms)
-    domains = _domains(rooms, topology_key)
+        return _missing(demands, free_nodes)
+    domains = _domains(free_nodes, topology_key)
     if not domains:
         return f"no node has the label {topology_key} that scheduling.topologyKey names"
-    told = [f"{value}: {_missing(demands, inside)}" for value, inside in domains.items()]
-    more = f"; and {len(told) - _MOST_NODES} more values" if len(told) > _MOST_NODES else ""
-    return f"no single value of {topology_key} has room: {'; '.join(told[:_MOST_NODES])}{more}"
+    reported = [f"{value}: {_missing(demands, inside)}" for value, inside in domains.items()]
+    more = f"; and {len(reported) - _MOST_NODES} more values" if len(reported) > _MOST_NODES else ""
+    return f"no single value of {topology_key} has room: {'; '.join(reported[:_MOST_NODES])}{more}"
 
 
-def _missing(demands: Sequence[PodDemand], rooms: Sequence[Room]) -> str:
+def _missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> str:
     for kind in _kinds(demands):
         count, requests = len(kind.pods), kind.demand.requests
-        where = [room for room in rooms if not obstacle(kind.demand, room.node)]
-        held = sum(room.holds(requests) for room in where)
+        where = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
+        held = sum(free_node.holds(requests) for free_node in where)
         if held < count:
             need = f"needs {_pods(count, demands[kind.pods[0]])} with {_amounts(requests)}"
             held_words = f", and there is room for {held}" if held else ""
-            return f"{need}{held_words}; {_obstacles(kind.demand, rooms)}"
+            return f"{need}{held_words}; {_obstacles(kind.demand, free_nodes)}"
     needs = ", ".join(
         f"{_pods(len(kind.pods), demands[kind.pods[0]])} with {_amounts(kind.demand.requests)}"
         for kind in _kinds(demands)
@@ -328,18 +335,18 @@ def _pods(count: int, demand: PodDemand) -> str:
     return f"{count} pod{'s' if count > 1 else ''} ({demand.name})"
 
 
-def _obstacles(demand: PodDemand, rooms: Sequence[Room]) -> str:
-    if not rooms:
+def _obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
+    if not free_nodes:
         return "there are no nodes"
     by_reason: dict[str, list[str]] = {}
-    for room in rooms:
-        reason = obstacle(demand, room.node) or _lack(demand, room)
-        by_reason.setdefault(reason, []).append(room.node.name)
+    for free_node in free_nodes:
+        reason = obstacle(demand, free_node.node) or _lack(demand, free_node)
+        by_reason.setdefault(reason, []).append(free_node.node.name)
     # What comes nearest first: nodes that lack room, before those that are no such nodes at all.
     order = sorted(by_reason.items(), key=lambda item: (not item[0].startswith("has "), len(item[1])))
-    told = [f"{_nodes(names)} {_plural(reason, names)}" for reason, names in order[:_MOST_REASONS]]
+    reported = [f"{_nodes(names)} {_plural(reason, names)}" for reason, names in order[:_MOST_REASONS]]
     rest = sum(len(names) for _, names in order[_MOST_REASONS:])
-    return ", ".join(told) + (f", {rest} more nodes don't fit either" if rest else "")
+    return ", ".join(reported) + (f", {rest} more nodes don't fit either" if rest else "")
 
 
 def _nodes(names: Sequence[str]) -> str:
@@ -356,14 +363,14 @@ def _plural(reason: str, names: Sequence[str]) -> str:
     return f"{({'has': 'have', 'is': 'are'})[verb]} {rest}"
 
 
-def _lack(demand: PodDemand, room: Room) -> str:
+def _lack(demand: PodDemand, free_node: FreeNode) -> str:
     """Returns which of a pod's requests a node lacks."""
-    lacking = [name for name, asked in demand.requests.items() if not room.has({name: asked})]
+    lacking = [name for name, asked in demand.requests.items() if not free_node.has({name: asked})]
     if not lacking:
-        return f"has room for {room.holds(demand.requests)}"
+        return f"has room for {free_node.holds(demand.requests)}"
     words = []
     for name in lacking:
-        have, all_ = max(room.left(name), 0.0), room.node.allocatable.get(name, 0.0)
+        have, all_ = max(free_node.left(name), 0.0), free_node.node.allocatable.get(name, 0.0)
         words.append(
             f"{amount(name, have)} free of {amount(name, all_)} {_word(name)}"
             if all_

@@ -9,13 +9,13 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.manifests.scheduling import Placing
+from heteroinfer_operator.manifests.scheduling import NodeAssignment
 from heteroinfer_operator.planning.advice import advise
+from heteroinfer_operator.planning.engine_settings import BLOCK_SIZE, engine_settings
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import check_explicit, explicit_layers, split_by_memory
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
 from heteroinfer_operator.planning.prediction import read_bytes_per_s
-from heteroinfer_operator.planning.settings import BLOCK_SIZE, engine_settings
 from heteroinfer_operator.planning.topology import Topology, lay_out
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
@@ -35,7 +35,7 @@ class Planned:
             where the memory of some rank is unknown.
         hybrid_not_needed: why CPU ranks could be left out, which is also one of the notes, or "".
         on_cpus: why GPU roles compute on CPUs, which is also one of the notes, or "".
-        placing: where its pods have room, as far as nodes are known.
+        node_assignment: where its pods have room, as far as nodes are known.
         missing: what is missing on nodes that somebody else will have to wait for, or "".
     """
 
@@ -44,7 +44,7 @@ class Planned:
     limiting_rank: int | None = None
     hybrid_not_needed: str = ""
     on_cpus: str = ""
-    placing: Placing = Placing()  # noqa: RUF009 - frozen
+    node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
     missing: str = ""
 
 
@@ -162,20 +162,22 @@ def _kv_tokens(
     vLLM takes the least number of blocks over all ranks, so more on one of them is of no
     use; and no more than max_num_seqs sequences of full length can ever be used.
     """
-    if any(stage.room is None for stage in budgets):
+    if any(stage.free_bytes is None for stage in budgets):
         useful = _UNKNOWN_MEMORY_SEQUENCES * engine.max_model_len
     else:
         useful = engine.max_num_seqs * engine.max_model_len + BLOCK_SIZE
-    rooms = [room for room in _token_rooms(layers, budgets, sizes) if room is not None]
-    return max(min([*rooms, useful]), longest_sequence_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
+    capacities = [tokens for tokens in _token_capacities(layers, budgets, sizes) if tokens is not None]
+    return max(min([*capacities, useful]), longest_sequence_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def _token_rooms(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> list[int | None]:
+def _token_capacities(
+    layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
+) -> list[int | None]:
     """Returns the tokens that each stage's memory has room for; None for a stage of unknown memory."""
     return [
         None
-        if stage.room is None
-        else (stage.room - sizes.layers(end - count, end)) // (count * sizes.kv_bytes)
+        if stage.free_bytes is None
+        else (stage.free_bytes - sizes.layers(end - count, end)) // (count * sizes.kv_bytes)
         for stage, count, end in zip(budgets, layers, accumulate(layers), strict=True)
     ]
 
@@ -183,10 +185,10 @@ def _token_rooms(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: S
 def _limiting_rank(
     topology: Topology, layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
 ) -> int | None:
-    rooms = [room for room in _token_rooms(layers, budgets, sizes) if room is not None]
-    if len(rooms) < len(budgets):
+    capacities = [tokens for tokens in _token_capacities(layers, budgets, sizes) if tokens is not None]
+    if len(capacities) < len(budgets):
         return None
-    stage = rooms.index(min(rooms))
+    stage = capacities.index(min(capacities))
     seats = topology.stages[stage]
     tightest = next(i for i, seat in enumerate(seats) if seat.placed.role.name == budgets[stage].role)
     return stage * topology.tensor + tightest

@@ -10,8 +10,8 @@ from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import Addressing, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.manifests.pod import WorkerImages
-from heteroinfer_operator.manifests.scheduling import Placing
+from heteroinfer_operator.manifests.scheduling import NodeAssignment
+from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
@@ -44,7 +44,7 @@ class Context:
         source: where the model is.
         plans: kept ones, by hash.
         make_plan: makes the plan of a new epoch; raises PlanError when there is none.
-        placing_again: where pods belong that are created for an epoch with others.
+        node_assignment_again: where pods belong that are created for an epoch with others.
         refusal: why no new epoch could start however much were free, or None.
         node_loss: which pods are given up because of their node.
     """
@@ -57,6 +57,6 @@ class Context:
     source: ModelSource
     plans: Mapping[str, Plan]
     make_plan: Callable[[], Planned]
-    placing_again: Callable[[Plan, Sequence[PodView]], Placing]
+    node_assignment_again: Callable[[Plan, Sequence[PodView]], NodeAssignment]
     refusal: Callable[[], PlanError | None]
     node_loss: NodeLoss

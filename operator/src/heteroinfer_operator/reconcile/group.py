@@ -25,12 +25,12 @@ from heteroinfer_operator.api import (
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, Gang, Manifest, PodView, RecordEvent
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.reconcile import restarts, startup
-from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL, gang_of
 from heteroinfer_operator.reconcile.context import Context
-from heteroinfer_operator.reconcile.failure import Fall, find_fall
-from heteroinfer_operator.reconcile.members import decide_creates, gang_object, start_events
+from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end
+from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_object, start_events
+from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, gang_of
 
-_FALLEN_GRACE_S = 2
+_ENDED_EPOCH_GRACE_S = 2
 """For the members of a fallen group: there is no request left that they could answer."""
 _CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, "PodDeleted", "PodEnded"})
 _NOTHING_RUNS: Final[Mapping[str, Any]] = {"startup": None, "members": (), "measured_time": None, "kv": None}
@@ -100,41 +100,41 @@ def decide_group(
         return _replace(context, status, pods)
     if report is not None and report.epoch != epoch:
         report = None
-    fall = _find_fall(context, status, current, plan)
-    if fall is not None:
-        return _fall(context, status, pods, fall)
-    assert plan is not None  # _find_fall names a missing plan
+    epoch_end = _find_epoch_end(context, status, current, plan)
+    if epoch_end is not None:
+        return _end_epoch(context, status, pods, epoch_end)
+    assert plan is not None  # _find_epoch_end names a missing plan
     living = _living(context, status, current, plan, report)
     if living.status.startup is None:
         return living
     timeout_s = parse_duration_s(context.spec.startup.timeout)
     overdue = startup.find_overdue(living.status.startup, report, timeout_s=timeout_s, now=context.now)
-    return living if overdue is None else _fall(context, status, pods, overdue)
+    return living if overdue is None else _end_epoch(context, status, pods, overdue)
 
 
-def _find_fall(
+def _find_epoch_end(
     context: Context, status: GroupStatus, current: Sequence[PodView], plan: Plan | None
-) -> Fall | None:
-    fall = (
-        find_fall(current)
-        or context.node_loss.find_fall([pod for pod in current if pod.started])
-        or _find_fall_in_kueue(context, current)
+) -> EpochEnd | None:
+    epoch_end = (
+        find_epoch_end(current)
+        or context.node_loss.find_epoch_end([pod for pod in current if pod.started])
+        or _find_end_in_kueue(context, current)
     )
-    if fall is not None:
-        return fall
+    if epoch_end is not None:
+        return epoch_end
     present = {pod.name for pod in current}
     gone = [pod for pod in _had_run(status) if pod not in present]
     if gone:
-        return Fall(reason="PodDeleted", message=f"pod {gone[0]} is gone")
+        return EpochEnd(reason="PodDeleted", message=f"pod {gone[0]} is gone")
     if plan is None:
-        return Fall(
+        return EpochEnd(
             reason="PlanLost",
             message=f"the ConfigMap of the plan of epoch {status.epoch} is gone; a new epoch gets a new plan",
         )
     return None
 
 
-def _find_fall_in_kueue(context: Context, current: Sequence[PodView]) -> Fall | None:
+def _find_end_in_kueue(context: Context, current: Sequence[PodView]) -> EpochEnd | None:
     """Returns the end of an epoch of Kueue's of which a pod never ran and never will, or None.
 
     Kueue holds a pod that has ended, and so its name, until another one is there or all have ended.
@@ -146,13 +146,15 @@ def _find_fall_in_kueue(context: Context, current: Sequence[PodView]) -> Fall | 
         return None
     message = f"{startup.describe_end(spare[0])}; Kueue lets the pods of a group go together only"
     deleted = spare[0].deleting
-    lost = context.node_loss.find_fall(spare)
-    return lost or Fall(reason="PodDeleted" if deleted else "PodEnded", message=message, counted=not deleted)
+    lost = context.node_loss.find_epoch_end(spare)
+    return lost or EpochEnd(
+        reason="PodDeleted" if deleted else "PodEnded", message=message, counted=not deleted
+    )
 
 
 def _had_run(status: GroupStatus) -> list[str]:
     """Returns the pods of an epoch that had run, as last written."""
-    return [member.pod for member in status.members if member.started or member.ready]
+    return [entry.pod for entry in status.members if entry.started or entry.ready]
 
 
 def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
@@ -196,15 +198,17 @@ def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> 
     )
 
 
-def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: Fall) -> GroupDecision:
+def _end_epoch(
+    context: Context, status: GroupStatus, pods: Sequence[PodView], epoch_end: EpochEnd
+) -> GroupDecision:
     failure = FailureStatus(
         epoch=status.epoch,
         time=context.now,
-        reason=fall.reason,
-        message=fall.message[:1024],
-        rank=fall.rank,
-        exit_code=fall.exit_code,
-        counted=fall.counted,
+        reason=epoch_end.reason,
+        message=epoch_end.message[:1024],
+        rank=epoch_end.rank,
+        exit_code=epoch_end.exit_code,
+        counted=epoch_end.counted,
     )
     failures = restarts.remember(status.failures, failure)
     failed = restarts.used_up(failures, context.spec.restart)
@@ -214,19 +218,21 @@ def _fall(context: Context, status: GroupStatus, pods: Sequence[PodView], fall: 
         **(_failed(failures) if failed else _stopping(context, pods, _culprit(failures[-1]))),
         "epoch_start_time": None,
         "next_epoch_time": restarts.next_epoch_time(failures, context.spec.restart),
-        "restarts": status.restarts + (fall.counted and not failed),
+        "restarts": status.restarts + (epoch_end.counted and not failed),
         "failures": failures,
     }
-    who = "" if fall.rank is None else f"rank {fall.rank}: "
+    who = "" if epoch_end.rank is None else f"rank {epoch_end.rank}: "
     event = RecordEvent(
-        reason=fall.reason,
-        message=f"group {status.index} epoch {status.epoch} ended: {who}{fall.message}"[:1000],
+        reason=epoch_end.reason,
+        message=f"group {status.index} epoch {status.epoch} ended: {who}{epoch_end.message}"[:1000],
         warning=True,
     )
     ending = [pod for pod in pods if not (failed and _has_logs(pod))]
     return GroupDecision(
         status=status.model_copy(update=update),
-        deletes=context.node_loss.deletes(ending, grace_s=None if fall.orderly else _FALLEN_GRACE_S),
+        deletes=context.node_loss.deletes(
+            ending, grace_s=None if epoch_end.orderly else _ENDED_EPOCH_GRACE_S
+        ),
         events=(event,),
         look_again_s=context.node_loss.look_again_s(ending),
     )
@@ -264,7 +270,7 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
     if failed or pods:
         return GroupDecision(
             status=status.model_copy(update=update),
-            deletes=context.node_loss.deletes(pods, grace_s=_FALLEN_GRACE_S),
+            deletes=context.node_loss.deletes(pods, grace_s=_ENDED_EPOCH_GRACE_S),
             events=events,
             look_again_s=context.node_loss.look_again_s(pods),
         )
@@ -282,7 +288,7 @@ def _put_down_to_node(
     last = status.failures[-1] if status.failures else None
     if last is None or not last.counted or last.reason not in _CONSEQUENCES_OF_NODE_LOSS:
         return status, ()
-    lost = context.node_loss.find_fall([pod for pod in pods if epoch_of(pod) == last.epoch])
+    lost = context.node_loss.find_epoch_end([pod for pod in pods if epoch_of(pod) == last.epoch])
     if lost is None:
         return status, ()
     failures = restarts.excuse(status.failures, lost.message)
@@ -324,12 +330,14 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
     status = status.model_copy(update=update)
     return GroupDecision(
         status=status,
-        creates=decide_creates(context, status, plan, {pod.index for pod in plan.pods}, planned.placing),
+        creates=decide_creates(
+            context, status, plan, {pod.index for pod in plan.pods}, planned.node_assignment
+        ),
         events=start_events(status, planned),
         plan=plan,
         notes=planned.notes,
         unplaced=planned.missing,
-        gang_object=gang_object(context, status, plan, planned.placing.gang),
+        gang_object=gang_object(context, status, plan, planned.node_assignment.gang),
     )
 
 
@@ -364,7 +372,7 @@ def _living(
     spare = startup.find_spare(current, context.node_loss, context.now)
     creates: tuple[CreateObject, ...] = ()
     if missing:
-        creates = decide_creates(context, status, plan, missing, context.placing_again(plan, current))
+        creates = decide_creates(context, status, plan, missing, context.node_assignment_again(plan, current))
     waits = [context.node_loss.look_again_s(current), startup.look_again_s(start, current, context.now)]
     return GroupDecision(
         status=status,
@@ -384,7 +392,7 @@ def _events(
     who = f"group {after.index} epoch {after.epoch}"
     if after.phase is GroupPhase.READY and before.phase is not GroupPhase.READY:
         return (RecordEvent(reason="GroupReady", message=f"{who} serves"),)
-    told = [
+    reported = [
         RecordEvent(
             reason="PodReplaced",
             message=f"{who}: {startup.describe_end(pod)}; it is replaced"[:1000],
@@ -394,8 +402,8 @@ def _events(
         if not pod.deleting
     ]
     if trouble := startup.find_new_trouble(pods, before.message or ""):
-        told.append(RecordEvent(reason="PodWaits", message=f"{who}: {trouble}"[:1000], warning=True))
-    return tuple(told)
+        reported.append(RecordEvent(reason="PodWaits", message=f"{who}: {trouble}"[:1000], warning=True))
+    return tuple(reported)
 
 
 def _how_to_wake(pods: Sequence[PodView]) -> str:

@@ -23,7 +23,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
-from heteroinfer_operator.manifests.pod import WorkerImages
+from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.startup import describe_wait, waits_in_vain
 
@@ -271,7 +271,7 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
         checked_time=context.now,
         profile=text,
     )
-    told = fetched is not None and fetched.commit != kept.commit
+    reported = fetched is not None and fetched.commit != kept.commit
     event = RecordEvent(
         reason="ModelFetched",
         message=f"{context.uri}: {format_bytes(size_bytes or 0)} of commit {status.commit} are in the cache",
@@ -283,7 +283,7 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
         message=_describe(profile),
         profile=profile,
         deletes=_deletes(context, [pod]),
-        events=(event,) if told else (),
+        events=(event,) if reported else (),
     )
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from heteroinfer_operator.api import RestartSpec, parse_duration_s
-from heteroinfer_operator.cluster import DeleteObject, NodeView, Observation, PodView
-from heteroinfer_operator.reconcile.failure import Fall
+from heteroinfer_operator.cluster import DeleteObject, NodeView, PodView, ResourceObservation
+from heteroinfer_operator.reconcile.epoch_end import EpochEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class NodeLoss:
     now: datetime
 
     @classmethod
-    def of(cls, observation: Observation, restart: RestartSpec, now: datetime) -> "NodeLoss":
+    def of(cls, observation: ResourceObservation, restart: RestartSpec, now: datetime) -> "NodeLoss":
         """Returns the loss of nodes in an observation."""
         nodes = observation.nodes
         return cls(
@@ -42,12 +42,12 @@ class NodeLoss:
         given_up = self._given_up(pod)
         return given_up is not None and given_up <= self.now
 
-    def find_fall(self, pods: Sequence[PodView]) -> Fall | None:
+    def find_epoch_end(self, pods: Sequence[PodView]) -> EpochEnd | None:
         """Returns the end of an epoch that has a pod on a lost node, or on one that was deleted, or None."""
         pod = next((pod for pod in pods if self._is_orphan(pod)), None)
         if pod is None:
             return None
-        return Fall(reason="NodeLost", message=f"{self._describe(pod)}; it is given up", counted=False)
+        return EpochEnd(reason="NodeLost", message=f"{self._describe(pod)}; it is given up", counted=False)
 
     def deletes(self, pods: Sequence[PodView], *, grace_s: int | None) -> tuple[DeleteObject, ...]:
         """Returns the deletion of these pods, by force where nobody is left to say that they ended.

@@ -25,19 +25,19 @@ from heteroinfer_operator.api import (
 from heteroinfer_operator.cluster import (
     Action,
     Decision,
-    Observation,
     PodView,
     RecordEvent,
+    ResourceObservation,
     SetFinalizer,
 )
 from heteroinfer_operator.errors import PlanError, SpecError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.reconcile import status as statuses
-from heteroinfer_operator.reconcile.capacity import ROOM_REASONS, GroupPlanner, shortage_age_s
+from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.children import build_children, decide_children
 from heteroinfer_operator.reconcile.context import Context, Options
 from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
+from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS, GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.model import COMPONENTS as MODEL_COMPONENTS
 from heteroinfer_operator.reconcile.model import (
     ModelContext,
@@ -49,13 +49,13 @@ from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.rollout import decide_wanted, find_rollout
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 
-_ROOM_EVERY_S = 60.0
+_SHORTAGE_EVERY_S = 60.0
 """A group without room is looked at this often, should nothing have told that some became free."""
 _MEASURE_EVERY_S = 60.0
 """A serving group is looked at this often for its step times."""
 
 
-def reconcile(observation: Observation, now: datetime, options: Options) -> Decision:
+def reconcile(observation: ResourceObservation, now: datetime, options: Options) -> Decision:
     """Returns what brings a resource closer to what its user asks for.
 
     Args:
@@ -72,7 +72,7 @@ def reconcile(observation: Observation, now: datetime, options: Options) -> Deci
     return replace(decision, actions=(SetFinalizer(present=True), *decision.actions))
 
 
-def _decide(observation: Observation, now: datetime, options: Options) -> Decision:
+def _decide(observation: ResourceObservation, now: datetime, options: Options) -> Decision:
     resource, status = observation.resource, _old_status(observation)
     try:
         spec = parse_spec(resource.spec)
@@ -116,7 +116,7 @@ def _decide(observation: Observation, now: datetime, options: Options) -> Decisi
         source=source,
         plans=_kept_plans(observation),
         make_plan=planner.make,
-        placing_again=planner.placing_again,
+        node_assignment_again=planner.node_assignment_again,
         refusal=planner.refusal,
         node_loss=node_loss,
     )
@@ -124,7 +124,7 @@ def _decide(observation: Observation, now: datetime, options: Options) -> Decisi
 
 
 def _act(
-    observation: Observation, status: HeteroInferenceStatus, context: Context, model: ModelDecision
+    observation: ResourceObservation, status: HeteroInferenceStatus, context: Context, model: ModelDecision
 ) -> Decision:
     by_group = _by_group(observation.pods)
     old = {group.index: group for group in status.groups}
@@ -153,7 +153,7 @@ def _act(
     )
     next_status = _next_status(observation, status, context, model, wanted, unwanted)
     actions: list[Action] = [*before_pods]
-    actions += statuses.status_write(observation, next_status)
+    actions += conditions.status_write(observation, next_status)
     actions += [event for decision in decisions for event in decision.events]
     actions += _condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
@@ -170,7 +170,7 @@ def _asleep(decisions: Sequence[GroupDecision]) -> set[int]:
 
 
 def _measured(
-    observation: Observation,
+    observation: ResourceObservation,
     context: Context,
     decision: GroupDecision,
     by_group: Mapping[int, Sequence[PodView]],
@@ -178,7 +178,7 @@ def _measured(
     if decision.plan is None or decision.creates:
         return decision
     index = decision.status.index
-    group = statuses.with_members(
+    group = conditions.with_rank_entries(
         decision.status,
         decision.plan,
         by_group.get(index, ()),
@@ -189,7 +189,7 @@ def _measured(
 
 
 def _next_status(
-    observation: Observation,
+    observation: ResourceObservation,
     status: HeteroInferenceStatus,
     context: Context,
     model: ModelDecision,
@@ -201,8 +201,8 @@ def _next_status(
     ready = sum(group.phase is GroupPhase.READY for group in groups)
     updated = sum(d.plan is not None and d.status.revision == context.revision for d in wanted)
     unreadable = model.message if model.status.phase is ModelPhase.FAILED else ""
-    conditions = (
-        statuses.condition(
+    next_conditions = (
+        conditions.condition(
             ConditionType.MODEL_READY,
             model.holds,
             model.reason,
@@ -210,7 +210,7 @@ def _next_status(
             now=context.now,
             generation=generation,
         ),
-        *statuses.group_conditions(
+        *conditions.group_conditions(
             wanted,
             spec.replicas,
             suspended=spec.suspend,
@@ -219,9 +219,9 @@ def _next_status(
             now=context.now,
             generation=generation,
         ),
-        *statuses.plan_conditions(wanted, status, now=context.now, generation=generation),
+        *conditions.plan_conditions(wanted, status, now=context.now, generation=generation),
     )
-    plans = {d.plan.hash: statuses.plan_status(d.plan) for d in wanted if d.plan is not None}
+    plans = {d.plan.hash: conditions.plan_status(d.plan) for d in wanted if d.plan is not None}
     return HeteroInferenceStatus(
         observed_generation=generation,
         replicas=sum(1 for decision in [*wanted, *unwanted] if decision.plan is not None or decision.deletes),
@@ -231,8 +231,8 @@ def _next_status(
         endpoint=context.options.addressing.endpoint(spec, context.owner),
         current_revision=context.revision if updated == ready == spec.replicas else status.current_revision,
         update_revision=context.revision,
-        summary=statuses.summary(wanted, groups, spec.replicas),
-        conditions=merge_conditions(status.conditions, conditions, now=context.now),
+        summary=conditions.summary(wanted, groups, spec.replicas),
+        conditions=merge_conditions(status.conditions, next_conditions, now=context.now),
         model=model.status,
         plans=tuple(sorted(plans.values(), key=lambda plan: plan.hash))[:MAX_PLANS],
         groups=groups,
@@ -244,7 +244,9 @@ def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -
 
     What is free on nodes changes all the time: of missing room each reason is told once.
     """
-    told = {_told_by(condition) for condition in before if condition.status is not ConditionStatus.UNKNOWN}
+    reported = {
+        _announced_as(condition) for condition in before if condition.status is not ConditionStatus.UNKNOWN
+    }
     kinds = {
         ConditionType.PLANNED.value,
         ConditionType.MODEL_READY.value,
@@ -252,13 +254,13 @@ def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -
     }
     refused = [c for c in after if c.type in kinds and c.status is ConditionStatus.FALSE]
     refused += [c for c in after if c.type == ConditionType.FAILED.value and c.status is ConditionStatus.TRUE]
-    fresh = [c for c in refused if _told_by(c) not in told]
+    fresh = [c for c in refused if _announced_as(c) not in reported]
     seen = {(c.reason, c.message): c for c in fresh}
     return [RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in seen.values()]
 
 
-def _told_by(condition: Condition) -> tuple[str, ...]:
-    if condition.reason in ROOM_REASONS:
+def _announced_as(condition: Condition) -> tuple[str, ...]:
+    if condition.reason in CAPACITY_REASONS:
         return (condition.type, condition.reason)
     return (condition.type, condition.reason, condition.message)
 
@@ -273,12 +275,12 @@ def _look_again_s(
     if capacity is not None and capacity.status is ConditionStatus.FALSE:
         after_s = parse_duration_s(context.spec.planning.on_gpu_shortage.after)
         left_s = after_s - (context.now - capacity.last_transition_time).total_seconds()
-        waits.append(min(left_s + 0.1 if left_s > 0 else _ROOM_EVERY_S, _ROOM_EVERY_S))
+        waits.append(min(left_s + 0.1 if left_s > 0 else _SHORTAGE_EVERY_S, _SHORTAGE_EVERY_S))
     return min((wait for wait in waits if wait is not None), default=None)
 
 
 def _refused(
-    observation: Observation,
+    observation: ResourceObservation,
     status: HeteroInferenceStatus,
     kind: ConditionType,
     reason: str,
@@ -287,21 +289,21 @@ def _refused(
 ) -> Decision:
     """A spec that cannot be read changes nothing that runs; the status says why."""
     generation = observation.resource.generation
-    fresh = statuses.condition(kind, False, reason, message, now=now, generation=generation)
+    fresh = conditions.condition(kind, False, reason, message, now=now, generation=generation)
     kept = [condition for condition in status.conditions if condition.type != kind.value]
     if not any(condition.type == ConditionType.READY.value for condition in kept):
         kept.append(
-            statuses.condition(ConditionType.READY, False, reason, message, now=now, generation=generation)
+            conditions.condition(ConditionType.READY, False, reason, message, now=now, generation=generation)
         )
-    conditions = merge_conditions(status.conditions, [*kept, fresh], now=now)
-    update = {"observed_generation": generation, "conditions": conditions}
+    merged = merge_conditions(status.conditions, [*kept, fresh], now=now)
+    update = {"observed_generation": generation, "conditions": merged}
     next_status = status.model_copy(update=update)
-    patch = statuses.status_write(observation, next_status)
-    events = _condition_events(status.conditions, conditions) if patch else []
+    patch = conditions.status_write(observation, next_status)
+    events = _condition_events(status.conditions, merged) if patch else []
     return Decision(actions=(*patch, *events))
 
 
-def _old_status(observation: Observation) -> HeteroInferenceStatus:
+def _old_status(observation: ResourceObservation) -> HeteroInferenceStatus:
     try:
         return parse_status(observation.resource.status)
     except SpecError:
@@ -310,7 +312,7 @@ def _old_status(observation: Observation) -> HeteroInferenceStatus:
         return HeteroInferenceStatus()
 
 
-def _kept_plans(observation: Observation) -> dict[str, Plan]:
+def _kept_plans(observation: ResourceObservation) -> dict[str, Plan]:
     plans = {}
     for manifest in observation.objects:
         if manifest["kind"] != "ConfigMap" or names.PLAN_KEY not in manifest.get("data", {}):

@@ -46,8 +46,8 @@ def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStat
     as a lost pod was none.
     """
     last = failures[-1]
-    told = f"{message}; before that: {last.message}"[:_MESSAGE_CHARACTERS]
-    changed = last.model_copy(update={"reason": "NodeLost", "message": told, "counted": False})
+    reported = f"{message}; before that: {last.message}"[:_MESSAGE_CHARACTERS]
+    changed = last.model_copy(update={"reason": "NodeLost", "message": reported, "counted": False})
     return (*failures[:-1], changed)
 
 

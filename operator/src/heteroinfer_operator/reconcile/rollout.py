@@ -11,9 +11,9 @@ from heteroinfer_contract import names
 from heteroinfer_contract.group_status import GroupStatus as GroupReport
 from heteroinfer_operator.api import GroupPhase, GroupStatus
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.context import Context
 from heteroinfer_operator.reconcile.group import GroupDecision, decide_group
+from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def _problem(decision: GroupDecision) -> str:
 def _serves(status: GroupStatus, pods: Sequence[PodView]) -> bool:
     """Returns whether a group serves now; one that has lost a pod does not, however ready the others are."""
     present = {pod.name for pod in pods}
-    whole = all(member.pod in present for member in status.members)
+    whole = all(entry.pod in present for entry in status.members)
     return bool(pods) and whole and all(pod.ready and not pod.ended for pod in pods)
 
 

@@ -13,7 +13,7 @@ from heteroinfer_contract.group_status import GroupStatus as GroupReport
 from heteroinfer_contract.group_status import RankPhase
 from heteroinfer_operator.api import StartupPhase, StartupStatus, format_bytes
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.reconcile.failure import Fall, has_run
+from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
 LOOK_EVERY_S = 15.0
@@ -99,7 +99,7 @@ def _measured(before: StartupStatus | None) -> dict[str, object]:
 
 def find_overdue(
     startup: StartupStatus, report: GroupReport | None, *, timeout_s: float, now: datetime
-) -> Fall | None:
+) -> EpochEnd | None:
     """Returns the end of an epoch whose pods all run and have not met in time, or None.
 
     Nobody is blamed while the leader does not answer the operator: its supervisor may be well.
@@ -108,7 +108,7 @@ def find_overdue(
         return None
     if now - startup.since < timedelta(seconds=timeout_s) + _SUPERVISORS_FIRST:
         return None
-    return Fall(
+    return EpochEnd(
         reason=FailureReason.STARTUP_TIMEOUT.value,
         message=f"all pods run, but have not met within {timeout_s:g} s (startup.timeout): {report.message}; "
         "see the logs of that pod, and whether its node reaches the leader's",
@@ -145,21 +145,21 @@ def waits_in_vain(pod: PodView) -> bool:
     return bool(pod.waiting) and not pod.started and pod.waiting.split(":")[0] not in _NO_ERROR
 
 
-def find_new_trouble(pods: Sequence[PodView], told: str) -> str:
-    """Returns which pod waits in vain, "" if none does or that is told already.
+def find_new_trouble(pods: Sequence[PodView], reported: str) -> str:
+    """Returns which pod waits in vain, "" if none does or that is reported already.
 
     The kubelet's reason flips between ErrImagePull and ImagePullBackOff: once is enough.
 
     Args:
         pods: of the epoch.
-        told: message of the group, as last written.
+        reported: message of the group, as last written.
     """
     stuck = next((pod for pod in pods if waits_in_vain(pod)), None)
     if stuck is None:
         return ""
-    before = told.removeprefix(f"pod {stuck.name} waits: ")
-    is_told = before != told and before.split(":")[0] not in _NO_ERROR
-    return "" if is_told else describe_wait(stuck)
+    before = reported.removeprefix(f"pod {stuck.name} waits: ")
+    is_reported = before != reported and before.split(":")[0] not in _NO_ERROR
+    return "" if is_reported else describe_wait(stuck)
 
 
 def describe_end(pod: PodView) -> str:

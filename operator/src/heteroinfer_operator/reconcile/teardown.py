@@ -11,15 +11,17 @@ from heteroinfer_operator.api import (
     merge_conditions,
     parse_spec,
 )
-from heteroinfer_operator.cluster import Decision, Observation, SetFinalizer
+from heteroinfer_operator.cluster import Decision, ResourceObservation, SetFinalizer
 from heteroinfer_operator.errors import SpecError
-from heteroinfer_operator.reconcile import status as statuses
+from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
 _REASON = "Deleting"
 
 
-def decide_teardown(observation: Observation, status: HeteroInferenceStatus, now: datetime) -> Decision:
+def decide_teardown(
+    observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
+) -> Decision:
     """Returns what a resource that is being deleted needs; running requests may end first.
 
     Args:
@@ -34,14 +36,14 @@ def decide_teardown(observation: Observation, status: HeteroInferenceStatus, now
     node_loss = NodeLoss.of(observation, _restart(observation), now)
     return Decision(
         actions=(
-            *statuses.status_write(observation, _ending(observation, status, now)),
+            *conditions.status_write(observation, _ending(observation, status, now)),
             *node_loss.deletes(observation.pods, grace_s=None),
         ),
         look_again_s=node_loss.look_again_s(observation.pods),
     )
 
 
-def _restart(observation: Observation) -> RestartSpec:
+def _restart(observation: ResourceObservation) -> RestartSpec:
     """Returns the spec's `restart`, or the defaults of a spec that cannot be read."""
     try:
         return parse_spec(observation.resource.spec).restart
@@ -49,19 +51,21 @@ def _restart(observation: Observation) -> RestartSpec:
         return RestartSpec()
 
 
-def _ending(observation: Observation, status: HeteroInferenceStatus, now: datetime) -> HeteroInferenceStatus:
+def _ending(
+    observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
+) -> HeteroInferenceStatus:
     generation = observation.resource.generation
     words = "pods answer the requests that they have, and end"
-    told = {
+    reported = {
         ConditionType.READY: False,
         ConditionType.PROGRESSING: True,
         ConditionType.DEGRADED: False,
     }
     fresh = [
-        statuses.condition(kind, holds, _REASON, words, now=now, generation=generation)
-        for kind, holds in told.items()
+        conditions.condition(kind, holds, _REASON, words, now=now, generation=generation)
+        for kind, holds in reported.items()
     ]
-    kept = [condition for condition in status.conditions if condition.type not in {k.value for k in told}]
+    kept = [condition for condition in status.conditions if condition.type not in {k.value for k in reported}]
     stopping = {"phase": GroupPhase.STOPPING, "message": words, "startup": None}
     return status.model_copy(
         update={

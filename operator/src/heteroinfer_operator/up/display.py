@@ -28,7 +28,7 @@ class Display:
     def __init__(self, console: Console, *, live: bool) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False) if live else None
-        self._told: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -59,8 +59,8 @@ class Display:
             self._live.update(build_table(rows), refresh=True)
             return
         for row in rows:
-            if self._told.get(row.name) != row.state:
-                self._told[row.name] = row.state
+            if self._reported.get(row.name) != row.state:
+                self._reported[row.name] = row.state
                 self.line(f"{row.name}: {row.state}")
 
     def table(self, rows: Sequence[RankRow]) -> None:

@@ -23,9 +23,9 @@ from heteroinfer_operator.api import (
 from heteroinfer_operator.cluster import RecordEvent, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError, Shortage
 from heteroinfer_operator.local import LocalAddressing, LocalCluster, LocalOptions
-from heteroinfer_operator.manifests.pod import WorkerImages, termination_grace_s
+from heteroinfer_operator.manifests.worker_pods import WorkerImages, termination_grace_s
 from heteroinfer_operator.reconcile import Options, reconcile
-from heteroinfer_operator.reconcile.capacity import WAITING_FOR_MODEL
+from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.up.display import Display
 from heteroinfer_operator.up.view import RankRow, build_rows
 from heteroinfer_operator.workqueue import WorkQueue, build_process
@@ -35,7 +35,7 @@ KILL_AFTER_S: Final = 15.0
 """Beyond the time that pods have to end; what is left then is killed."""
 _IMAGES: Final = WorkerImages(cpu="none", gpu="none")
 """Nothing is pulled here: the worker's Python stands for every image."""
-_TOLD: Final = (ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE, ConditionType.READY)
+_REPORTED: Final = (ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE, ConditionType.READY)
 _FINAL: Final = (
     (ConditionType.FAILED, ConditionStatus.TRUE),
     (ConditionType.MODEL_READY, ConditionStatus.FALSE),
@@ -84,10 +84,10 @@ class Session:
         fixed = Options(addressing=self._addressing, images=_IMAGES, nodes_may_come=False)
         decide = functools.partial(reconcile, options=fixed)
         self._reconcile = build_process(self._cluster, decide)
-        self._queue = WorkQueue(self._pass, workers=1)
-        self._told: dict[str, tuple[str, str]] = {}
-        self._endpoint_told = False
-        self._tenths_told: int | None = None
+        self._queue = WorkQueue(self._reconcile_or_fail, workers=1)
+        self._reported: dict[str, tuple[str, str]] = {}
+        self._endpoint_reported = False
+        self._tenths_reported: int | None = None
         self._stops = 0
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
@@ -138,7 +138,7 @@ class Session:
     def _look(self) -> None:
         self._queue.add(self._cluster.key)
 
-    async def _pass(self, key: ResourceKey) -> float | None:
+    async def _reconcile_or_fail(self, key: ResourceKey) -> float | None:
         """One reconcile; what the operator would tell the user and try again ends this run."""
         try:
             look_again_s = await self._reconcile(key)
@@ -158,13 +158,13 @@ class Session:
         if self._stop.is_set():
             return
         self._tell_model(status.model)
-        for kind in _TOLD:
+        for kind in _REPORTED:
             self._tell_condition(status.condition(kind.value))
         ready = status.condition(ConditionType.READY.value)
         serves = ready is not None and ready.status is ConditionStatus.TRUE
-        if serves and not self._endpoint_told:
+        if serves and not self._endpoint_reported:
             self._tell_endpoints()
-        self._endpoint_told = serves
+        self._endpoint_reported = serves
         for kind, state in _FINAL:
             condition = status.condition(kind.value)
             if condition is not None and condition.status is state and not serves and _is_final(condition):
@@ -176,17 +176,17 @@ class Session:
         if model is None or not model.bytes_total or model.phase is not ModelPhase.DOWNLOADING:
             return
         tenths = 10 * (model.bytes_done or 0) // model.bytes_total
-        if self._tenths_told != tenths:
-            self._tenths_told = tenths
+        if self._tenths_reported != tenths:
+            self._tenths_reported = tenths
             total = f"{model.bytes_total / 2**30:.2f} GiB"
             self._display.line(f"fetching {self._spec.model.uri}: {10 * tenths} % of {total}")
 
     def _tell_condition(self, condition: Condition | None) -> None:
         if condition is None or condition.status is ConditionStatus.UNKNOWN:
             return
-        told = (condition.status.value, condition.message)
-        if self._told.get(condition.type) != told:
-            self._told[condition.type] = told
+        reported = (condition.status.value, condition.message)
+        if self._reported.get(condition.type) != reported:
+            self._reported[condition.type] = reported
             message = f": {condition.message}" if condition.message else ""
             self._display.line(f"{condition.type}={condition.status} {condition.reason}{message}")
 
@@ -221,9 +221,9 @@ def _urls(pods: tuple[PodAddress, ...], rows: Iterable[RankRow], group: int) -> 
     yield f"  status: http://{pods[0].host}:{pods[0].health_port}{names.PATH_GROUP}"
     for row in rows:
         if row.group == group:
-            pod = pods[row.place.pod]
-            port = pod.metrics_port + row.place.local_rank
-            yield f"  metrics of rank {row.place.rank}: http://{pod.host}:{port}/metrics"
+            pod = pods[row.assignment.pod]
+            port = pod.metrics_port + row.assignment.local_rank
+            yield f"  metrics of rank {row.assignment.rank}: http://{pod.host}:{port}/metrics"
 
 
 def _is_final(condition: Condition) -> bool:

@@ -19,13 +19,13 @@ class RankRow:
 
     Attributes:
         group: index of its group.
-        place: its place in the plan.
+        assignment: of the plan.
         status: what its leader says of it, or None while the leader doesn't answer.
         group_phase: of its group.
     """
 
     group: int
-    place: RankAssignment
+    assignment: RankAssignment
     status: RankStatus | None
     group_phase: GroupPhase
 
@@ -33,12 +33,13 @@ class RankRow:
     def name(self) -> str:
         """Returns the rank in words, for lines of text."""
         group = f"group {self.group} " if self.group else ""
-        return f"{group}rank {self.place.rank} ({self.place.role}, {self.place.device}, layers {self.layers})"
+        rank = self.assignment
+        return f"{group}rank {rank.rank} ({rank.role}, {rank.device}, layers {self.layers})"
 
     @property
     def layers(self) -> str:
         """Returns the layers it holds, first and last."""
-        return f"{self.place.first_layer}-{self.place.end_layer - 1}"
+        return f"{self.assignment.first_layer}-{self.assignment.end_layer - 1}"
 
     @property
     def state(self) -> str:
@@ -52,12 +53,12 @@ class RankRow:
     @property
     def cells(self) -> tuple[str, ...]:
         """Returns the row's text under each of HEADINGS."""
-        place, status = self.place, self.status
+        assignment, status = self.assignment, self.status
         head = (
-            f"{self.group}/{place.rank}" if self.group else str(place.rank),
-            str(place.stage),
-            place.role,
-            place.device.value,
+            f"{self.group}/{assignment.rank}" if self.group else str(assignment.rank),
+            str(assignment.stage),
+            assignment.role,
+            assignment.device.value,
             self.layers,
             self.state,
         )
@@ -89,6 +90,11 @@ def _group_rows(
         return
     report = reports.get(group.index)
     current = report is not None and report.epoch == group.epoch
-    told = {rank.rank: rank for rank in report.ranks} if report is not None and current else {}
-    for place in plan.ranks:
-        yield RankRow(group=group.index, place=place, status=told.get(place.rank), group_phase=group.phase)
+    reported = {rank.rank: rank for rank in report.ranks} if report is not None and current else {}
+    for assignment in plan.ranks:
+        yield RankRow(
+            group=group.index,
+            assignment=assignment,
+            status=reported.get(assignment.rank),
+            group_phase=group.phase,
+        )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import ApplyObject, CreateObject, Gang, NodeView, Observation
+from heteroinfer_operator.cluster import ApplyObject, CreateObject, Gang, NodeView, ResourceObservation
 from heteroinfer_operator.demand import PodDemand, pod_demand
 from tests.unit.reconcile.world import World, cpu_pair
 
@@ -25,19 +25,19 @@ def gpu_and_cpu(**changes: Any) -> dict[str, Any]:
     return {**cpu_pair(), "roles": roles, **changes}
 
 
-class Room(World):
+class FreeNode(World):
     """A world with gang schedulers, and with room promised to its own pods and to others."""
 
     gangs: frozenset[Gang] = frozenset()
     promised: tuple[PodDemand, ...] = ()
 
-    def observe(self) -> Observation:
+    def observe(self) -> ResourceObservation:
         ours = [pod_demand(name, {}, self.manifests[name]["spec"]) for name in self.workers()]
         return replace(super().observe(), gangs=self.gangs, promised=(*self.promised, *ours))
 
 
-def started(spec: dict[str, Any], *nodes: NodeView, gangs: frozenset[Gang] = frozenset()) -> Room:
-    room = Room(spec=spec, nodes=nodes)
+def started(spec: dict[str, Any], *nodes: NodeView, gangs: frozenset[Gang] = frozenset()) -> FreeNode:
+    room = FreeNode(spec=spec, nodes=nodes)
     room.gangs = gangs
     room.settle()
     room.answer_inspection()
@@ -92,7 +92,7 @@ def test_two_groups_are_not_given_the_same_room() -> None:
 
 
 def test_what_others_were_promised_is_not_taken() -> None:
-    room = Room(spec=gpu_and_cpu(), nodes=(node("a", gpus=1),))
+    room = FreeNode(spec=gpu_and_cpu(), nodes=(node("a", gpus=1),))
     room.promised = (PodDemand(name="ns/other-0-1-0", requests={GPU: 1.0}),)
     room.settle()
     room.answer_inspection()
@@ -210,7 +210,7 @@ def test_always_needs_a_gang_scheduler_and_never_takes_none() -> None:
 
 
 def test_without_rights_on_nodes_groups_start_as_planned() -> None:
-    room = Room(spec=gpu_and_cpu(), nodes=None)
+    room = FreeNode(spec=gpu_and_cpu(), nodes=None)
     room.settle()
     room.answer_inspection()
     room.settle()

@@ -19,16 +19,16 @@ from heteroinfer_operator.cluster import (
     DeleteObject,
     Manifest,
     NodeView,
-    Observation,
     PatchStatus,
     RecordEvent,
     ResourceKey,
+    ResourceObservation,
     ResourceView,
     SetFinalizer,
 )
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local.cores import share_cores
-from heteroinfer_operator.local.pod import parse_pod
+from heteroinfer_operator.local.pod_process import parse_pod
 from heteroinfer_operator.local.process import PodFolder, RunningPod
 from heteroinfer_operator.local.stored_pod import StoredPod
 from heteroinfer_operator.local.supervisor_client import SupervisorClient
@@ -125,7 +125,7 @@ class LocalCluster:
         self._deleting = True
         self._written()
 
-    async def observe(self, key: ResourceKey) -> Observation | None:
+    async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         """Returns the resource, its children and this machine, or None if it is gone.
 
         Raises:
@@ -135,7 +135,7 @@ class LocalCluster:
             raise self._leftover
         if key != self.key or self.gone.is_set():
             return None
-        return Observation(
+        return ResourceObservation(
             resource=ResourceView(
                 key=self.key,
                 uid=self._uid,
@@ -160,7 +160,7 @@ class LocalCluster:
         in_use = len(self._options.gpus) - len(self._free_gpus)
         return replace(node, allocatable=devices, requested={DEFAULT_GPU_RESOURCE: float(in_use)})
 
-    async def run(self, observation: Observation, actions: Sequence[Action]) -> None:
+    async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> None:
         """Runs actions in order.
 
         Raises:
@@ -190,7 +190,7 @@ class LocalCluster:
         if self._leftover is not None:
             raise self._leftover
 
-    async def _run(self, action: Action, observation: Observation) -> None:
+    async def _run(self, action: Action, observation: ResourceObservation) -> None:
         match action:
             case CreateObject(manifest=manifest):
                 await self._create(manifest)
@@ -206,16 +206,16 @@ class LocalCluster:
             case SetFinalizer():
                 kept = tuple(name for name in self._finalizers if name != names.FINALIZER)
                 self._finalizers = (*kept, names.FINALIZER) if action.present else kept
-                self._told()  # a status that was decided with it is still of this state
+                self._notify()  # a status that was decided with it is still of this state
             case RecordEvent():
                 self._on_event(action)
 
     def _written(self) -> None:
         """Notes a write of the resource: what was decided before it does not stand any more."""
         self._version += 1
-        self._told()
+        self._notify()
 
-    def _told(self) -> None:
+    def _notify(self) -> None:
         """Tells of a change of the resource, which is gone once it is deleted and nobody holds it."""
         if self._deleting and not self._finalizers:
             self._objects.clear()

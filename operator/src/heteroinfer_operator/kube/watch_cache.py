@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 PAGE_OBJECTS: Final = 500
 WATCH_S: Final = 290
 """The server ends a watch after this; the next goes on where it stopped."""
-SILENCES_UNHEARD: Final = 3
+STALE_SILENCES: Final = 3
 """After so many silences in a row, listing did not help either."""
 BACKOFF_FIRST_S: Final = 0.2
 BACKOFF_MOST_S: Final = 5.0
@@ -93,12 +93,12 @@ class WatchCache(Generic[T]):
         self._entries: dict[ObjectName, _Entry[T]] = {}
         self._indexed: defaultdict[Hashable, dict[ObjectName, T]] = defaultdict(dict)
         self._version = ""
-        self._heard_at = time.monotonic()
+        self._last_answer_at = time.monotonic()
 
     @property
-    def unheard(self) -> bool:
+    def is_stale(self) -> bool:
         """Returns whether for long neither a watch nor a list said anything: what is kept may be the past."""
-        return self._silent_s() > SILENCES_UNHEARD * self._server.watch_silence_s
+        return self._silent_s() > STALE_SILENCES * self._server.watch_silence_s
 
     def get(self, name: ObjectName) -> T | None:
         """Returns the value of an object, or None if there is none."""
@@ -171,7 +171,7 @@ class WatchCache(Generic[T]):
             query["continue"] = metadata["continue"]
         self._replace(listed, int(metadata["resourceVersion"]))
         self._version = metadata["resourceVersion"]
-        self._heard_at = time.monotonic()
+        self._last_answer_at = time.monotonic()
         self.synced.set()
 
     def _replace(self, listed: dict[ObjectName, _Entry[T]], version: int) -> None:
@@ -196,12 +196,12 @@ class WatchCache(Generic[T]):
             "timeoutSeconds": self.collection.watch_s,
         }
         async for event in self._server.watch(self.collection.path, query):
-            self._heard_at = time.monotonic()
+            self._last_answer_at = time.monotonic()
             self._take(event["type"], event["object"])
-        self._heard_at = time.monotonic()  # the server itself ended the watch
+        self._last_answer_at = time.monotonic()  # the server itself ended the watch
 
     def _silent_s(self) -> float:
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._last_answer_at
 
     def _take(self, kind: str, stored: dict[str, Any]) -> None:
         self._version = stored["metadata"]["resourceVersion"]

@@ -16,17 +16,17 @@ from heteroinfer_operator.api import (
     HeteroInferenceStatus,
     KvLimit,
     KvStatus,
-    MemberStatus,
     PlanStatus,
+    RankEntry,
     RankPlan,
     Summary,
     format_bytes,
 )
-from heteroinfer_operator.cluster import Observation, PatchStatus, PodView
+from heteroinfer_operator.cluster import PatchStatus, PodView, ResourceObservation
 from heteroinfer_operator.errors import Shortage
-from heteroinfer_operator.reconcile.capacity import UNSCHEDULABLE, WAITING_FOR_MODEL
-from heteroinfer_operator.reconcile.failure import has_run
+from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.group import GroupDecision
+from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.rollout import Rollout
 
 _MEASURE_EVERY = timedelta(seconds=60)
@@ -49,7 +49,7 @@ def condition(
     )
 
 
-def status_write(observation: Observation, status: HeteroInferenceStatus) -> list[PatchStatus]:
+def status_write(observation: ResourceObservation, status: HeteroInferenceStatus) -> list[PatchStatus]:
     """Returns the write of a status, or nothing if it is stored already."""
     body = status.dump()
     if body == dict(observation.resource.status):
@@ -197,14 +197,14 @@ def plan_status(plan: Plan) -> PlanStatus:
     )
 
 
-def with_members(
+def with_rank_entries(
     group: GroupStatus, plan: Plan, pods: Sequence[PodView], report: GroupReport | None, *, now: datetime
 ) -> GroupStatus:
     """Returns the group with one member a rank, and its times if they are due."""
     by_index = {pod.labels[names.LABEL_POD_INDEX]: pod for pod in pods}
-    before = {member.rank: member for member in group.members}
-    told = report is not None and report.epoch == group.epoch
-    times = {rank.rank: rank for rank in report.ranks} if report is not None and told else {}
+    before = {entry.rank: entry for entry in group.members}
+    reported = report is not None and report.epoch == group.epoch
+    times = {rank.rank: rank for rank in report.ranks} if report is not None and reported else {}
     due = _due(group, before, times, now)
     members = []
     for rank in plan.ranks:
@@ -212,7 +212,7 @@ def with_members(
         if pod is None:
             continue
         old = before.get(rank.rank)
-        member = MemberStatus(
+        entry = RankEntry(
             rank=rank.rank,
             role=rank.role,
             pod=pod.name,
@@ -221,7 +221,7 @@ def with_members(
             ready=pod.ready and not pod.ended,
         )
         measured = _milliseconds(times[rank.rank]) if due else _kept(old)
-        members.append(member.model_copy(update=measured))
+        members.append(entry.model_copy(update=measured))
     update = {
         "members": tuple(members),
         "measured_time": now if due else group.measured_time,
@@ -230,12 +230,12 @@ def with_members(
     return group.model_copy(update=update)
 
 
-def _kv_cache(plan: Plan, told: dict[int, RankStatus]) -> KvStatus | None:
+def _kv_cache(plan: Plan, reported: dict[int, RankStatus]) -> KvStatus | None:
     """Returns the group's KV cache once every rank has told its own; it changes with the epoch only."""
-    if len(told) < plan.world_size or not all(status.kv_blocks for status in told.values()):
+    if len(reported) < plan.world_size or not all(status.kv_blocks for status in reported.values()):
         return None
-    tightest = min(plan.ranks, key=lambda rank: told[rank.rank].kv_room_blocks)
-    status = told[tightest.rank]
+    tightest = min(plan.ranks, key=lambda rank: reported[rank.rank].kv_room_blocks)
+    status = reported[tightest.rank]
     short = status.kv_room_bytes < tightest.kv_cache_bytes
     return KvStatus(
         blocks=status.kv_blocks,
@@ -248,7 +248,7 @@ def _kv_cache(plan: Plan, told: dict[int, RankStatus]) -> KvStatus | None:
 
 
 def _due(
-    group: GroupStatus, before: dict[int, MemberStatus], times: dict[int, RankStatus], now: datetime
+    group: GroupStatus, before: dict[int, RankEntry], times: dict[int, RankStatus], now: datetime
 ) -> bool:
     if not times or not any(status.steps for status in times.values()):
         return False
@@ -257,10 +257,10 @@ def _due(
     return any(_moved(before.get(rank), status) for rank, status in times.items())
 
 
-def _moved(member: MemberStatus | None, status: RankStatus) -> bool:
-    if member is None or member.compute_ms is None:
+def _moved(entry: RankEntry | None, status: RankStatus) -> bool:
+    if entry is None or entry.compute_ms is None:
         return True
-    return abs(status.compute_s * 1e3 - member.compute_ms) > _MOVED * max(member.compute_ms, 1e-3)
+    return abs(status.compute_s * 1e3 - entry.compute_ms) > _MOVED * max(entry.compute_ms, 1e-3)
 
 
 def _milliseconds(status: RankStatus) -> dict[str, float]:
@@ -271,18 +271,18 @@ def _milliseconds(status: RankStatus) -> dict[str, float]:
     }
 
 
-def _kept(member: MemberStatus | None) -> dict[str, float | None]:
-    if member is None:
+def _kept(entry: RankEntry | None) -> dict[str, float | None]:
+    if entry is None:
         return {}
-    return {"step_ms": member.step_ms, "compute_ms": member.compute_ms, "wait_ms": member.wait_ms}
+    return {"step_ms": entry.step_ms, "compute_ms": entry.compute_ms, "wait_ms": entry.wait_ms}
 
 
 def summary(decisions: Sequence[GroupDecision], groups: Sequence[GroupStatus], wanted: int) -> Summary:
     """Returns the small values that `kubectl get` prints."""
     plan = next((decision.plan for decision in decisions if decision.plan is not None), None)
-    members = [member for group in groups for member in group.members if member.compute_ms is not None]
-    slowest = max(members, key=lambda member: member.compute_ms or 0.0, default=None)
-    step_ms = max((member.step_ms or 0.0 for member in members), default=None)
+    members = [entry for group in groups for entry in group.members if entry.compute_ms is not None]
+    slowest = max(members, key=lambda entry: entry.compute_ms or 0.0, default=None)
+    step_ms = max((entry.step_ms or 0.0 for entry in members), default=None)
     ready = sum(group.phase is GroupPhase.READY for group in groups)
     return Summary(
         groups=f"{ready}/{wanted}",

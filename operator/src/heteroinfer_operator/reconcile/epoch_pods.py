@@ -7,8 +7,8 @@ from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import CreateObject, Gang, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.identity import GroupRef
-from heteroinfer_operator.manifests.pod import WorkerPods
-from heteroinfer_operator.manifests.scheduling import Placing
+from heteroinfer_operator.manifests.scheduling import NodeAssignment
+from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.reconcile.context import Context
 
@@ -17,17 +17,17 @@ def start_events(status: GroupStatus, planned: Planned) -> tuple[RecordEvent, ..
     """Returns what people should know when an epoch starts."""
     who = f"group {status.index} epoch {status.epoch}"
     plan = planned.plan
-    told = [
+    reported = [
         RecordEvent(
             reason="EpochStarted",
             message=f"{who}: creating {len(plan.pods)} pods for {plan.world_size} ranks",
         )
     ]
     if planned.on_cpus:
-        told.append(RecordEvent(reason="RunsOnCPUs", message=planned.on_cpus[:1000], warning=True))
+        reported.append(RecordEvent(reason="RunsOnCPUs", message=planned.on_cpus[:1000], warning=True))
     if planned.hybrid_not_needed:
-        told.append(RecordEvent(reason="HybridNotNeeded", message=planned.hybrid_not_needed[:1000]))
-    return tuple(told)
+        reported.append(RecordEvent(reason="HybridNotNeeded", message=planned.hybrid_not_needed[:1000]))
+    return tuple(reported)
 
 
 def gang_object(
@@ -38,7 +38,7 @@ def gang_object(
 
 
 def decide_creates(
-    context: Context, status: GroupStatus, plan: Plan, indices: set[int], placing: Placing
+    context: Context, status: GroupStatus, plan: Plan, indices: set[int], node_assignment: NodeAssignment
 ) -> tuple[CreateObject, ...]:
     """Returns the pods to create.
 
@@ -47,7 +47,7 @@ def decide_creates(
         status: of the group: its epoch.
         plan: of the epoch.
         indices: of the pods that are missing.
-        placing: where they belong.
+        node_assignment: where they belong.
     """
     group = _group_ref(context, status)
     pods = WorkerPods(
@@ -58,7 +58,7 @@ def decide_creates(
         addresses=context.options.addressing.pods(context.spec, group, plan),
         source=context.source,
         images=context.options.images,
-        placing=placing,
+        node_assignment=node_assignment,
     )
     return tuple(CreateObject(manifest=pods.build(pod)) for pod in plan.pods if pod.index in indices)
 

@@ -17,7 +17,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
-from heteroinfer_operator.manifests.scheduling import Placing, placed_fields, role_resources
+from heteroinfer_operator.manifests.scheduling import NodeAssignment, assigned_fields, role_resources
 
 WORKER_COMMAND = "heteroinfer-worker"
 _USER = 65532
@@ -54,7 +54,7 @@ class WorkerPods:
         addresses: of each pod.
         source: where the model is.
         images: defaults of the operator.
-        placing: where the pods belong.
+        node_assignment: where the pods belong.
     """
 
     spec: HeteroInferenceSpec
@@ -64,20 +64,20 @@ class WorkerPods:
     addresses: tuple[PodAddress, ...]
     source: ModelSource
     images: WorkerImages
-    placing: Placing = Placing()  # noqa: RUF009 - frozen
+    node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
 
     def build(self, pod: PodAssignment) -> dict[str, Any]:
         """Returns the manifest of one pod."""
         role = next(role for role in self.spec.roles if role.name == pod.role)
         name = self.group.pod_name(pod.index)
         labels = {
-            **gang_labels(self.spec, self.group, self.placing.gang),
+            **gang_labels(self.spec, self.group, self.node_assignment.gang),
             **identity.pod_labels(self.group, pod, self.plan, self.revision),
         }
         metadata = build_metadata(self.group.owner, name, labels, role.template)
         annotations = {
             **metadata.get("annotations", {}),
-            **gang_annotations(self.group, self.placing.gang, len(self.plan.pods)),
+            **gang_annotations(self.group, self.node_assignment.gang, len(self.plan.pods)),
         }
         return {
             "apiVersion": "v1",
@@ -85,8 +85,8 @@ class WorkerPods:
             "metadata": {**metadata, "annotations": annotations} if annotations else metadata,
             "spec": {
                 **build_pod_spec(self.spec, role.template),
-                **placed_fields(self.spec, self.group, role, pod, self.placing),
-                **gang_fields(self.spec, self.group, self.placing.gang),
+                **assigned_fields(self.spec, self.group, role, pod, self.node_assignment),
+                **gang_fields(self.spec, self.group, self.node_assignment.gang),
                 "terminationGracePeriodSeconds": termination_grace_s(self.spec),
                 "hostname": name,
                 "subdomain": identity.group_service(self.group.owner, self.group.index),

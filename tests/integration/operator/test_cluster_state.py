@@ -1,4 +1,4 @@
-"""Caches on a real API server that is cut off, started again, and forgets: no ghosts, nothing missed."""
+"""Watch caches on a real API server that is cut off, started again, and forgets: no ghosts, no gaps."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from heteroinfer_operator.cluster import CreateObject, ResourceKey
 from heteroinfer_operator.crd import build_crd
-from heteroinfer_operator.kube.caches import Caches
+from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.paths import NODE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from tests.cluster import processes
@@ -127,8 +127,8 @@ def answers(cluster: Cluster) -> bool:
     return False
 
 
-def names_of(caches: Caches, key: ResourceKey, uid: str) -> list[str]:
-    return [record.view.name for record in caches.pods(key, uid)]
+def names_of(cluster_state: ClusterState, key: ResourceKey, uid: str) -> list[str]:
+    return [record.view.name for record in cluster_state.pods(key, uid)]
 
 
 async def test_after_an_outage_and_a_410_the_list_replaces_everything(
@@ -140,7 +140,7 @@ async def test_after_an_outage_and_a_410_the_list_replaces_everything(
     for name in ("ghosts-a", "ghosts-b"):
         await direct.create(POD.path("default"), pod(owner, name))
     async with watching(server) as watched:
-        assert names_of(watched.caches, owner.key, owner.uid) == ["ghosts-a", "ghosts-b"]
+        assert names_of(watched.cluster_state, owner.key, owner.uid) == ["ghosts-a", "ghosts-b"]
         wire.cut()
         await direct.delete(POD.path("default", "ghosts-a"), {"gracePeriodSeconds": 0})
         await direct.create(POD.path("default"), pod(owner, "ghosts-c"))
@@ -152,13 +152,15 @@ async def test_after_an_outage_and_a_410_the_list_replaces_everything(
         wire.join()
         await until(
             "the cache says what is stored",
-            lambda: names_of(watched.caches, owner.key, owner.uid) == ["ghosts-b", "ghosts-c"],
+            lambda: names_of(watched.cluster_state, owner.key, owner.uid) == ["ghosts-b", "ghosts-c"],
         )
         assert owner.key in watched.touched
         assert "too old to go on watching, listing again" in caplog.text
         # And it watches again.
         await direct.create(POD.path("default"), pod(owner, "ghosts-d"))
-        await until("the new pod", lambda: "ghosts-d" in names_of(watched.caches, owner.key, owner.uid))
+        await until(
+            "the new pod", lambda: "ghosts-d" in names_of(watched.cluster_state, owner.key, owner.uid)
+        )
 
 
 async def test_what_was_written_during_an_outage_of_the_watch_survives_until_it_is_seen(
@@ -170,11 +172,11 @@ async def test_what_was_written_during_an_outage_of_the_watch_survives_until_it_
         observation = await watched.cluster.observe(owner.key)
         assert observation is not None
         await watched.cluster.run(observation, [CreateObject(manifest=pod(owner, "written-0"))])
-        assert names_of(watched.caches, owner.key, owner.uid) == ["written-0"]
+        assert names_of(watched.cluster_state, owner.key, owner.uid) == ["written-0"]
         wire.cut()
         await direct.delete(POD.path("default", "written-0"), {"gracePeriodSeconds": 0})
         wire.join()
-        await until("the deletion is seen", lambda: not watched.caches.pods(owner.key, owner.uid))
+        await until("the deletion is seen", lambda: not watched.cluster_state.pods(owner.key, owner.uid))
 
 
 async def test_nodes_carry_what_others_request_and_changes_of_readiness_alone_are_told(
@@ -197,7 +199,7 @@ async def test_nodes_carry_what_others_request_and_changes_of_readiness_alone_ar
             del manifest["metadata"]["labels"], manifest["metadata"]["ownerReferences"]
         await direct.create(POD.path("default"), manifest)
     async with watching(direct) as watched:
-        (view,) = watched.caches.nodes() or ()
+        (view,) = watched.cluster_state.nodes() or ()
         assert view.schedulable
         assert view.allocatable == {"cpu": 8, "memory": 32 * 2**30, "nvidia.com/gpu": 2, "pods": 110}
         # Pods of other tests may have been placed there too; they request nothing.
@@ -207,7 +209,7 @@ async def test_nodes_carry_what_others_request_and_changes_of_readiness_alone_ar
         await patch_node(direct, status)  # a heartbeat: nothing that a plan reads
         status["conditions"][0] |= {"status": "False"}
         await patch_node(direct, status)
-        await until("the node is not ready", lambda: not (watched.caches.nodes() or ())[0].schedulable)
+        await until("the node is not ready", lambda: not (watched.cluster_state.nodes() or ())[0].schedulable)
         assert watched.node_changes == before + 1
 
 
@@ -219,10 +221,10 @@ async def test_an_object_that_loses_its_label_is_no_child_any_more(direct: ApiSe
     owner = await create_resource(direct, "default", "label")
     await direct.create("/api/v1/namespaces/default/configmaps", child(owner, "ConfigMap", "label-plan"))
     async with watching(direct, "default") as watched:
-        assert len(watched.caches.children(owner.key, owner.uid)) == 1
-        assert watched.caches.nodes() is None
+        assert len(watched.cluster_state.children(owner.key, owner.uid)) == 1
+        assert watched.cluster_state.nodes() is None
         await direct.merge(
             "/api/v1/namespaces/default/configmaps/label-plan",
             {"metadata": {"labels": {"heteroinfer.dev/resource": None}}},
         )
-        await until("it is gone", lambda: not watched.caches.children(owner.key, owner.uid))
+        await until("it is gone", lambda: not watched.cluster_state.children(owner.key, owner.uid))

@@ -1,7 +1,7 @@
-"""A group onto the nodes that there are: its plan with a place for each pod, or what is missing where. Pure.
+"""A group onto the nodes that there are: its plan with a node for each pod, or what is missing where. Pure.
 
-rooms = build_rooms(nodes, promised)
-planned = plan_group(request, Capacity(rooms=rooms))     # takes its room of `rooms`
+free_nodes = build_free_nodes(nodes, promised)
+planned = plan_group(request, Capacity(free_nodes=free_nodes))     # takes its share of them
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,16 +15,16 @@ from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageActi
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand
 from heteroinfer_operator.errors import PlanError, Shortage
-from heteroinfer_operator.manifests.scheduling import Placing, role_demand
+from heteroinfer_operator.manifests.scheduling import NodeAssignment, role_demand
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import GPU_USABLE
 from heteroinfer_operator.planning.placement import (
+    FreeNode,
     Placement,
-    Room,
+    assign_nodes,
     device_memory_mib,
     explain,
     obstacle,
-    place,
 )
 from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
@@ -62,34 +62,34 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The nodes for one group, and who waits if they have no room.
+    """The nodes for one group, and who waits if too little is free.
 
     Attributes:
-        rooms: of all nodes; None where they are not known.
+        free_nodes: all nodes with what is free on them; None where they are not known.
         others_wait: whether the pods are created although they don't fit, since somebody else
             places them all at once, or the user wants them placed one by one.
         shortage_age_s: how long GPUs have been missing, in seconds; None where waiting is of no
             use, so that CPUOnly is done at once.
     """
 
-    rooms: Sequence[Room] | None = None
+    free_nodes: Sequence[FreeNode] | None = None
     others_wait: bool = False
     shortage_age_s: float | None = None
 
 
 def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
-    """Returns the plan of a group, with a place for each pod where nodes are known; takes their room.
+    """Returns the plan of a group, with a node for each pod where nodes are known; takes what they need.
 
     Raises:
-        Shortage: there is no room now; the message says what is missing and where.
+        Shortage: too little is free now; the message says what is missing and where.
         PlanError: there is no plan, however much were free.
     """
-    if capacity.rooms is None:
+    if capacity.free_nodes is None:
         return request.plan(Inventory())
-    short = _short_roles(request.spec, capacity.rooms)
+    short = _short_roles(request.spec, capacity.free_nodes)
     if short and not _others_wait_for_gpus(request.spec, capacity):
-        return _without_gpus(request, capacity, capacity.rooms, short)
-    return _placed(request, capacity, capacity.rooms, {})
+        return _without_gpus(request, capacity, capacity.free_nodes, short)
+    return _placed(request, capacity, capacity.free_nodes, {})
 
 
 def _others_wait_for_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> bool:
@@ -97,7 +97,7 @@ def _others_wait_for_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> bool
 
 
 def _placed(
-    request: GroupRequest, capacity: Capacity, rooms: Sequence[Room], on_cpus: Mapping[str, str]
+    request: GroupRequest, capacity: Capacity, free_nodes: Sequence[FreeNode], on_cpus: Mapping[str, str]
 ) -> Planned:
     """Returns the plan with these roles on CPUs, placed; raises as plan_group."""
     spec = request.spec
@@ -108,29 +108,31 @@ def _placed(
     ]
     key = spec.scheduling.topology_key
     asked = [demand for _, demand in demands]
-    found = place(asked, rooms, key)
+    found = assign_nodes(asked, free_nodes, key)
     if found is None and not capacity.others_wait:
         # What can never be planned is told first: room would not help.
-        request.plan(replace(_inventory(spec, rooms, demands, None), on_cpus=on_cpus))
+        request.plan(replace(_inventory(spec, free_nodes, demands, None), on_cpus=on_cpus))
         raise Shortage(
-            f"{explain(asked, rooms, key)}; the group waits, and nothing of it is created until all its pods "
-            "have room",
+            f"{explain(asked, free_nodes, key)}; the group waits, and nothing of it is created until "
+            "all its pods have room",
             reason=INSUFFICIENT_CAPACITY,
         )
-    inventory = replace(_inventory(spec, rooms, demands, found), on_cpus=on_cpus)
+    inventory = replace(_inventory(spec, free_nodes, demands, found), on_cpus=on_cpus)
     planned = request.plan(inventory)
-    placing = Placing(gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes))
+    node_assignment = NodeAssignment(
+        gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes)
+    )
     if found is not None:
-        _take(found, asked, rooms)
+        _take(found, asked, free_nodes)
     if found is None or capacity.others_wait:
-        missing = "" if found else explain(asked, rooms, key)
-        return replace(planned, placing=placing, missing=missing)
+        missing = "" if found else explain(asked, free_nodes, key)
+        return replace(planned, node_assignment=node_assignment, missing=missing)
     by_role: dict[str, list[str]] = {}
     for (role, _), node in zip(demands, found.nodes, strict=True):
         by_role.setdefault(role.name, []).append(node)
     nodes = {pod.index: by_role[pod.role].pop(0) for pod in planned.plan.pods}
     domain = (key, found.domain) if key else None
-    return replace(planned, placing=replace(placing, nodes=nodes, domain=domain))
+    return replace(planned, node_assignment=replace(node_assignment, nodes=nodes, domain=domain))
 
 
 def gpu_memory_mib(spec: HeteroInferenceSpec, plan: Plan, labelled: Collection[str]) -> dict[int, int]:
@@ -166,15 +168,15 @@ def labelled_roles(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> froz
     return frozenset(found)
 
 
-def _take(found: Placement, demands: Sequence[PodDemand], rooms: Sequence[Room]) -> None:
-    by_name = {room.node.name: room for room in rooms}
+def _take(found: Placement, demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> None:
+    by_name = {free_node.node.name: free_node for free_node in free_nodes}
     for demand, node in zip(demands, found.nodes, strict=True):
         by_name[node].take(demand.requests)
 
 
 def _inventory(
     spec: HeteroInferenceSpec,
-    rooms: Sequence[Room],
+    free_nodes: Sequence[FreeNode],
     demands: Sequence[tuple[RoleSpec, PodDemand]],
     found: Placement | None,
 ) -> Inventory:
@@ -189,10 +191,10 @@ def _inventory(
             continue
         resource = role.gpu_resource
         nodes = [
-            room.node
-            for room in rooms
-            if (room.node.name in chosen[role.name] if found else not obstacle(demand, room.node))
-            and room.node.allocatable.get(resource, 0) > 0
+            free_node.node
+            for free_node in free_nodes
+            if (free_node.node.name in chosen[role.name] if found else not obstacle(demand, free_node.node))
+            and free_node.node.allocatable.get(resource, 0) > 0
         ]
         sizes = [size for node in nodes if (size := device_memory_mib(node, resource)) is not None]
         if sizes and len(sizes) == len(nodes):
@@ -203,7 +205,7 @@ def _inventory(
     return Inventory(gpu_memory_bytes=memory, gpu_product=product)
 
 
-def _short_roles(spec: HeteroInferenceSpec, rooms: Sequence[Room]) -> dict[str, str]:
+def _short_roles(spec: HeteroInferenceSpec, free_nodes: Sequence[FreeNode]) -> dict[str, str]:
     """Returns the GPU roles that usable GPUs are missing for, with what is missing where.
 
     Roles are counted in order, and by their GPUs only: one whose pods lack memory lacks no GPUs.
@@ -217,36 +219,36 @@ def _short_roles(spec: HeteroInferenceSpec, rooms: Sequence[Room]) -> dict[str, 
         demand = role_demand(spec, role, Device.GPU)
         gpus = {role.gpu_resource: demand.requests[role.gpu_resource]}
         pods = [replace(demand, requests=gpus)] * role.pods
-        if place([*placed, *pods], rooms, key) is None:
-            short[role.name] = explain([*placed, *pods], rooms, key)
+        if assign_nodes([*placed, *pods], free_nodes, key) is None:
+            short[role.name] = explain([*placed, *pods], free_nodes, key)
         else:
             placed += pods
     return short
 
 
 def _without_gpus(
-    request: GroupRequest, capacity: Capacity, rooms: Sequence[Room], short: Mapping[str, str]
+    request: GroupRequest, capacity: Capacity, free_nodes: Sequence[FreeNode], short: Mapping[str, str]
 ) -> Planned:
     """Returns the plan with roles on CPUs, if that is wanted now; raises as plan_group."""
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
     # What can never be planned is told first: GPUs would not help.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
-    wanted = request.plan(_inventory(request.spec, rooms, demands, None)).plan
+    wanted = request.plan(_inventory(request.spec, free_nodes, demands, None)).plan
     if shortage.action is ShortageAction.WAIT:
         raise Shortage(
-            f"{_told(short)}; the group waits for them; add GPUs, or set "
+            f"{_reported(short)}; the group waits for them; add GPUs, or set "
             f"planning.onGPUShortage.action: CPUOnly{_on_cpus_instead(request, short, wanted)}"
         )
     if age_s is not None and age_s < parse_duration_s(shortage.after):
         raise Shortage(
-            f"{_told(short)}; the group runs on CPUs once they have been missing for {shortage.after}"
+            f"{_reported(short)}; the group runs on CPUs once they have been missing for {shortage.after}"
             f"{_on_cpus_instead(request, short, wanted)}"
         )
     slower = _on_cpus_instead(request, short, wanted)
-    return _placed(request, capacity, rooms, {name: f"{why}{slower}" for name, why in short.items()})
+    return _placed(request, capacity, free_nodes, {name: f"{why}{slower}" for name, why in short.items()})
 
 
-def _told(short: Mapping[str, str]) -> str:
+def _reported(short: Mapping[str, str]) -> str:
     return "; ".join(dict.fromkeys(short.values()))
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from heteroinfer_contract import names
 from heteroinfer_contract.group_status import GroupStatus
 from heteroinfer_operator.cluster import PodView, ResourceKey
-from heteroinfer_operator.kube.groups import KEEP_S, UNREADY_TIMEOUT_S, GroupClient
+from heteroinfer_operator.kube.leader_client import KEEP_S, UNREADY_TIMEOUT_S, LeaderClient
 from heteroinfer_operator.kube.trim import PodRecord
 
 SAID = GroupStatus(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message="", ranks=())
@@ -57,7 +57,7 @@ def pod(port: int, *, uid: str = "a", ready: bool = True, leads: bool = True) ->
 
 async def test_a_ready_leader_is_asked_at_most_once_in_a_while(leader: Leader) -> None:
     now = 100.0
-    client = GroupClient(clock=lambda: now)
+    client = LeaderClient(clock=lambda: now)
     try:
         assert await client.observe([pod(leader.port), pod(1, uid="b", leads=False)]) == {3: SAID}
         assert await client.observe([pod(leader.port)]) == {3: SAID}
@@ -72,7 +72,7 @@ async def test_a_ready_leader_is_asked_at_most_once_in_a_while(leader: Leader) -
 
 
 async def test_a_leader_that_makes_no_sense_gives_nothing(leader: Leader) -> None:
-    client = GroupClient()
+    client = LeaderClient()
     try:
         leader.body = '{"ready": "yes"}'
         assert await client.observe([pod(leader.port, uid="b")]) == {}
@@ -86,7 +86,7 @@ async def test_a_leader_that_makes_no_sense_gives_nothing(leader: Leader) -> Non
 
 async def test_a_leader_that_is_not_ready_is_asked_each_time(leader: Leader) -> None:
     """It may sleep, and has perhaps just been Ready."""
-    client = GroupClient()
+    client = LeaderClient()
     try:
         assert await client.observe([pod(leader.port)]) == {3: SAID}
         for asked in (2, 3):
@@ -100,7 +100,7 @@ async def test_a_leader_that_is_not_ready_is_asked_each_time(leader: Leader) -> 
 
 
 async def test_a_leader_that_is_not_ready_is_not_waited_for() -> None:
-    client = GroupClient()
+    client = LeaderClient()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         try:
             started = time.monotonic()
@@ -120,7 +120,7 @@ async def test_a_leader_that_lets_the_time_pass_is_not_waited_for_again_soon(rea
         await reader.read()  # until the client gives up
         writer.close()
 
-    client = GroupClient(clock=lambda: now)
+    client = LeaderClient(clock=lambda: now)
     async with await asyncio.start_server(take, "127.0.0.1", 0) as silent:
         try:
             leader = pod(silent.sockets[0].getsockname()[1], ready=ready)
@@ -135,7 +135,7 @@ async def test_a_leader_that_lets_the_time_pass_is_not_waited_for_again_soon(rea
 
 
 async def test_the_leader_of_a_group_that_falls_is_not_asked(leader: Leader) -> None:
-    client = GroupClient()
+    client = LeaderClient()
     try:
         follower = pod(1, uid="b", ready=False, leads=False)
         gone = replace(follower, view=replace(follower.view, deleting=True))

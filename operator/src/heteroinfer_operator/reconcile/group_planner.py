@@ -15,24 +15,24 @@ from heteroinfer_operator.api import (
     HeteroInferenceStatus,
     When,
 )
-from heteroinfer_operator.cluster import Gang, Observation, PodView
+from heteroinfer_operator.cluster import Gang, PodView, ResourceObservation
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
-from heteroinfer_operator.manifests.scheduling import Placing
+from heteroinfer_operator.manifests.scheduling import NodeAssignment
 from heteroinfer_operator.planning import (
     Capacity,
     GroupRequest,
     Inventory,
     Planned,
-    build_rooms,
+    build_free_nodes,
     plan_group,
 )
-from heteroinfer_operator.planning.capacity import INSUFFICIENT_CAPACITY, gpu_memory_mib, labelled_roles
+from heteroinfer_operator.planning.group_plan import INSUFFICIENT_CAPACITY, gpu_memory_mib, labelled_roles
 
 WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
 """Reason of CapacityAvailable where pods exist and have no node."""
-ROOM_REASONS: Final = frozenset({Shortage.reason, INSUFFICIENT_CAPACITY, UNSCHEDULABLE})
+CAPACITY_REASONS: Final = frozenset({Shortage.reason, INSUFFICIENT_CAPACITY, UNSCHEDULABLE})
 """Reasons of missing room."""
 
 
@@ -56,7 +56,7 @@ class GroupPlanner:
     waits_for: str
     served_name: str
     model_path: str
-    observation: Observation
+    observation: ResourceObservation
     shortage_age_s: float | None
     hints: bool = True
     _capacity: Capacity | None = field(init=False, default=None)
@@ -71,17 +71,17 @@ class GroupPlanner:
         request, gang = self._request(), choose_gang(self.spec, self.observation.gangs)
         if self._capacity is None:
             nodes = self.observation.nodes
-            rooms = None if nodes is None else build_rooms(nodes, self.observation.promised)
+            free_nodes = None if nodes is None else build_free_nodes(nodes, self.observation.promised)
             self._capacity = Capacity(
-                rooms=rooms,
+                free_nodes=free_nodes,
                 others_wait=gang is not None or self.spec.scheduling.gang is When.NEVER,
                 shortage_age_s=self.shortage_age_s,
             )
         planned = plan_group(request, self._capacity)
-        hints = planned.placing.nodes if self.hints else {}
-        return replace(planned, placing=replace(planned.placing, gang=gang, nodes=hints))
+        hints = planned.node_assignment.nodes if self.hints else {}
+        return replace(planned, node_assignment=replace(planned.node_assignment, gang=gang, nodes=hints))
 
-    def placing_again(self, plan: Plan, pods: Sequence[PodView]) -> Placing:
+    def node_assignment_again(self, plan: Plan, pods: Sequence[PodView]) -> NodeAssignment:
         """Returns where pods belong that are created for an epoch which has others already.
 
         Args:
@@ -89,7 +89,7 @@ class GroupPlanner:
             pods: those others.
         """
         labelled = labelled_roles(self.spec, self.observation.nodes or ())
-        return Placing(
+        return NodeAssignment(
             gang=gang_of(pods),
             gpu_memory_mib=gpu_memory_mib(self.spec, plan, labelled),
         )

@@ -11,11 +11,11 @@ from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Gang, Manifest, NodeView, ResourceKey
 from heteroinfer_operator.demand import PodDemand, total
 from heteroinfer_operator.kube import trim
-from heteroinfer_operator.kube.cache import Collection, WatchCache
 from heteroinfer_operator.kube.gangs import find_gangs
 from heteroinfer_operator.kube.paths import CHILDREN, GANG_CHILDREN, NODE, POD, Kind, ObjectName
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodRecord, PodRequests
+from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ OURS: Final = {"labelSelector": names.LABEL_RESOURCE}
 NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
 
 
-class Caches:
+class ClusterState:
     """Pods and other children of resources; nodes and what is requested of them in cluster scope.
 
     Args:
@@ -35,7 +35,7 @@ class Caches:
         namespaces: to keep; empty for all, which also brings the nodes.
         touched: called with each resource of which a child changed.
         nodes_changed: called when a node came, went, or changed in what a plan reads.
-        room_freed: called when a pod gave back its room.
+        capacity_freed: called when a pod gave back what it had of a node.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Caches:
         namespaces: Sequence[str],
         touched: Callable[[ResourceKey], None],
         nodes_changed: Callable[[], None],
-        room_freed: Callable[[], None] = lambda: None,
+        capacity_freed: Callable[[], None] = lambda: None,
     ) -> None:
         self.cluster_scope = not namespaces
         scopes: list[str | None] = [*namespaces] or [None]
@@ -91,7 +91,7 @@ class Caches:
                 changed=self._requests_changed,
                 index=lambda pod: pod.node,
             )
-        self._nodes_changed, self._room_freed = nodes_changed, room_freed
+        self._nodes_changed, self._capacity_freed = nodes_changed, capacity_freed
         # By node: what all its pods request; made anew when one of them has changed.
         self._requested: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
@@ -227,7 +227,7 @@ class Caches:
             if pod is not None:
                 self._recount(pod.node)
         if after is None:
-            self._room_freed()
+            self._capacity_freed()
 
     def _node_changed(self, before: NodeView | None, after: NodeView | None) -> None:
         for node in (before, after):

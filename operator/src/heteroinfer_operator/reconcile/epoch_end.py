@@ -14,7 +14,7 @@ _LONGEST_WORD, _LONGEST_LOG = 370, 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fall:
+class EpochEnd:
     """The end of an epoch.
 
     Attributes:
@@ -41,7 +41,7 @@ def has_run(pod: PodView) -> bool:
     return pod.started or pod.termination is not None or pod.phase == "Succeeded"
 
 
-def find_fall(pods: Sequence[PodView]) -> Fall | None:
+def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
     """Returns why an epoch with these pods has ended, or None if it has not.
 
     A pod that ended before it ran ends nothing. A pod that tells of itself is believed first,
@@ -51,13 +51,13 @@ def find_fall(pods: Sequence[PodView]) -> Fall | None:
     ended = [pod for pod in pods if pod.ended and has_run(pod)]
     if not ended:
         return None
-    fall = _first_cause(ended)
+    epoch_end = _first_cause(ended)
     orderly = all(pod.deleting and pod.termination is None for pod in ended)
-    return replace(fall, orderly=orderly)
+    return replace(epoch_end, orderly=orderly)
 
 
-def _first_cause(ended: Sequence[PodView]) -> Fall:
-    rungs: tuple[Iterable[Fall | None], ...] = (
+def _first_cause(ended: Sequence[PodView]) -> EpochEnd:
+    rungs: tuple[Iterable[EpochEnd | None], ...] = (
         (_own_word(pod) for pod in ended),
         (_disruption(pod) for pod in ended),
         (_termination(pod) for pod in ended),
@@ -65,41 +65,43 @@ def _first_cause(ended: Sequence[PodView]) -> Fall:
         (_peers_word(pod) for pod in ended),
     )
     for rung in rungs:
-        for fall in rung:
-            if fall is not None:
-                return fall
+        for epoch_end in rung:
+            if epoch_end is not None:
+                return epoch_end
     first = ended[0]
-    return Fall(reason="PodEnded", message=f"pod {first.name} ended ({first.phase}) {first.message}".strip())
+    return EpochEnd(
+        reason="PodEnded", message=f"pod {first.name} ended ({first.phase}) {first.message}".strip()
+    )
 
 
 def _word(pod: PodView) -> Failure | None:
     return Failure.from_json(pod.termination.message) if pod.termination else None
 
 
-def _own_word(pod: PodView) -> Fall | None:
+def _own_word(pod: PodView) -> EpochEnd | None:
     failure = _word(pod)
     if failure is None or str(failure.pod) != pod.labels.get(names.LABEL_POD_INDEX):
         return None
-    fall = _from_failure(failure)
+    epoch_end = _from_failure(failure)
     assert pod.termination is not None  # it is where the word was
     if pod.termination.reason != _OOM_KILLED or failure.reason is not FailureReason.RANK_EXITED:
-        return fall
+        return epoch_end
     # The kernel killed the rank, not the supervisor, which knows only that it was a SIGKILL.
     return replace(
-        fall, reason=_OOM_KILLED, message=f"pod {pod.name} reached its memory limit: {fall.message}"
+        epoch_end, reason=_OOM_KILLED, message=f"pod {pod.name} reached its memory limit: {epoch_end.message}"
     )
 
 
-def _peers_word(pod: PodView) -> Fall | None:
+def _peers_word(pod: PodView) -> EpochEnd | None:
     failure = _word(pod)
     return None if failure is None else _from_failure(failure)
 
 
-def _from_failure(failure: Failure) -> Fall:
+def _from_failure(failure: Failure) -> EpochEnd:
     message, log = failure.message, failure.last_log
     if len(message) + len(log) > _LONGEST_WORD:  # the end of a log tells most, the beginning of a message
         message, log = message[: _LONGEST_WORD - min(len(log), _LONGEST_LOG)], log[-_LONGEST_LOG:]
-    return Fall(
+    return EpochEnd(
         reason=failure.reason.value,
         message=f"{message} (last log line: {log})" if log else message,
         rank=failure.rank,
@@ -107,31 +109,31 @@ def _from_failure(failure: Failure) -> Fall:
     )
 
 
-def _disruption(pod: PodView) -> Fall | None:
+def _disruption(pod: PodView) -> EpochEnd | None:
     evicted = pod.reason in {"Evicted", "Preempting", "NodeLost", "NodeShutdown", "Terminated"}
     if not pod.disrupted and not evicted:
         return None
     reason = pod.disrupted or pod.reason
     where = f" on node {pod.node}" if pod.node else ""
-    return Fall(
+    return EpochEnd(
         reason="PodDisrupted",
         message=f"pod {pod.name}{where} was taken away: {reason} {pod.message}".strip(),
         counted=False,
     )
 
 
-def _termination(pod: PodView) -> Fall | None:
+def _termination(pod: PodView) -> EpochEnd | None:
     if pod.termination is None or _word(pod) is not None or (pod.deleting and pod.termination.exit_code == 0):
         return None
     ended = pod.termination
-    return Fall(
+    return EpochEnd(
         reason=_OOM_KILLED if ended.reason == _OOM_KILLED else "PodFailed",
         message=f"pod {pod.name} ended with exit code {ended.exit_code} {ended.message[:300]}".strip(),
         exit_code=ended.exit_code,
     )
 
 
-def _deletion(pod: PodView) -> Fall | None:
+def _deletion(pod: PodView) -> EpochEnd | None:
     if not pod.deleting:
         return None
-    return Fall(reason="PodDeleted", message=f"pod {pod.name} was deleted")
+    return EpochEnd(reason="PodDeleted", message=f"pod {pod.name} was deleted")

@@ -107,7 +107,7 @@ def parse_pod(manifest: Manifest, config_maps: Mapping[str, Manifest]) -> PodPro
     Raises:
         UnsupportedPodFieldError: it has a field that is neither run nor met here.
     """
-    pod = _Reader(manifest["metadata"]["name"], config_maps)
+    pod = _FieldReader(manifest["metadata"]["name"], config_maps)
     pod.only(manifest, _POD_FIELDS, "")
     spec = manifest["spec"]
     pod.only(spec, _SPEC_FIELDS, "spec")
@@ -134,7 +134,7 @@ def parse_pod(manifest: Manifest, config_maps: Mapping[str, Manifest]) -> PodPro
     )
 
 
-class _Reader:
+class _FieldReader:
     """Reads the parts of one manifest, and refuses with its name."""
 
     def __init__(self, name: str, config_maps: Mapping[str, Manifest]) -> None:

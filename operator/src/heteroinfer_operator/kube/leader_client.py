@@ -34,7 +34,7 @@ class _Answer:
     silent: bool
 
 
-class GroupClient:
+class LeaderClient:
     """Asks the leaders of groups, each at most once in KEEP_S.
 
     A leader that does not answer gives nothing: readiness is judged by pods, this only adds
@@ -64,12 +64,10 @@ class GroupClient:
         all, a pass must not wait for each of them.
         """
         known = tuple(pods)
-        fallen = {_group(pod) for pod in known if pod.view.ended}
+        ended = {_group(pod) for pod in known if pod.view.ended}
         unready = {_group(pod) for pod in known if not pod.view.ready}
         leaders = {
-            index: pod
-            for pod in known
-            if (index := _led_group(pod)) is not None and _group(pod) not in fallen
+            index: pod for pod in known if (index := _led_group(pod)) is not None and _group(pod) not in ended
         }
         self._forget_old()
         answers = await asyncio.gather(

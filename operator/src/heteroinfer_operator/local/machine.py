@@ -61,8 +61,8 @@ def _limits(proc: Path, cgroup: Path, read: Callable[[Path], float | None]) -> l
     """Returns the limits of this process's cgroup and of those above it."""
     lines = (proc / "self" / "cgroup").read_text().splitlines()
     own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
-    place = cgroup / own.strip("/")
-    folders = [place, *place.parents] if place.is_relative_to(cgroup) else []
+    own_group = cgroup / own.strip("/")
+    folders = [own_group, *own_group.parents] if own_group.is_relative_to(cgroup) else []
     found = [read(folder) for folder in folders if folder.is_relative_to(cgroup)]
     return [limit for limit in found if limit is not None]
 

@@ -23,16 +23,15 @@ from heteroinfer_operator.api import ConditionType
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.health import Health, serve
-from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.adapter import KubeCluster
-from heteroinfer_operator.kube.caches import Caches
+from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
-from heteroinfer_operator.kube.groups import GroupClient
+from heteroinfer_operator.kube.installation import list_resources, wait_for_resource
+from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE
-from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer, load_configuration
+from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from heteroinfer_operator.metrics import OperatorMetrics
-from heteroinfer_operator.settings import Settings
+from heteroinfer_operator.settings import InstallationSettings
 from heteroinfer_operator.workqueue import Decide, WorkQueue, build_process
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Operator:
         decide: the pure decision.
     """
 
-    def __init__(self, settings: Settings, decide: Decide) -> None:
+    def __init__(self, settings: InstallationSettings, decide: Decide) -> None:
         self._settings = settings
         self._decide = decide
         self._metrics = OperatorMetrics()
@@ -60,8 +59,8 @@ class Operator:
         self._lease: LeaderLease | None = None
         self._known: set[ResourceKey] = set()
         self._nodes_timer: asyncio.TimerHandle | None = None
-        self._without_room: set[ResourceKey] = set()
-        self._room_timer: asyncio.TimerHandle | None = None
+        self._without_capacity: set[ResourceKey] = set()
+        self._capacity_timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Works until SIGTERM or SIGINT.
@@ -113,34 +112,36 @@ class Operator:
     ) -> None:
         self._health.waits_for = f"the resource {names.PLURAL}.{names.API_GROUP}"
         await wait_for_resource(server)
-        groups = GroupClient()
+        groups = LeaderClient()
         try:
-            caches, queue = self._build_queue(server, groups)
-            group.create_task(caches.run(), name="caches")
-            await self._wait_synced(caches)
+            cluster_state, queue = self._build_queue(server, groups)
+            group.create_task(cluster_state.run(), name="caches")
+            await self._wait_synced(cluster_state)
             group.create_task(queue.run(), name="workers")
             group.create_task(self._watch(configuration, queue), name="kopf")
             self._health.waits_for = ""
-            await self._pass_over_all(server, queue, caches)
+            await self._resync_all(server, queue, cluster_state)
         finally:
             await groups.close()
 
-    def _build_queue(self, server: ApiServer, groups: GroupClient) -> tuple[Caches, WorkQueue]:
+    def _build_queue(self, server: ApiServer, groups: LeaderClient) -> tuple[ClusterState, WorkQueue]:
         def touched(key: ResourceKey) -> None:  # the caches feed the queue, which works on the caches
             queue.add(key)
 
-        caches = Caches(
+        cluster_state = ClusterState(
             server,
             namespaces=self._settings.watch_namespaces,
             touched=touched,
             nodes_changed=lambda: self._nodes_changed(queue),
-            room_freed=lambda: self._room_freed(queue),
+            capacity_freed=lambda: self._capacity_freed(queue),
         )
         recorder = EventRecorder(server, reporter=self._settings.identity or names.MANAGER)
-        cluster = KubeCluster(server, caches, recorder=recorder, groups=groups, on_observed=self._observed)
+        cluster = KubeCluster(
+            server, cluster_state, recorder=recorder, groups=groups, on_observed=self._observed
+        )
         process = build_process(cluster, self._decide)
         queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)
-        return caches, queue
+        return cluster_state, queue
 
     def _build_lease(self, server: ApiServer) -> LeaderLease | None:
         settings = self._settings
@@ -160,12 +161,12 @@ class Operator:
         if self._lease is not None:
             self._lease.require()
 
-    async def _wait_synced(self, caches: Caches) -> None:
+    async def _wait_synced(self, cluster_state: ClusterState) -> None:
         """Returns once all caches are listed; says what is missing meanwhile, and in /readyz."""
-        synced = asyncio.ensure_future(caches.wait_synced())
+        synced = asyncio.ensure_future(cluster_state.wait_synced())
         try:
             while not synced.done():
-                self._health.waits_for = f"the first list of {', '.join(caches.unsynced())}"
+                self._health.waits_for = f"the first list of {', '.join(cluster_state.unsynced())}"
                 await asyncio.wait({synced}, timeout=POLL_S)
         finally:
             synced.cancel()
@@ -176,19 +177,19 @@ class Operator:
             self._known.discard(key)
         else:
             self._known.add(key)
-        if isinstance(status, dict) and _waits_for_room(status):
-            self._without_room.add(key)
+        if isinstance(status, dict) and _waits_for_capacity(status):
+            self._without_capacity.add(key)
         else:
-            self._without_room.discard(key)
+            self._without_capacity.discard(key)
 
-    def _room_freed(self, queue: WorkQueue) -> None:
+    def _capacity_freed(self, queue: WorkQueue) -> None:
         def look_again() -> None:
-            self._room_timer = None
-            for key in sorted(self._without_room):
+            self._capacity_timer = None
+            for key in sorted(self._without_capacity):
                 queue.add(key)
 
-        if self._room_timer is None and self._without_room:
-            self._room_timer = asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
+        if self._capacity_timer is None and self._without_capacity:
+            self._capacity_timer = asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
 
     def _nodes_changed(self, queue: WorkQueue) -> None:
         def look_again() -> None:
@@ -199,29 +200,33 @@ class Operator:
         if self._nodes_timer is None:
             self._nodes_timer = asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
 
-    def _count_pass(self, caches: Caches) -> None:
+    def _count_resync(self, cluster_state: ClusterState) -> None:
         """Notes a full pass; one over copies that nothing was heard of for long saw the past, and is none."""
-        self._health.unheard = tuple(cache.collection.label for cache in caches.all() if cache.unheard)
-        if self._health.unheard:
-            logger.error("a pass that does not count: nothing heard of %s", ", ".join(self._health.unheard))
+        self._health.stale_caches = tuple(
+            cache.collection.label for cache in cluster_state.all() if cache.is_stale
+        )
+        if self._health.stale_caches:
+            logger.error(
+                "a pass that does not count: nothing heard of %s", ", ".join(self._health.stale_caches)
+            )
             return
-        self._metrics.last_pass.set(datetime.now(UTC).timestamp())
-        self._health.passed()
+        self._metrics.last_resync.set(datetime.now(UTC).timestamp())
+        self._health.resynced()
 
-    async def _pass_over_all(self, server: ApiServer, queue: WorkQueue, caches: Caches) -> None:
+    async def _resync_all(self, server: ApiServer, queue: WorkQueue, cluster_state: ClusterState) -> None:
         """Reconciles every resource from time to time, whatever events said."""
-        self._health.passed()
+        self._health.resynced()
         while True:
             pause_s = self._settings.resync_s
             try:
                 keys = await list_resources(server, self._settings.watch_namespaces)
                 async with asyncio.timeout(2 * self._settings.resync_s):
                     await queue.process_all(keys)
-                self._count_pass(caches)
+                self._count_resync(cluster_state)
             except ApiError as error:
                 # An API server that is away is no reason to start this process again.
                 logger.warning("pass over all resources: %s; trying again", error.message)
-                self._health.passed()
+                self._health.resynced()
                 pause_s = min(pause_s, RETRY_S)
             except TimeoutError:
                 logger.error("pass over all resources: not done in %g s", 2 * self._settings.resync_s)
@@ -260,7 +265,7 @@ class Operator:
                 ended.exception()  # seen: what matters was raised above
 
 
-def _waits_for_room(status: Mapping[str, Any]) -> bool:
+def _waits_for_capacity(status: Mapping[str, Any]) -> bool:
     return any(
         condition.get("type") == ConditionType.CAPACITY_AVAILABLE and condition.get("status") == "False"
         for condition in status.get("conditions") or ()
@@ -297,70 +302,3 @@ async def _until(stop: asyncio.Event, work: Awaitable[None]) -> None:
         await asyncio.wait({working})
     if not working.cancelled():
         working.result()
-
-
-async def wait_for_resource(server: ApiServer) -> None:
-    """Returns once the API server serves HeteroInference; logs what it waits for."""
-    told = ""
-    while True:
-        problem = await resource_problem(server)
-        if not problem:
-            return
-        if problem != told:
-            logger.warning("waiting: %s", problem)
-            told = problem
-        await asyncio.sleep(POLL_S)
-
-
-async def resource_problem(server: ApiServer) -> str:
-    """Returns why HeteroInference cannot be read now, with what to do, or ""."""
-    group_version = f"{names.API_GROUP}/{names.API_VERSION}"
-    try:
-        served = await server.get(f"/apis/{group_version}")
-    except ApiError as error:
-        if error.status != NOT_FOUND:
-            return error.message
-        served = {}
-    if any(resource["name"] == names.PLURAL for resource in served.get("resources", ())):
-        return ""
-    return (
-        f"the API server does not serve {names.PLURAL} of {group_version}: install the "
-        "CustomResourceDefinition (chart value crds.install=true, or "
-        "kubectl apply -f crds/heteroinference.yaml)"
-    )
-
-
-async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> list[ResourceKey]:
-    """Returns every resource that is served; raises ApiError."""
-    scopes: list[str | None] = [*namespaces] or [None]
-    found: list[ResourceKey] = []
-    for scope in scopes:
-        listed = await server.get(HETERO_INFERENCE.path(scope))
-        found += [
-            ResourceKey(namespace=item["metadata"]["namespace"], name=item["metadata"]["name"])
-            for item in listed["items"]
-        ]
-    return found
-
-
-async def check(settings: Settings) -> list[str]:
-    """Returns what an installation lacks, in words; changes nothing.
-
-    Raises:
-        HeteroInferError: the API server cannot be asked.
-    """
-    server = ApiServer(await load_configuration())
-    try:
-        problem = await resource_problem(server)
-        missing: list[str] = []
-        for namespace in settings.watch_namespaces or (None,):
-            missing += await rights.missing_rights(server, rights.SERVED, namespace)
-        if not settings.watch_namespaces:
-            missing += await rights.missing_rights(server, rights.CLUSTER, None)
-        if settings.leader_election:
-            missing += await rights.missing_rights(
-                server, rights.lease_rules(settings.lease_name), settings.namespace
-            )
-    finally:
-        await server.close()
-    return [*([problem] if problem else []), *(f"missing right: {right}" for right in missing)]

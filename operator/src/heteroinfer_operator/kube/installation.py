@@ -1,0 +1,84 @@
+"""What an installation has at the API server: the resource, those that there are, the rights."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.kube import rights
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE
+from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer, load_configuration
+from heteroinfer_operator.settings import InstallationSettings
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 2.0
+
+
+async def wait_for_resource(server: ApiServer) -> None:
+    """Returns once the API server serves HeteroInference; logs what it waits for."""
+    reported = ""
+    while True:
+        problem = await resource_problem(server)
+        if not problem:
+            return
+        if problem != reported:
+            logger.warning("waiting: %s", problem)
+            reported = problem
+        await asyncio.sleep(POLL_S)
+
+
+async def resource_problem(server: ApiServer) -> str:
+    """Returns why HeteroInference cannot be read now, with what to do, or ""."""
+    group_version = f"{names.API_GROUP}/{names.API_VERSION}"
+    try:
+        served = await server.get(f"/apis/{group_version}")
+    except ApiError as error:
+        if error.status != NOT_FOUND:
+            return error.message
+        served = {}
+    if any(resource["name"] == names.PLURAL for resource in served.get("resources", ())):
+        return ""
+    return (
+        f"the API server does not serve {names.PLURAL} of {group_version}: install the "
+        "CustomResourceDefinition (chart value crds.install=true, or "
+        "kubectl apply -f crds/heteroinference.yaml)"
+    )
+
+
+async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> list[ResourceKey]:
+    """Returns every resource that is served; raises ApiError."""
+    scopes: list[str | None] = [*namespaces] or [None]
+    found: list[ResourceKey] = []
+    for scope in scopes:
+        listed = await server.get(HETERO_INFERENCE.path(scope))
+        found += [
+            ResourceKey(namespace=item["metadata"]["namespace"], name=item["metadata"]["name"])
+            for item in listed["items"]
+        ]
+    return found
+
+
+async def check(settings: InstallationSettings) -> list[str]:
+    """Returns what an installation lacks, in words; changes nothing.
+
+    Raises:
+        HeteroInferError: the API server cannot be asked.
+    """
+    server = ApiServer(await load_configuration())
+    try:
+        problem = await resource_problem(server)
+        missing: list[str] = []
+        for namespace in settings.watch_namespaces or (None,):
+            missing += await rights.missing_rights(server, rights.SERVED, namespace)
+        if not settings.watch_namespaces:
+            missing += await rights.missing_rights(server, rights.CLUSTER, None)
+        if settings.leader_election:
+            missing += await rights.missing_rights(
+                server, rights.lease_rules(settings.lease_name), settings.namespace
+            )
+    finally:
+        await server.close()
+    return [*([problem] if problem else []), *(f"missing right: {right}" for right in missing)]
