@@ -1,5 +1,6 @@
 """A step's time is explained by its parts."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,35 @@ def test_a_step_has_no_more_transfer_than_time() -> None:
     step = Step(step_s=1.0, wait_s=0.4, transfer_s={"send": 0.9, "recv": 0.3})
     fit_transfer(step)
     assert step.transfer_s == pytest.approx({"send": 0.45, "recv": 0.15})
+
+
+@pytest.mark.parametrize("ends", ["before the call is left", "after it", "in the next step"])
+def test_a_step_whose_copy_ends_early_is_not_counted_twice(ends: str) -> None:
+    """The GPU's last copy may be done before the worker's call returns, or long after."""
+    ours, theirs = RankChannel.open_pair()
+    reporter = RankReporter(theirs, 0)
+    try:
+        rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
+        metrics = RankMetrics(rank, LAUNCH, reporter)
+        began = time.perf_counter()
+        metrics.enter()
+        done = metrics.runs_on()
+        time.sleep(0.02)
+        if ends == "before the call is left":
+            done(0.0)
+        metrics.leave()
+        metrics.finish_step(prefill_tokens=0, decode_tokens=1)
+        if ends == "in the next step":
+            metrics.enter()
+        if ends != "before the call is left":
+            done(0.0)
+        took_s = time.perf_counter() - began
+        own = dict(zip(names.RANK_LABELS, ("ns/x/0", "0", "0", "role-0", "CPU"), strict=True))
+        step_s = metrics.registry.get_sample_value(
+            names.STEP_SECONDS + "_sum", {**own, "phase": names.PHASE_DECODE}
+        )
+        assert step_s is not None
+        assert 0.02 <= step_s <= took_s
+    finally:
+        reporter.close()
+        ours.close()

@@ -43,6 +43,7 @@ class Step:
         transfer_s: of which copying and sending, by direction.
         transfer_bytes: by direction.
         tokens: prompt tokens and others, once known.
+        left: whether the worker is in none of the step's calls.
         runs_on: whether the device still works on it after the worker's calls.
         device_s: tells the time of the forward pass on the device; None on CPU ranks.
     """
@@ -52,6 +53,7 @@ class Step:
     transfer_s: dict[str, float] = field(default_factory=lambda: {"send": 0.0, "recv": 0.0})
     transfer_bytes: dict[str, int] = field(default_factory=lambda: {"send": 0, "recv": 0})
     tokens: tuple[int, int] | None = None
+    left: bool = False
     runs_on: bool = False
     device_s: Callable[[], float] | None = None
 
@@ -132,7 +134,7 @@ class RankMetrics:
     def enter(self) -> None:
         """Begins, or goes on with, the step that the worker was called for."""
         with self._lock:
-            self._entered, self._inside = time.perf_counter(), True
+            self._entered, self._inside, self._step.left = time.perf_counter(), True, False
             if self._left is not None:
                 self._idle.inc(self._entered - self._left)
         self._busy = f"step {self._steps + 1}"
@@ -142,6 +144,7 @@ class RankMetrics:
         """Ends one call of a step; between two calls this rank is idle."""
         with self._lock:
             self._left, self._inside = time.perf_counter(), False
+            self._step.left = True
             if not self._step.runs_on:
                 self._step.step_s += self._left - self._entered
         self._reporter.busy(None)
@@ -159,7 +162,8 @@ class RankMetrics:
         def done(copy_s: float) -> None:
             with self._lock:
                 now = time.perf_counter()
-                step.step_s = now - entered
+                if step.left:  # else leave() adds the time of the call
+                    step.step_s += now - entered
                 if not self._inside:
                     self._left = now  # until now it was not idle
                 step.transfer_s["send"] += copy_s
