@@ -3,7 +3,7 @@
 import pytest
 
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.model_fetch import FetchedFile
+from heteroinfer_contract.model_fetch import MARKER_FILE, FetchedFile
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import describing_files, weight_files
 
@@ -77,3 +77,11 @@ def test_what_is_no_model_is_told_with_what_it_holds() -> None:
         describing_files(gguf)
     with pytest.raises(FetchError, match=r"no weights as \*\.safetensors.*pvc://CLAIM/PATH"):
         weight_files(listing(("config.json", "pytorch_model.bin")), None)
+
+
+def test_files_that_bear_our_own_names_are_not_the_models() -> None:
+    """A repository that was filled from one of our caches holds the marker of that cache."""
+    files = listing((*SHARDED, MARKER_FILE, ".parts/x.json", ".lock"))
+    assert MARKER_FILE not in names(describing_files(files))
+    with pytest.raises(FetchError, match=f"names {MARKER_FILE} files"):
+        weight_files(files, {"weight_map": {"t0": MARKER_FILE}})

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.model_fetch import FetchedFile
+from heteroinfer_contract.model_fetch import MARKER_FILE, FetchedFile
 from heteroinfer_contract.model_files import CONFIG_FILE, INDEX_FILE
 from vllm_heteroinfer.fetch.errors import FetchError
 
@@ -36,7 +36,9 @@ def describing_files(files: Sequence[FetchedFile]) -> list[FetchedFile]:
     return [
         file
         for file in files
-        if _DESCRIBING.fullmatch(file.path) and not _OF_OTHER_WEIGHTS.fullmatch(file.path)
+        if _DESCRIBING.fullmatch(file.path)
+        and not _OF_OTHER_WEIGHTS.fullmatch(file.path)
+        and file.path != MARKER_FILE  # of a cache that the repository was filled from; ours is written last
     ]
 
 
@@ -50,7 +52,7 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
     Raises:
         FetchError: there are none, or the index names files that are not there.
     """
-    by_path = {file.path: file for file in files}
+    by_path = {file.path: file for file in files if file.path != MARKER_FILE}
     if index is not None:
         names = _names_of(index)
         absent = [name for name in names if name not in by_path or _leaves(name)]
