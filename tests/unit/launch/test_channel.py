@@ -8,7 +8,7 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from heteroinfer_contract.group_status import RankPhase
 from vllm_heteroinfer.launch.channel import (
     MAX_LINE_BYTES,
@@ -125,3 +125,17 @@ def test_lines_in_any_pieces() -> None:
 def test_endless_line_is_refused() -> None:
     with pytest.raises(ContractError, match="does another program use this port"):
         LineBuffer().feed(b"x" * (MAX_LINE_BYTES + 1))
+
+
+@pytest.mark.parametrize("at", ["front", "end"])
+def test_an_error_of_150000_characters_keeps_its_culprit(
+    ends: tuple[RankChannel, RankReporter], at: str
+) -> None:
+    channel, reporter = ends
+    word = "Connection closed by peer"
+    text = f"{word} {'x' * 150_000}" if at == "front" else f"{'x' * 150_000} {word}"
+    reporter.failure(Failure(reason=FailureReason.CONFIG_MISMATCH, message=text, rank=1))
+    (failure,) = [m.failure for m in channel.read() if m.failure]
+    assert (failure.reason, failure.rank) == (FailureReason.CONFIG_MISMATCH, 1)
+    assert word in failure.message
+    assert len(failure.to_json()) <= MAX_TERMINATION_MESSAGE_BYTES

@@ -18,6 +18,9 @@ LAST_LOG_BYTES = 1000
 """Room in it, as JSON; what is left holds the numbers."""
 
 
+_LEFT_OUT = " ... "
+
+
 class FailureReason(StrEnum):
     """What ended a group; CamelCase, since it becomes an event's and a condition's reason."""
 
@@ -73,16 +76,19 @@ class Failure:
     time: float = 0.0
 
     def to_json(self) -> str:
-        """Returns JSON of at most MAX_TERMINATION_MESSAGE_BYTES.
+        """Returns JSON of at most MAX_TERMINATION_MESSAGE_BYTES, of what `cut` keeps."""
+        return codec.to_json(self.cut())
 
-        What is too long is cut: the message at its end, the log at its front.
+    def cut(self) -> "Failure":
+        """Returns the failure as far as it fits: a message without its middle, a log without its front.
+
+        An error's kind stands at its beginning, what caused it often at its end.
         """
-        text = codec.to_json(self)
-        if len(text) <= MAX_TERMINATION_MESSAGE_BYTES:
-            return text
-        message = _fit(self.message, MESSAGE_BYTES, keep_end=False)
+        if len(codec.to_json(self)) <= MAX_TERMINATION_MESSAGE_BYTES:
+            return self
+        message = _fit_ends(self.message, MESSAGE_BYTES)
         last_log = _fit(self.last_log, LAST_LOG_BYTES, keep_end=True)
-        return codec.to_json(replace(self, message=message, last_log=last_log))
+        return replace(self, message=message, last_log=last_log)
 
     @classmethod
     def from_json(cls, text: str) -> "Failure | None":
@@ -91,6 +97,15 @@ class Failure:
             return codec.from_json(cls, text)
         except ContractError:
             return None
+
+
+def _fit_ends(text: str, room_bytes: int) -> str:
+    """Returns as much of the two ends of `text` as fits as JSON, two thirds of it from the beginning."""
+    if len(json.dumps(text)) <= room_bytes:
+        return text
+    front = _fit(text, room_bytes * 2 // 3, keep_end=False)
+    end = _fit(text[len(front) :], room_bytes - len(json.dumps(front)) - len(_LEFT_OUT), keep_end=True)
+    return front + _LEFT_OUT + end
 
 
 def _fit(text: str, room_bytes: int, *, keep_end: bool) -> str:

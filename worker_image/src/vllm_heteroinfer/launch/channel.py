@@ -171,7 +171,8 @@ class RankReporter:
         The supervisor fills in pod, exit code, last log line and time. If the
         supervisor is gone, nobody is left to tell, and this returns.
         """
-        self._send(RankMessage(failure=failure))
+        # Cut here: a longer line than MAX_LINE_BYTES would be taken for another program's.
+        self._send(RankMessage(failure=failure.cut()))
 
     def heartbeat_age_s(self) -> float:
         """Returns how long ago the group was last known to be whole, in seconds.
