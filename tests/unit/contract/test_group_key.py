@@ -1,0 +1,69 @@
+"""Codes of a group's key: good for what they were made for, and for nothing else."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_key import EpochKey, GroupKey, new_key, new_nonce
+
+KEY = GroupKey.of_group(b"o" * 32, "uid-1/0")
+texts = st.text(max_size=8)
+
+
+def test_a_key_is_of_its_operator_group_and_epoch() -> None:
+    others = [
+        GroupKey.of_group(b"p" * 32, "uid-1/0").of_epoch(2),
+        GroupKey.of_group(b"o" * 32, "uid-1/1").of_epoch(2),
+        KEY.of_epoch(1),
+        KEY.of_epoch(2).session("nonce"),
+    ]
+    code = KEY.of_epoch(2).code("leader", "1", "nonce")
+    assert GroupKey.of_group(b"o" * 32, "uid-1/0").of_epoch(2).vouches(code, "leader", "1", "nonce")
+    assert not any(other.vouches(code, "leader", "1", "nonce") for other in others)
+
+
+@given(st.tuples(texts, st.lists(texts, max_size=3)), st.tuples(texts, st.lists(texts, max_size=3)))
+def test_a_code_is_of_one_purpose_and_of_its_very_parts(
+    one: tuple[str, list[str]], other: tuple[str, list[str]]
+) -> None:
+    key = KEY.of_epoch(1)
+    assert key.vouches(key.code(one[0], *one[1]), other[0], *other[1]) is (one == other)
+
+
+def test_a_key_is_the_same_from_the_environment_and_its_name_is_no_key() -> None:
+    assert GroupKey.from_env({names.ENV_GROUP_KEY: KEY.text}) == KEY
+    assert GroupKey.from_env({}) is None
+    assert KEY.fingerprint not in KEY.text
+    assert len({new_nonce() for _ in range(100)} | {new_key().hex() for _ in range(100)}) == 200
+
+
+@pytest.mark.parametrize("text", ["zz", "ab", KEY.text + "00", "ä" * 64])
+def test_what_is_no_key_is_refused_and_not_shown(text: str) -> None:
+    with pytest.raises(ContractError, match=f"got {len(text)} characters, expected 64 hex digits") as refusal:
+        GroupKey.from_env({names.ENV_GROUP_KEY: text})
+    assert text not in str(refusal.value)
+
+
+def test_a_key_is_in_no_text_of_its_values() -> None:
+    for value in (KEY, KEY.of_epoch(1)):
+        assert value.secret.hex() not in repr(value)
+        assert repr(value.secret) not in repr(value)
+
+
+def test_a_signed_text_is_good_under_its_name_only() -> None:
+    key = KEY.of_epoch(3)
+    signed = key.sign("store", "rank/1", '{"addr": "tcp://10.0.0.1:5"}')
+    assert key.read_signed("store", "rank/1", signed) == '{"addr": "tcp://10.0.0.1:5"}'
+    wrong: list[tuple[EpochKey, str, str, str]] = [
+        (key, "store", "rank/2", signed),
+        (key, "hello", "rank/1", signed),
+        (KEY.of_epoch(2), "store", "rank/1", signed),
+        (key, "store", "rank/1", signed.replace("10.0.0.1", "10.6.6.6")),
+        (key, "store", "rank/1", '{"addr": "tcp://10.6.6.6:5"}'),
+        (key, "store", "rank/1", ""),
+    ]
+    for by, purpose, name, text in wrong:
+        with pytest.raises(ContractError, match="no process of this epoch has signed"):
+            by.read_signed(purpose, name, text)
