@@ -12,9 +12,10 @@ import pytest_asyncio
 from aiohttp import web
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.group_status import GroupStatus, RankStatus
+from heteroinfer_contract.plan import MAX_WORLD_SIZE
 from heteroinfer_operator.cluster import PodView, ResourceKey
-from heteroinfer_operator.kube.leader_client import KEEP_S, UNREADY_TIMEOUT_S, LeaderClient
+from heteroinfer_operator.kube.leader_client import KEEP_S, MOST_BYTES, UNREADY_TIMEOUT_S, LeaderClient
 from heteroinfer_operator.kube.trim import PodRecord
 
 SAID = GroupStatus(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message="", ranks=())
@@ -80,6 +81,44 @@ async def test_a_leader_that_makes_no_sense_gives_nothing(leader: Leader) -> Non
         assert await client.observe([pod(leader.port, uid="c")]) == {}
         assert leader.asked == 2
         assert await client.observe([pod(1, uid="nobody-listens")]) == {}
+    finally:
+        await client.close()
+
+
+async def test_an_answer_that_comes_in_pieces_is_read_to_its_end() -> None:
+    """From 64 ranks on it does not come at once."""
+    ranks = tuple(RankStatus(rank=rank, pod=rank) for rank in range(MAX_WORLD_SIZE))
+    said = replace(SAID, ranks=ranks)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = said.to_json().encode()
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        for start in range(0, len(body), 8192):
+            writer.write(body[start : start + 8192])
+            await writer.drain()
+            await asyncio.sleep(0.005)
+        writer.close()
+
+    client = LeaderClient()
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        assert await client.observe([pod(server.sockets[0].getsockname()[1])]) == {3: said}
+    finally:
+        server.close()
+        await client.close()
+
+
+@pytest.mark.parametrize("body", ["<html>sorry</html>", "[" * 100_000, "x" * (2 * MOST_BYTES), "\ufffd"])
+async def test_a_200_that_is_not_a_report_gives_nothing(leader: Leader, body: str) -> None:
+    leader.body = body
+    client = LeaderClient()
+    try:
+        for _ in range(2):
+            assert await client.observe([pod(leader.port, ready=False)]) == {}
+        (told,) = client.take_nonsense(pod(leader.port).key)
+        assert told.startswith("pod a: what it says of its group is ignored: ")
+        assert client.take_nonsense(pod(leader.port).key) == []
     finally:
         await client.close()
 

@@ -1,12 +1,14 @@
 """Random values of the contract."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_status import GroupStatus, RankPhase, RankStatus
 from heteroinfer_contract.launch import CpuBinding, PodAddress, PodLaunch
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device, EngineSettings, Mode, Plan, RankAssignment
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 counts = st.integers(0, 1 << 50)
@@ -96,9 +98,9 @@ failures = st.builds(
     Failure,
     reason=st.sampled_from(FailureReason),
     message=st.text(max_size=9000),
-    pod=st.none() | st.integers(0, 1000),
-    rank=st.none() | st.integers(0, 1000),
-    exit_code=st.none() | st.integers(-255, 255),
+    pod=st.none() | st.integers(0, MAX_WORLD_SIZE - 1),
+    rank=st.none() | st.integers(0, MAX_WORLD_SIZE - 1),
+    exit_code=st.none() | st.integers(-64, 255),
     last_log=st.text(max_size=9000),
     time=seconds,
 )
@@ -126,23 +128,26 @@ group_statuses = st.builds(
     plan_hash=texts,
     ready=st.booleans(),
     message=texts,
-    ranks=st.lists(rank_statuses, max_size=5).map(tuple),
+    ranks=st.lists(rank_statuses, max_size=5).map(
+        lambda ranks: tuple(replace(status, rank=rank) for rank, status in enumerate(ranks))
+    ),
 )
-profiles = st.builds(
+_sizes = st.builds(
     ModelProfile,
     architecture=texts,
     dtype=texts,
-    num_layers=positive,
+    num_layers=st.just(1),
     hidden_size=positive,
     num_attention_heads=positive,
     num_kv_heads=positive,
     head_dim=positive,
     vocab_size=positive,
     max_position_embeddings=positive,
-    layer_bytes=st.lists(counts, max_size=20).map(tuple),
+    layer_bytes=st.lists(counts, min_size=1, max_size=20).map(tuple),
     embedding_bytes=counts,
     head_bytes=counts,
     tied_head=st.booleans(),
     other_bytes=counts,
     quantization=texts,
 )
+profiles = _sizes.map(lambda profile: replace(profile, num_layers=len(profile.layer_bytes)))

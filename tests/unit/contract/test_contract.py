@@ -13,9 +13,11 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from heteroinfer_contract.group_status import GroupStatus
 from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.model_fetch import FetchedModel
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
 from tests.unit.contract.strategies import failures, group_statuses, launches, plans, profiles
+from tests.unit.reconcile.world import PROFILE
 
 FEW = settings(max_examples=30)
 """A plan is a big value to draw, and unit tests take 10 s in all."""
@@ -214,3 +216,11 @@ def test_profile_adds_up(profile: ModelProfile) -> None:
     parts = profile.embedding_bytes + profile.head_bytes + profile.other_bytes
     assert profile.total_bytes == parts + sum(profile.layer_bytes)
     assert profile.kv_bytes_per_token_and_layer(2) == 4 * profile.num_kv_heads * profile.head_dim
+
+
+@pytest.mark.parametrize("commit", ["", "../../etc", "a/b", "x" * 65])
+def test_a_commit_that_would_leave_the_cache_is_refused(commit: str) -> None:
+    profile = json.loads(PROFILE.to_json())
+    text = json.dumps({"commit": commit, "size_bytes": 1, "profile": profile})
+    with pytest.raises(ContractError, match=r"FetchedModel\.commit"):
+        FetchedModel.from_json(text)

@@ -1,20 +1,26 @@
 """Frozen dataclasses to JSON and back, checked field by field.
 
 Stdlib only. Covers what the contract uses: str, int, float, bool, enums, optional
-values, tuples of one type, and nested dataclasses.
+values, tuples of one type, and nested dataclasses. What is read was written by others: a number
+that JSON or Kubernetes cannot hold is refused, and a text always can be written again.
 """
 
 import dataclasses
 import enum
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from heteroinfer_contract.errors import ContractError
 
 T = TypeVar("T")
+
+MAX_INT: Final = 2**53
+"""Of either sign; beyond, readers of JSON that count in doubles get another number."""
+_SHOWN_CHARS: Final = 200
 
 
 def to_json(value: Any) -> str:
@@ -32,12 +38,12 @@ def from_json(cls: type[T], text: str, *, where: str = "") -> T:
 
     Raises:
         ContractError: the text is not JSON, or a field is missing, unknown or of
-            another type. The message names the field.
+            another type or no number. The message names the field.
     """
     where = where or cls.__name__
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ContractError(f"{where}: not JSON: {error}") from error
     return typing.cast("T", _decode(cls, raw, where))
 
@@ -66,16 +72,44 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
             return kind(raw)
         except ValueError as error:
             expected = ", ".join(str(member.value) for member in kind)
-            raise ContractError(f"{where}: got {raw!r}, expected one of {expected}") from error
+            raise ContractError(f"{where}: got {_shown(raw)}, expected one of {expected}") from error
     return _decode_scalar(kind, raw, where)
 
 
 def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
-    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+    if kind is float and isinstance(raw, int) and not isinstance(raw, bool) and abs(raw) <= MAX_INT:
         return float(raw)
     if not isinstance(raw, kind) or (kind is int and isinstance(raw, bool)):
-        raise ContractError(f"{where}: got {raw!r}, expected {kind.__name__}")
-    return raw
+        raise ContractError(f"{where}: got {_shown(raw)}, expected {kind.__name__}")
+    if isinstance(raw, float) and not math.isfinite(raw):
+        raise ContractError(f"{where}: got {raw}, expected a finite number")
+    if isinstance(raw, int) and abs(raw) > MAX_INT:
+        raise ContractError(f"{where}: got a number of {raw.bit_length()} bits, expected at most {MAX_INT}")
+    # A lone surrogate, which JSON may escape, cannot be written as UTF-8.
+    return raw.encode(errors="replace").decode() if isinstance(raw, str) else raw
+
+
+def at_least(least: float, where: str, **values: float) -> None:
+    """Checks numbers of a value that was read.
+
+    Raises:
+        ContractError: one is smaller than `least`; the message names it.
+    """
+    for name, value in values.items():
+        if value < least:
+            raise ContractError(f"{where}.{name}: got {value}, expected at least {least}")
+
+
+def at_most(most: float, where: str, **values: float) -> None:
+    """Checks numbers of a value that was read, as `at_least`."""
+    for name, value in values.items():
+        if value > most:
+            raise ContractError(f"{where}.{name}: got {value}, expected at most {most}")
+
+
+def _shown(raw: Any) -> str:
+    text = repr(raw)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _decode_dataclass(kind: Any, raw: Any, where: str) -> Any:
@@ -85,7 +119,7 @@ def _decode_dataclass(kind: Any, raw: Any, where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(raw) - set(fields))
     if unknown:
-        raise ContractError(f"{where}: unknown field {unknown[0]!r}; written by another version?")
+        raise ContractError(f"{where}: unknown field {_shown(unknown[0])}; written by another version?")
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in raw:

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import MAX_WORLD_SIZE
 
 MAX_TERMINATION_MESSAGE_BYTES = 4096
 """Kubernetes keeps no more of a container's termination message (KEP: pod termination message)."""
@@ -19,6 +20,9 @@ LAST_LOG_BYTES = 1000
 
 
 _LEFT_OUT = " ... "
+MAX_EXIT_CODE = 255
+MAX_SIGNAL = 64
+"""Linux has no more (signal(7))."""
 
 
 class FailureReason(StrEnum):
@@ -92,11 +96,28 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str) -> "Failure | None":
-        """Returns the failure in a termination message, or None if the message is not one."""
+        """Returns the failure in a termination message, or None if it is none that a worker writes."""
         try:
-            return codec.from_json(cls, text)
+            failure = codec.from_json(cls, text)
+            failure.check()
         except ContractError:
             return None
+        return failure
+
+    def check(self) -> None:
+        """Checks what every reader relies on.
+
+        Raises:
+            ContractError: a pod, a rank, an exit code or a time is one that there cannot be.
+        """
+        for name, value in (("pod", self.pod), ("rank", self.rank)):
+            if value is not None:
+                codec.at_least(0, "Failure", **{name: value})
+                codec.at_most(MAX_WORLD_SIZE - 1, "Failure", **{name: value})
+        if self.exit_code is not None:
+            codec.at_least(-MAX_SIGNAL, "Failure", exit_code=self.exit_code)
+            codec.at_most(MAX_EXIT_CODE, "Failure", exit_code=self.exit_code)
+        codec.at_least(0, "Failure", time=self.time)
 
 
 def _fit_ends(text: str, room_bytes: int) -> str:

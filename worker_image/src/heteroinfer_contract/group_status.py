@@ -3,10 +3,16 @@
 Stdlib only.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 
 from heteroinfer_contract import codec
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import MAX_WORLD_SIZE, Plan
+
+MAX_SECONDS = 1e9
+"""Of any time that a rank tells: thirty years."""
 
 
 class RankPhase(StrEnum):
@@ -59,6 +65,13 @@ class RankStatus:
     kv_room_blocks: int = 0
     kv_room_bytes: int = 0
 
+    def check(self) -> None:
+        """Checks that no number is one that there cannot be; raises ContractError naming it."""
+        numbers = (field.name for field in dataclasses.fields(self) if field.name != "phase")
+        values = {name: getattr(self, name) for name in numbers}
+        codec.at_least(0, "RankStatus", **values)
+        codec.at_most(MAX_SECONDS, "RankStatus", **{k: v for k, v in values.items() if k.endswith("_s")})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatus:
@@ -86,5 +99,28 @@ class GroupStatus:
 
     @classmethod
     def from_json(cls, text: str) -> "GroupStatus":
-        """Returns the status that `text` holds; raises ContractError naming the field."""
-        return codec.from_json(cls, text)
+        """Returns the status that `text` holds.
+
+        Raises:
+            ContractError: it is none that a leader writes; the message names the field.
+        """
+        status = codec.from_json(cls, text)
+        status.check()
+        return status
+
+    def check(self) -> None:
+        """Checks what every reader relies on.
+
+        Raises:
+            ContractError: ranks are not 0..n-1 in order, or a number is one that there cannot be.
+        """
+        codec.at_least(0, "GroupStatus", epoch=self.epoch)
+        codec.at_most(MAX_WORLD_SIZE, "GroupStatus", ranks=len(self.ranks))
+        if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))):
+            raise ContractError("GroupStatus.ranks: expected ranks 0..n-1 in order")
+        for rank in self.ranks:
+            rank.check()
+
+    def covers(self, plan: Plan) -> bool:
+        """Returns whether it tells of every rank of a plan, each in its pod."""
+        return [rank.pod for rank in self.ranks] == [rank.pod for rank in plan.ranks]

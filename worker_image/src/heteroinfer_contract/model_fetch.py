@@ -4,6 +4,7 @@ Stdlib only. A cache holds `ORG--MODEL/COMMIT/` for each model and commit, with 
 hub names them and, written last, the marker: without one a folder is not complete.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 
 MARKER_FILE: Final = ".heteroinfer-complete.json"
 HUB_SCHEME: Final = "hf://"
+_COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 
 
 def model_folder(repository: str, commit: str) -> str:
@@ -137,7 +139,9 @@ class FetchProgress:
     @classmethod
     def from_json(cls, text: str) -> "FetchProgress":
         """Returns the progress that `text` holds; raises ContractError naming the field."""
-        return codec.from_json(cls, text)
+        progress = codec.from_json(cls, text)
+        codec.at_least(0, "FetchProgress", done_bytes=progress.done_bytes, total_bytes=progress.total_bytes)
+        return progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,4 +165,9 @@ class FetchedModel:
     @classmethod
     def from_json(cls, text: str) -> "FetchedModel":
         """Returns the answer that `text` holds; raises ContractError naming the field."""
-        return codec.from_json(cls, text)
+        fetched = codec.from_json(cls, text)
+        codec.at_least(0, "FetchedModel", size_bytes=fetched.size_bytes)
+        if not _COMMIT.fullmatch(fetched.commit):  # it becomes part of a path
+            raise ContractError(f"FetchedModel.commit: got {fetched.commit[:80]!r}, expected a commit's hash")
+        fetched.profile.check()
+        return fetched

@@ -6,6 +6,7 @@ Read from a model's own files by `heteroinfer_contract.model_files`.
 from dataclasses import dataclass
 
 from heteroinfer_contract import codec
+from heteroinfer_contract.errors import ContractError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,5 +66,26 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, text: str) -> "ModelProfile":
-        """Returns the profile that `text` holds; raises ContractError naming the field."""
-        return codec.from_json(cls, text)
+        """Returns the profile that `text` holds.
+
+        Raises:
+            ContractError: it is none that a model can have; the message names the field.
+        """
+        profile = codec.from_json(cls, text)
+        profile.check()
+        return profile
+
+    def check(self) -> None:
+        """Checks that no size is one that there cannot be; raises ContractError naming it."""
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim"):
+            codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
+        for name in ("vocab_size", "max_position_embeddings"):
+            codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
+        for name in ("embedding_bytes", "head_bytes", "other_bytes"):
+            codec.at_least(0, "ModelProfile", **{name: getattr(self, name)})
+        if len(self.layer_bytes) != self.num_layers:
+            raise ContractError(
+                f"ModelProfile.layer_bytes: got {len(self.layer_bytes)} layers, expected num_layers "
+                f"{self.num_layers}"
+            )
+        codec.at_least(0, "ModelProfile", layer_bytes=min(self.layer_bytes))

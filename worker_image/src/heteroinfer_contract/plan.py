@@ -21,6 +21,10 @@ class Device(StrEnum):
     GPU = "GPU"
 
 
+MAX_WORLD_SIZE = 256
+"""Ranks of a group."""
+
+
 class Mode(StrEnum):
     """How GPU and CPU ranks share the model."""
 

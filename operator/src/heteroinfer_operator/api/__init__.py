@@ -21,7 +21,7 @@ from heteroinfer_operator.api.resource import (
     parse_spec,
     parse_status,
 )
-from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE, MAX_WORLD_SIZE, Resources, RoleSpec
+from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE, Resources, RoleSpec
 from heteroinfer_operator.api.spec import (
     MAX_GROUPS,
     MAX_ROLES,
@@ -73,7 +73,6 @@ __all__ = [
     "MAX_PLANS",
     "MAX_PROFILE_LENGTH",
     "MAX_ROLES",
-    "MAX_WORLD_SIZE",
     "AccessMode",
     "Affinity",
     "Condition",

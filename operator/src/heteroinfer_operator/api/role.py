@@ -5,13 +5,12 @@ from typing import Annotated, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_contract.launch import CpuBinding
-from heteroinfer_contract.plan import Device
+from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device
 from heteroinfer_operator.api.base import ByteSize, Model, ResourceQuantity, ValidationRule
 from heteroinfer_operator.api.template import PodTemplate
 
 MAX_PODS_PER_ROLE: Final = 64
 MAX_RANKS_PER_POD: Final = 16
-MAX_WORLD_SIZE: Final = 256
 """Ranks of a group."""
 DEFAULT_GPU_RESOURCE: Final = "nvidia.com/gpu"
 

@@ -9,11 +9,11 @@ from typing import Annotated, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_contract import names
-from heteroinfer_contract.plan import Mode
+from heteroinfer_contract.plan import MAX_WORLD_SIZE, Mode
 from heteroinfer_operator.api.base import Duration, Model, Port, ValidationRule, When, map_list
 from heteroinfer_operator.api.engine import EngineSpec
 from heteroinfer_operator.api.model_source import ModelSpec
-from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, MAX_WORLD_SIZE, RoleSpec
+from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, RoleSpec
 
 MAX_ROLES: Final = 16
 MAX_GROUPS: Final = 64

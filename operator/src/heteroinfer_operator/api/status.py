@@ -9,10 +9,9 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from heteroinfer_contract.plan import Device
+from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device
 from heteroinfer_operator.api.base import StatusModel, Text, Time, map_list
 from heteroinfer_operator.api.condition import Condition
-from heteroinfer_operator.api.role import MAX_WORLD_SIZE
 from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS
 
 MAX_FAILURES: Final = MAX_RESTARTS + 1

@@ -91,6 +91,9 @@ class KubeCluster:
         self._on_observed(key, resource.status)
         known = self._cluster_state.pods(key, resource.uid)
         groups, fetch = await asyncio.gather(self._groups.observe(known), self._groups.observe_fetch(known))
+        for text in self._groups.take_nonsense(key):
+            event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
+            await self._recorder.record(resource, event)
         # Taken after the last await, so that all of it is of one moment.
         pods = self._cluster_state.pods(key, resource.uid)
         return ResourceObservation(

@@ -13,6 +13,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_status import GroupStatus
 from heteroinfer_contract.model_fetch import FetchProgress
+from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.trim import PodRecord
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ TIMEOUT_S: Final = 0.5
 UNREADY_TIMEOUT_S: Final = 0.2
 """For the leader of a group that is not Ready, which may be falling: the decision must not wait for it."""
 KEEP_S: Final = 10.0
+SAY_AGAIN_S: Final = 600.0
+"""A leader that makes no sense is told of so often."""
 MOST_BYTES: Final = 2**20
 _NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 
@@ -47,6 +50,8 @@ class LeaderClient:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._answers: dict[str, _Answer] = {}
+        self._ignored: dict[str, float] = {}
+        self._nonsense: list[tuple[ResourceKey, str]] = []
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -78,6 +83,8 @@ class LeaderClient:
     def _forget_old(self) -> None:
         oldest = self._clock() - KEEP_S
         self._answers = {uid: answer for uid, answer in self._answers.items() if answer.at_s > oldest}
+        recent = self._clock() - SAY_AGAIN_S
+        self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
     async def _ask(self, pod: PodRecord, *, ready: bool) -> GroupStatus | None:
         kept = self._answers.get(pod.view.uid)
@@ -105,7 +112,21 @@ class LeaderClient:
             return _Answer(self._clock(), GroupStatus.from_json(text), silent=False)
         except _NO_ANSWER as error:
             logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
+            if isinstance(error, ContractError | UnicodeDecodeError):
+                self._note_nonsense(pod, error)
             return _Answer(self._clock(), None, silent=isinstance(error, TimeoutError))
+
+    def _note_nonsense(self, pod: PodRecord, error: Exception) -> None:
+        if pod.view.uid not in self._ignored:
+            self._ignored[pod.view.uid] = self._clock()
+            text = f"pod {pod.view.name}: what it says of its group is ignored: {error}"
+            self._nonsense.append((pod.key, text))
+
+    def take_nonsense(self, key: ResourceKey) -> list[str]:
+        """Returns in words which leaders of a resource said what is no report; each once in a while."""
+        found = [text for of, text in self._nonsense if of == key]
+        self._nonsense = [(of, text) for of, text in self._nonsense if of != key]
+        return found
 
     async def _get(self, pod: PodRecord, path: str, timeout_s: float) -> str:
         """Returns what a pod's health port answers; raises one of _NO_ANSWER."""
@@ -117,7 +138,12 @@ class LeaderClient:
         url = f"http://{host}:{pod.health_port}{path}"
         async with self._session.get(url, allow_redirects=False, timeout=timeout) as response:
             response.raise_for_status()
-            return (await response.content.read(MOST_BYTES)).decode()
+            body = bytearray()
+            async for piece in response.content.iter_any():  # read(n) gives what has arrived, not n bytes
+                body += piece
+                if len(body) > MOST_BYTES:
+                    raise ContractError(f"got more than {MOST_BYTES} bytes, expected the report of a group")
+            return body.decode()
 
 
 def _group(pod: PodRecord) -> str:

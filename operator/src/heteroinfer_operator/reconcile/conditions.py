@@ -203,7 +203,7 @@ def with_rank_entries(
     """Returns the group with one member a rank, and its times if they are due."""
     by_index = {pod.labels[names.LABEL_POD_INDEX]: pod for pod in pods}
     before = {entry.rank: entry for entry in group.members}
-    reported = report is not None and report.epoch == group.epoch
+    reported = report is not None and report.epoch == group.epoch and report.covers(plan)
     times = {rank.rank: rank for rank in report.ranks} if report is not None and reported else {}
     due = _due(group, before, times, now)
     members = []

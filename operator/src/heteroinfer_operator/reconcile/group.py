@@ -98,7 +98,7 @@ def decide_group(
     plan = context.plans.get(current[0].labels.get(names.LABEL_PLAN, "")) if current else None
     if replace and current and current[0].labels.get(names.LABEL_REVISION) != context.revision:
         return _replace(context, status, pods)
-    if report is not None and report.epoch != epoch:
+    if report is not None and (report.epoch != epoch or (plan is not None and not report.covers(plan))):
         report = None
     epoch_end = _find_epoch_end(context, status, current, plan)
     if epoch_end is not None:

@@ -1,0 +1,140 @@
+"""Words of others are data: whatever a pod says, a reconcile goes on and its status can be stored."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_operator.api import parse_status
+from tests.unit.reconcile.world import PROFILE, World, cpu_pair
+
+FAILURE = Failure(
+    reason=FailureReason.RANK_EXITED, message="rank 1 ended", pod=1, rank=1, exit_code=-9, last_log="log"
+)
+REPORT = GroupReport(
+    group_uid="uid-demo/0",
+    epoch=1,
+    plan_hash="h",
+    ready=True,
+    message="",
+    ranks=tuple(
+        RankStatus(
+            rank=rank, pod=rank, phase=RankPhase.READY, steps=9, step_s=0.1, compute_s=0.1,
+            kv_blocks=4, kv_room_blocks=5, kv_room_bytes=6,
+        )
+        for rank in (0, 1)
+    ),
+)  # fmt: skip
+HOSTILE: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 300, 9999, 2**31, 2**53 + 1, 2**63, 10**400, -0.5, 1e300, float("nan"),
+    float("inf"), "", "x" * 5000, "\ud800", "\0", [], {}, [1], [[]], {"rank": 0},
+)  # fmt: skip
+
+
+def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Returns the path of every value inside a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [here] + [path for key, found in inner for path in paths(found, (*here, key))]
+
+
+def changed(text: str, path: tuple[Any, ...], value: Any, *, remove: bool = False) -> str:
+    """Returns a JSON text with one value replaced, or left out."""
+    if not path:
+        return json.dumps(value)
+    root = copy.deepcopy(json.loads(text))
+    inner = root
+    for key in path[:-1]:
+        inner = inner[key]
+    if remove:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return json.dumps(root)
+
+
+@st.composite
+def words(draw: st.DrawFn, text: str) -> str:
+    """Draws what somebody may say in place of `text`."""
+    path = draw(st.sampled_from(paths(json.loads(text))))
+    return changed(text, path, draw(st.sampled_from(HOSTILE)), remove=bool(path) and draw(st.booleans()))
+
+
+def check_storable(world: World) -> None:
+    """What is in the status is what the CRD allows, and JSON."""
+    assert parse_status(json.loads(json.dumps(world.status, allow_nan=False).encode()))
+    json.dumps(world.status, ensure_ascii=False).encode()
+
+
+@given(words(FAILURE.to_json()) | st.just("[" * 4000) | st.text(max_size=40))
+@example(changed(FAILURE.to_json(), ("exit_code",), 300))
+@example(changed(FAILURE.to_json(), ("rank",), 9999))
+@example(changed(FAILURE.to_json(), ("time",), float("nan")))
+@example(changed(FAILURE.to_json(), ("message",), "\ud800"))
+@example("[" * 100_000)
+@settings(max_examples=60, deadline=None)
+def test_any_termination_message(message: str) -> None:
+    world = World(spec=cpu_pair())
+    world.serve()
+    world.end_pod(world.workers()[0], message=message)
+    world.settle()
+    check_storable(world)
+    assert world.condition("Ready")[0] == "False"
+
+
+@given(words(REPORT.to_json()))
+@example(changed(REPORT.to_json(), ("ranks", 1), None, remove=True))
+@example(changed(REPORT.to_json(), ("ranks",), []))
+@example(changed(REPORT.to_json(), ("ranks", 0, "step_s"), float("nan")))
+@example(changed(REPORT.to_json(), ("ranks", 0, "rank"), 1))
+@settings(max_examples=60, deadline=None)
+def test_any_report_of_a_leader(said: str) -> None:
+    world = World(spec=cpu_pair())
+    world.serve()
+    try:
+        world.reports[0] = GroupReport.from_json(said)
+    except ContractError:
+        return
+    for seconds in (0, 400):
+        world.pass_time(seconds)
+        world.step()
+        check_storable(world)
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+@given(words(PROFILE.to_json()) | st.just("[" * 100_000))
+@example(changed(PROFILE.to_json(), ("num_kv_heads",), 0))
+@example(changed(PROFILE.to_json(), ("num_attention_heads",), 0))
+@example(changed(PROFILE.to_json(), ("layer_bytes",), []))
+@example(changed(PROFILE.to_json(), ("embedding_bytes",), -(10**15)))
+@settings(max_examples=60, deadline=None)
+def test_any_answer_of_a_model_pod(answer: str) -> None:
+    world = World(spec=cpu_pair())
+    world.settle()
+    world.answer_inspection(answer)
+    world.settle()
+    check_storable(world)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("num_kv_heads",), 0, "ModelProfile.num_kv_heads: got 0, expected at least 1"),
+        (("layer_bytes",), [1, 2], "ModelProfile.layer_bytes: got 2 layers, expected num_layers 8"),
+        (("head_bytes",), -1, "ModelProfile.head_bytes: got -1, expected at least 0"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_named(path: tuple[str, ...], value: object, message: str) -> None:
+    world = World(spec=cpu_pair())
+    world.settle()
+    world.answer_inspection(changed(PROFILE.to_json(), path, value))
+    world.settle()
+    (condition,) = [c for c in world.status["conditions"] if c["type"] == "ModelReady"]
+    assert (condition["status"], condition["reason"]) == ("False", "ModelNotReadable")
+    assert message in condition["message"]
