@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from heteroinfer_contract import metrics as metric_names
+from heteroinfer_contract import metric_names
 from tests.models import PROMPTS, cache_dir
 from tests.running_up import REPOSITORY, RunningUp, UpError
 
@@ -139,7 +139,7 @@ def _print_ranks(up: RunningUp) -> None:
     for heading in ("step ms", "compute ms", "wait ms", "transfer ms", "compute s in all", "wait s in all"):
         table.add_column(heading, justify="right")
     places, metrics = up.places(), up.metrics()
-    for rank in up.group_status().ranks:
+    for rank in up.group_report().ranks:
         text = metrics[rank.rank]
         totals = (_sum(text, name) for name in (metric_names.COMPUTE_SECONDS, metric_names.WAIT_SECONDS))
         times = (rank.step_s, rank.compute_s, rank.wait_s, rank.transfer_s)

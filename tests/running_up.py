@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.group_report import GroupReport
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = Path(sys.executable).parent / "heteroinfer"
@@ -119,10 +119,10 @@ class RunningUp:
         """Returns the last lines of output."""
         return "\n".join(self.lines[-count:])
 
-    def group_status(self) -> GroupStatus:
+    def group_report(self) -> GroupReport:
         """Returns what the newest leader says of group 0."""
         url = [found["url"] for line in self.lines if (found := STATUS.search(line))][-1]
-        return GroupStatus.from_json(_get(url))
+        return GroupReport.from_json(_get(url))
 
     def metrics(self) -> dict[int, str]:
         """Returns each rank's /metrics, by rank, of the newest epoch."""

@@ -34,15 +34,15 @@ from pathlib import Path
 from prometheus_client import generate_latest
 
 from heteroinfer_contract import names
-from heteroinfer_contract.launch import PodAddress, PodLaunch
 from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.bench import offload
 from tests.bench.pipeline_vs_stock import SETTLE_S
 from tests.gpu.machine import describe_cpus, describe_gpus, visible_gpus
 from tests.integration.worker.conftest import make
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
-from vllm_heteroinfer.launch.channel import RankChannel, RankReporter
-from vllm_heteroinfer.metrics import RankMetrics
+from vllm_heteroinfer.pod.channel import RankChannel, RankReporter
+from vllm_heteroinfer.rank.step_metrics import RankMetrics
 
 BAR = 0.01
 SCRAPE_INTERVAL_S = 1.0

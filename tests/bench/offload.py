@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from heteroinfer_contract import metrics as names
+from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.plan import Device, Plan
 from tests.bench.offload_tables import Load, Times, read_results, to_markdown, write_results
 from tests.gpu.scrape import scrape

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract import metrics, names
+from heteroinfer_contract import metric_names, names
 from tests.cluster import processes
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
@@ -85,7 +85,7 @@ def test_each_rank_has_metrics(pair: Resource) -> None:
         decode = [
             line
             for line in text.splitlines()
-            if line.startswith(f"{metrics.STEP_SECONDS}_count") and 'phase="decode"' in line
+            if line.startswith(f"{metric_names.STEP_SECONDS}_count") and 'phase="decode"' in line
         ]
         assert len(decode) == 1
         assert f'rank="{rank}"' in decode[0]

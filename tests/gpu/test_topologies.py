@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from heteroinfer_contract import metrics as names
+from heteroinfer_contract import metric_names as names
 from heteroinfer_contract import names as contract
-from heteroinfer_contract.group_status import RankPhase
+from heteroinfer_contract.group_report import RankPhase
 from heteroinfer_contract.plan import Device, Mode
 from tests.bench.leftovers import observe, wait_gone
 from tests.gpu.asking import generate, score, texts_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from heteroinfer_contract import metrics, names
+from heteroinfer_contract import metric_names, names
 from heteroinfer_operator.kube.paths import (
     CONFIG_MAP,
     HETERO_INFERENCE,
@@ -112,7 +112,7 @@ async def ready_groups(process: OperatorProcess) -> int:
     """Returns how many groups serve, as the operator's own metric says."""
     status, text = await process.http("/metrics")
     assert status == 200, text
-    wanted = f'{metrics.OPERATOR_GROUPS}{{phase="Ready"}} '
+    wanted = f'{metric_names.OPERATOR_GROUPS}{{phase="Ready"}} '
     return next(
         (int(float(line.removeprefix(wanted))) for line in text.splitlines() if line.startswith(wanted)), 0
     )

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from heteroinfer_contract import metrics
+from heteroinfer_contract import metric_names
 from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
@@ -80,7 +80,7 @@ async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
                 say(f"creating {resources} resources on {nodes} nodes …")
                 made = await _create(server, process, resources)
                 writes = await _settle(process)
-                passes = await process.metric(f"{metrics.OPERATOR_RECONCILE_SECONDS}_count")
+                passes = await process.metric(f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count")
                 usage = _Usage.of(process.process.pid)
                 before = await fleet.list_stored(server)
                 _check_whole(before, resources)
@@ -220,7 +220,9 @@ async def _restart(kubeconfig: Path, log: Path) -> tuple[float, float, _Usage]:
 
         async def passed() -> bool:
             status, _text = await process.http("/metrics")
-            return status == 200 and await process.metric(metrics.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > 0
+            return (
+                status == 200 and await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > 0
+            )
 
         await until("a first pass over all", passed, RESTART_TIMEOUT_S, lambda: process.said[-4000:])
         restart_s = time.monotonic() - started

@@ -10,7 +10,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
-from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.demand import Manifest as Manifest  # noqa: PLC0414 - part of the port's face
 from heteroinfer_operator.demand import PodDemand, Taint
@@ -173,7 +173,7 @@ class ResourceObservation:
     nodes: tuple[NodeView, ...] | None = None
     promised: tuple[PodDemand, ...] = ()
     gangs: frozenset[Gang] = frozenset()
-    groups: Mapping[int, GroupStatus] = field(default_factory=dict)
+    groups: Mapping[int, GroupReport] = field(default_factory=dict)
     fetch: FetchProgress | None = None
     refused: str = ""
 

@@ -1,4 +1,4 @@
-"""The operator's own metrics, and what it knows of resources; names stand in heteroinfer_contract.metrics.
+"""The operator's own metrics, and what it knows of resources; names stand in the contract's metric_names.
 
 Of each resource only a few small values are kept, and made into samples when they are asked
 for: a thousand resources are some hundred kilobytes.
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from heteroinfer_contract import metrics as names
+from heteroinfer_contract import metric_names as names
 from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.cluster import ResourceKey
 

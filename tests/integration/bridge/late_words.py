@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from tests.integration.bridge.member import CountingMeter
+from vllm_heteroinfer.distributed.bridge.bridge_link import Members
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
-from vllm_heteroinfer.distributed.bridge.link import Members
 from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink
 from vllm_heteroinfer.distributed.bridge.slab import Slab, slab_bytes
 

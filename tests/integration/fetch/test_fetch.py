@@ -16,16 +16,16 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.model_fetch import MARKER_FILE, damaged_files, model_folder, read_marker
 from heteroinfer_contract.model_files import INDEX_FILE, read_profile
+from heteroinfer_contract.pod_launch import PodLaunch
 from tests.cluster.folders import REPOSITORY
 from tests.hub_server import SIGNATURE, HubServer, Repository
 from tests.integration.fetch.fetching import MODEL, Fetch, fetching
 from tests.integration.launch.groups import addresses, pipeline_plan
 from tests.unit.contract.test_model_files import CONFIG, TENSORS, write_safetensors
 from vllm_heteroinfer.launch.cli import supervise
-from vllm_heteroinfer.launch.pod import Commands
+from vllm_heteroinfer.launch.pod_processes import Commands
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 USELESS = {

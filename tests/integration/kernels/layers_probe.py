@@ -13,10 +13,9 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from vllm_heteroinfer.kernels import layers
 from vllm_heteroinfer.patches import cpu_linear, replacing
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PatchError
-from vllm_heteroinfer.worker.common import weight_bytes
+from vllm_heteroinfer.rank.worker.group_worker import weight_bytes
 
 ROWS, INPUTS = 5, 64
 
@@ -56,7 +55,7 @@ def gap(layer: torch.nn.Module, method: Any, weight: torch.Tensor, bias: torch.T
 def linear_layers() -> Any:
     """bf16 layers are packed and counted; others go to vLLM's own; each is said once."""
     said = Said()
-    layers.install()
+    cpu_linear.install()
     answer: dict[str, Any] = {"gaps": [], "served": []}
     for columns, dtype, bias in (
         (96, torch.bfloat16, False),
@@ -77,7 +76,7 @@ def linear_layers() -> Any:
 
 def heads() -> Any:
     """A head keeps one form of its weight, an embedding its table, a tied pair one of each."""
-    layers.install()
+    cpu_linear.install()
     torch.set_default_dtype(torch.bfloat16)
     table, head, tied = (
         VocabParallelEmbedding(128, INPUTS),
@@ -104,9 +103,9 @@ def heads() -> Any:
 def patch() -> Any:
     """Applied twice it is applied once; reverted it is gone; another vLLM is refused in words."""
     original = utils.dispatch_cpu_unquantized_gemm
-    layers.install()
+    cpu_linear.install()
     first = utils.dispatch_cpu_unquantized_gemm
-    layers.install()
+    cpu_linear.install()
     answer: dict[str, Any] = {
         "applied": first is not original,
         "twice": utils.dispatch_cpu_unquantized_gemm is first,
@@ -125,7 +124,7 @@ def patch() -> Any:
 def without() -> Any:
     """What a bf16 layer comes to where the kernels are not wanted, or were not compiled."""
     said = Said()
-    layers.install()
+    cpu_linear.install()
     answer = []
     for columns in (96, 200):
         layer, method = build_linear(columns, torch.bfloat16)

@@ -8,7 +8,7 @@ import pytest
 from tests.integration.kernels.asking import ask
 from vllm_heteroinfer.kernels import build
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PATCHES
-from vllm_heteroinfer.seams import VLLM_VERSION
+from vllm_heteroinfer.patches.seams import VLLM_VERSION
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,19 +10,19 @@ import sys
 import threading
 from pathlib import Path
 
-from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.parent_death import adopt_orphans
+from heteroinfer_contract.pod_launch import PodLaunch
 from tests.integration.launch.groups import addresses, pipeline_plan
-from vllm_heteroinfer.launch.orphans import adopt_orphans
-from vllm_heteroinfer.launch.pod import Commands
-from vllm_heteroinfer.launch.processes import child_pids
-from vllm_heteroinfer.launch.supervisor import Settings, Supervisor
+from vllm_heteroinfer.launch.child_process import child_pids
+from vllm_heteroinfer.launch.pod_processes import Commands
+from vllm_heteroinfer.launch.supervisor import Supervisor, SupervisorSettings
 
 LIFE_TIMEOUT_S = 10.0
 
 
 async def one_life(directory: Path, *, failing: bool) -> int:
     launch = PodLaunch(group="default/churn/0", group_uid="uid", epoch=1, pod_index=0, addresses=addresses(1))
-    settings = Settings(
+    settings = SupervisorSettings(
         base_env=os.environ,
         commands=Commands(
             rank=("/bin/sh", "-c", "exit 3") if failing else ("/bin/sleep", "600"), api_server=()

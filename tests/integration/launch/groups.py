@@ -18,9 +18,9 @@ from pathlib import Path
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure
-from heteroinfer_contract.group_status import GroupStatus
-from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 
 SUPERVISOR = str(Path(__file__).parent / "tiny_supervisor.py")
 MARK = "TINY_MARK"
@@ -159,9 +159,9 @@ class TinyGroup:
         for pod in self.pods:
             wait_until(pod.is_ready, START_TIMEOUT_S, self.logs)
 
-    def status(self) -> GroupStatus:
+    def status(self) -> GroupReport:
         """Returns what the leader says of the group."""
-        return GroupStatus.from_json(self.pods[0].get(names.PATH_GROUP)[1])
+        return GroupReport.from_json(self.pods[0].get(names.PATH_GROUP)[1])
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process id of a rank."""

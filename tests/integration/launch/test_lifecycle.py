@@ -15,8 +15,8 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.group_status import RankPhase
-from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.group_report import RankPhase
+from heteroinfer_contract.pod_launch import PodLaunch
 from tests.integration.launch.groups import TinyGroup, tiny_group, wait_until
 
 STOP_LIMIT_S = 5.0

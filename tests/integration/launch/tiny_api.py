@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from heteroinfer_contract import names
-from vllm_heteroinfer.launch.channel import RankReporter
+from vllm_heteroinfer.pod.channel import RankReporter
 
 running: set[int] = set()
 """Threads that answer a slow request."""

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.group_status import RankPhase
-from vllm_heteroinfer.launch.channel import RankReporter
+from heteroinfer_contract.group_report import RankPhase
+from vllm_heteroinfer.pod.channel import RankReporter
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from vllm_heteroinfer.launch.cli import supervise
-from vllm_heteroinfer.launch.pod import Commands
+from vllm_heteroinfer.launch.pod_processes import Commands
 
 HERE = Path(__file__).parent
 

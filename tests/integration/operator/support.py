@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from heteroinfer_contract import metrics, names
+from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.adapter import KubeCluster
@@ -206,7 +206,7 @@ class OperatorProcess:
         """Returns how many writes the API server accepted, by labels."""
         status, text = await self.http("/metrics")
         assert status == 200
-        lines = [line for line in text.splitlines() if line.startswith(metrics.OPERATOR_WRITES_TOTAL)]
+        lines = [line for line in text.splitlines() if line.startswith(metric_names.OPERATOR_WRITES_TOTAL)]
         return {labels: float(count) for labels, _, count in (line.rpartition(" ") for line in lines)}
 
     async def ended(self, timeout_s: float = 15) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract import metrics, names
+from heteroinfer_contract import metric_names, names
 from heteroinfer_operator.kube.lease import LeaderLease, LeaseLostError, LeaseNotHeldError, LeaseTerms
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, LEASE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
@@ -206,12 +206,12 @@ async def test_a_watch_that_falls_silent_is_found(
             return status == 500 and text.startswith("no pass over all resources for ") and said in text
 
         await until("liveness fails", unhealthy, timeout_s=30, said=lambda: process.said)
-        last = await process.metric(metrics.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
+        last = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
 
         proxy.restore()
 
         async def well() -> bool:
-            newer = await process.metric(metrics.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > last
+            newer = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > last
             return newer and await process.http("/healthz") == (200, "ok")
 
         await until("it is well again", well, timeout_s=30, said=lambda: process.said)

@@ -12,13 +12,13 @@ import pytest_asyncio
 from aiohttp import web
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_status import GroupStatus, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankStatus
 from heteroinfer_contract.plan import MAX_WORLD_SIZE
 from heteroinfer_operator.cluster import PodView, ResourceKey
 from heteroinfer_operator.kube.leader_client import KEEP_S, MOST_BYTES, UNREADY_TIMEOUT_S, LeaderClient
 from heteroinfer_operator.kube.trim import PodRecord
 
-SAID = GroupStatus(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message="", ranks=())
+SAID = GroupReport(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message="", ranks=())
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from heteroinfer_contract import metrics, names
+from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.kube.paths import CONFIG_MAP, EVENT, HETERO_INFERENCE, NETWORK_POLICY, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
@@ -40,7 +40,7 @@ async def test_from_apply_to_ready_through_a_fall_to_delete(
             assert len(found) >= least, kind.name
             assert {o["metadata"]["ownerReferences"][0]["uid"] for o in found} == {uid}, kind.name
         assert await condition(server, namespace, "Planned") == ("True", "PlanReady")
-        assert await process.metric(metrics.OPERATOR_GROUPS) == 1
+        assert await process.metric(metric_names.OPERATOR_GROUPS) == 1
 
         await idle_writes_nothing(server, namespace, process)
 
@@ -75,7 +75,7 @@ async def idle_writes_nothing(server: ApiServer, namespace: str, process: Operat
 
     async def quiet() -> bool:
         before, written = await versions(server, namespace), await process.writes()
-        passes = await process.metric(f"{metrics.OPERATOR_RECONCILE_SECONDS}_count") + 6
+        passes = await process.metric(f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count") + 6
         await until("more passes", lambda: passed(process, passes))
         return await process.writes() == written and await versions(server, namespace) == before
 
@@ -83,7 +83,7 @@ async def idle_writes_nothing(server: ApiServer, namespace: str, process: Operat
 
 
 async def passed(process: OperatorProcess, count: float) -> bool:
-    return await process.metric(f"{metrics.OPERATOR_RECONCILE_SECONDS}_count") >= count
+    return await process.metric(f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count") >= count
 
 
 async def test_a_restarted_operator_writes_nothing_where_all_is_right(
@@ -100,7 +100,7 @@ async def test_a_restarted_operator_writes_nothing_where_all_is_right(
     async with operator(installed.kubeconfig, tmp_path / "second", resync_seconds="1") as second:
         await second.working()
         await until("passes", lambda: passed(second, 5))
-        assert await second.metric(metrics.OPERATOR_RECONCILE_ERRORS_TOTAL) == 0, second.said
+        assert await second.metric(metric_names.OPERATOR_RECONCILE_ERRORS_TOTAL) == 0, second.said
         assert await second.writes() == {}
         assert await versions(server, namespace) == before
         resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))

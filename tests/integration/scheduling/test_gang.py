@@ -12,7 +12,7 @@ from heteroinfer_operator.kube.gangs import find_gangs
 from heteroinfer_operator.kube.paths import COSCHEDULING_POD_GROUP, WORKLOAD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.manifests.gang import build_gang_object
-from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from tests.cluster.cluster import Cluster
 from tests.integration.operator.support import SPEC, operator, until
 from tests.integration.scheduling.conftest import (
@@ -109,7 +109,7 @@ async def test_objects_say_nothing_that_their_schema_does_not_know(
     owner = Owner(
         key=ResourceKey(namespace=namespace, name="strict"), uid="00000000-0000-0000-0000-000000000000"
     )
-    built = build_gang_object(parse_spec(SPEC), GroupRef(owner=owner, index=0, epoch=1), gang, 2)
+    built = build_gang_object(parse_spec(SPEC), EpochRef(owner=owner, index=0, epoch=1), gang, 2)
     assert built is not None
     kind = COSCHEDULING_POD_GROUP if gang is Gang.COSCHEDULING else WORKLOAD
     strict: dict[str, Any] = {"dryRun": "All", "fieldValidation": "Strict"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract.group_status import RankPhase
+from heteroinfer_contract.group_report import RankPhase
 from tests.integration.up.resources import resource, write
 from tests.running_up import READY_TIMEOUT_S, RunningUp
 
@@ -49,7 +49,7 @@ def test_group_is_served_falls_as_a_whole_is_served_again_and_then_fails_for_goo
     with RunningUp(["-f", file, "--port", port, "--log-dir", logs]) as up:
         url = up.wait_ready()
         _check_tokens(up, url, references)
-        status = up.group_status()
+        status = up.group_report()
         assert (status.epoch, status.ready) == (1, True)
         assert [rank.phase for rank in status.ranks] == [RankPhase.READY, RankPhase.READY]
         assert all(rank.steps > 0 and rank.compute_s > 0 for rank in status.ranks)
@@ -62,7 +62,7 @@ def test_group_is_served_falls_as_a_whole_is_served_again_and_then_fails_for_goo
         up.wait_line(DOWN, 1.0, after=told)
         assert up.wait_ready(READY_TIMEOUT_S, after=told) == url
         assert first.living() == []
-        assert up.group_status().epoch == 2
+        assert up.group_report().epoch == 2
         _check_tokens(up, url, references)
 
         second, told = up.processes(), len(up.lines)

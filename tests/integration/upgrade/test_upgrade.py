@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from heteroinfer_contract import metrics, names
+from heteroinfer_contract import metric_names, names
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.kube.paths import CHILDREN, EVENT, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
@@ -102,7 +102,7 @@ async def settled(process: OperatorProcess) -> None:
 
     async def quiet() -> bool:
         written = await process.writes()
-        count = f"{metrics.OPERATOR_RECONCILE_SECONDS}_count"
+        count = f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count"
         passes = await process.metric(count) + 9
 
         async def more() -> bool:

@@ -26,8 +26,8 @@ import yaml
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.launch import PodAddress
 from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodAddress
 from tests.cluster import processes
 from tests.cluster.cluster import Cluster
 from tests.cluster.folders import REPOSITORY

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from heteroinfer_contract import metrics as contract
+from heteroinfer_contract import metric_names as contract
 from tests.cluster import processes
 from tests.integration.watching.stack import CHART, GROUP, NAMESPACE, Stack, metrics_of, watch
 from tests.integration.worker.groups import fetch

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_heteroinfer.worker import following
+from vllm_heteroinfer.rank.worker import following
 
 
 class Model(torch.nn.Module):

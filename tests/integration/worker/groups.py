@@ -25,12 +25,12 @@ from typing import Any
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure
-from heteroinfer_contract.group_status import GroupStatus
-from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
-from vllm_heteroinfer.launch.channel import RankChannel
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from vllm_heteroinfer.launch.environment import rank_environment
 from vllm_heteroinfer.launch.host import observe_host
+from vllm_heteroinfer.pod.channel import RankChannel
 
 REPOSITORY = Path(__file__).parents[3]
 READY_TIMEOUT_S = 300.0
@@ -203,11 +203,11 @@ class Group:
             time.sleep(0.1)
         raise AssertionError(f"not ready within {timeout_s} s:\n{self.logs()}")
 
-    def status(self) -> GroupStatus:
+    def status(self) -> GroupReport:
         """Returns the group as its leader sees it."""
         text = fetch(f"http://{self.addresses[0].host}:{self.addresses[0].health_port}{names.PATH_GROUP}")
         assert text is not None
-        return GroupStatus.from_json(text)
+        return GroupReport.from_json(text)
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
         request = urllib.request.Request(
@@ -346,7 +346,7 @@ def start_ranks(plans: Mapping[int, Plan], log_dir: Path, *, startup_timeout_s: 
             host = observe_host(own, "127.0.0.1")
             environment = rank_environment(plans[rank.pod], own, plans[rank.pod].ranks[rank.rank], base, host)
             environment[names.ENV_RANK_CHANNEL_FD] = str(theirs.fileno())
-            command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.rank_main"]
+            command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.rank.entry"]
             group.members.append(
                 _start(f"rank-{rank.rank}", command, environment, log_dir, cwd=log_dir, fds=[theirs.fileno()])
             )

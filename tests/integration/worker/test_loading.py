@@ -15,7 +15,7 @@ import json, sys
 from types import SimpleNamespace as Values
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
-from vllm_heteroinfer.worker.loading import counted
+from vllm_heteroinfer.rank.worker.weight_loading import counted
 config, said, read = LoadConfig(load_format=sys.argv[2]), [], 0
 runner = Values(load_config=config)
 with counted(runner, lambda done, total: said.append((done, total))):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_contract.launch import CpuBinding, PodLaunch
 from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
 from tests.integration.worker.conftest import Reference
 from tests.integration.worker.groups import WORKER_PYTHON, build_addresses, build_plan, start_group
 from tests.integration.worker.test_serving import answer_all
@@ -34,8 +34,9 @@ ON_CPU = {"class": "HeteroCpuPlatform", "cpu": True, "cuda_alike": False, "devic
 
 CONFIG = """
 import json, os
-from vllm_heteroinfer import rank_main, engine_args
-config = engine_args.build_config(*rank_main.place(os.environ))
+from vllm_heteroinfer.rank import entry
+from vllm_heteroinfer.engine import arguments
+config = arguments.build_config(*entry.place(os.environ))
 """
 
 FAKE_NVML = """
@@ -87,7 +88,7 @@ IMPORT_ORDERS = (
     ("vllm.inputs", "vllm.platforms.interface", "vllm.config"),
     ("vllm.model_executor.layers.attention", "vllm.platforms"),
     ("vllm.v1.attention.selector", "vllm.platforms.cpu", "vllm.config"),
-    ("vllm_heteroinfer.worker.cpu", "vllm.model_executor.layers.attention"),
+    ("vllm_heteroinfer.rank.worker.cpu_worker", "vllm.model_executor.layers.attention"),
 )
 
 IN_EACH_ORDER = """

@@ -12,7 +12,7 @@ from tests.ports import free_port
 SCRIPT = """
 import json, sys, types
 import torch.distributed as dist
-from vllm_heteroinfer.rendezvous import world_init_method
+from vllm_heteroinfer.group.rendezvous import world_init_method
 
 host, port, rank, world_size = sys.argv[1], *map(int, sys.argv[2:])
 leader = types.SimpleNamespace(host=host, rendezvous_port=port)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract import metrics as names
+from heteroinfer_contract import metric_names as names
 from tests.integration.worker.conftest import Reference
 from tests.integration.worker.groups import Group, build_addresses, build_plan, fetch, start_group
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_status import RankPhase
+from heteroinfer_contract.group_report import RankPhase
 from tests.integration.worker.conftest import Reference
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
 from tests.integration.worker.test_serving import ONE_THREAD, answer_all

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract import metrics as metric_names
-from heteroinfer_contract import names
+from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.plan import Mode, Plan
 from tests.integration.worker.conftest import Reference, make, refer

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from heteroinfer_contract.engine_args import PLAN_OWNED, UNSUPPORTED, find_refused
+from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
 from tests.integration.worker.groups import WORKER_PYTHON
-from vllm_heteroinfer.seams import SEAMS
+from vllm_heteroinfer.patches.seams import SEAMS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.group_status import GroupStatus, RankPhase, RankStatus
-from heteroinfer_contract.launch import CpuBinding, PodAddress, PodLaunch
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device, EngineSettings, Mode, Plan, RankAssignment
+from heteroinfer_contract.pod_launch import CpuBinding, PodAddress, PodLaunch
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 counts = st.integers(0, 1 << 50)
@@ -121,8 +121,8 @@ rank_statuses = st.builds(
     kv_room_blocks=counts,
     kv_room_bytes=counts,
 )
-group_statuses = st.builds(
-    GroupStatus,
+group_reports = st.builds(
+    GroupReport,
     group_uid=texts,
     epoch=positive,
     plan_hash=texts,

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
-from heteroinfer_contract.group_status import GroupStatus
-from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchedModel
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
-from tests.unit.contract.strategies import failures, group_statuses, launches, plans, profiles
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
+from tests.unit.contract.strategies import failures, group_reports, launches, plans, profiles
 from tests.unit.reconcile.world import PROFILE
 
 FEW = settings(max_examples=30)
@@ -35,9 +35,9 @@ def test_launch_round_trip(launch: PodLaunch) -> None:
     assert PodLaunch.from_env(launch.to_env()) == launch
 
 
-@given(group_statuses)
-def test_group_status_round_trip(status: GroupStatus) -> None:
-    assert GroupStatus.from_json(status.to_json()) == status
+@given(group_reports)
+def test_group_report_round_trip(report: GroupReport) -> None:
+    assert GroupReport.from_json(report.to_json()) == report
 
 
 @given(profiles)

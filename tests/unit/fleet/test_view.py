@@ -4,8 +4,7 @@ from datetime import UTC, datetime
 
 from rich.console import Console
 
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.fleet.display import build_table

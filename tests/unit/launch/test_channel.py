@@ -9,8 +9,8 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
-from heteroinfer_contract.group_status import RankPhase
-from vllm_heteroinfer.launch.channel import (
+from heteroinfer_contract.group_report import RankPhase
+from vllm_heteroinfer.pod.channel import (
     MAX_LINE_BYTES,
     LineBuffer,
     RankChannel,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_heteroinfer.launch.cpus import Cpu, Place, allocate
+from vllm_heteroinfer.launch.cpu_allocation import Cpu, Place, allocate
 from vllm_heteroinfer.launch.host import observe_cpus, parse_id_list
 
 ONE_NODE = tuple(Cpu(id=i, core=i) for i in range(8))

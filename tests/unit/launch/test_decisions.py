@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import RankPhase, RankStatus
 from tests.unit.launch.test_environment import FOLLOWER, LEADER, PLAN
-from vllm_heteroinfer.launch.link import Hello, RankBeat, bind_host, check_hello
-from vllm_heteroinfer.launch.pod import describe_exit
-from vllm_heteroinfer.launch.processes import Life, Observation, parse_stat
+from vllm_heteroinfer.launch.child_process import Life, ProcessObservation, parse_stat
+from vllm_heteroinfer.launch.pod_processes import describe_exit
 from vllm_heteroinfer.launch.readiness import GroupView
+from vllm_heteroinfer.launch.supervisor_link import Hello, RankBeat, check_hello
+from vllm_heteroinfer.pod.addresses import bind_host
 
 HELLO = Hello(group_uid="u", epoch=1, plan_hash=PLAN.hash, pod=1)
 
@@ -92,16 +93,18 @@ def test_status_has_every_rank() -> None:
 @pytest.mark.parametrize(
     ("state", "flags", "status", "seen"),
     [
-        ("S", 0x400040, 0, Observation(life=Life.RUNNING)),
-        ("R", 0x400004, 9, Observation(life=Life.ENDED, exit_code=-9)),
-        ("D", 0x4, 3 << 8, Observation(life=Life.ENDED, exit_code=3)),
-        ("D", 0x4, 0, Observation(life=Life.ENDED, exit_code=None)),
-        ("Z", 0x400044, 0, Observation(life=Life.ENDED, exit_code=None)),
-        ("T", 0x400040, 19, Observation(life=Life.STOPPED)),
-        ("t", 0x400040, 5, Observation(life=Life.STOPPED)),
+        ("S", 0x400040, 0, ProcessObservation(life=Life.RUNNING)),
+        ("R", 0x400004, 9, ProcessObservation(life=Life.ENDED, exit_code=-9)),
+        ("D", 0x4, 3 << 8, ProcessObservation(life=Life.ENDED, exit_code=3)),
+        ("D", 0x4, 0, ProcessObservation(life=Life.ENDED, exit_code=None)),
+        ("Z", 0x400044, 0, ProcessObservation(life=Life.ENDED, exit_code=None)),
+        ("T", 0x400040, 19, ProcessObservation(life=Life.STOPPED)),
+        ("t", 0x400040, 5, ProcessObservation(life=Life.STOPPED)),
     ],
 )
-def test_stat_of_a_process_with_an_ugly_name(state: str, flags: int, status: int, seen: Observation) -> None:
+def test_stat_of_a_process_with_an_ugly_name(
+    state: str, flags: int, status: int, seen: ProcessObservation
+) -> None:
     # Field 3 is the state, 9 the flags, 52 the exit code (proc_pid_stat(5)).
     fields = [state, *["0"] * 5, str(flags), *["0"] * 42, str(status)]
     assert parse_stat(f"77 (a) S ((b) {' '.join(fields)}\n") == seen

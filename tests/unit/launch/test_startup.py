@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import RankPhase, RankStatus
 from tests.unit.launch.test_environment import PLAN
-from vllm_heteroinfer.launch.link import RankBeat
 from vllm_heteroinfer.launch.readiness import GroupView
-from vllm_heteroinfer.launch.startup import StartClock
+from vllm_heteroinfer.launch.start_clock import StartClock
+from vllm_heteroinfer.launch.supervisor_link import RankBeat
 
 TIMEOUT_S = 10.0
 

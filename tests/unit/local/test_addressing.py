@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract.launch import PodAddress
 from heteroinfer_contract.plan import Device
+from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.local.loopback_addressing import LOOPBACK, LocalAddressing, PortsTakenError
-from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from tests.unit.local.plans import plan
 
 OWNER = Owner(key=ResourceKey(namespace="default", name="x"), uid="u")
@@ -28,8 +28,8 @@ def _addressing(api_port: int = 8000, rng: random.Random | None = None) -> Local
     return LocalAddressing(api_port=api_port, model_cache=Path("/cache"), rng=rng)
 
 
-def _group(index: int = 0, epoch: int = 1) -> GroupRef:
-    return GroupRef(owner=OWNER, index=index, epoch=epoch)
+def _group(index: int = 0, epoch: int = 1) -> EpochRef:
+    return EpochRef(owner=OWNER, index=index, epoch=epoch)
 
 
 def _ports(address: PodAddress, ranks: int) -> Iterator[int]:

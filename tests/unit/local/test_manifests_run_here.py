@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodLaunch
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.local.loopback_addressing import LocalAddressing
 from heteroinfer_operator.local.pod_process import parse_pod
-from heteroinfer_operator.manifests.identity import GroupRef, Owner, revision
+from heteroinfer_operator.manifests.identity import EpochRef, Owner, revision
 from heteroinfer_operator.manifests.model_pods import build_model_pod
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, WorkerPods
@@ -27,7 +27,7 @@ OWNER = Owner(key=ResourceKey(namespace="default", name="x"), uid="u")
 def test_example_is_valid_and_its_pods_run_here(example: Path, tmp_path: Path) -> None:
     _, resource = read_resource(str(example), model_dir=tmp_path)
     spec, plan = resource.spec, plan_of(resource.spec)
-    group = GroupRef(owner=OWNER, index=0, epoch=1)
+    group = EpochRef(owner=OWNER, index=0, epoch=1)
     addressing = LocalAddressing(api_port=8000, model_cache=tmp_path)
     pods = WorkerPods(
         spec=spec,

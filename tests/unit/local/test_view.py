@@ -4,8 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceStatus
 from heteroinfer_operator.up.display import Display

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+from heteroinfer_contract.pod_launch import PodLaunch
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_resource, parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
-from heteroinfer_operator.manifests.identity import GroupRef, Owner, revision
+from heteroinfer_operator.manifests.identity import EpochRef, Owner, revision
 from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, WorkerPods
@@ -26,7 +26,7 @@ from heteroinfer_operator.reconcile.children import build_children, says
 GOLDEN = Path(__file__).parent / "golden"
 IMAGES = WorkerImages(cpu="example.test/worker-cpu:1", gpu="example.test/worker:1")
 OWNER = Owner(key=ResourceKey(namespace="team", name="llama"), uid="0000-uid")
-GROUP = GroupRef(owner=OWNER, index=0, epoch=3)
+GROUP = EpochRef(owner=OWNER, index=0, epoch=3)
 RESOURCE = parse_resource(yaml.safe_load((GOLDEN / "resource.yaml").read_text()))
 ADDRESSING = ClusterAddressing()
 PLAN = Plan(

@@ -6,11 +6,11 @@ from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.demand import pod_demand
-from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import NodeAssignment, assigned_fields, role_fields
 from tests.unit.planning.models import gpu, plan, spec
 
-GROUP = GroupRef(owner=Owner(key=ResourceKey(namespace="ns", name="llama"), uid="u"), index=0, epoch=3)
+GROUP = EpochRef(owner=Owner(key=ResourceKey(namespace="ns", name="llama"), uid="u"), index=0, epoch=3)
 
 
 def fields(role: dict[str, Any], node_assignment: NodeAssignment, **changes: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from heteroinfer_contract import metrics as names
+from heteroinfer_contract import metric_names as names
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.metrics import OperatorMetrics
 

@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from heteroinfer_contract import metrics as names
+from heteroinfer_contract import metric_names as names
 from heteroinfer_operator.cluster import (
     Action,
     ConflictError,

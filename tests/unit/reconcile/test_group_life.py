@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from tests.unit.reconcile.world import World, cpu_pair
 
 LEADER, FOLLOWER = "demo-0-1-0", "demo-0-1-1"

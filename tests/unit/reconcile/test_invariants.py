@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import parse_status
 from heteroinfer_operator.cluster import Decision, Manifest, PatchStatus, RecordEvent
 from heteroinfer_operator.reconcile import reconcile

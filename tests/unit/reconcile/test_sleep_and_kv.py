@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Device, Mode, eager_reason
 from heteroinfer_operator.reconcile.conditions import plan_status
 from tests.unit.launch.test_environment import PLAN

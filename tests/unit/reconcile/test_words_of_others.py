@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import parse_status
 from tests.unit.reconcile.world import PROFILE, World, cpu_pair
 

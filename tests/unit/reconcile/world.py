@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.cluster import (

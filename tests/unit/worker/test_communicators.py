@@ -6,8 +6,8 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.launch import PodAddress, PodLaunch
 from heteroinfer_contract.plan import Mode
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.integration.worker.groups import build_plan
 from vllm_heteroinfer.distributed.communicators import shares_host
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_heteroinfer import draining
-from vllm_heteroinfer.draining import STILL_TAKEN_S, Drain, DrainMiddleware
+from vllm_heteroinfer.engine import draining
+from vllm_heteroinfer.engine.draining import STILL_TAKEN_S, Drain, DrainMiddleware
 
 
 class Clock:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_contract.engine_args import PLAN_OWNED, UNSUPPORTED, find_refused
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.launch import PodAddress, PodLaunch
 from heteroinfer_contract.plan import Device, Mode, Plan, eager_reason
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
+from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
 from tests.integration.worker.groups import build_plan
-from vllm_heteroinfer import engine_args
+from vllm_heteroinfer.engine import arguments
 
 LAUNCH = PodLaunch(
     group="ns/x/0",
@@ -97,7 +97,7 @@ def test_no_spelling_slips_through(option: str, data: st.DataObject) -> None:
 
 
 def test_arguments_write_every_owned_setting() -> None:
-    args = engine_args.arguments(plan("--enable-prefix-caching"), LAUNCH, plan().ranks[1])
+    args = arguments.arguments(plan("--enable-prefix-caching"), LAUNCH, plan().ranks[1])
     assert args.index("--enable-prefix-caching") < args.index("--model"), "the plan's come last and win"
     pairs = dict(pairwise(args))
     assert pairs["--dtype"] == "float32"
@@ -113,13 +113,13 @@ def test_eager_is_each_devices_own() -> None:
     base = plan()
     gpu = replace(base.ranks[1], device=Device.GPU)
     mixed = replace(base, ranks=(base.ranks[0], gpu))
-    assert "--enforce-eager" in engine_args.arguments(mixed, LAUNCH, mixed.ranks[0])
-    assert "--no-enforce-eager" in engine_args.arguments(mixed, LAUNCH, mixed.ranks[1])
+    assert "--enforce-eager" in arguments.arguments(mixed, LAUNCH, mixed.ranks[0])
+    assert "--no-enforce-eager" in arguments.arguments(mixed, LAUNCH, mixed.ranks[1])
 
 
 def test_an_owned_argument_is_refused_with_what_to_do() -> None:
     with pytest.raises(ContractError, match=r"got '--dtype=half', but --dtype belongs to the plan: set spec"):
-        engine_args.arguments(plan("--dtype=half"), LAUNCH, plan().ranks[0])
+        arguments.arguments(plan("--dtype=half"), LAUNCH, plan().ranks[0])
 
 
 def mixed_stage(*devices: Device, mode: Mode = Mode.TENSOR) -> Plan:
@@ -132,18 +132,18 @@ def test_gpu_ranks_of_a_mixed_stage_run_eagerly_whatever_the_plan_says() -> None
     mixed = mixed_stage(Device.GPU, Device.CPU)
     assert not mixed.engine.eager_gpu
     assert "stage 0" in str(eager_reason(mixed))
-    assert "--enforce-eager" in engine_args.arguments(mixed, LAUNCH, mixed.ranks[0])
+    assert "--enforce-eager" in arguments.arguments(mixed, LAUNCH, mixed.ranks[0])
     alone = mixed_stage(Device.GPU, Device.GPU)
     assert eager_reason(alone) is None
-    assert "--no-enforce-eager" in engine_args.arguments(alone, LAUNCH, alone.ranks[0])
+    assert "--no-enforce-eager" in arguments.arguments(alone, LAUNCH, alone.ranks[0])
 
 
 def test_gpu_ranks_beside_cpu_ranks_do_not_tune_with_the_whole_world() -> None:
     mixed = mixed_stage(Device.GPU, Device.CPU)
-    assert "--no-enable-flashinfer-autotune" in engine_args.arguments(mixed, LAUNCH, mixed.ranks[0])
-    assert "--no-enable-flashinfer-autotune" not in engine_args.arguments(mixed, LAUNCH, mixed.ranks[1])
+    assert "--no-enable-flashinfer-autotune" in arguments.arguments(mixed, LAUNCH, mixed.ranks[0])
+    assert "--no-enable-flashinfer-autotune" not in arguments.arguments(mixed, LAUNCH, mixed.ranks[1])
     alone = mixed_stage(Device.GPU, Device.GPU)
-    assert "--no-enable-flashinfer-autotune" not in engine_args.arguments(alone, LAUNCH, alone.ranks[0])
+    assert "--no-enable-flashinfer-autotune" not in arguments.arguments(alone, LAUNCH, alone.ranks[0])
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_gpu_ranks_beside_cpu_ranks_do_not_tune_with_the_whole_world() -> None:
 )
 def test_mixed_stages_that_cannot_work_are_refused(mixed: Plan, remedy: str) -> None:
     with pytest.raises(ContractError, match=remedy):
-        engine_args.arguments(mixed, LAUNCH, mixed.ranks[0])
+        arguments.arguments(mixed, LAUNCH, mixed.ranks[0])

@@ -8,7 +8,7 @@ import pytest
 
 from heteroinfer_contract.plan import Device, Plan
 from tests.integration.worker.groups import build_plan
-from vllm_heteroinfer import fingerprint
+from vllm_heteroinfer.group import fingerprint
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 32, "enforce_eager": True, "model": "abc"}
 

@@ -1,4 +1,4 @@
-"""Room for the KV cache: what the kernel tells, shares, and what is said of too little."""
+"""KvHeadroom for the KV cache: what the kernel tells, shares, and what is said of too little."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract.launch import PodAddress, PodLaunch
 from heteroinfer_contract.plan import Device
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.unit.launch.test_environment import LEADER, PLAN
-from vllm_heteroinfer import kv_room
-from vllm_heteroinfer.sleep_levels import check_level
-from vllm_heteroinfer.worker import memory
+from vllm_heteroinfer.group import kv_blocks
+from vllm_heteroinfer.group.sleep_levels import check_level
+from vllm_heteroinfer.rank.worker import headroom
 
 MIB = 1 << 20
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:         1048576 kB\nMemAvailable:    4194304 kB\n"
@@ -28,7 +28,7 @@ def write(directory: Path, **files: str) -> None:
 def test_the_tightest_limit_of_all_ancestors_v2(tmp_path: Path) -> None:
     write(tmp_path / "pods/mine", memory__max="max\n", memory__current="9\n", memory__stat=STAT_V2)
     write(tmp_path / "pods", memory__max="1000000\n", memory__current="900000\n", memory__stat=STAT_V2)
-    assert memory.available_memory(tmp_path, "0::/pods/mine\n", MEMINFO) == 100_000 + 5_000
+    assert headroom.available_memory(tmp_path, "0::/pods/mine\n", MEMINFO) == 100_000 + 5_000
 
 
 def test_limit_v1_in_a_container(tmp_path: Path) -> None:
@@ -39,11 +39,11 @@ def test_limit_v1_in_a_container(tmp_path: Path) -> None:
         memory__stat=STAT_V1,
     )
     own = "5:memory:/kubepods/pod1/box\n3:cpu,cpuacct:/kubepods\n"
-    assert memory.available_memory(tmp_path, own, MEMINFO) == 600_000 + 500
+    assert headroom.available_memory(tmp_path, own, MEMINFO) == 600_000 + 500
 
 
 def test_the_machine_limits_where_no_cgroup_does(tmp_path: Path) -> None:
-    assert memory.available_memory(tmp_path, "0::/\n", MEMINFO) == 4194304 * 1024
+    assert headroom.available_memory(tmp_path, "0::/\n", MEMINFO) == 4194304 * 1024
 
 
 def test_ranks_share_memory_as_the_plan_shares_out_the_cache() -> None:
@@ -52,10 +52,10 @@ def test_ranks_share_memory_as_the_plan_shares_out_the_cache() -> None:
         for rank, size in zip(PLAN.ranks, (100, 300, 50, 50), strict=True)
     )
     plan = replace(PLAN, ranks=cpu)
-    shares = [memory.share_of_memory(plan, replace(LEADER, pod_index=r.pod), r) for r in plan.ranks]
+    shares = [headroom.share_of_memory(plan, replace(LEADER, pod_index=r.pod), r) for r in plan.ranks]
     assert shares == [Fraction(1, 4), Fraction(3, 4), Fraction(1, 2), Fraction(1, 2)]
     one_machine: PodLaunch = replace(LEADER, addresses=(PodAddress(host="127.0.0.1"),) * 2)
-    assert [memory.share_of_memory(plan, one_machine, r) for r in plan.ranks] == [
+    assert [headroom.share_of_memory(plan, one_machine, r) for r in plan.ranks] == [
         Fraction(1, 5),
         Fraction(3, 5),
         Fraction(1, 10),
@@ -64,7 +64,7 @@ def test_ranks_share_memory_as_the_plan_shares_out_the_cache() -> None:
 
 
 def test_host_room() -> None:
-    room = memory.host_room(available_bytes=1000 * MIB, share=Fraction(1, 4), activations_bytes=30 * MIB)
+    room = headroom.host_room(available_bytes=1000 * MIB, share=Fraction(1, 4), activations_bytes=30 * MIB)
     assert room.size_bytes == 220 * MIB
     assert room.words == (
         "1000.0 MiB available shared with other ranks (25% of it), less 30.0 MiB that the largest batch takes"
@@ -72,7 +72,7 @@ def test_host_room() -> None:
 
 
 def test_gpu_room() -> None:
-    room = memory.gpu_room(
+    room = headroom.gpu_room(
         free_bytes=5000 * MIB, allocated_bytes=900 * MIB, peak_bytes=1400 * MIB, graphs_bytes=1000 * MIB
     )
     assert room.size_bytes == 3500 * MIB
@@ -83,8 +83,8 @@ def test_gpu_room() -> None:
     ("measured", "granted", "warned"), [(64, 64, False), (65, 64, False), (63, 63, True), (1, 1, True)]
 )
 def test_a_rank_gets_what_is_planned_or_what_there_is(measured: int, granted: int, warned: bool) -> None:
-    room = memory.Room(size_bytes=measured * MIB, words="as measured")
-    size, warning = memory.grant(PLAN.ranks[1], 64 * MIB, room)
+    room = headroom.KvHeadroom(size_bytes=measured * MIB, words="as measured")
+    size, warning = headroom.grant(PLAN.ranks[1], 64 * MIB, room)
     assert size == granted * MIB
     assert bool(warning) is warned
     if warned:
@@ -97,18 +97,18 @@ def test_a_rank_gets_what_is_planned_or_what_there_is(measured: int, granted: in
 
 def test_no_room_at_all_is_an_error_in_words() -> None:
     with pytest.raises(MemoryError, match=r"rank 2 \(role gpu, GPU\): got room for -1.0 MiB.*deviceMemory"):
-        memory.grant(PLAN.ranks[2], 64 * MIB, memory.Room(size_bytes=-MIB, words="as measured"))
+        headroom.grant(PLAN.ranks[2], 64 * MIB, headroom.KvHeadroom(size_bytes=-MIB, words="as measured"))
 
 
 def test_peak_of_a_run(tmp_path: Path) -> None:
     write(tmp_path, status="Name:\tpython\nVmHWM:\t  3072 kB\nVmRSS:\t  1024 kB\n", clear_refs="")
-    peak = memory.PeakOfRun(tmp_path)
+    peak = headroom.PeakOfRun(tmp_path)
     assert (tmp_path / "clear_refs").read_text() == "5"
     assert peak.above_rest_bytes() == 2 * MIB
 
 
 def test_peak_of_this_process() -> None:
-    peak = memory.PeakOfRun()
+    peak = headroom.PeakOfRun()
     before = peak.above_rest_bytes()
     taken = bytearray(64 * MIB)
     taken[::4096] = b"x" * len(taken[::4096])
@@ -117,7 +117,7 @@ def test_peak_of_this_process() -> None:
 
 
 def test_the_limiting_rank_is_named() -> None:
-    line = kv_room.describe(
+    line = kv_blocks.describe(
         PLAN,
         blocks=10,
         sizes_bytes=[1000, 1000, 4000, 4000],

@@ -8,7 +8,7 @@ def policy(*nodes: str) -> tuple[str, str]:
     """Returns what `prefer_nodes` says, and the policy of the process's first mapping."""
     script = (
         "import sys\n"
-        "from vllm_heteroinfer.worker.memory_policy import prefer_nodes\n"
+        "from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes\n"
         "print(prefer_nodes([int(node) for node in sys.argv[1:]]))\n"
         "print(open('/proc/self/numa_maps').readline().split()[1])\n"
     )

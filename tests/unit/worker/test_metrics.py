@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract import metrics as names
-from heteroinfer_contract.launch import PodAddress, PodLaunch
+from heteroinfer_contract import metric_names as names
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.integration.worker.groups import build_plan
-from vllm_heteroinfer.launch.channel import RankChannel, RankReporter
-from vllm_heteroinfer.metrics import RankMetrics, Step, fit_transfer
+from vllm_heteroinfer.pod.channel import RankChannel, RankReporter
+from vllm_heteroinfer.rank.step_metrics import RankMetrics, Step, fit_transfer
 
 LAUNCH = PodLaunch(
     group="ns/x/0", group_uid="u", epoch=1, pod_index=0, addresses=(PodAddress(host="127.0.0.1"),)

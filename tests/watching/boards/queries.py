@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from heteroinfer_contract import metrics as m
+from heteroinfer_contract import metric_names as m
 from tests.watching.board import Kind, Panel, Query, Variable
 
 IN_NAMESPACE: Final = 'namespace=~"$namespace"'

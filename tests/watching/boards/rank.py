@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from heteroinfer_contract import metrics as m
+from heteroinfer_contract import metric_names as m
 from tests.watching.board import Board, Kind, Panel, Query, Row, Variable
 from tests.watching.boards.queries import (
     DECODE,

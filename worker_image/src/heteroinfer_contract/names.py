@@ -120,7 +120,7 @@ PATH_READYZ: Final = "/readyz"
 PATH_API_HEALTH: Final = "/health"
 """Of the OpenAI server, vLLM's own."""
 PATH_GROUP: Final = "/group"
-"""Leader only: GroupStatus as JSON."""
+"""Leader only: GroupReport as JSON."""
 PATH_FETCH: Final = "/fetch"
 """Fetch pods only: FetchProgress as JSON."""
 

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import groupby
 
 from heteroinfer_contract import codec, names
@@ -205,12 +206,16 @@ class Plan:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Plan":
-        """Returns the plan of an environment; raises ContractError if it has none."""
+        """Returns the plan of an environment, parsed once a process.
+
+        Raises:
+            ContractError: there is none, or it is malformed; the message names the field.
+        """
         if names.ENV_PLAN not in env:
             raise ContractError(
                 f"{names.ENV_PLAN} is not set; workers are started by the operator or `heteroinfer up`"
             )
-        return cls.from_json(env[names.ENV_PLAN])
+        return _parsed(env[names.ENV_PLAN])
 
     def _check_place(self, rank: RankAssignment, local_rank: int) -> None:
         stage, tensor_rank = divmod(rank.rank, self.tensor_parallel_size)
@@ -231,6 +236,11 @@ class Plan:
     def _by_pod(self) -> Iterator[tuple[int, tuple[RankAssignment, ...]]]:
         for index, members in groupby(self.ranks, key=lambda r: r.pod):
             yield index, tuple(members)
+
+
+@lru_cache(maxsize=1)
+def _parsed(text: str) -> Plan:
+    return Plan.from_json(text)
 
 
 def eager_reason(plan: Plan) -> str | None:

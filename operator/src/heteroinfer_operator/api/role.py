@@ -4,8 +4,8 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from heteroinfer_contract.launch import CpuBinding
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device
+from heteroinfer_contract.pod_launch import CpuBinding
 from heteroinfer_operator.api.base import ByteSize, Model, ResourceQuantity, ValidationRule
 from heteroinfer_operator.api.template import PodTemplate
 

@@ -11,7 +11,7 @@ from kubernetes.aio.config import ConfigException
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupStatus, HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError

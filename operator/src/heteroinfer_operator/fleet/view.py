@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import (
     ConditionStatus,
     ConditionType,

@@ -11,7 +11,7 @@ import aiohttp
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.trim import PodRecord
@@ -33,7 +33,7 @@ class _Answer:
     """What a leader said, or that it let the time pass (`silent`)."""
 
     at_s: float
-    status: GroupStatus | None
+    status: GroupReport | None
     silent: bool
 
 
@@ -59,7 +59,7 @@ class LeaderClient:
         if self._session is not None:
             await self._session.close()
 
-    async def observe(self, pods: Iterable[PodRecord]) -> dict[int, GroupStatus]:
+    async def observe(self, pods: Iterable[PodRecord]) -> dict[int, GroupReport]:
         """Returns by group index what each leader says of its group.
 
         The leader of a group that has lost a pod is not asked: it may not answer any more, and
@@ -86,7 +86,7 @@ class LeaderClient:
         recent = self._clock() - SAY_AGAIN_S
         self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
-    async def _ask(self, pod: PodRecord, *, ready: bool) -> GroupStatus | None:
+    async def _ask(self, pod: PodRecord, *, ready: bool) -> GroupReport | None:
         kept = self._answers.get(pod.view.uid)
         if kept is not None and (ready or kept.silent):
             return kept.status
@@ -109,7 +109,7 @@ class LeaderClient:
     async def _fetch(self, pod: PodRecord, timeout_s: float) -> _Answer:
         try:
             text = await self._get(pod, names.PATH_GROUP, timeout_s)
-            return _Answer(self._clock(), GroupStatus.from_json(text), silent=False)
+            return _Answer(self._clock(), GroupReport.from_json(text), silent=False)
         except _NO_ANSWER as error:
             logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
             if isinstance(error, ContractError | UnicodeDecodeError):

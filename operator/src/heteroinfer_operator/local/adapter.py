@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.cluster import (
@@ -109,9 +109,9 @@ class LocalCluster:
         """Returns the status as last written."""
         return self._status
 
-    def groups(self) -> dict[int, GroupStatus]:
+    def groups(self) -> dict[int, GroupReport]:
         """Returns by group index what each running leader last said of its group."""
-        said = ((pod.group_index, pod.group_status) for pod in self._pods.values())
+        said = ((pod.group_index, pod.group_report) for pod in self._pods.values())
         return {index: status for index, status in said if index is not None and status is not None}
 
     def plans(self) -> dict[str, Plan]:
@@ -288,7 +288,7 @@ class LocalCluster:
         except HeteroInferError as error:
             self._leftover = error
         pod.ready = False
-        pod.group_status = None
+        pod.group_report = None
         pod.fetch = None
         self._free_gpus = sorted([*self._free_gpus, *pod.gpus])
         if pod.deleting:
@@ -309,8 +309,8 @@ class LocalCluster:
 
     async def _probe(self, pod: StoredPod) -> None:
         async for answer in self._supervisors.watch(pod):
-            changed = (answer.ready, _readiness(answer.group)) != (pod.ready, _readiness(pod.group_status))
-            pod.ready, pod.group_status, pod.fetch = answer.ready, answer.group, answer.fetch
+            changed = (answer.ready, _readiness(answer.group)) != (pod.ready, _readiness(pod.group_report))
+            pod.ready, pod.group_report, pod.fetch = answer.ready, answer.group, answer.fetch
             if changed:
                 self._on_change()
 
@@ -320,7 +320,7 @@ class LocalCluster:
         task.add_done_callback(self._tasks.discard)
 
 
-def _readiness(status: GroupStatus | None) -> bool:
+def _readiness(status: GroupReport | None) -> bool:
     return status is not None and status.ready
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.launch import CpuBinding
 from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.pod_launch import CpuBinding
 from heteroinfer_operator.local.pod_process import PodProcess
 
 ENV_THREADS: Final = "OMP_NUM_THREADS"

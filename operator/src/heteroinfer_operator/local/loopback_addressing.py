@@ -5,8 +5,8 @@ import socket
 from pathlib import Path
 from typing import Final
 
-from heteroinfer_contract.launch import PodAddress
 from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_operator.api import MAX_GROUPS, HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests import identity
@@ -16,7 +16,7 @@ from heteroinfer_operator.manifests.addressing import (
     ModelSource,
     hub_repository,
 )
-from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.identity import EpochRef, Owner
 
 LOOPBACK: Final = "127.0.0.1"
 _PORTS: Final = range(20000, 32000)
@@ -51,7 +51,7 @@ class LocalAddressing:
         self._given: dict[tuple[int, int, str], tuple[PodAddress, ...]] = {}
         self._taken = set(range(api_port, api_port + MAX_GROUPS))
 
-    def pods(self, spec: HeteroInferenceSpec, group: GroupRef, plan: Plan) -> tuple[PodAddress, ...]:
+    def pods(self, spec: HeteroInferenceSpec, group: EpochRef, plan: Plan) -> tuple[PodAddress, ...]:
         """Returns loopback and free ports for each pod.
 
         Raises:

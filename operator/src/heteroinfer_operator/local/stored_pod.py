@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.cluster import ContainerTermination, Manifest, PodView
 from heteroinfer_operator.local.process import RunningPod
@@ -23,7 +23,7 @@ class StoredPod:
         deleting: whether it was told to end.
         ready: what its readiness probe last said.
         termination: how it ended, or None while it runs.
-        group_status: what it last said of its group, if it is a leader.
+        group_report: what it last said of its group, if it is a leader.
         fetch: what it last said of its progress, if it fetches a model.
     """
 
@@ -35,7 +35,7 @@ class StoredPod:
     deleting: bool = False
     ready: bool = False
     termination: ContainerTermination | None = None
-    group_status: GroupStatus | None = None
+    group_report: GroupReport | None = None
     fetch: FetchProgress | None = None
 
     @property

@@ -10,7 +10,7 @@ import aiohttp
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.group_status import GroupStatus
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.local.loopback_addressing import LOOPBACK
 from heteroinfer_operator.local.stored_pod import StoredPod
@@ -34,7 +34,7 @@ class SupervisorAnswer:
     """
 
     ready: bool = False
-    group: GroupStatus | None = None
+    group: GroupReport | None = None
     fetch: FetchProgress | None = None
 
 
@@ -55,7 +55,7 @@ class SupervisorClient:
         while process.health_port is not None and pod.termination is None:
             base = f"http://{LOOPBACK}:{process.health_port}"
             ready = await self._get(base + process.readiness_path) is not None
-            group = await self._ask(base + names.PATH_GROUP, GroupStatus.from_json) if pod.leads else None
+            group = await self._ask(base + names.PATH_GROUP, GroupReport.from_json) if pod.leads else None
             fetch = await self._ask(base + names.PATH_FETCH, FetchProgress.from_json) if pod.fetches else None
             # The pod may have ended while it was asked.
             if pod.termination is None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from heteroinfer_contract import names
-from heteroinfer_contract.launch import PodAddress
 from heteroinfer_contract.model_fetch import HUB_SCHEME, model_folder
 from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_operator.api import HeteroInferenceSpec, TokenReference
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests import identity
-from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.identity import EpochRef, Owner
 
 DEFAULT_REVISION = "main"
 """Of hubs."""
@@ -79,7 +79,7 @@ def hub_repository(spec: HeteroInferenceSpec) -> str:
 class Addressing(Protocol):
     """Addresses of groups in one world."""
 
-    def pods(self, spec: HeteroInferenceSpec, group: GroupRef, plan: Plan) -> tuple[PodAddress, ...]:
+    def pods(self, spec: HeteroInferenceSpec, group: EpochRef, plan: Plan) -> tuple[PodAddress, ...]:
         """Returns the address of each pod, by pod index."""
         ...
 
@@ -102,7 +102,7 @@ class ClusterAddressing:
 
     allow_host_paths: bool = False
 
-    def pods(self, spec: HeteroInferenceSpec, group: GroupRef, plan: Plan) -> tuple[PodAddress, ...]:
+    def pods(self, spec: HeteroInferenceSpec, group: EpochRef, plan: Plan) -> tuple[PodAddress, ...]:
         """Returns DNS names that the headless Service answers before the pods are ready."""
         domain = f"{identity.group_service(group.owner, group.index)}.{group.owner.key.namespace}.svc"
         return tuple(

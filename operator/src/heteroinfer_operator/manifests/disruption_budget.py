@@ -23,7 +23,7 @@ def build_disruption_budget(group: GroupRef, *, pods: int, asleep: bool) -> dict
     resource's /scale, which counts groups.
 
     Args:
-        group: whichever epoch.
+        group: its own.
         pods: of the group.
         asleep: whether its pods are not Ready on purpose.
     """

@@ -21,7 +21,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, When
 from heteroinfer_operator.cluster import Gang
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests import identity
-from heteroinfer_operator.manifests.identity import GroupRef
+from heteroinfer_operator.manifests.identity import EpochRef
 
 KUEUE_POD_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
 """Label of a pod: its gang, which is also the name of Kueue's Workload."""
@@ -57,12 +57,12 @@ def choose_gang(spec: HeteroInferenceSpec, present: Collection[Gang]) -> Gang | 
     return found
 
 
-def gang_name(group: GroupRef) -> str:
+def gang_name(group: EpochRef) -> str:
     """Returns the name of an epoch's pods together."""
     return f"{group.owner.key.name}-{group.index}-{group.epoch}"
 
 
-def gang_labels(spec: HeteroInferenceSpec, group: GroupRef, gang: Gang | None) -> dict[str, str]:
+def gang_labels(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -> dict[str, str]:
     """Returns what a pod says in its labels; its own kind of gang among them, for living groups."""
     if gang is None:
         return {}
@@ -76,7 +76,7 @@ def gang_labels(spec: HeteroInferenceSpec, group: GroupRef, gang: Gang | None) -
     return labels
 
 
-def gang_annotations(group: GroupRef, gang: Gang | None, pods: int) -> dict[str, str]:
+def gang_annotations(group: EpochRef, gang: Gang | None, pods: int) -> dict[str, str]:
     """Returns what a pod says in its annotations."""
     match gang:
         case Gang.KUEUE:
@@ -90,7 +90,7 @@ def gang_annotations(group: GroupRef, gang: Gang | None, pods: int) -> dict[str,
     return {}
 
 
-def gang_fields(spec: HeteroInferenceSpec, group: GroupRef, gang: Gang | None) -> dict[str, Any]:
+def gang_fields(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -> dict[str, Any]:
     """Returns what a pod says in its spec."""
     defaults = {Gang.VOLCANO: _VOLCANO_SCHEDULER, Gang.COSCHEDULING: _COSCHEDULING_SCHEDULER}
     scheduler = spec.scheduling.scheduler_name or (defaults.get(gang, "") if gang else "")
@@ -101,7 +101,7 @@ def gang_fields(spec: HeteroInferenceSpec, group: GroupRef, gang: Gang | None) -
 
 
 def build_gang_object(
-    spec: HeteroInferenceSpec, group: GroupRef, gang: Gang | None, pods: int
+    spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None, pods: int
 ) -> dict[str, Any] | None:
     """Returns the object that says how many pods belong together, or None where pods say it all."""
     metadata = identity.metadata(

@@ -35,17 +35,15 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRef:
-    """One epoch of one group.
+    """One group, whatever its epoch.
 
     Attributes:
         owner: the resource.
         index: of the group, from 0.
-        epoch: from 1.
     """
 
     owner: Owner
     index: int
-    epoch: int
 
     @property
     def display(self) -> str:
@@ -56,6 +54,17 @@ class GroupRef:
     def uid(self) -> str:
         """Returns what tells this group from any other that had its name."""
         return f"{self.owner.uid}/{self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRef(GroupRef):
+    """One epoch of one group.
+
+    Attributes:
+        epoch: from 1.
+    """
+
+    epoch: int
 
     def pod_name(self, pod: int) -> str:
         """Returns the name and hostname of a pod; never used again by another epoch."""
@@ -110,7 +119,7 @@ def leader_labels(owner: Owner) -> dict[str, str]:
     }
 
 
-def pod_labels(group: GroupRef, pod: PodAssignment, plan: Plan, revision: str) -> dict[str, str]:
+def pod_labels(group: EpochRef, pod: PodAssignment, plan: Plan, revision: str) -> dict[str, str]:
     """Returns the labels of one worker pod."""
     labels = {
         **group_labels(group),

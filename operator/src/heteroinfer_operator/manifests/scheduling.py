@@ -10,7 +10,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec
 from heteroinfer_operator.cluster import Gang
 from heteroinfer_operator.demand import PodDemand, pod_demand, preferred_node
 from heteroinfer_operator.manifests import identity
-from heteroinfer_operator.manifests.identity import GroupRef
+from heteroinfer_operator.manifests.identity import EpochRef
 
 _NOT_OF_SPEC = {"labels", "annotations"}
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -59,7 +59,7 @@ def role_fields(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> di
 
 def assigned_fields(
     spec: HeteroInferenceSpec,
-    group: GroupRef,
+    group: EpochRef,
     role: RoleSpec,
     pod: PodAssignment,
     node_assignment: NodeAssignment,

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_contract.launch import PodAddress, PodLaunch
 from heteroinfer_contract.plan import Device, Plan, PodAssignment
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec, parse_duration_s
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
-from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import NodeAssignment, assigned_fields, role_resources
 
 WORKER_COMMAND = "heteroinfer-worker"
@@ -58,7 +58,7 @@ class WorkerPods:
     """
 
     spec: HeteroInferenceSpec
-    group: GroupRef
+    group: EpochRef
     plan: Plan
     revision: str
     addresses: tuple[PodAddress, ...]

@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from heteroinfer_contract.engine_args import find_refused
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
+from heteroinfer_contract.refused_args import find_refused
 from heteroinfer_operator.api import DType, HeteroInferenceSpec, When
 from heteroinfer_operator.errors import PlanError
 

@@ -128,7 +128,7 @@ def _threads(role: RoleSpec, *, leads: bool) -> float | None:
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
         if amounts and "cpu" in amounts:
             cpus = quantity(amounts["cpu"])
-            # The engine and the API server of the leader have two, one in a small pod (launch/cpus.py).
+            # The engine and the API server of the leader have two, one in a small pod (launch/).
             kept = 0.0 if not leads else 2.0 if cpus >= 8 else 1.0
             return max((cpus - kept) / role.ranks_per_pod, 1.0)
     return None

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from heteroinfer_contract.engine_args import TENSOR_CPU_FIRST
 from heteroinfer_contract.plan import Device, Mode
+from heteroinfer_contract.refused_args import TENSOR_CPU_FIRST
 from heteroinfer_operator.api import (
     HeteroInferenceSpec,
     RoleSpec,

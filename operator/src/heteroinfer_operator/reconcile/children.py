@@ -33,7 +33,7 @@ def build_children(
     children += [claim] if claim is not None else []
     pods = sum(role.pods for role in spec.roles)
     for index in range(spec.replicas):
-        group = GroupRef(owner=owner, index=index, epoch=0)
+        group = GroupRef(owner=owner, index=index)
         children += [build_group_service(group), build_network_policy(spec, group)]
         if pods > 1:
             children.append(build_disruption_budget(group, pods=pods, asleep=index in asleep))

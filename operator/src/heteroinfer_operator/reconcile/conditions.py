@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankStatus
 from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import (
     Condition,

@@ -6,7 +6,7 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import CreateObject, Gang, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
-from heteroinfer_operator.manifests.identity import GroupRef
+from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.manifests.scheduling import NodeAssignment
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.planning import Planned
@@ -63,5 +63,5 @@ def decide_creates(
     return tuple(CreateObject(manifest=pods.build(pod)) for pod in plan.pods if pod.index in indices)
 
 
-def _group_ref(context: Context, status: GroupStatus) -> GroupRef:
-    return GroupRef(owner=context.owner, index=status.index, epoch=status.epoch)
+def _group_ref(context: Context, status: GroupStatus) -> EpochRef:
+    return EpochRef(owner=context.owner, index=status.index, epoch=status.epoch)

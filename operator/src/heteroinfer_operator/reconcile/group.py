@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase
+from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
     FailureStatus,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
+from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupPhase, GroupStatus
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile.context import Context

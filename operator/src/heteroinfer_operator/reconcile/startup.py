@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase
+from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_operator.api import StartupPhase, StartupStatus, format_bytes
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run

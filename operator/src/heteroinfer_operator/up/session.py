@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.launch import PodAddress
+from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_operator.api import (
     Condition,
     ConditionStatus,

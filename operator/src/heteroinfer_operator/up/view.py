@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from heteroinfer_contract.group_status import GroupStatus as GroupReport
-from heteroinfer_contract.group_status import RankPhase, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceStatus
 

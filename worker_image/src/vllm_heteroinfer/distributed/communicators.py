@@ -20,8 +20,8 @@ from typing import Any
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Device, Mode, Plan
+from heteroinfer_contract.pod_launch import PodLaunch
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is on Linux
 

@@ -18,15 +18,15 @@ from pathlib import Path
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.model_fetch import HUB_SCHEME, ModelIncompleteError, check_complete
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.parent_death import adopt_orphans
 from heteroinfer_contract.plan import Plan
-from vllm_heteroinfer.launch.orphans import adopt_orphans
+from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.output import BackgroundHandler
-from vllm_heteroinfer.launch.pod import Commands
-from vllm_heteroinfer.launch.supervisor import Settings, Supervisor
+from vllm_heteroinfer.launch.pod_processes import Commands
+from vllm_heteroinfer.launch.supervisor import Supervisor, SupervisorSettings
 
 LOG_FINISH_TIMEOUT_S = 1.0
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fetch(arguments: argparse.Namespace) -> int:
     _prepare_hub(os.environ)
-    from vllm_heteroinfer.fetch.main import FetchOptions, fetch_model
+    from vllm_heteroinfer.fetch.fetch_pod import FetchOptions, fetch_model
 
     return fetch_model(
         FetchOptions(
@@ -145,7 +145,7 @@ def supervise(env: Mapping[str, str], commands: Commands) -> int:
     path = Path(env.get(names.ENV_TERMINATION_MESSAGE_PATH) or names.TERMINATION_MESSAGE_PATH)
     try:
         plan, launch = Plan.from_env(env), PodLaunch.from_env(env)
-        settings = Settings(
+        settings = SupervisorSettings(
             base_env=env,
             commands=commands,
             termination_message_path=path,
@@ -172,7 +172,7 @@ def supervise(env: Mapping[str, str], commands: Commands) -> int:
     return code
 
 
-async def _run(plan: Plan, launch: PodLaunch, settings: Settings) -> int:
+async def _run(plan: Plan, launch: PodLaunch, settings: SupervisorSettings) -> int:
     return await Supervisor(plan, launch, settings).run()
 
 

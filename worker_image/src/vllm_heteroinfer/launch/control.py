@@ -14,11 +14,18 @@ from dataclasses import dataclass
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan
-from vllm_heteroinfer.launch.channel import BEAT_INTERVAL_S
+from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.culprit import Evidence
-from vllm_heteroinfer.launch.link import Hello, Link, Message, RankBeat, bind_host, check_hello
+from vllm_heteroinfer.launch.supervisor_link import (
+    Hello,
+    Message,
+    RankBeat,
+    SupervisorLink,
+    check_hello,
+)
+from vllm_heteroinfer.pod.addresses import bind_host
+from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 
 CONNECT_TIMEOUT_S = 2.0
 HELLO_TIMEOUT_S = 5.0
@@ -60,7 +67,7 @@ class ControlServer:
         self._plan = plan
         self._launch = launch
         self._handlers = handlers
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, SupervisorLink] = {}
         self._stopping: set[int] = set()
         self._ranks: dict[int, tuple[RankBeat, ...]] = {}
         self._server: asyncio.Server | None = None
@@ -144,7 +151,7 @@ class ControlServer:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        link = Link(reader, writer, self._launch.heartbeat_timeout_s)
+        link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s)
         try:
             pod = await self._welcome(link)
             if pod is not None:
@@ -154,7 +161,7 @@ class ControlServer:
         finally:
             link.close()
 
-    async def _welcome(self, link: Link) -> int | None:
+    async def _welcome(self, link: SupervisorLink) -> int | None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 message = await link.receive()
@@ -177,7 +184,7 @@ class ControlServer:
             link.send(Message(verdict=self._verdict))
         return hello.pod
 
-    async def _refuse(self, link: Link, hello: Hello, difference: str, *, ends_group: bool) -> None:
+    async def _refuse(self, link: SupervisorLink, hello: Hello, difference: str, *, ends_group: bool) -> None:
         failure = Failure(
             reason=FailureReason.PLAN_MISMATCH,
             message=(
@@ -193,7 +200,7 @@ class ControlServer:
         if ends_group:
             self._handlers.on_evidence(Evidence(failure=failure))
 
-    async def _listen(self, pod: int, link: Link) -> None:
+    async def _listen(self, pod: int, link: SupervisorLink) -> None:
         try:
             while (message := await link.receive()) is not None:
                 if message.ranks is not None:
@@ -222,7 +229,7 @@ class ControlClient:
         self._plan = plan
         self._launch = launch
         self._handlers = handlers
-        self._link: Link | None = None
+        self._link: SupervisorLink | None = None
         self._group_age_s = 0.0
         self._leader_stopping = False
 
@@ -246,11 +253,11 @@ class ControlClient:
                     log.info("waiting for the leader at %s:%d: %s", leader.host, leader.control_port, error)
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def _try_connect(self) -> Link:
+    async def _try_connect(self) -> SupervisorLink:
         leader = self._launch.leader
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(leader.host, leader.control_port)
-        link = Link(reader, writer, self._launch.heartbeat_timeout_s)
+        link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s)
         hello = Hello(
             group_uid=self._launch.group_uid,
             epoch=self._launch.epoch,

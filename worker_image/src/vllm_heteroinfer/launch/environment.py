@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.launch import CpuBinding, PodLaunch
+from heteroinfer_contract.machine import ranks_on_machine
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
-from vllm_heteroinfer.launch.cpus import Cpu, Place, allocate
+from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
+from vllm_heteroinfer.launch.cpu_allocation import Cpu, Place, allocate
 
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -95,7 +96,7 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
 
 def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:
     """Returns how many compute threads each CPU rank of this pod gets where none is bound, at least 1."""
-    ranks = len(neighbours(plan, launch, Device.CPU))
+    ranks = len(ranks_on_machine(plan, launch, Device.CPU))
     return max(1, (host.usable_cpus - _reserved_cpus(plan, launch, host)) // ranks)
 
 
@@ -109,7 +110,7 @@ def bound_place(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host)
         return None
     if launch.cpu_binding is CpuBinding.AUTO and not host.has_whole_cores:
         return None
-    ranks = neighbours(plan, launch, Device.CPU)
+    ranks = ranks_on_machine(plan, launch, Device.CPU)
     places = allocate(host.cpus, ranks=len(ranks), reserved=_reserved_cpus(plan, launch, host))
     return None if places is None else places[ranks.index(rank)]
 
@@ -118,19 +119,10 @@ def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
     """Returns the CPUs that CPU ranks leave to the engine and to GPU ranks on the same machine."""
     if host.usable_cpus == 1:
         return 0
-    gpu_ranks = len(neighbours(plan, launch, Device.GPU))
+    gpu_ranks = len(ranks_on_machine(plan, launch, Device.GPU))
     if launch.leader.host != launch.address.host:
         return gpu_ranks
     return gpu_ranks + (ENGINE_CPUS_OF_BIG_LEADER if host.usable_cpus >= BIG_POD_CPUS else 1)
-
-
-def neighbours(plan: Plan, launch: PodLaunch, device: Device) -> list[RankAssignment]:
-    """Returns the ranks of a device on this machine: of every pod with this pod's address.
-
-    In a cluster each pod has an address of its own; under `heteroinfer up` all have one.
-    """
-    here = launch.address.host
-    return [r for r in plan.ranks if r.device is device and launch.addresses[r.pod].host == here]
 
 
 def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:

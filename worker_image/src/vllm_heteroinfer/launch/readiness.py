@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from heteroinfer_contract.group_status import GroupStatus, RankPhase, RankStatus
-from heteroinfer_contract.launch import PodLaunch
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.culprit import Stuck
-from vllm_heteroinfer.launch.link import RankBeat
+from vllm_heteroinfer.launch.supervisor_link import RankBeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +89,9 @@ class GroupView:
             if beat.busy is not None
         ]
 
-    def status(self, launch: PodLaunch, message: str) -> GroupStatus:
+    def status(self, launch: PodLaunch, message: str) -> GroupReport:
         """Returns the status that /group shows; `message` is "" when the group is ready."""
-        return GroupStatus(
+        return GroupReport(
             group_uid=launch.group_uid,
             epoch=launch.epoch,
             plan_hash=self.plan.hash,

@@ -20,18 +20,19 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.launch import PodLaunch
 from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch import culprit
-from vllm_heteroinfer.launch.channel import BEAT_INTERVAL_S
+from vllm_heteroinfer.launch.api_probe import probe_api
 from vllm_heteroinfer.launch.control import ControlClient, ControlServer, Handlers, Refused
 from vllm_heteroinfer.launch.culprit import Evidence
-from vllm_heteroinfer.launch.health import Answer, HealthServer, probe_api
 from vllm_heteroinfer.launch.host import observe_host, own_address
-from vllm_heteroinfer.launch.link import Message
-from vllm_heteroinfer.launch.pod import Commands, PodProcesses
+from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
-from vllm_heteroinfer.launch.startup import StartClock
+from vllm_heteroinfer.launch.start_clock import StartClock
+from vllm_heteroinfer.launch.supervisor_link import Message
+from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
+from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
 
 WATCH_INTERVAL_S = 0.05
 GATHER_S = 0.25
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SupervisorSettings:
     """What a supervisor needs besides plan and launch.
 
     Attributes:
@@ -70,7 +71,7 @@ class Settings:
 class Supervisor:
     """One pod's supervisor; run() it once."""
 
-    def __init__(self, plan: Plan, launch: PodLaunch, settings: Settings) -> None:
+    def __init__(self, plan: Plan, launch: PodLaunch, settings: SupervisorSettings) -> None:
         self._plan = plan
         self._launch = launch
         self._settings = settings
@@ -373,17 +374,17 @@ class Supervisor:
         view = GroupView(plan=self._plan, beats=self._pod.beats(), only_pod=own.index)
         return view.message
 
-    def _answer(self, path: str) -> Answer:
+    def _answer(self, path: str) -> HealthAnswer:
         if path == names.PATH_HEALTHZ:
-            return Answer(status=HTTPStatus.OK, body="ok")
+            return HealthAnswer(status=HTTPStatus.OK, body="ok")
         if path == names.PATH_READYZ:
             reason = self._not_ready_because()
             status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
-            return Answer(status=status, body=reason or "ready")
+            return HealthAnswer(status=status, body=reason or "ready")
         if path == names.PATH_GROUP and self._server is not None:
             status_json = self._view().status(self._launch, self._not_ready_because()).to_json()
-            return Answer(status=HTTPStatus.OK, body=status_json, content_type="application/json")
-        return Answer(
+            return HealthAnswer(status=HTTPStatus.OK, body=status_json, content_type="application/json")
+        return HealthAnswer(
             status=HTTPStatus.NOT_FOUND,
             body=f"no {path} here; {names.PATH_HEALTHZ}, {names.PATH_READYZ}"
             f", and {names.PATH_GROUP} on the leader's pod only",

@@ -6,15 +6,35 @@ import it by name inside their own functions (linear.py::UnquantizedLinearMethod
 vocab_parallel_embedding.py::UnquantizedEmbeddingMethod), so the module's name is the only binding.
 """
 
+import logging
+import os
 from collections.abc import Callable
 
 import torch
 
-from vllm_heteroinfer.kernels.layers import LinearLayers
+from heteroinfer_contract import names
+from vllm_heteroinfer.kernels.linear_layers import ONEDNN, LinearLayers, is_wanted
 from vllm_heteroinfer.patches.registry import CPU_LINEAR
 from vllm_heteroinfer.patches.replacing import replace, restore
 
+_logger = logging.getLogger(__name__)
+
 Dispatch = Callable[[torch.nn.Module, bool], None]
+
+
+def install() -> None:
+    """Hands this process's CPU linear layers to our kernels from now on, unless the user chose oneDNN.
+
+    To be called in a CPU rank before it loads its model; twice is a no-op.
+
+    Raises:
+        ContractError: the setting is neither `auto` nor `onednn`.
+        PatchError: this vLLM is another one than the patch was written for.
+    """
+    if is_wanted(os.environ):
+        apply(LinearLayers())
+    else:
+        _logger.info("CPU linear layers: oneDNN, as %s=%s says", names.ENV_CPU_LINEAR, ONEDNN)
 
 
 def apply(layers: LinearLayers) -> None:

@@ -21,7 +21,7 @@ class HeteroCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Applies vLLM's CPU rules, with our worker class."""
         if vllm_config.parallel_config.worker_cls == "auto":
-            vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.worker.cpu.HeteroCpuWorker"
+            vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.rank.worker.cpu_worker.HeteroCpuWorker"
         super().check_and_update_config(vllm_config)
         # vLLM spawns on the CPU since its workers need an environment of their own before exec; ours are
         # started by the supervisor. The one process that is started here is the engine, from the API

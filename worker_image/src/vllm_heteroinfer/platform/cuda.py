@@ -20,7 +20,7 @@ class HeteroCudaPlatform(CudaPlatform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Applies vLLM's CUDA rules, with our worker class."""
         if vllm_config.parallel_config.worker_cls == "auto":
-            vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.worker.gpu.HeteroGpuWorker"
+            vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.rank.worker.gpu_worker.HeteroGpuWorker"
         super().check_and_update_config(vllm_config)
         # GPUs of a stage talk by NCCL. Both of these want ranks that see each other's GPUs by different
         # numbers, and each of ours sees its own as number 0: torch's refuses that, with a warning at best

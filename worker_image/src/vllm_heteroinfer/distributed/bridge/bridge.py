@@ -13,6 +13,15 @@ from typing import Any, Literal
 import torch
 
 from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.distributed.bridge.bridge_link import (
+    MESSAGE_BYTES,
+    PART_BYTES,
+    BridgeLink,
+    Buffer,
+    Form,
+    Members,
+    form_of,
+)
 from vllm_heteroinfer.distributed.bridge.exchange import Exchange
 from vllm_heteroinfer.distributed.bridge.gloo import GlooLink
 from vllm_heteroinfer.distributed.bridge.header import (
@@ -21,15 +30,6 @@ from vllm_heteroinfer.distributed.bridge.header import (
     header_of_part,
     num_parts,
     pack_header,
-)
-from vllm_heteroinfer.distributed.bridge.link import (
-    MESSAGE_BYTES,
-    PART_BYTES,
-    Buffer,
-    Form,
-    Link,
-    Members,
-    form_of,
 )
 from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink, choose_path
 from vllm_heteroinfer.distributed.bridge.slab import PROOF, WORDS, gather_values, share_slab
@@ -105,7 +105,7 @@ class Bridge:
         self.path, why = choose_path(share_host, machines)
         self._device = device
         self._mail = GlooLink(cpu_group, self._members, device, timeout_s=timeout_s, meter=meter)
-        self._link: Link = self._mail
+        self._link: BridgeLink = self._mail
         signal, publisher = None, "the host publishes"
         if self.path == "shared_memory":
             slab = share_slab(self._members, cpu_group, device)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_heteroinfer.distributed.bridge.bridge_link import PART_BYTES, BridgeLink, Form, Members, form_of
 from vllm_heteroinfer.distributed.bridge.header import describe, header_of_part, num_parts
-from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Form, Link, Members, form_of
 from vllm_heteroinfer.distributed.bridge.staging import Staging
 from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
 from vllm_heteroinfer.distributed.meter import Meter
@@ -15,12 +15,12 @@ Take = Callable[[int, int, Sequence[torch.Tensor]], None]
 
 
 class Exchange:
-    """See `Link` for the order of publishing and reading that it keeps.
+    """See `BridgeLink` for the order of publishing and reading that it keeps.
 
     All methods but `compare` raise what collectives raise: see `Bridge`.
     """
 
-    def __init__(self, members: Members, link: Link, staging: Staging, meter: Meter) -> None:
+    def __init__(self, members: Members, link: BridgeLink, staging: Staging, meter: Meter) -> None:
         self._members, self._link, self._staging, self._meter = members, link, staging, meter
 
     def put(self, x: torch.Tensor, form: Form) -> None:

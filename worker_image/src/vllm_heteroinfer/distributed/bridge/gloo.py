@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_heteroinfer.distributed.bridge.bridge_link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
-from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
 from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
@@ -49,7 +49,7 @@ class _Message:
 
 
 class GlooLink:
-    """See `Link`."""
+    """See `BridgeLink`."""
 
     def __init__(
         self, cpu_group: Any, members: Members, device: torch.device, *, timeout_s: float, meter: Meter

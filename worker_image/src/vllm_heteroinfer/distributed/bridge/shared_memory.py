@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Literal
 
-from vllm_heteroinfer.distributed.bridge.link import Buffer, Members
+from vllm_heteroinfer.distributed.bridge.bridge_link import Buffer, Members
 from vllm_heteroinfer.distributed.bridge.slab import (
     ANNOUNCED,
     CLOSED,
@@ -32,7 +32,7 @@ _CHECK_S = 0.1
 
 
 class SharedMemoryLink:
-    """See `Link`."""
+    """See `BridgeLink`."""
 
     def __init__(self, slab: Slab, members: Members, *, timeout_s: float, meter: Meter) -> None:
         self._slab, self._members, self._meter, self.timeout_s = slab, members, meter, timeout_s

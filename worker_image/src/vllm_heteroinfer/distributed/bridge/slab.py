@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.distributed.bridge.bridge_link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
-from vllm_heteroinfer.distributed.bridge.link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
 
 PARTS = 2
-"""Buffers of each member: see `Link`."""
+"""Buffers of each member: see `BridgeLink`."""
 RING = 16
 """Announcements that may be unread."""
 WORDS = 16

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_heteroinfer.distributed.bridge.link import PART_BYTES, Buffer, Form
+from vllm_heteroinfer.distributed.bridge.bridge_link import PART_BYTES, Buffer, Form
 from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
 
 MAPPED_BYTES = 256 << 10

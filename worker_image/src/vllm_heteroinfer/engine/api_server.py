@@ -1,0 +1,128 @@
+"""Entry point of the leader's OpenAI server: `python -m vllm_heteroinfer.engine.api_server`.
+
+vLLM's own command asks for the version of a distribution named `vllm`, which the CPU build
+is not (vllm/entrypoints/cli/main.py@v0.32.0), so the server is built from its parts here.
+The engine is its child process; when it dies, this process exits at once.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, NoReturn
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.engine.draining import DRAIN
+from vllm_heteroinfer.group.sleep_levels import check_level
+from vllm_heteroinfer.pod.channel import RankReporter
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+_logger = logging.getLogger(__name__)
+
+_WATCH_S = 0.1
+"""Time between two looks at the engine and at the supervisor's word."""
+_NAMING_S = 5.0
+"""How much longer than the supervisors the engine waits for a step: they can name the stuck rank."""
+
+
+def main() -> NoReturn:
+    """Serves until stopped; exits non-zero when the engine or the server fails."""
+    plan, launch = Plan.from_env(os.environ), PodLaunch.from_env(os.environ)
+    reporter = RankReporter.from_env(os.environ)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(int(step_timeout_s + _NAMING_S)))
+    try:
+        import uvloop
+
+        uvloop.run(serve(parse(plan, launch), reporter))
+    except KeyboardInterrupt:
+        sys.exit(names.EXIT_STOPPED)
+    except BaseException as error:
+        traceback.print_exception(error)
+        reason = (
+            FailureReason.BAD_SETTINGS
+            if isinstance(error, ContractError)
+            else FailureReason.API_SERVER_EXITED
+        )
+        text = " ".join(str(error).split()) or type(error).__name__
+        reporter.failure(Failure(reason=reason, message=f"API server: {text}", time=time.time()))
+        sys.stderr.flush()
+        os._exit(names.EXIT_RANK_FAILED)
+    sys.exit(names.EXIT_STOPPED)
+
+
+def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
+    """Returns the server's arguments: those of rank 0, whose settings the engine shares."""
+    from vllm_heteroinfer.engine import arguments
+
+    args = arguments.parse(plan, launch, plan.ranks[0])
+    # Last, so that it is around the user's own.
+    args.middleware = [*args.middleware, "vllm_heteroinfer.engine.draining.DrainMiddleware"]
+    return args
+
+
+async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
+    """Serves the OpenAI API until SIGTERM or SIGINT; drains before that when its supervisor says so.
+
+    Source: vllm/entrypoints/launchers/api_server/entry.py::run_server@v0.32.0.
+
+    Raises:
+        RuntimeError: the engine did not start.
+    """
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    listen_address, sock = setup_server(args, reuse_port=False)
+    async with entry.build_async_engine_client(args) as client:
+        refuse_levels(client)
+        watcher = asyncio.create_task(_watch(client, reporter))
+        shutdown = await entry.build_and_serve(client, listen_address, sock, args)
+        watcher.cancel()
+    await shutdown
+    sock.close()
+
+
+def refuse_levels(client: "EngineClient") -> None:
+    """Makes the client refuse a level of sleep that a group does not have, before requests are aborted.
+
+    Its `sleep` becomes an instance attribute; the answer to the request is 400 with the words.
+    Source: vllm/entrypoints/serve/dev/sleep/api_router.py::sleep@v0.32.0.
+    """
+    put_to_sleep = client.sleep
+
+    async def sleep(level: int = 1, mode: str = "abort") -> None:
+        check_level(level)
+        await put_to_sleep(level, mode)
+
+    client.sleep = sleep
+
+
+async def _watch(client: "EngineClient", reporter: RankReporter) -> None:
+    """Drains when asked to; ends this process when the engine has died: nothing else is of use then."""
+    while not client.errored:
+        if reporter.asked_to_drain():
+            DRAIN.begin()
+        if DRAIN.is_done():
+            reporter.drained()
+        await asyncio.sleep(_WATCH_S)
+    _logger.error("the engine has died: see its error above; the API server ends with it")
+    os._exit(names.EXIT_RANK_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""A plan as vLLM's argument list, and that list as vLLM's configuration of one rank.
+
+Every option that must agree between ranks is written out, since vLLM's defaults differ by
+device. Imports vLLM inside functions only: `arguments` is used without it.
+"""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import Device, Mode, Plan, RankAssignment, eager_reason
+from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_contract.refused_args import (
+    MIXED_STAGE_IN_PIPELINE,
+    MULTIMODAL_CPU_FIRST,
+    TENSOR_CPU_FIRST,
+    Unsupported,
+    find_refused,
+)
+from vllm_heteroinfer.pod import addresses
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SCHEDULER = "vllm_heteroinfer.engine.scheduler.PipelineScheduler"
+
+
+def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
+    """Returns vLLM's arguments for `rank`: the user's first, then the plan's, which win.
+
+    Raises:
+        ContractError: an argument of the user's belongs to the plan or is not supported, or
+            the plan asks for what is not built; the message says what to do.
+    """
+    engine = plan.engine
+    refused = find_refused(engine.extra_args)
+    if refused is not None:
+        raise ContractError(str(refused))
+    _check_stages(plan)
+    # The planner says so too; a plan written by hand must not hang in its first captured graph.
+    eager_gpu = engine.eager_gpu or eager_reason(plan) is not None
+    eager = engine.eager_cpu if rank.device is Device.CPU else eager_gpu
+    timeout_s = str(int(launch.startup_timeout_s))
+    return [
+        # Its supervisor asks twice a second; the user's own choice comes after and wins.
+        *("--disable-access-log-for-endpoints", names.PATH_API_HEALTH),
+        *engine.extra_args,
+        *("--model", engine.model),
+        *("--served-model-name", engine.served_name),
+        *("--dtype", engine.dtype),
+        *("--seed", str(engine.seed)),
+        *("--max-model-len", str(engine.max_model_len)),
+        *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
+        *("--max-num-seqs", str(engine.max_num_seqs)),
+        *("--block-size", str(engine.block_size)),
+        *("--kv-cache-memory-bytes", str(rank.kv_cache_bytes)),
+        *("--tensor-parallel-size", str(plan.tensor_parallel_size)),
+        *("--pipeline-parallel-size", str(plan.pipeline_parallel_size)),
+        "--enforce-eager" if eager else "--no-enforce-eager",
+        "--no-async-scheduling",
+        *_only_with_cpu_ranks(plan, rank),
+        # Collectives on shared memory of one node would not reach the other pods.
+        "--disable-custom-all-reduce",
+        *("--scheduler-cls", SCHEDULER),
+        *("--distributed-timeout-seconds", timeout_s),
+        *("--cpu-distributed-timeout-seconds", timeout_s),
+        *("--host", addresses.bind_host_ipv4(launch.leader.host)),
+        *("--port", str(launch.leader.api_port)),
+    ]
+
+
+def _check_stages(plan: Plan) -> None:
+    for stage in filter(plan.is_mixed, range(plan.pipeline_parallel_size)):
+        if plan.mode is not Mode.TENSOR:
+            raise ContractError(_refusal("parallelism", MIXED_STAGE_IN_PIPELINE))
+        if plan.stage(stage)[0].device is Device.CPU:
+            raise ContractError(_refusal("roles", TENSOR_CPU_FIRST))
+
+
+def _only_with_cpu_ranks(plan: Plan, rank: RankAssignment) -> list[str]:
+    """Returns what keeps a GPU rank from collectives over all ranks, which CPU ranks never call.
+
+    Source: vllm/model_executor/warmup/kernel_warmup.py::flashinfer_autotune@v0.32.0: it gathers over the
+    group and ends with a barrier of the world.
+    """
+    has_cpu = any(other.device is Device.CPU for other in plan.ranks)
+    return ["--no-enable-flashinfer-autotune"] if has_cpu and rank.device is Device.GPU else []
+
+
+def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Namespace:
+    """Returns vLLM's parsed arguments for `rank`, with our executor class in them.
+
+    Raises:
+        ContractError: as `arguments`; or vLLM's parser refused an argument.
+    """
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_heteroinfer.engine.executor import GroupExecutor
+
+    parser = make_arg_parser(_Parser(FlexibleArgumentParser))
+    args = parser.parse_args(arguments(plan, launch, rank))
+    if args.model_tag is not None:
+        raise ContractError(
+            f"engine.args: got the bare word {args.model_tag!r}, expected options and their values; "
+            "the model is set by spec.model.uri"
+        )
+    # `parse_args` takes a name only; a class passes the check of pipeline parallelism.
+    # Source: vllm/engine/arg_utils.py::EngineArgs._check_feature_supported@v0.32.0.
+    args.distributed_executor_backend = GroupExecutor
+    validate_parsed_serve_args(args)
+    return args
+
+
+def build_config(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> "VllmConfig":
+    """Returns the resolved configuration of `rank`; raises as `parse`, and what vLLM raises."""
+    import vllm
+    from vllm.usage.usage_lib import UsageContext
+
+    engine_args = vllm.AsyncEngineArgs.from_cli_args(parse(plan, launch, rank))
+    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    check_supported(plan, config)
+    return config
+
+
+def check_supported(plan: Plan, config: "VllmConfig") -> None:
+    """Raises ContractError if the resolved model is one that this group cannot serve."""
+    model = config.model_config
+    text_only = model.multimodal_config is None or getattr(
+        model.multimodal_config, "language_model_only", False
+    )
+    if not text_only and plan.ranks[0].device is Device.CPU:
+        raise ContractError(_refusal(plan.engine.model, MULTIMODAL_CPU_FIRST))
+
+
+def _refusal(where: str, entry: Unsupported) -> str:
+    return f"{where}: got {entry.feature}, but {entry.why}: {entry.remedy}"
+
+
+def _Parser(base: Any) -> Any:  # noqa: N802 - returns a class's instance
+    """Returns vLLM's parser with one change: a bad argument raises instead of printing the usage."""
+
+    class Parser(base):
+        def error(self, message: str) -> None:
+            raise ContractError(f"engine.args: {message}; see vLLM's own documentation of `vllm serve`")
+
+    return Parser()

@@ -1,0 +1,240 @@
+"""The executor: calls every rank of the group from the engine's process; starts none of them.
+
+After the shape of vLLM's RayExecutorV2: one node, the plan gives every rank its place. The
+supervisors start and watch the ranks; a rank that fails ends the group, this process with it.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import cloudpickle
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+from heteroinfer_contract.parent_death import die_with_parent
+from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.group import fingerprint, kv_blocks, queues
+from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
+from vllm_heteroinfer.group.rendezvous import GroupStore
+from vllm_heteroinfer.group.sleep_levels import check_level
+from vllm_heteroinfer.patches import engine_pause
+from vllm_heteroinfer.pod import addresses
+
+_logger = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 600.0
+"""Longest wait for the replies to a call outside of steps and start-up, in seconds."""
+_POLL_S = 0.02
+"""How long one rank's reply is waited for before the next rank's is looked at."""
+
+_NEWS = (
+    "total_num_scheduled_tokens",
+    "finished_req_ids",
+    "preempted_req_ids",
+    "free_encoder_mm_hashes",
+    "new_block_ids_to_zero",
+    "kv_cache_block_copies",
+    "kv_connector_metadata",
+    "aux_output_connector_metadata",
+    "ec_connector_metadata",
+    "ec_manager_metadata",
+)
+"""Fields of vLLM's SchedulerOutput that a worker acts on (vllm/v1/core/sched/output.py@v0.32.0)."""
+
+
+class GroupExecutor(MultiprocExecutor):
+    """vLLM's executor over the ranks of a plan.
+
+    Passed as a class in `distributed_executor_backend`, which allows pipeline parallelism
+    on one node (vllm/engine/arg_utils.py::EngineArgs._check_feature_supported@v0.32.0).
+    """
+
+    uses_ray = False
+    supports_pp = True
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """Returns False: vLLM's first model runner cannot do it across stages."""
+        return False
+
+    def _init_executor(self) -> None:
+        """Meets every rank; returns when all have loaded their weights.
+
+        Raises:
+            TimeoutError: a rank was not there by the start-up deadline.
+            ConfigMismatchError: this engine's configuration is not the ranks'.
+        """
+        die_with_parent(os.getppid())
+        engine_pause.apply()
+        self.is_failed = False
+        self.failure_callback = None
+        self.shutting_down = False
+        plan, launch = Plan.from_env(os.environ), PodLaunch.from_env(os.environ)
+        self._plan = plan
+        self.world_size = plan.world_size
+        self.output_rank = self._get_output_rank()
+        self._starting: Deadline | None = Deadline.after(NO_LIMIT_S)
+        deadline = self._starting
+        self._store = GroupStore.connect(launch, deadline)
+        self._check_settings(plan, deadline)
+        for rank in range(plan.world_size):
+            self._store.get(f"loaded/{rank}", deadline, what=f"word from rank {rank} that it has loaded")
+        # Queues are made last: until all are connected their shared memory has names, which
+        # would be left behind if the group ended just then.
+        self.rpc_broadcast_mq = MessageQueue(
+            plan.world_size, len(plan.pods[0].ranks), connect_ip=addresses.own_address(launch)
+        )
+        self._store.put("executor", queues.handle_to_json(self.rpc_broadcast_mq))
+        self.response_mqs = []
+        for rank in range(plan.world_size):
+            text = self._store.get(f"rank/{rank}", deadline, what=f"message queue of rank {rank}")
+            self.response_mqs.append(queues.open_queue(text, 0))
+        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="a rank")
+        for rank, queue in enumerate(self.response_mqs):
+            queues.wait_until_ready(queue, deadline, what=f"rank {rank}")
+        self.futures_queue: deque[FutureWrapper] = deque()
+
+    def _check_settings(self, plan: Plan, deadline: Deadline) -> None:
+        """Compares this engine's settings with rank 0's, which the ranks compare with theirs."""
+        ranks = self._store.get("fingerprint/0", deadline, what="settings of rank 0")
+        ours = fingerprint.of_config(
+            self.vllm_config, layer_partition=os.environ.get("VLLM_PP_LAYER_PARTITION", "")
+        )
+        theirs = fingerprint.from_json(ranks)
+        fingerprint.compare_engine(plan, ours, theirs)
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """Runs a step on every rank; returns the last stage's reply, or a future of it.
+
+        A step without tokens and without news is not sent at all: the engine makes one
+        whenever everything is in flight already.
+        """
+        if not has_news(scheduler_output):
+            return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
+        return super().execute_model(scheduler_output, non_block)
+
+    def collective_rpc(  # noqa: PLR0913, PLR0917 - the signature is vLLM's
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        unique_reply_rank: int | None = None,
+        kv_output_aggregator: Any = None,
+        ec_output_aggregator: Any = None,
+    ) -> Any:
+        """Calls a method on every rank.
+
+        Args:
+            method: name of a worker's method, or a function of the worker.
+            timeout: for all replies, in seconds; else the start-up deadline while
+                starting, and CONTROL_TIMEOUT_S after.
+            args: of the method.
+            kwargs: of the method.
+            non_block: return a future.
+            unique_reply_rank: the one rank that replies; None for all.
+            kv_output_aggregator: unused; connectors are refused.
+            ec_output_aggregator: unused; connectors are refused.
+
+        Returns:
+            One reply, or a list of all by rank; a future of it if `non_block`.
+
+        Raises:
+            TimeoutError: a rank did not reply in time; the message names it.
+            RuntimeError: a rank replied with an error.
+        """
+        if self.is_failed or self.rpc_broadcast_mq is None:
+            raise RuntimeError("this group has ended; its pods start again as the next epoch")
+        if timeout is None:
+            timeout = self._starting.left_s if self._starting is not None else CONTROL_TIMEOUT_S
+        deadline = Deadline.after(timeout)
+        send = method if isinstance(method, str) else cloudpickle.dumps(method)
+        self.rpc_broadcast_mq.enqueue((send, args, kwargs or {}, unique_reply_rank))
+        ranks = range(self.world_size) if unique_reply_rank is None else (unique_reply_rank,)
+
+        def replies() -> Any:
+            got = self._read_replies(method, ranks, deadline)
+            return got if unique_reply_rank is None else got[0]
+
+        future = FutureWrapper(self.futures_queue, replies)
+        return future if non_block else future.result()
+
+    def _read_replies(self, method: Any, ranks: Any, deadline: Deadline) -> list[Any]:
+        """Returns the replies of `ranks`, read as they come, so that an error is seen at once."""
+        pending, got = list(ranks), {}
+        while pending:
+            for rank in tuple(pending):
+                wait_s = deadline.left_s if len(pending) == 1 else min(_POLL_S, deadline.left_s)
+                try:
+                    status, result = self.response_mqs[rank].dequeue(timeout=wait_s)
+                except TimeoutError:
+                    continue
+                if status is not WorkerProc.ResponseStatus.SUCCESS:
+                    raise RuntimeError(f"rank {rank} failed in {method}: {result}")
+                got[rank] = result
+                pending.remove(rank)
+            if pending and deadline.left_s == 0:
+                raise TimeoutError(
+                    f"got no reply to {method} from rank {', '.join(map(str, pending))} within "
+                    f"{deadline.total_s:.0f} s; look at its log, and at its busy time on /group"
+                )
+        return [got[rank] for rank in ranks]
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        """Gives every rank its KV cache, as many blocks as the tightest has, and names that one."""
+        super().initialize_from_config(kv_cache_configs)
+        rooms_bytes = self.collective_rpc("kv_room_bytes")
+        _logger.info(
+            "%s",
+            kv_blocks.describe(
+                self._plan,
+                blocks=kv_cache_configs[0].num_blocks,
+                sizes_bytes=[kv_blocks.size_bytes(config) for config in kv_cache_configs],
+                rooms_bytes=rooms_bytes,
+            ),
+        )
+
+    def sleep(self, level: int = 1) -> None:
+        """Puts every rank to sleep.
+
+        Raises:
+            ValueError: the level is one that a group does not have.
+        """
+        check_level(level)
+        super().sleep(level)
+
+    def compile_or_warm_up_model(self) -> None:
+        """Warms up every rank; from then on calls have their own deadlines."""
+        super().compile_or_warm_up_model()
+        self._starting = None
+
+    def check_health(self) -> None:
+        """Raises if a rank does not answer; the supervisors watch the ranks' processes."""
+        self.collective_rpc("check_health", timeout=10.0)
+
+    def shutdown(self) -> None:
+        """Lets go of the queues; the ranks are ended by their supervisors."""
+        self.shutting_down = True
+        for queue in (getattr(self, "rpc_broadcast_mq", None), *getattr(self, "response_mqs", ())):
+            if queue is not None:
+                queue.shutdown()
+        self.rpc_broadcast_mq = None
+        self.response_mqs = []
+
+
+def has_news(scheduler_output: Any) -> bool:
+    """Returns whether a rank must hear of a step: it has tokens, requests to forget, or blocks to clear."""
+    return any(bool(getattr(scheduler_output, field)) for field in _NEWS)
+
+
+def _done(result: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

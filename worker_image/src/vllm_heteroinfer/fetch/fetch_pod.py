@@ -1,0 +1,119 @@
+"""`heteroinfer-worker fetch`: a fetch as the one process of its pod, with its progress over HTTP."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure, FailureReason
+from vllm_heteroinfer.fetch.errors import FetchError
+from vllm_heteroinfer.fetch.hub import HubModel
+from vllm_heteroinfer.fetch.job import FetchJob
+from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 10.0
+_READABLE_BY_ALL = 0o022
+"""The umask: readers are other pods, which may run as another user: files 0644, folders 0755."""
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOptions:
+    """What the command line says.
+
+    Attributes:
+        repository: ORG/MODEL.
+        revision: branch, tag or commit.
+        cache: its root.
+        health_host: where the pod is reached; decides where to listen.
+        health_port: of /healthz and /fetch.
+        patience_s: without a new byte for so long the fetch ends.
+        termination_message_path: where the answer is left, or None for nowhere.
+    """
+
+    repository: str
+    revision: str
+    cache: Path
+    health_host: str
+    health_port: int
+    patience_s: float
+    termination_message_path: Path | None
+
+
+def fetch_model(options: FetchOptions) -> int:
+    """Brings the model into the cache; returns the exit code.
+
+    A FetchedModel, or a Failure in words, is left as the termination message.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="[fetch] %(asctime)s %(levelname)s %(message)s", force=True
+    )
+    for library in ("httpx", "httpx2"):  # they log URLs, with signatures in them
+        logging.getLogger(library).setLevel(logging.WARNING)
+    os.umask(_READABLE_BY_ALL)
+    try:
+        job = FetchJob(
+            HubModel(options.repository, options.revision),
+            repository=options.repository,
+            revision=options.revision,
+            cache=options.cache,
+            patience_s=options.patience_s,
+        )
+        text, code = asyncio.run(_run(job, options)), names.EXIT_STOPPED
+    except ContractError as error:
+        reason = error.reason if isinstance(error, FetchError) else FailureReason.MODEL_NOT_READABLE
+        failure = Failure(
+            reason=reason, message=str(error), exit_code=names.EXIT_FETCH_FAILED, time=time.time()
+        )
+        text, code = failure.to_json(), names.EXIT_FETCH_FAILED
+        logger.error("%s: %s", reason, error)
+    if options.termination_message_path is not None:
+        options.termination_message_path.write_text(text)
+    sys.stdout.write(f"{text}\n")
+    return code
+
+
+async def _run(job: FetchJob, options: FetchOptions) -> str:
+    # A process that is PID 1 has no default for SIGTERM; what was fetched is kept as it is.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os._exit(_TERMINATED))
+    server = HealthServer(lambda path: _answer(job, path))
+    await server.start(options.health_host, options.health_port)
+    telling = asyncio.ensure_future(_tell(job))
+    try:
+        return (await asyncio.to_thread(job.run)).to_json()
+    finally:
+        telling.cancel()
+        server.close()
+
+
+def _answer(job: FetchJob, path: str) -> HealthAnswer:
+    if path == names.PATH_HEALTHZ:
+        return HealthAnswer(status=HTTPStatus.OK, body="ok")
+    if path == names.PATH_FETCH:
+        return HealthAnswer(
+            status=HTTPStatus.OK, body=job.progress().to_json(), content_type="application/json"
+        )
+    return HealthAnswer(status=HTTPStatus.NOT_FOUND, body=f"{names.PATH_HEALTHZ} or {names.PATH_FETCH}")
+
+
+async def _tell(job: FetchJob) -> None:
+    """Logs the progress from time to time, when it moved."""
+    told = ""
+    while True:
+        progress = job.progress()
+        line = f"{progress.done_bytes} of {progress.total_bytes} bytes" + (
+            f": {progress.message}" if progress.message else ""
+        )
+        if line != told:
+            logger.info("%s", line)
+            told = line
+        await asyncio.sleep(LOG_EVERY_S)

@@ -1,0 +1,199 @@
+"""The processes of a pod: started so that none outlives the supervisor, watched, killed. Linux only.
+
+A process is dead for us as soon as the kernel marks it exiting: a rank with 100 GB
+takes seconds to give them back, and its exit status comes only after that.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from heteroinfer_contract import parent_death
+from vllm_heteroinfer.launch.output import OutputPump
+
+PF_EXITING = 0x4
+"""linux/sched.h; in the flags of /proc/PID/stat."""
+REAP_TIMEOUT_S = 30.0
+"""A killed process needs as long as the kernel takes to free its memory; beyond this it
+hangs in the kernel, and nothing in user space can help."""
+REAP_INTERVAL_S = 0.01
+
+
+class Life(Enum):
+    """What the kernel says of a process."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessObservation:
+    """A process now.
+
+    Attributes:
+        life: whether it runs.
+        exit_code: as subprocess has it; None while it runs, or as long as the kernel
+            doesn't tell.
+    """
+
+    life: Life
+    exit_code: int | None = None
+
+
+def parse_stat(stat: str) -> ProcessObservation:
+    """Returns what the text of /proc/PID/stat says (proc_pid_stat(5))."""
+    fields = stat[stat.rindex(")") + 2 :].split()
+    state, flags, status = fields[0], int(fields[6]), int(fields[49])
+    if state in "ZXx" or flags & PF_EXITING:
+        # The status is 0 also when the kernel may not tell: then wait until it is reaped.
+        return ProcessObservation(
+            life=Life.ENDED, exit_code=os.waitstatus_to_exitcode(status) if status else None
+        )
+    return ProcessObservation(life=Life.STOPPED if state in "Tt" else Life.RUNNING)
+
+
+class ChildProcess:
+    """One process of the pod, in a session of its own, its output piped through us.
+
+    Attributes:
+        label: for the output and for messages: `rank 1`, `api`.
+    """
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        pass_socket: socket.socket | None = None,
+    ) -> None:
+        """Starts it; must be called on a thread that lives as long as the supervisor (PR_SET_PDEATHSIG).
+
+        Raises:
+            OSError: the command cannot be started.
+        """
+        self.label = label
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=() if pass_socket is None else (pass_socket.fileno(),),
+            start_new_session=True,
+        )
+        assert self._popen.stdout is not None
+        self.output = OutputPump(self._popen.stdout, prefix=f"[{label}] ")
+        self._stopped_since_s: float | None = None
+
+    @property
+    def pid(self) -> int:
+        """Returns its process id, which is also its session's and its group's."""
+        return self._popen.pid
+
+    def observe(self) -> ProcessObservation:
+        """Returns what it does now, and reaps it when it can be reaped."""
+        code = self._popen.poll()
+        if code is not None:
+            return ProcessObservation(life=Life.ENDED, exit_code=code)
+        return parse_stat(Path(f"/proc/{self.pid}/stat").read_text())
+
+    def reaped(self) -> bool:
+        """Returns whether nothing of it is left, and reaps it if it can be."""
+        return self._popen.poll() is not None
+
+    def stopped_for_s(self, observation: ProcessObservation, now_s: float) -> float:
+        """Returns for how long it has been seen stopped, in seconds; 0 if it runs."""
+        if observation.life is not Life.STOPPED:
+            self._stopped_since_s = None
+            return 0.0
+        if self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        return now_s - self._stopped_since_s
+
+    def terminate(self) -> None:
+        """Asks it to end (SIGTERM to it alone: it ends its own children in its own order)."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """Kills its whole process group at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+async def kill_everything(children: Sequence[ChildProcess]) -> bool:
+    """Kills the children and every process below this one, and reaps them.
+
+    Needs adopt_orphans() or PID 1: then what left its group becomes our child when its
+    parent dies, and is found here.
+
+    Returns:
+        whether all are gone before REAP_TIMEOUT_S.
+    """
+    for child in children:
+        child.kill()
+    deadline_s = time.monotonic() + REAP_TIMEOUT_S
+    while left := _reap(children):
+        for pid in left:
+            # A zombie that another process traces can be in the list: the kill does nothing.
+            os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline_s:
+            return False
+        await asyncio.sleep(REAP_INTERVAL_S)
+    return True
+
+
+def _reap(children: Sequence[ChildProcess]) -> list[int]:
+    """Reaps what can be reaped; returns our direct children that still live."""
+    own = {child.pid: child for child in children}
+    left = []
+    for pid in child_pids():
+        if pid in own:
+            own[pid].kill()
+            ended = own[pid].reaped()
+        else:
+            ended = os.waitpid(pid, os.WNOHANG)[0] == pid
+        if not ended:
+            left.append(pid)
+    return left
+
+
+def reap_orphans(children: Sequence[ChildProcess]) -> None:
+    """Reaps zombies that were left to us by processes below ours, as PID 1 must.
+
+    Asks the kernel for any zombie instead of reading /proc, which on a busy host took 8 %
+    of a core at the watch's pace (2 cores, 2026-11-21). One of `children` is left for its
+    owner, and hides those behind it until then: the next look comes soon.
+    """
+    own = {child.pid for child in children}
+    with contextlib.suppress(ChildProcessError):  # there is no child at all
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid in own:
+                return
+            os.waitpid(found.si_pid, 0)
+
+
+def child_pids() -> list[int]:
+    """Returns the process ids of our children, zombies included, without asking which thread made them."""
+    parent = os.getpid()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:
+            continue  # it ended meanwhile
+        if int(stat[stat.rindex(")") + 2 :].split()[1]) == parent:
+            found.append(int(entry.name))
+    return found

@@ -1,0 +1,294 @@
+"""The processes of one pod: started by the plan, watched, reported, ended. Knows nothing of other pods."""
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_report import RankPhase, RankStatus
+from heteroinfer_contract.plan import Plan, RankAssignment
+from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.launch.child_process import (
+    ChildProcess,
+    Life,
+    ProcessObservation,
+    kill_everything,
+    reap_orphans,
+)
+from vllm_heteroinfer.launch.culprit import Evidence
+from vllm_heteroinfer.launch.environment import Host, api_environment, rank_environment
+from vllm_heteroinfer.launch.supervisor_link import RankBeat
+from vllm_heteroinfer.pod.channel import RankChannel, RankReport, SupervisorMessage
+
+STOPPED_LIMIT_S = 1.0
+"""A debugger or profiler stops a process for less."""
+EXIT_CODE_WAIT_S = 0.15
+"""For the exit code of a rank that has reported, or whose code the kernel doesn't tell yet."""
+API_STOP_TIMEOUT_S = 3.0
+"""For the API server to close its connections before it is killed."""
+STOP_INTERVAL_S = 0.02
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commands:
+    """What a pod runs; a parameter so that tests run small real processes.
+
+    Attributes:
+        rank: one process for each rank.
+        api_server: on the leader's pod; empty for none.
+    """
+
+    rank: tuple[str, ...] = (sys.executable, "-m", "vllm_heteroinfer.rank.entry")
+    api_server: tuple[str, ...] = (sys.executable, "-m", "vllm_heteroinfer.engine.api_server")
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One process, and what is known of it. `assignment` is None for the API server."""
+
+    child: ChildProcess
+    channel: RankChannel
+    assignment: RankAssignment | None
+    report: RankReport = field(default_factory=RankReport)
+    reported: Failure | None = None
+    heard_at_s: float = field(default_factory=time.monotonic)
+    busy_since_s: float = 0.0
+    failing_since_s: float | None = None
+    blamed: bool = False
+
+    def hear(self, now_s: float) -> None:
+        """Takes in what it has said.
+
+        Raises:
+            ContractError: it speaks another version of the channel.
+        """
+        for message in self.channel.read():
+            self.heard_at_s = now_s
+            if message.report is not None:
+                if message.report.busy != self.report.busy:
+                    self.busy_since_s = now_s
+                self.report = message.report
+            if message.failure is not None and self.reported is None:
+                self.reported = message.failure
+
+
+class PodProcesses:
+    """All processes of this pod.
+
+    Args:
+        plan: of the group.
+        launch: of this pod.
+        on_evidence: called with each failure.
+    """
+
+    def __init__(self, plan: Plan, launch: PodLaunch, on_evidence: Callable[[Evidence], None]) -> None:
+        self._plan = plan
+        self._launch = launch
+        self._on_evidence = on_evidence
+        self._members: list[Member] = []
+        self._draining = False
+
+    def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
+        """Starts every rank of the pod, and the API server on the leader's.
+
+        Raises:
+            ContractError: an environment cannot be made; nothing was started.
+            OSError: a command cannot be started.
+        """
+        ranks = self._plan.pods[self._launch.pod_index].ranks
+        environments = [rank_environment(self._plan, self._launch, rank, base_env, host) for rank in ranks]
+        for rank, env in zip(ranks, environments, strict=True):
+            self._start_one(f"rank {rank.rank}", commands.rank, env, rank)
+        if self._launch.pod_index == 0 and commands.api_server:
+            self._start_one("api", commands.api_server, api_environment(self._plan, base_env, host), None)
+
+    def _start_one(
+        self, label: str, command: tuple[str, ...], env: dict[str, str], rank: RankAssignment | None
+    ) -> None:
+        channel, theirs = RankChannel.open_pair()
+        with theirs:
+            env[names.ENV_RANK_CHANNEL_FD] = str(theirs.fileno())
+            child = ChildProcess(label=label, command=command, env=env, pass_socket=theirs)
+        member = Member(child=child, channel=channel, assignment=rank)
+        self._members.append(member)
+        asyncio.get_running_loop().add_reader(channel.fileno(), self._readable, member)
+        log.info("started %s as process %d", label, child.pid)
+
+    def beats(self) -> tuple[RankBeat, ...]:
+        """Returns what is known of each rank of this pod now."""
+        now_s = time.monotonic()
+        return tuple(_beat(m, m.assignment, now_s) for m in self._members if m.assignment is not None)
+
+    def tell_age(self, group_age_s: float) -> None:
+        """Tells every rank how old the news of the group is, in seconds."""
+        message = SupervisorMessage(group_age_s=group_age_s, drain=self._draining)
+        for member in self._members:
+            member.channel.send(message)
+
+    def last_log(self, rank: int) -> str:
+        """Returns a rank's last line of log, "" if it is of another pod."""
+        own = (m for m in self._members if m.assignment is not None and m.assignment.rank == rank)
+        return next((member.child.output.last_line() for member in own), "")
+
+    def drain(self) -> None:
+        """Has the API server take no more requests from the next beat on; its end is no failure then."""
+        self._draining = True
+
+    def drained(self) -> bool:
+        """Returns whether no request is left that could end: no API server runs, or it says so."""
+        servers = [m for m in self._members if m.assignment is None]
+        return all(m.report.drained or m.child.observe().life is Life.ENDED for m in servers)
+
+    def watch(self) -> None:
+        """Looks at every process, and reports each failure once."""
+        now_s = time.monotonic()
+        for member in self._members:
+            if not member.blamed and not (self._draining and member.assignment is None):
+                self._watch_one(member, now_s)
+        reap_orphans([member.child for member in self._members])
+
+    def failing(self) -> bool:
+        """Returns whether a process has failed, though its exit code may not be known yet."""
+        return any(m.blamed or m.failing_since_s is not None for m in self._members)
+
+    async def stop(self, hurry: asyncio.Event) -> bool:
+        """Ends the API server in its own order, then kills the ranks; `hurry` cuts the first short.
+
+        Returns:
+            whether all processes are gone.
+        """
+        deadline_s = time.monotonic() + API_STOP_TIMEOUT_S
+        servers = [m.child for m in self._members if m.assignment is None and not m.child.reaped()]
+        for server in servers:
+            server.terminate()
+        while not all(server.reaped() for server in servers) and not hurry.is_set():
+            if time.monotonic() > deadline_s:
+                break
+            await asyncio.sleep(STOP_INTERVAL_S)
+        return await self.kill()
+
+    async def kill(self) -> bool:
+        """Kills every process of the pod; returns whether all are gone."""
+        loop = asyncio.get_running_loop()
+        for member in self._members:
+            loop.remove_reader(member.channel.fileno())
+        gone = await kill_everything([member.child for member in self._members])
+        deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
+        for member in self._members:
+            member.child.output.join(max(0.0, deadline_s - time.monotonic()))
+            member.channel.close()
+        return gone
+
+    def _readable(self, member: Member) -> None:
+        try:
+            member.hear(time.monotonic())
+        except ContractError as error:
+            member.reported = Failure(reason=FailureReason.RANK_RAISED, message=str(error))
+            member.channel.closed = True
+        if member.channel.closed:
+            asyncio.get_running_loop().remove_reader(member.channel.fileno())
+
+    def _watch_one(self, member: Member, now_s: float) -> None:
+        seen = member.child.observe()
+        if seen.life is Life.ENDED:
+            self._readable(member)  # its last words are in the socket already
+        stopped_s = member.child.stopped_for_s(seen, now_s)
+        if stopped_s > STOPPED_LIMIT_S and member.assignment is not None:
+            self._blame(member, seen, now_s)
+        elif seen.life is Life.ENDED or member.reported is not None:
+            if member.failing_since_s is None:
+                member.failing_since_s = now_s
+            if seen.exit_code is not None or now_s - member.failing_since_s > EXIT_CODE_WAIT_S:
+                self._blame(member, seen, now_s)
+
+    def _blame(self, member: Member, seen: ProcessObservation, now_s: float) -> None:
+        member.blamed = True
+        since_s = member.failing_since_s if member.failing_since_s is not None else now_s
+        failure = _failure(member, self._plan, self._launch.pod_index, seen)
+        self._on_evidence(Evidence(failure=failure, age_s=now_s - since_s))
+
+
+def _beat(member: Member, assignment: RankAssignment, now_s: float) -> RankBeat:
+    report = member.report
+    status = RankStatus(
+        rank=assignment.rank,
+        pod=assignment.pod,
+        phase=report.phase,
+        loaded_bytes=report.loaded_bytes,
+        total_bytes=report.total_bytes,
+        steps=report.steps,
+        step_s=report.step_s,
+        compute_s=report.compute_s,
+        wait_s=report.wait_s,
+        transfer_s=report.transfer_s,
+        heartbeat_age_s=now_s - member.heard_at_s,
+        kv_blocks=report.kv_blocks,
+        kv_room_blocks=report.kv_room_blocks,
+        kv_room_bytes=report.kv_room_bytes,
+    )
+    busy_s = now_s - member.busy_since_s if report.busy is not None else 0.0
+    return RankBeat(status=status, busy=report.busy, busy_s=busy_s, waiting_for_rank=report.waiting_for_rank)
+
+
+def _failure(member: Member, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
+    """Returns why this process failed: its own word if it gave one, else what the kernel says."""
+    rank = None if member.assignment is None else member.assignment.rank
+    known = Failure(
+        reason=FailureReason.RANK_EXITED if rank is not None else FailureReason.API_SERVER_EXITED,
+        message="",
+        pod=pod,
+        rank=rank,
+        exit_code=seen.exit_code,
+        last_log=member.child.output.last_line(),
+        time=time.time(),
+    )
+    who = f"rank {rank} (pod {pod})" if rank is not None else f"the API server (pod {pod})"
+    if member.reported is not None:
+        return _as_reported(member.reported, known, plan, who)
+    if seen.life is Life.STOPPED:
+        message = f"{who} has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
+        return replace(known, reason=FailureReason.RANK_STOPPED, message=message)
+    return replace(known, message=f"{who} {describe_exit(seen.exit_code, RankPhase(member.report.phase))}")
+
+
+def _as_reported(reported: Failure, known: Failure, plan: Plan, who: str) -> Failure:
+    """Returns what a process said of its end, with what its supervisor knows.
+
+    A rank may accuse another one, as when their settings differ: then its own exit code
+    and log are not the culprit's.
+    """
+    if reported.rank in (None, known.rank) or not 0 <= reported.rank < plan.world_size:
+        return replace(known, reason=reported.reason, message=f"{who} failed: {reported.message}")
+    accused = plan.ranks[reported.rank]
+    return replace(
+        known,
+        reason=reported.reason,
+        message=reported.message,
+        pod=accused.pod,
+        rank=accused.rank,
+        exit_code=None,
+        last_log="",
+    )
+
+
+def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
+    """Returns an exit in words; `exit_code` is negative for a signal, None if the kernel didn't tell."""
+    during = f"while {phase}"
+    if exit_code is None:
+        return f"ended {during}; its exit code is not known"
+    if exit_code >= 0:
+        return f"exited with code {exit_code} {during}; expected it to run; see its log"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = "; if nobody killed it, the pod's memory limit was reached" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by {name} {during}{hint}"

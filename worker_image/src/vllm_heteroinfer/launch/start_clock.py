@@ -1,0 +1,32 @@
+"""Whether the start of a group stands still. PURE: views and times in, a yes or no out."""
+
+from vllm_heteroinfer.launch.readiness import GroupView
+
+
+class StartClock:
+    """Measures for how long nothing has moved since all pods are connected.
+
+    A rank moves when its phase changes or it has read more weights. Pods that are not connected
+    stop the clock: their nodes may be pulling the image, which the operator sees.
+
+    Args:
+        timeout_s: how long is too long, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._seen: object = None
+        self._moved_at_s = 0.0
+
+    def is_overdue(self, view: GroupView, now_s: float) -> bool:
+        """Returns whether a start that is not complete has stood still for too long.
+
+        Args:
+            view: of the leader.
+            now_s: on a clock that never goes back, in seconds.
+        """
+        ranks = tuple((status.phase, status.loaded_bytes) for status in view.statuses())
+        seen = (ranks, view.api_healthy)
+        if view.missing_pods or seen != self._seen:
+            self._seen, self._moved_at_s = seen, now_s
+        return now_s - self._moved_at_s > self._timeout_s

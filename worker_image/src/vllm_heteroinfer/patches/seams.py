@@ -1,0 +1,244 @@
+"""Where HeteroInfer enters vLLM without replacing anything of it, as data; registry.py has what is replaced.
+
+docs/patches.md is made of this table, and a test looks each target up in the pinned vLLM.
+Stdlib only.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_heteroinfer.patches.registry import PATCHES
+
+VLLM_VERSION: Final = "0.32.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """One place of vLLM that is entered.
+
+    Attributes:
+        target: `module:attribute` that must exist.
+        kind: how it is entered, from the most to the least official.
+        used_by: our module.
+        why: what it is needed for.
+    """
+
+    target: str
+    kind: str
+    used_by: str
+    why: str
+
+
+SEAMS: Final = (
+    Seam(
+        target="vllm.platforms:resolve_current_platform_cls_qualname",
+        kind="entry point vllm.platform_plugins",
+        used_by="platform/",
+        why="a rank's role chooses its device, whatever hardware is there",
+    ),
+    Seam(
+        target="vllm.engine.arg_utils:EngineArgs._check_feature_supported",
+        kind="executor class",
+        used_by="engine/executor.py",
+        why="a class with supports_pp may run a pipeline on one node; supervisors start the ranks",
+    ),
+    Seam(
+        target="vllm.v1.executor.multiproc_executor:WorkerProc._execute_worker_rpc",
+        kind="subclass",
+        used_by="rank/rank_process.py",
+        why="an error in a rank that has no reply to give would only be logged",
+    ),
+    Seam(
+        target="vllm.v1.executor.multiproc_executor:FutureWrapper",
+        kind="class used",
+        used_by="engine/executor.py",
+        why="futures of steps in the order of the queues",
+    ),
+    Seam(
+        target="vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
+        kind="scheduler class (--scheduler-cls)",
+        used_by="engine/scheduler.py",
+        why="one decode batch in flight: two halves would read the weights twice",
+    ),
+    Seam(
+        target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        kind="subclass; Request.next_decode_eligible_step",
+        used_by="engine/scheduler.py",
+        why="holds decoding requests back while the limit is reached",
+    ),
+    Seam(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+        kind="worker class",
+        used_by="rank/worker/cpu_worker.py",
+        why="a later CPU stage lacks its input buffer unless the model has run once",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        kind="worker class",
+        used_by="rank/worker/group_worker.py",
+        why="with a planned KV size vLLM measures nothing: a rank with less room would fail later, unnamed",
+    ),
+    Seam(
+        target="vllm.model_executor.model_loader:register_model_loader",
+        kind="registry; ModelRunner.load_config",
+        used_by="rank/worker/weight_loading.py",
+        why="a load tells how far it is, so that one that moves has no deadline",
+    ),
+    Seam(
+        target="vllm.entrypoints.serve.middleware.register:init_entrypoints_middleware",
+        kind="option (--middleware)",
+        used_by="engine/draining.py",
+        why="a group that ends refuses new requests and answers those that it has to the last byte",
+    ),
+    Seam(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.sleep",
+        kind="worker class",
+        used_by="rank/worker/sleep.py",
+        why="vLLM's only logs; ours gives the pages of the KV cache back",
+    ),
+    Seam(
+        target="vllm.platforms.interface:Platform.is_sleep_mode_available",
+        kind="platform method",
+        used_by="platform/cpu.py",
+        why="a CPU rank would refuse --enable-sleep-mode",
+    ),
+    Seam(
+        target="vllm.v1.engine.async_llm:AsyncLLM.sleep",
+        kind="instance attribute of the engine's client",
+        used_by="engine/api_server.py",
+        why="a level that a group does not have is refused before requests are aborted",
+    ),
+    Seam(
+        target="vllm.platforms.cpu:CpuPlatform.get_device_communicator_cls",
+        kind="platform method",
+        used_by="distributed/communicators.py",
+        why="no communicator for pipeline groups; shared memory only inside a pod",
+    ),
+    Seam(
+        target=(
+            "vllm.distributed.device_communicators.cpu_communicator:"
+            "CpuCommunicator._all_group_ranks_share_shm_group_name"
+        ),
+        kind="override",
+        used_by="distributed/communicators.py",
+        why="the compared names are made of the rendezvous port, equal in every pod",
+    ),
+    Seam(
+        target="vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict",
+        kind="instance attribute of the pipeline group",
+        used_by="distributed/transport.py",
+        why="one message a hop without a header, asynchronous, between devices",
+    ),
+    Seam(
+        target="vllm.distributed.parallel_state:GroupCoordinator.irecv_tensor_dict",
+        kind="instance attribute of the pipeline group",
+        used_by="distributed/transport.py",
+        why="as above",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_worker:AsyncIntermediateTensors.wait_for_comm",
+        kind="relied on",
+        used_by="distributed/transport.py",
+        why="a receive is waited for where its tensors are used",
+    ),
+    Seam(
+        target="vllm.distributed.parallel_state:GroupCoordinator",
+        kind="attributes of the tensor-parallel group",
+        used_by="rank/worker/tensor_group.py",
+        why="its communicator gets the bridge; a compiled CPU rank calls vLLM's own opaque operators",
+    ),
+    Seam(
+        target="vllm.distributed.device_communicators.base_device_communicator:DeviceCommunicatorBase",
+        kind="subclass",
+        used_by="distributed/bridge_communicator.py",
+        why="collectives between GPU and CPU ranks",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+        kind="instance attribute of the runner",
+        used_by="rank/worker/sampling.py",
+        why="every tensor-parallel rank samples for itself, which differs between devices",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
+        kind="relied on; generators hidden meanwhile",
+        used_by="rank/worker/sampling.py",
+        why="it moves the offset of generators whose sample is thrown away; those of CPUs have none",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
+        kind="called",
+        used_by="rank/worker/tensor_group.py",
+        why="one forward pass of a follower for each that its leader announces",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._may_reorder_batch",
+        kind="attribute of the runner: reorder_batch_threshold",
+        used_by="rank/worker/tensor_group.py",
+        why="the rows of a batch must be in one order on every rank that sums them up",
+    ),
+    Seam(
+        target="vllm.v1.worker.cpu_worker:CPUWorker._should_warm_up_model",
+        kind="override",
+        used_by="rank/worker/cpu_worker.py",
+        why="a follower has run its leader's warm-up already",
+    ),
+    Seam(
+        target="vllm.platforms.interface:Platform.simple_compile_backend",
+        kind="platform attribute",
+        used_by="platform/cpu.py",
+        why="small functions would need a C++ compiler in the image, while peers wait in a collective",
+    ),
+    Seam(
+        target="vllm.model_executor.warmup.kernel_warmup:flashinfer_autotune",
+        kind="option --no-enable-flashinfer-autotune",
+        used_by="engine/arguments.py",
+        why="it ends with a barrier of all ranks, which CPU ranks never reach",
+    ),
+    Seam(
+        target="vllm.distributed.device_communicators.shm_broadcast:MessageQueue.wait_until_ready",
+        kind="socket option set around the call",
+        used_by="group/queues.py",
+        why="it has no time-out of its own",
+    ),
+    Seam(
+        target="vllm.entrypoints.launchers.api_server.entry:build_and_serve",
+        kind="function called",
+        used_by="engine/api_server.py",
+        why="`vllm serve` of the CPU build fails on its distribution's name",
+    ),
+)
+
+
+def to_markdown() -> str:
+    """Returns the page docs/patches.md."""
+    rows = "\n".join(f"| `{s.target}` | {s.kind} | `{s.used_by}` | {s.why} |" for s in SEAMS)
+    patches = "\n".join(
+        f"| `{p.id}` | `{p.target}` | {p.processes} | {p.why} | {p.upstream or 'not asked for yet'} "
+        f"| {', '.join(p.verified)} | {p.remove_when} |"
+        for p in PATCHES
+    )
+    return f"""# How HeteroInfer enters vLLM
+
+HeteroInfer is out of tree and pinned to vLLM {VLLM_VERSION}. It comes in by what vLLM offers; what is
+replaced all the same is in the second table. This page is made of `vllm_heteroinfer/patches/seams.py` and
+`vllm_heteroinfer/patches/registry.py`; a test looks each target up in the pinned vLLM, and another compares
+this page.
+
+| vLLM | entered by | used by | why |
+|---|---|---|---|
+{rows}
+
+## Patches
+
+Applied only in the processes named here, never at import; each checks its target's signature first, keeps the
+original, and refuses another one in words.
+
+| id | replaces | in | why | upstream | verified with vLLM | goes when |
+|---|---|---|---|---|---|---|
+{patches}
+"""
+
+
+if __name__ == "__main__":
+    print(to_markdown(), end="")  # noqa: T201 - prints the page

@@ -1,0 +1,41 @@
+"""Where a pod is reached, and where its processes listen. Stdlib only."""
+
+import ipaddress
+import os
+import socket
+
+from heteroinfer_contract.pod_launch import PodLaunch
+
+
+def resolve(host: str) -> str:
+    """Returns the IPv4 address of a host; raises OSError naming it when it has none."""
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise OSError(f"{host}: {error}; the pods of a group find each other by these names") from error
+
+
+def own_address(launch: PodLaunch) -> str:
+    """Returns the IP address at which peers reach this pod: the supervisor's finding, else its name's."""
+    return os.environ.get("VLLM_HOST_IP") or resolve(launch.address.host)
+
+
+def bind_host(host: str) -> str | None:
+    """Returns where to listen so that `host` is reached: itself if it is loopback, else everywhere.
+
+    A pod's own name may not resolve yet when its supervisor starts.
+    """
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:
+        return None
+
+
+def bind_host_ipv4(host: str) -> str:
+    """Returns `bind_host` for sockets that want an address: 0.0.0.0 for every interface.
+
+    `kubectl port-forward` and probes of sidecars come in by loopback, so a pod listens on both.
+    """
+    return bind_host(host) or "0.0.0.0"  # noqa: S104 - guarded by NetworkPolicy

@@ -1,0 +1,298 @@
+"""The socket pair between a supervisor and each process it starts: JSON lines both ways.
+
+The rank tells its phase, its step times and its failure; the supervisor tells how old
+its news of the group is. Stdlib and the contract only; the rank's end is used beside torch.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from heteroinfer_contract import codec, names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.group_report import RankPhase
+
+BEAT_INTERVAL_S = 0.2
+"""Time between two words of either end."""
+SEND_TIMEOUT_S = 2.0
+"""A supervisor that takes nothing for so long is gone; its ranks die with it."""
+MAX_LINE_BYTES = 64 * 1024
+"""Longest line of the channel; a Failure fits 4096 bytes, a report is shorter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What a rank says of itself; the fields are those of RankStatus, in its units.
+
+    Attributes:
+        busy: what it is doing now (`step 12`), None while it waits for work.
+        waiting_for_rank: the rank it needs something from to go on, None while it
+            computes itself.
+        drained: of the API server: asked to drain, and the last request has ended.
+    """
+
+    phase: RankPhase = RankPhase.STARTING
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    kv_blocks: int = 0
+    kv_room_blocks: int = 0
+    kv_room_bytes: int = 0
+    busy: str | None = None
+    waiting_for_rank: int | None = None
+    drained: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMessage:
+    """One line from a rank: its report, or the failure that ends it."""
+
+    report: RankReport | None = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorMessage:
+    """One line to a rank.
+
+    Attributes:
+        group_age_s: age of the oldest news of a peer's supervisor, in seconds.
+        drain: the group is asked to stop: take no more requests, and let the running ones end.
+    """
+
+    group_age_s: float
+    drain: bool = False
+
+
+class RankReporter:
+    """The rank's end. A thread speaks and listens 5 times a second; every method is thread-safe.
+
+    Attributes:
+        rank: the global rank this process is, or None in the API server.
+    """
+
+    def __init__(self, channel: socket.socket, rank: int | None) -> None:
+        self.rank = rank
+        self._socket = channel
+        self._socket.settimeout(SEND_TIMEOUT_S)
+        self._state_lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._report = RankReport()
+        self._heard_age_s = 0.0
+        self._heard_at = time.monotonic()
+        self._drain = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heteroinfer-channel", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "RankReporter":
+        """Returns the reporter of this process; it takes over the descriptor in the environment.
+
+        Raises:
+            ContractError: this process was not started by a supervisor.
+        """
+        text = env.get(names.ENV_RANK_CHANNEL_FD, "")
+        rank = env.get(names.ENV_RANK, "")
+        try:
+            fd = int(text)
+            number = int(rank) if rank else None
+            os.set_inheritable(fd, False)
+            channel = socket.socket(fileno=fd)
+        except (ValueError, OSError) as error:
+            raise ContractError(
+                f"got {names.ENV_RANK_CHANNEL_FD}={text!r} and {names.ENV_RANK}={rank!r}, expected the open "
+                f"channel of a supervisor ({error}); ranks are started by `heteroinfer-worker`"
+            ) from error
+        return cls(channel, number)
+
+    def phase(self, phase: RankPhase, loaded_bytes: int = 0, total_bytes: int = 0) -> None:
+        """Sets how far this rank has come, with weights read and to read, in bytes."""
+        with self._state_lock:
+            self._report = replace(
+                self._report, phase=phase, loaded_bytes=loaded_bytes, total_bytes=total_bytes
+            )
+
+    def step(self, steps: int, step_s: float, compute_s: float, wait_s: float, transfer_s: float) -> None:
+        """Sets the number of steps since warm-up and a step's moving averages, in seconds."""
+        with self._state_lock:
+            self._report = replace(
+                self._report,
+                steps=steps,
+                step_s=step_s,
+                compute_s=compute_s,
+                wait_s=wait_s,
+                transfer_s=transfer_s,
+            )
+
+    def kv_cache(self, *, blocks: int, room_blocks: int, room_bytes: int) -> None:
+        """Sets the KV blocks that this rank has, and the room that it measured for them."""
+        with self._state_lock:
+            self._report = replace(
+                self._report, kv_blocks=blocks, kv_room_blocks=room_blocks, kv_room_bytes=room_bytes
+            )
+
+    def busy(self, what: str | None, *, waiting_for_rank: int | None = None) -> None:
+        """Says what this rank is doing now; None when it has finished.
+
+        A rank whose `what` stays the same past the step deadline ends the group; one
+        that says whom it waits for is not blamed as long as the other is stuck too.
+
+        Args:
+            what: unlike the last one, as `step 12`.
+            waiting_for_rank: the global rank whose message it waits for, if it does.
+        """
+        with self._state_lock:
+            self._report = replace(self._report, busy=what, waiting_for_rank=waiting_for_rank)
+
+    def asked_to_drain(self) -> bool:
+        """Returns whether this process shall take no more requests."""
+        with self._state_lock:
+            return self._drain
+
+    def drained(self) -> None:
+        """Says that the last request has ended."""
+        with self._state_lock:
+            self._report = replace(self._report, drained=True)
+
+    def failure(self, failure: Failure) -> None:
+        """Sends why this rank ends, before it returns; call it once, just before exiting.
+
+        The supervisor fills in pod, exit code, last log line and time. If the
+        supervisor is gone, nobody is left to tell, and this returns.
+        """
+        # Cut here: a longer line than MAX_LINE_BYTES would be taken for another program's.
+        self._send(RankMessage(failure=failure.cut()))
+
+    def heartbeat_age_s(self) -> float:
+        """Returns how long ago the group was last known to be whole, in seconds.
+
+        It grows when a peer's supervisor falls silent, and when this rank's own does.
+        """
+        with self._state_lock:
+            return self._heard_age_s + (time.monotonic() - self._heard_at)
+
+    def close(self) -> None:
+        """Ends the thread and closes the channel; the supervisor goes by the process, not by this."""
+        self._closed.set()
+        self._thread.join(SEND_TIMEOUT_S + 1.0)
+        self._socket.close()
+
+    def _run(self) -> None:
+        lines = LineBuffer()
+        while not self._closed.is_set():
+            with self._state_lock:
+                report = self._report
+            self._send(RankMessage(report=report))
+            next_beat = time.monotonic() + BEAT_INTERVAL_S
+            while not self._closed.is_set() and (left_s := next_beat - time.monotonic()) > 0:
+                if select.select([self._socket], [], [], left_s)[0]:
+                    self._listen(lines)
+
+    def _listen(self, lines: "LineBuffer") -> None:
+        try:
+            chunk = self._socket.recv(4096)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._closed.set()
+        for line in lines.feed(chunk):
+            heard = codec.from_json(SupervisorMessage, line)
+            with self._state_lock:
+                self._heard_age_s, self._heard_at = heard.group_age_s, time.monotonic()
+                self._drain = self._drain or heard.drain
+
+    def _send(self, message: RankMessage) -> None:
+        line = (codec.to_json(message) + "\n").encode()
+        with self._send_lock:
+            if self._closed.is_set():
+                return
+            try:
+                self._socket.sendall(line)
+            except OSError:
+                # A line may be cut in two now, so the channel is of no more use.
+                self._closed.set()
+
+
+class RankChannel:
+    """The supervisor's end: never blocks; read() when fileno() is readable."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._socket = channel
+        self._socket.setblocking(False)
+        self._lines = LineBuffer()
+        self.closed = False
+
+    @classmethod
+    def open_pair(cls) -> tuple["RankChannel", socket.socket]:
+        """Returns the supervisor's end, and the end to pass to the child and close here."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), theirs
+
+    def fileno(self) -> int:
+        """Returns the descriptor to watch."""
+        return self._socket.fileno()
+
+    def read(self) -> list[RankMessage]:
+        """Returns what the rank has said since the last call; sets `closed` at its end.
+
+        Raises:
+            ContractError: the rank speaks another version of the channel.
+        """
+        messages: list[RankMessage] = []
+        while not self.closed:
+            try:
+                chunk = self._socket.recv(65536)
+            except BlockingIOError:
+                break
+            except OSError:
+                chunk = b""
+            self.closed = not chunk
+            messages += [codec.from_json(RankMessage, line) for line in self._lines.feed(chunk)]
+        return messages
+
+    def send(self, message: SupervisorMessage) -> None:
+        """Tells the rank how the group is.
+
+        A rank that doesn't read (stopped, or its interpreter is held) misses it: its
+        age grows, as it should.
+        """
+        line = codec.to_json(message) + "\n"
+        with contextlib.suppress(OSError):
+            self._socket.send(line.encode())
+
+    def close(self) -> None:
+        """Closes this end."""
+        self.closed = True
+        self._socket.close()
+
+
+class LineBuffer:
+    """Cuts a stream of bytes into lines of at most MAX_LINE_BYTES."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """Returns the lines that `chunk` completes.
+
+        Raises:
+            ContractError: a line is longer than any of ours.
+        """
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise ContractError(
+                f"got a line of more than {MAX_LINE_BYTES} bytes, expected a message of heteroinfer; "
+                "does another program use this port or descriptor?"
+            )
+        return [line.decode(errors="replace") for line in lines]

@@ -1,0 +1,202 @@
+"""Entry point of a rank: `python -m vllm_heteroinfer.rank.entry`, started by a pod's supervisor.
+
+At import it needs the standard library only; torch and vLLM come once the environment is right.
+"""
+
+import logging
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_report import RankPhase
+from heteroinfer_contract.plan import Plan, RankAssignment
+from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
+from vllm_heteroinfer.pod.channel import RankReporter
+from vllm_heteroinfer.rank.preload import preload
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_heteroinfer.group.rendezvous import GroupStore
+
+_logger = logging.getLogger(__name__)
+
+_PEER_LOST_GRACE_S = 1.0
+"""How much longer than the heart beat's time-out a rank that lost a peer waits to be ended."""
+_READERS_GRACE_S = 10.0
+"""For the other ranks to read everybody's settings before rank 0 leaves over them."""
+
+
+def main() -> NoReturn:
+    """Runs a rank until its supervisor ends it, or it fails."""
+    plan, launch, rank = place(os.environ)
+    preload("vllm_heteroinfer.rank.entry", rank)
+    reporter = RankReporter.from_env(os.environ)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # A supervisor stops its pod by SIGTERM; nothing here is worth a long good-bye.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+
+    def fail(error: BaseException) -> NoReturn:
+        traceback.print_exception(error)
+        if is_peer_lost(error):
+            # The peer's own supervisor names the culprit, and ours then ends this process.
+            time.sleep(launch.heartbeat_timeout_s + _PEER_LOST_GRACE_S)
+        reporter.failure(failure(error, rank))
+        _logger.error("rank %d failed, and ends its group: %s", rank.rank, error)
+        os._exit(names.EXIT_RANK_FAILED)
+
+    try:
+        run(plan, launch, rank, reporter, fail)
+    except BaseException as error:
+        fail(error)
+    fail(RuntimeError("the executor's calls ended; did the API server exit?"))
+
+
+def place(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
+    """Returns plan, launch and rank of an environment; raises ContractError naming what is wrong."""
+    plan, launch = Plan.from_env(env), PodLaunch.from_env(env)
+    text = env.get(names.ENV_RANK, "")
+    if not text.isdecimal() or int(text) >= plan.world_size:
+        raise ContractError(
+            f"got {names.ENV_RANK}={text!r}, expected 0..{plan.world_size - 1}; ranks are started by "
+            "`heteroinfer-worker`"
+        )
+    rank = plan.ranks[int(text)]
+    if rank.pod != launch.pod_index:
+        raise ContractError(f"rank {rank.rank} belongs to pod {rank.pod}, not to this pod {launch.pod_index}")
+    return plan, launch, rank
+
+
+def run(
+    plan: Plan,
+    launch: PodLaunch,
+    rank: RankAssignment,
+    reporter: RankReporter,
+    fail: Callable[[BaseException], NoReturn],
+) -> None:
+    """Builds this rank's configuration, agrees with the others, loads, and serves calls."""
+    from vllm_heteroinfer.engine import arguments
+    from vllm_heteroinfer.group.rendezvous import GroupStore
+    from vllm_heteroinfer.rank import step_metrics
+
+    startup = Deadline.after(NO_LIMIT_S)
+    step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
+    meter = step_metrics.RankMetrics(rank, launch, reporter, counts=counts_metrics(os.environ))
+    if meter.counts:
+        step_metrics.serve(
+            meter.registry,
+            launch,
+            rank,
+            healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
+        )
+    store = GroupStore.host(launch, startup) if rank.rank == 0 else None
+    config = arguments.build_config(plan, launch, rank)
+    reporter.phase(RankPhase.CONNECTING)
+    store = store or GroupStore.connect(launch, startup)
+    agree(plan, rank, config, store, startup)
+
+    from vllm_heteroinfer.rank.context import RankContext
+    from vllm_heteroinfer.rank.rank_process import RankProcess
+
+    context = RankContext(
+        plan=plan,
+        launch=launch,
+        rank=rank,
+        reporter=reporter,
+        store=store,
+        metrics=meter,
+        startup=startup,
+        step_timeout_s=step_timeout_s,
+        fail=fail,
+        memory_nodes=memory_nodes(os.environ),
+    )
+    RankProcess(config, context).worker_busy_loop()
+
+
+def memory_nodes(env: Mapping[str, str]) -> tuple[int, ...]:
+    """Returns the NUMA nodes that this rank's memory shall come from; none where there is one only."""
+    text = env.get(names.ENV_MEMORY_NODES, "")
+    return tuple(int(node) for node in text.split(",")) if text else ()
+
+
+def counts_metrics(env: Mapping[str, str]) -> bool:
+    """Returns whether metrics are kept and served; raises ContractError for another word than on or off."""
+    word = env.get(names.ENV_METRICS, "on")
+    if word not in {"on", "off"}:
+        raise ContractError(f"got {names.ENV_METRICS}={word!r}, expected on or off; set it in engine.env")
+    return word == "on"
+
+
+def agree(
+    plan: Plan, rank: RankAssignment, config: "VllmConfig", store: "GroupStore", startup: Deadline
+) -> None:
+    """Publishes this rank's settings and compares everybody's.
+
+    Raises:
+        ConfigMismatchError: they differ; every rank raises the same text.
+        TimeoutError: a rank did not publish its own in time.
+    """
+    from vllm_heteroinfer.group import fingerprint
+
+    ours = fingerprint.of_config(config, layer_partition=os.environ["VLLM_PP_LAYER_PARTITION"])
+    store.put(f"fingerprint/{rank.rank}", fingerprint.to_json(ours))
+    fingerprints = [
+        fingerprint.from_json(store.get(f"fingerprint/{r.rank}", startup, what=f"settings of rank {r.rank}"))
+        for r in plan.ranks
+    ]
+    store.put(f"compared/{rank.rank}", "")
+    try:
+        fingerprint.compare(plan, fingerprints)
+    except fingerprint.ConfigMismatchError:
+        if rank.rank == 0:
+            # This process serves the store: everybody shall have read what to say.
+            _wait_for_readers(plan, store)
+        raise
+
+
+def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
+    grace = Deadline.after(_READERS_GRACE_S)
+    for other in plan.ranks[1:]:
+        try:
+            store.get(f"compared/{other.rank}", grace, what=f"comparison of rank {other.rank}")
+        except TimeoutError as error:
+            _logger.error("%s", error)
+
+
+def failure(error: BaseException, rank: RankAssignment) -> Failure:
+    """Returns what to tell the supervisor of an error in a rank."""
+    from vllm_heteroinfer.group.fingerprint import ConfigMismatchError
+
+    if isinstance(error, ConfigMismatchError):
+        reason, culprit = FailureReason.CONFIG_MISMATCH, error.rank
+    elif isinstance(error, ContractError):
+        reason, culprit = FailureReason.BAD_SETTINGS, rank.rank
+    elif isinstance(error, TimeoutError):
+        reason, culprit = FailureReason.STARTUP_TIMEOUT, rank.rank
+    else:
+        reason, culprit = FailureReason.RANK_RAISED, rank.rank
+    text = " ".join(str(error).split()) or type(error).__name__
+    if reason is FailureReason.RANK_RAISED:
+        text = f"{type(error).__name__}: {text}"
+    return Failure(reason=reason, message=text, rank=culprit, time=time.time())
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Returns whether an error only says that another rank went away."""
+    text = str(error)
+    return (
+        type(error).__name__ == "PeerLostError"
+        or "Connection closed by peer" in text
+        or "Connection reset" in text
+    )
+
+
+if __name__ == "__main__":
+    main()

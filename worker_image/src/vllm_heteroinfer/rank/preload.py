@@ -1,0 +1,57 @@
+"""The libraries that a CPU rank needs before torch is loaded. Stdlib only.
+
+Threads, devices and vLLM's variables are set by the supervisor; what depends on the installed
+packages is found here.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from heteroinfer_contract.plan import Device, RankAssignment
+
+_ENV_PRELOADED = "HETEROINFER_PRELOADED"
+"""Set once the process has become itself again with its libraries preloaded."""
+
+
+def preload(module: str, rank: RankAssignment) -> None:
+    """Becomes this process again with the libraries preloaded that a CPU rank needs.
+
+    Must be called before torch or vLLM is imported. The process number, its descriptors
+    and its parent stay the same.
+
+    Args:
+        module: what to run, for `python -m`.
+        rank: this process's rank.
+    """
+    if rank.device is not Device.CPU or os.environ.pop(_ENV_PRELOADED, ""):
+        return
+    present = os.environ.get("LD_PRELOAD", "")
+    missing = [str(path) for path in preload_libraries() if path.name not in present]
+    if not missing:
+        return
+    env = {**os.environ, "LD_PRELOAD": ":".join([*missing, present]).rstrip(":"), _ENV_PRELOADED: "1"}
+    os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], env)  # noqa: S606 - no shell
+
+
+def preload_libraries() -> list[Path]:
+    """Returns the libraries that a CPU rank must preload: torch's own OpenMP and vLLM's allocator.
+
+    vLLM sets LD_PRELOAD for the processes that it starts; our ranks are not started by it.
+    Source: vllm/platforms/cpu.py::CpuPlatform.check_and_update_config@v0.32.0.
+    """
+    found: list[Path] = []
+    vllm, torch = _package_dir("vllm"), _package_dir("torch")
+    if vllm is not None:
+        for pattern in ("libtcmalloc_minimal*.so*", "libtcmalloc.so*"):
+            found += sorted((vllm / "libs").glob(pattern))[:1]
+    if torch is not None:
+        bundled = sorted((torch.parent / "torch.libs").glob("libgomp*.so*"))
+        found += (bundled + sorted((torch / "lib").glob("libgomp*.so*")))[:1]
+    return found
+
+
+def _package_dir(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None

@@ -1,0 +1,115 @@
+"""One rank: its worker and the loop that runs the executor's calls. Imports vLLM."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.envs import enable_envs_cache
+from vllm.platforms import current_platform
+from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from heteroinfer_contract.plan import Device
+from vllm_heteroinfer.group import queues
+from vllm_heteroinfer.group.rendezvous import world_init_method
+from vllm_heteroinfer.pod import addresses
+from vllm_heteroinfer.rank.context import RankContext
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ENDING_METHODS = frozenset(
+    {
+        "get_kv_cache_spec",
+        "get_supported_kv_cache_layouts",
+        "set_kv_cache_layout",
+        "determine_available_memory",
+        "initialize_from_config",
+        "compile_or_warm_up_model",
+        "execute_model",
+        "sample_tokens",
+        "sleep",
+        "wake_up",
+        "discard",
+    }
+)
+"""Calls after whose failure a rank is of no use; others (say, an unknown profiler) only reply it."""
+
+
+class RankProcess(WorkerProc):
+    """vLLM's worker process, built in the process that the supervisor started.
+
+    Source: vllm/v1/executor/ray_executor_v2.py::RayWorkerProc@v0.32.0, which does the same
+    inside an actor of Ray.
+    """
+
+    def __init__(self, config: "VllmConfig", context: RankContext) -> None:
+        """Joins the process groups and loads the weights."""
+        self.context = context
+        place = context.rank
+        self.rank = place.rank
+        wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
+        wrapper.init_worker(
+            [
+                {
+                    "vllm_config": config,
+                    # A GPU rank sees its own GPU only (launch/environment.py).
+                    "local_rank": place.local_rank if place.device is Device.CPU else 0,
+                    "rank": place.rank,
+                    "distributed_init_method": world_init_method(context.launch),
+                    "is_driver_worker": place.tensor_rank == 0,
+                }
+            ]
+        )
+        self.worker = wrapper
+        self.use_async_scheduling = False
+        wrapper.attach(context)
+        wrapper.init_device()
+        self.setup_proc_title_and_log_prefix(enable_ep=False)
+        wrapper.load_model()
+        current_platform.update_block_size_for_backend(config)
+        self._connect()
+        enable_envs_cache()
+
+    def _connect(self) -> None:
+        """Connects this rank's queues with the executor's.
+
+        Raises:
+            TimeoutError: the executor was not there by the start-up deadline.
+        """
+        context, deadline = self.context, self.context.startup
+        context.store.put(f"loaded/{self.rank}", "")
+        text = context.store.get("executor", deadline, what="message queue of the API server")
+        self.rpc_broadcast_mq = queues.open_queue(text, self.rank)
+        self.worker_response_mq = MessageQueue(
+            n_reader=1,
+            n_local_reader=1 if context.rank.pod == 0 else 0,
+            connect_ip=addresses.own_address(context.launch),
+        )
+        context.store.put(f"rank/{self.rank}", queues.handle_to_json(self.worker_response_mq))
+        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="the API server")
+        queues.wait_until_ready(self.worker_response_mq, deadline, what="the API server")
+
+    def _execute_worker_rpc(
+        self, rpc_request: tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
+    ) -> None:
+        """Runs one call; an error in one that matters ends this process, and so the group.
+
+        vLLM's own loop lets a rank that has no reply to give only log its error, and the
+        last stage then waits for ever (vllm/v1/executor/multiproc_executor.py@v0.32.0).
+        """
+        method, args, kwargs, output_rank = rpc_request
+        call = (
+            getattr(self.worker, method)
+            if isinstance(method, str)
+            else partial(cloudpickle.loads(method), self.worker)
+        )
+        try:
+            output: Any = call(*args, **kwargs)
+        except Exception as error:
+            if method in ENDING_METHODS:
+                self.context.fail(error)
+            output = error
+        if output_rank is None or output_rank == self.rank:
+            self.handle_output(output)

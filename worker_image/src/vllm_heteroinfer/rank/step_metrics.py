@@ -1,0 +1,284 @@
+"""Metrics of one rank: where a step's time went, on its own HTTP port.
+
+Steps add up: step = compute + wait for peers + transfer, from the arrival of a step's call
+to its completion, on a GPU the device's included; between steps a rank is idle. Warm-up runs no
+steps of the engine, so it is not counted.
+Imports prometheus_client; not torch or vLLM.
+"""
+
+import http.server
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from heteroinfer_contract import metric_names as names
+from heteroinfer_contract import names as paths
+from heteroinfer_contract.plan import RankAssignment
+from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.pod import addresses
+from vllm_heteroinfer.pod.channel import RankReporter
+
+_logger = logging.getLogger(__name__)
+
+_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_SMOOTHING = 0.1
+"""Weight of the newest decode step in the moving averages that the supervisor gets."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step cost so far.
+
+    Attributes:
+        step_s: from its first call to its end, less the time between its calls, in seconds.
+        wait_s: of which waiting for peers.
+        transfer_s: of which copying and sending, by direction.
+        transfer_bytes: by direction.
+        tokens: prompt tokens and others, once known.
+        left: whether the worker is in none of the step's calls.
+        runs_on: whether the device still works on it after the worker's calls.
+        device_s: tells the time of the forward pass on the device; None on CPU ranks.
+    """
+
+    step_s: float = 0.0
+    wait_s: float = 0.0
+    transfer_s: dict[str, float] = field(default_factory=lambda: {"send": 0.0, "recv": 0.0})
+    transfer_bytes: dict[str, int] = field(default_factory=lambda: {"send": 0, "recv": 0})
+    tokens: tuple[int, int] | None = None
+    left: bool = False
+    runs_on: bool = False
+    device_s: Callable[[], float] | None = None
+
+
+class RankMetrics:
+    """One rank's metrics and the meter of its steps.
+
+    Used by the worker's thread; what `runs_on` returns may be called by another one.
+    """
+
+    def __init__(
+        self, rank: RankAssignment, launch: PodLaunch, reporter: RankReporter, *, counts: bool = True
+    ) -> None:
+        """Makes the metrics; without `counts` none of a step is kept but what the supervisor is told."""
+        self.registry = CollectorRegistry()
+        self.counts = counts
+        self._reporter = reporter
+        self._labels = (launch.group, str(rank.rank), str(rank.stage), rank.role, rank.device.value)
+        by_phase, by_direction = (*names.RANK_LABELS, "phase"), (*names.RANK_LABELS, "direction")
+
+        def histogram(name: str, text: str, labels: tuple[str, ...]) -> Histogram:
+            return Histogram(name, text, labels, buckets=_BUCKETS_S, registry=self.registry)
+
+        self._step_seconds = histogram(names.STEP_SECONDS, "Wall time of a step on this rank", by_phase)
+        self._compute = histogram(names.COMPUTE_SECONDS, "This rank's own compute in a step", by_phase)
+        self._device = histogram(names.DEVICE_SECONDS, "A step's forward pass on the GPU", by_phase)
+        self._wait = histogram(names.WAIT_SECONDS, "Waiting for peers in a step", by_phase)
+        self._transfer = histogram(names.TRANSFER_SECONDS, "Copying and sending in a step", by_direction)
+        self._bytes = self._counter(names.TRANSFER_BYTES_TOTAL, "Bytes between ranks", by_direction)
+        self._tokens = self._counter(names.TOKENS_TOTAL, "Tokens that passed this rank", by_phase)
+        self._idle = self._counter(
+            names.IDLE_SECONDS_TOTAL, "Between steps, waiting for the engine's next call", names.RANK_LABELS
+        ).labels(*self._labels)
+        self.kv_cache_bytes = self._gauge(names.KV_CACHE_BYTES, "Size of this rank's KV cache")
+        self.kv_blocks = self._gauge(names.KV_BLOCKS, "KV blocks of the group")
+        self.weight_bytes = self._gauge(names.WEIGHT_BYTES, "Size of this rank's weights as loaded")
+        self._gauge(names.PREDICTED_STEP_SECONDS, "Planned compute of a decode step of one request").set(
+            rank.predicted_step_s
+        )
+        self._gauge(names.HEARTBEAT_AGE_SECONDS, "Since the group was last known whole").set_function(
+            reporter.heartbeat_age_s
+        )
+        self._transport = Gauge(
+            names.TRANSPORT_INFO,
+            "How this rank's tensors travel",
+            (*names.RANK_LABELS, "between", "path"),
+            registry=self.registry,
+        )
+        self._steps = 0
+        self._averages: tuple[float, ...] = ()
+        self._busy: str | None = None
+        self._step = Step()
+        self._left: float | None = None
+        self._inside = False
+        self._lock = threading.Lock()
+
+    def waited(self, seconds: float) -> None:
+        """Adds time of this step spent waiting for a peer."""
+        self._step.wait_s += seconds
+
+    def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
+        """Adds time and bytes of this step spent copying and sending; direction is `send` or `recv`."""
+        self._step.transfer_s[direction] += seconds
+        self._step.transfer_bytes[direction] += num_bytes
+
+    def waiting_for(self, rank: int | None) -> None:
+        """Tells the supervisor for whose message this rank waits now."""
+        self._reporter.busy(self._busy, waiting_for_rank=rank)
+
+    def travels(self, between: str, path: str) -> None:
+        """Says how tensors travel: between `stages` or `ranks` of a stage, by `shared_memory` or `gloo`."""
+        self._transport.labels(*self._labels, between, path).set(1)
+
+    def on_device(self, seconds: Callable[[], float]) -> None:
+        """Says how to read the time of this step's forward pass on the device, once the step is over."""
+        self._step.device_s = seconds
+
+    def enter(self) -> None:
+        """Begins, or goes on with, the step that the worker was called for."""
+        with self._lock:
+            self._entered, self._inside, self._step.left = time.perf_counter(), True, False
+            if self._left is not None:
+                self._idle.inc(self._entered - self._left)
+        self._busy = f"step {self._steps + 1}"
+        self._reporter.busy(self._busy)
+
+    def leave(self) -> None:
+        """Ends one call of a step; between two calls this rank is idle."""
+        with self._lock:
+            self._left, self._inside = time.perf_counter(), False
+            self._step.left = True
+            if not self._step.runs_on:
+                self._step.step_s += self._left - self._entered
+        self._reporter.busy(None)
+
+    def runs_on(self) -> Callable[[float], None]:
+        """Says that the device works on this step after the worker's calls; called between enter and leave.
+
+        Returns:
+            What to call once, from any thread, when it is done: with the seconds that its
+            last copy to the host took.
+        """
+        step, entered = self._step, self._entered
+        step.runs_on = True
+
+        def done(copy_s: float) -> None:
+            with self._lock:
+                now = time.perf_counter()
+                if step.left:  # else leave() adds the time of the call
+                    step.step_s += now - entered
+                if not self._inside:
+                    self._left = now  # until now it was not idle
+                step.transfer_s["send"] += copy_s
+                step.runs_on = False
+                if step.tokens is not None:
+                    self._record(step, step.tokens)
+
+        return done
+
+    def finish_step(self, *, prefill_tokens: int, decode_tokens: int) -> None:
+        """Records the step whose calls have all been left.
+
+        Args:
+            prefill_tokens: prompt tokens of the step; a step with any is a prefill.
+            decode_tokens: others.
+        """
+        step, self._step, self._busy = self._step, Step(), None
+        with self._lock:
+            step.tokens = (prefill_tokens, decode_tokens)
+            if not step.runs_on:
+                self._record(step, step.tokens)
+
+    def _record(self, step: Step, tokens: tuple[int, int]) -> None:
+        phase = names.PHASE_PREFILL if tokens[0] else names.PHASE_DECODE
+        fit_transfer(step)
+        transfer_s = sum(step.transfer_s.values())
+        compute_s = max(0.0, step.step_s - step.wait_s - transfer_s)
+        if self.counts:
+            self._count(step, phase, tokens, compute_s)
+        self._steps += 1
+        if phase == names.PHASE_DECODE:
+            self._average(step.step_s, compute_s, step.wait_s, transfer_s)
+        self._reporter.step(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
+
+    def _count(self, step: Step, phase: str, tokens: tuple[int, int], compute_s: float) -> None:
+        self._step_seconds.labels(*self._labels, phase).observe(step.step_s)
+        self._compute.labels(*self._labels, phase).observe(compute_s)
+        self._wait.labels(*self._labels, phase).observe(step.wait_s)
+        if step.device_s is not None:
+            self._device.labels(*self._labels, phase).observe(step.device_s())
+        for direction in ("send", "recv"):
+            if step.transfer_bytes[direction]:
+                self._transfer.labels(*self._labels, direction).observe(step.transfer_s[direction])
+                self._bytes.labels(*self._labels, direction).inc(step.transfer_bytes[direction])
+        for label, count in zip((names.PHASE_PREFILL, names.PHASE_DECODE), tokens, strict=True):
+            if count:
+                self._tokens.labels(*self._labels, label).inc(count)
+
+    def _average(self, *newest: float) -> None:
+        old = self._averages or newest
+        self._averages = tuple(a + _SMOOTHING * (b - a) for a, b in zip(old, newest, strict=True))
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, names.RANK_LABELS, registry=self.registry).labels(*self._labels)
+
+
+def fit_transfer(step: Step) -> None:
+    """Scales a step's transfer down to what its wall time leaves room for.
+
+    Small copies of a GPU are timed by sampling, so that one step may be told more than it had.
+    """
+    room_s, transfer_s = max(0.0, step.step_s - step.wait_s), sum(step.transfer_s.values())
+    if transfer_s > room_s:
+        for direction in step.transfer_s:
+            step.transfer_s[direction] *= room_s / transfer_s
+
+
+def serve(
+    registry: CollectorRegistry, launch: PodLaunch, rank: RankAssignment, healthy: Callable[[], bool]
+) -> bool:
+    """Serves /metrics and /healthz of a rank in a thread; returns whether the port was free.
+
+    A taken port is logged and never stops the rank.
+
+    Args:
+        registry: of the rank.
+        launch: its pod's address says where.
+        rank: its local rank is added to the port.
+        healthy: whether /healthz answers 200 (else 503).
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+            elif self.path == paths.PATH_HEALTHZ:
+                good = healthy()
+                self._answer(200 if good else 503, b"ok\n" if good else b"group lost\n", "text/plain")
+            else:
+                self._answer(404, b"expected /metrics or /healthz\n", "text/plain")
+
+        def _answer(self, status: int, body: bytes, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing: a scrape every few seconds is no news."""
+
+    port = launch.address.metrics_port + rank.local_rank
+    try:
+        server = http.server.ThreadingHTTPServer(
+            (addresses.bind_host_ipv4(launch.address.host), port), Handler
+        )
+    except OSError as error:
+        _logger.error(
+            "rank %d: metrics port %d: %s; this rank runs on without metrics, free the port and restart the "
+            "group to have them",
+            rank.rank,
+            port,
+            error,
+        )
+        return False
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="heteroinfer-metrics", daemon=True).start()
+    return True

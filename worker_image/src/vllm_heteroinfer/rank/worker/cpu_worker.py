@@ -1,0 +1,88 @@
+"""The worker of a CPU rank. Never import this in a GPU process."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, set_current_vllm_config
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_heteroinfer.patches import cpu_linear
+from vllm_heteroinfer.rank.worker import headroom
+from vllm_heteroinfer.rank.worker.group_worker import GroupWorkerMixin
+from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes
+from vllm_heteroinfer.rank.worker.sleep import CpuSleepMixin, SleepMixin
+
+_logger = logging.getLogger(__name__)
+
+
+class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
+    """vLLM's CPU worker as one rank of a group."""
+
+    def init_device(self) -> None:
+        """Joins the process groups, with its memory on the NUMA nodes of its cores.
+
+        vLLM's worker has just bound it strictly to the node of its first CPU, which may not hold
+        the model (vllm/v1/worker/cpu_worker.py::CPUWorker.__init__@v0.32.0).
+        """
+        nodes = self.context.memory_nodes
+        if nodes and (problem := prefer_nodes(nodes)):
+            _logger.warning(
+                "memory is not placed on NUMA nodes %s, but where it is touched: %s", nodes, problem
+            )
+        super().init_device()
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Loads this stage's weights; bf16 linear layers go to our kernels where the CPU can run them."""
+        cpu_linear.install()
+        super().load_model(**kwargs)
+
+    def begin_profile(self) -> None:
+        """Starts to watch the resident set."""
+        self._peak = headroom.PeakOfRun()
+
+    def run_profile(self) -> int:
+        """Runs the largest batch where the model is compiled; returns the planned size of the KV cache.
+
+        vLLM's own would refuse a plan beyond one NUMA node's free memory, or beyond a limit with
+        page cache counted as used.
+        """
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+        return self.context.rank.kv_cache_bytes
+
+    def measure_room(self) -> headroom.KvHeadroom:
+        """Returns this rank's share of what its pod and machine have left."""
+        context = self.context
+        available = headroom.available_memory(
+            Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text(), Path("/proc/meminfo").read_text()
+        )
+        return headroom.host_room(
+            available_bytes=available,
+            share=headroom.share_of_memory(context.plan, context.launch, context.rank),
+            activations_bytes=self._peak.above_rest_bytes(),
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs the largest batch once where vLLM's CPU worker would not.
+
+        With eager mode and a given KV size it runs nothing, and a later stage then lacks the
+        buffer for its input (vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.
+        sync_and_gather_intermediate_tensors@v0.32.0 asserts it). It also shows before the
+        first request that the activations fit.
+        """
+        if self.compilation_config.mode == CompilationMode.NONE and not self._follows():
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.profile_run()
+
+    def _should_warm_up_model(self) -> bool:
+        """Returns whether this rank warms up by itself; a follower has already done what its leader did.
+
+        Source: vllm/v1/worker/cpu_worker.py::CPUWorker._should_warm_up_model@v0.32.0.
+        """
+        return not self._follows() and super()._should_warm_up_model()
+
+    def _follows(self) -> bool:
+        return self.tensor_group is not None and self.tensor_group.follows

@@ -1,0 +1,63 @@
+"""The worker of a GPU rank; keeps CUDA graphs unless it splits its layers with CPU ranks.
+
+No hop sits inside the forward pass, but a collective with a CPU rank does.
+"""
+
+import gc
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu_worker import Worker
+
+from heteroinfer_contract.plan import RankAssignment
+from vllm_heteroinfer.rank.worker import headroom
+from vllm_heteroinfer.rank.worker.device_timer import DeviceTimer
+from vllm_heteroinfer.rank.worker.group_worker import GroupWorkerMixin
+from vllm_heteroinfer.rank.worker.sleep import SleepMixin
+
+_ACTIVATIONS_BYTES = 1 << 30
+"""Beside weights and KV cache, for the check at start only: the profile run measures what is needed."""
+
+
+class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
+    """vLLM's GPU worker as one rank of a group."""
+
+    def init_device(self) -> None:
+        """Joins the process groups, once the GPU has the free memory that the plan counts on.
+
+        vLLM would ask for 92 % of the whole GPU although the plan may count on a share of it.
+        Source: vllm/v1/worker/utils.py::request_memory@v0.32.0.
+        """
+        total = torch.cuda.get_device_properties(0).total_memory
+        self.cache_config.gpu_memory_utilization = memory_share(self.context.rank, total)
+        super().init_device()
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Loads as the mixin does, and has the device time each step's forward pass."""
+        super().load_model(**kwargs)
+        if self.context.metrics.counts:
+            DeviceTimer(self.model_runner, self.context.metrics.on_device)
+
+    def begin_profile(self) -> None:
+        """Forgets torch's peak so far."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def measure_room(self) -> headroom.KvHeadroom:
+        """Returns what the GPU has left."""
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        captures = self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        return headroom.gpu_room(
+            free_bytes=torch.cuda.mem_get_info(self.device)[0],
+            allocated_bytes=torch.cuda.memory_allocated(self.device),
+            peak_bytes=peak,
+            graphs_bytes=headroom.CUDA_GRAPHS_BYTES if captures else 0,
+        )
+
+
+def memory_share(rank: RankAssignment, total_bytes: int) -> float:
+    """Returns the share of a GPU's memory, at most 1, that must be free before `rank` starts."""
+    return min(1.0, (rank.weight_bytes + rank.kv_cache_bytes + _ACTIVATIONS_BYTES) / total_bytes)

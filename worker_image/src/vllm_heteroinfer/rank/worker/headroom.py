@@ -1,0 +1,163 @@
+"""What room a rank has for its KV cache: measured after the largest batch has run once.
+
+Arithmetic, and the reading of what the kernel says. Stdlib only.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from heteroinfer_contract.machine import ranks_on_machine
+from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.pod.cgroups import cgroup_directories
+
+CUDA_GRAPHS_BYTES = 1 << 30
+"""Kept free for CUDA graphs, which are captured after the KV cache is there: vLLM 0.32.0's took well
+below 1 GiB for models of 8 billion parameters; a reserve of the plan's own 10 % comes on top."""
+_RESET_PEAK = "5"
+"""proc_pid_clear_refs(5): resets the peak of the resident set (VmHWM)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvHeadroom:
+    """What a rank could give to its KV cache.
+
+    Attributes:
+        size_bytes: of it; may be negative.
+        words: how it comes about, for people.
+    """
+
+    size_bytes: int
+    words: str
+
+
+def grant(rank: RankAssignment, planned_bytes: int, room: KvHeadroom) -> tuple[int, str]:
+    """Returns the bytes of a rank's KV cache and a warning, "" if it has all that was planned.
+
+    Raises:
+        MemoryError: there is no room at all.
+    """
+    if room.size_bytes >= planned_bytes:
+        return planned_bytes, ""
+    got = (
+        f"rank {rank.rank} (role {rank.role}, {rank.device}): got room for {_mib(room.size_bytes)} of KV "
+        f"cache, expected {_mib(planned_bytes)} as planned: {room.words}; {_remedy(rank.device)}"
+    )
+    if room.size_bytes <= 0:
+        raise MemoryError(got)
+    return room.size_bytes, f"{got}; until then every rank has only as many blocks as this one"
+
+
+def _remedy(device: Device) -> str:
+    if device is Device.GPU:
+        return "free the GPU from other processes, or set roles[].deviceMemory to what it really has"
+    return "raise resources.limits.memory of the role, or give the rank fewer layers"
+
+
+def gpu_room(*, free_bytes: int, allocated_bytes: int, peak_bytes: int, graphs_bytes: int) -> KvHeadroom:
+    """Returns a GPU's room.
+
+    Args:
+        free_bytes: of the device now, with nothing kept in torch's cache.
+        allocated_bytes: by torch now.
+        peak_bytes: most that was allocated by torch during the run.
+        graphs_bytes: to keep for CUDA graphs.
+    """
+    activations = max(0, peak_bytes - allocated_bytes)
+    return KvHeadroom(
+        size_bytes=free_bytes - activations - graphs_bytes,
+        words=f"{_mib(free_bytes)} free, less {_mib(activations)} that the largest batch takes and "
+        f"{_mib(graphs_bytes)} for CUDA graphs",
+    )
+
+
+def host_room(*, available_bytes: int, share: Fraction, activations_bytes: int) -> KvHeadroom:
+    """Returns a CPU rank's room.
+
+    Args:
+        available_bytes: to all ranks that share this memory (`available_memory`).
+        share: of this rank in it (`share_of_memory`).
+        activations_bytes: that the largest batch took above what stays.
+    """
+    others = "" if share == 1 else f" shared with other ranks ({float(share):.0%} of it)"
+    return KvHeadroom(
+        size_bytes=int(available_bytes * share) - activations_bytes,
+        words=f"{_mib(available_bytes)} available{others}, less {_mib(activations_bytes)} that the largest "
+        "batch takes",
+    )
+
+
+def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Fraction:
+    """Returns the part of this machine's memory that is a CPU rank's: as its KV cache in the plan.
+
+    CPU ranks of one pod share its memory limit, and those of pods with one address
+    (`heteroinfer up`) the machine.
+    """
+    sharing = ranks_on_machine(plan, launch, Device.CPU)
+    return Fraction(rank.kv_cache_bytes, sum(r.kv_cache_bytes for r in sharing))
+
+
+def available_memory(cgroups: Path, own_cgroups: str, meminfo: str) -> int:
+    """Returns the bytes that processes of this pod may still take: the least of limits and machine.
+
+    Page cache counts as free: the kernel drops it before it refuses memory.
+
+    Args:
+        cgroups: where cgroups are mounted.
+        own_cgroups: text of /proc/self/cgroup.
+        meminfo: text of /proc/meminfo.
+    """
+    return min([meminfo_bytes(meminfo, "MemAvailable"), *_below_limits(cgroups, own_cgroups)])
+
+
+def _below_limits(cgroups: Path, own_cgroups: str) -> Iterator[int]:
+    for directory in cgroup_directories(cgroups, own_cgroups, "memory"):
+        for limit_name, usage_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, usage = directory / limit_name, directory / usage_name
+            if not (limit.exists() and usage.exists()):
+                continue
+            text = limit.read_text().strip()
+            if text != "max":
+                yield int(text) - int(usage.read_text()) + _reclaimable(directory)
+
+
+def _reclaimable(directory: Path) -> int:
+    """Returns the page cache of a cgroup, in bytes; of v1, with those below it."""
+    stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    prefix = "total_" if "total_inactive_file" in stat else ""
+    return sum(int(stat[f"{prefix}{name}"]) for name in ("inactive_file", "active_file"))
+
+
+def meminfo_bytes(text: str, field: str) -> int:
+    """Returns a field of /proc/meminfo or /proc/PID/status, in bytes; raises KeyError without it."""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise KeyError(field)
+
+
+class PeakOfRun:
+    """The most memory that this process takes above what stays, from here to `above_rest_bytes`."""
+
+    def __init__(self, process: Path = Path("/proc/self")) -> None:
+        self._process = process
+        # Where the kernel cannot reset it the peak of loading counts: more than the batch takes, so
+        # that the room comes out smaller than it is, never larger.
+        with contextlib.suppress(OSError), (process / "clear_refs").open("w") as file:
+            file.write(_RESET_PEAK)
+
+    def above_rest_bytes(self) -> int:
+        """Returns the peak of the resident set since, less what is resident now."""
+        status = (self._process / "status").read_text()
+        return max(0, meminfo_bytes(status, "VmHWM") - meminfo_bytes(status, "VmRSS"))
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"
