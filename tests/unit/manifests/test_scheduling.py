@@ -7,7 +7,9 @@ from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.demand import pod_demand
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
-from heteroinfer_operator.manifests.scheduling import NodeAssignment, assigned_fields, role_fields
+from heteroinfer_operator.manifests.scheduling import assigned_fields
+from heteroinfer_operator.node_assignment import NodeAssignment
+from heteroinfer_operator.role_demand import role_fields
 from tests.unit.planning.models import gpu, plan, spec
 
 GROUP = EpochRef(owner=Owner(key=ResourceKey(namespace="ns", name="llama"), uid="u"), index=0, epoch=3)

@@ -1,60 +1,19 @@
-"""Where the pods of a group may be placed, what they ask for, and who places them together. Pure."""
+"""Where the pods of a group may be placed, as fields of their manifests. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_contract.plan import Device, PodAssignment
-from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec
-from heteroinfer_operator.cluster import Gang
-from heteroinfer_operator.demand import PodDemand, pod_demand, preferred_node
+from heteroinfer_contract.plan import PodAssignment
+from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
+from heteroinfer_operator.demand import preferred_node
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import EpochRef
+from heteroinfer_operator.node_assignment import NodeAssignment
+from heteroinfer_operator.role_demand import role_fields
 
-_NOT_OF_SPEC = {"labels", "annotations"}
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAssignment:
-    """What was decided about the places of a group's pods.
-
-    Attributes:
-        gang: who places them together, or None.
-        nodes: a node that has room for it, by pod index: a hint, since the scheduler decides.
-        domain: key and value of a node label that all of them must have, or None.
-        gpu_memory_mib: memory that the GPUs of a pod must have at least by their node's label, by
-            pod index.
-    """
-
-    gang: Gang | None = None
-    nodes: Mapping[int, str] = field(default_factory=dict)
-    domain: tuple[str, str] | None = None
-    gpu_memory_mib: Mapping[int, int] = field(default_factory=dict)
-
-
-def template_fields(template: PodTemplate | None) -> dict[str, Any]:
-    """Returns what a template sets in a pod's spec."""
-    asked = template.dump() if template else {}
-    return {key: value for key, value in asked.items() if key not in _NOT_OF_SPEC and value}
-
-
-def role_fields(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> dict[str, Any]:
-    """Returns the fields of a pod's spec that say where pods of a role may be.
-
-    Pods with GPUs tolerate the taint by which GPU nodes are kept for them, `<resource>:NoSchedule`
-    with any value, as the admission plugin ExtendedResourceToleration has it.
-    """
-    fields = template_fields(role.template)
-    if spec.scheduling.priority_class_name:
-        fields["priorityClassName"] = spec.scheduling.priority_class_name
-    if device is Device.GPU:
-        wanted = {"key": role.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
-        given = list(fields.get("tolerations", ()))
-        fields["tolerations"] = given if wanted in given else [*given, wanted]
-    return fields
 
 
 def assigned_fields(
@@ -94,27 +53,3 @@ def _require(nodes: dict[str, Any], expression: Mapping[str, Any]) -> None:
     terms = nodes.get(_REQUIRED, {}).get("nodeSelectorTerms") or [{}]
     added = [{**term, "matchExpressions": [*term.get("matchExpressions", ()), expression]} for term in terms]
     nodes[_REQUIRED] = {"nodeSelectorTerms": added}
-
-
-def role_resources(role: RoleSpec, device: Device) -> dict[str, Any]:
-    """Returns requests and limits of a role's worker container: the role's own, and a GPU a rank."""
-    asked = role.resources.dump() if role.resources else {}
-    if device is Device.GPU:
-        gpus = {role.gpu_resource: str(role.ranks_per_pod)}
-        asked["limits"] = {**asked.get("limits", {}), **gpus}
-        asked["requests"] = {**asked.get("requests", {}), **gpus}
-    return asked
-
-
-def role_demand(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> PodDemand:
-    """Returns what one pod of a role asks of its node."""
-    container = {"resources": role_resources(role, device)}
-    labels = {
-        **((role.template.labels if role.template else None) or {}),
-        names.LABEL_COMPONENT: names.COMPONENT_WORKER,
-        names.LABEL_ROLE: role.name,
-        names.LABEL_DEVICE: device.value,
-    }
-    return pod_demand(
-        f"role {role.name}", labels, {**role_fields(spec, role, device), "containers": [container]}
-    )

@@ -17,7 +17,9 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
-from heteroinfer_operator.manifests.scheduling import NodeAssignment, assigned_fields, role_resources
+from heteroinfer_operator.manifests.scheduling import assigned_fields
+from heteroinfer_operator.node_assignment import NodeAssignment
+from heteroinfer_operator.role_demand import role_resources
 
 WORKER_COMMAND = "heteroinfer-worker"
 _USER = 65532

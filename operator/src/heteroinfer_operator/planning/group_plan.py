@@ -15,7 +15,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageActi
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand
 from heteroinfer_operator.errors import PlanError, Shortage
-from heteroinfer_operator.manifests.scheduling import NodeAssignment, role_demand
+from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import GPU_USABLE
 from heteroinfer_operator.planning.placement import (
@@ -28,6 +28,7 @@ from heteroinfer_operator.planning.placement import (
 )
 from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
+from heteroinfer_operator.role_demand import role_demand
 
 INSUFFICIENT_CAPACITY: Final = "InsufficientCapacity"
 """Reason of a Shortage of anything but GPUs."""

@@ -9,7 +9,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.manifests.scheduling import NodeAssignment
+from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.planning.advice import advise
 from heteroinfer_operator.planning.engine_settings import BLOCK_SIZE, engine_settings
 from heteroinfer_operator.planning.inventory import Inventory

@@ -10,8 +10,8 @@ from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import Addressing, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.manifests.scheduling import NodeAssignment
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
+from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 

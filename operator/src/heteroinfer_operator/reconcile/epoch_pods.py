@@ -7,8 +7,8 @@ from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import CreateObject, Gang, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.identity import EpochRef
-from heteroinfer_operator.manifests.scheduling import NodeAssignment
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
+from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.reconcile.context import Context
 

@@ -18,7 +18,7 @@ from heteroinfer_operator.api import (
 from heteroinfer_operator.cluster import Gang, PodView, ResourceObservation
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
-from heteroinfer_operator.manifests.scheduling import NodeAssignment
+from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.planning import (
     Capacity,
     GroupRequest,
