@@ -3,10 +3,11 @@
 Must not import kopf, a client, os, time, random or logging.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
+
+from heteroinfer_operator.quantity import parse_quantity
 
 Manifest: TypeAlias = Mapping[str, Any]
 """A Kubernetes object, or a part of one, as JSON."""
@@ -14,15 +15,6 @@ Manifest: TypeAlias = Mapping[str, Any]
 PODS: Final = "pods"
 """The resource of which every pod takes one."""
 
-_SUFFIX: Final[Mapping[str, float]] = {
-    "": 1.0,
-    "n": 1e-9,
-    "u": 1e-6,
-    "m": 1e-3,
-    **{name: 1000.0 ** (power + 1) for power, name in enumerate("kMGTPE")},
-    **{f"{name}i": 1024.0 ** (power + 1) for power, name in enumerate("KMGTPE")},
-}
-_QUANTITY: Final = re.compile(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]*)")
 _HARD: Final = ("NoSchedule", "NoExecute")
 
 
@@ -176,21 +168,6 @@ def _compares(operator: str, value: str | None, values: Iterable[str]) -> bool:
     return have > want if operator == "Gt" else have < want
 
 
-def quantity(text: object) -> float:
-    """Returns the number that a stored quantity means, such as `3920m`, `32861324Ki` or `1e9`.
-
-    The API server has checked it; the forms are those of
-    `k8s.io/apimachinery/pkg/api/resource.Quantity`.
-
-    Raises:
-        ValueError: it is not a quantity.
-    """
-    match = _QUANTITY.fullmatch(str(text))
-    if match is None or match[2] not in _SUFFIX:
-        raise ValueError(f"got {text!r}, expected a quantity such as 4Gi, 500m or 2")
-    return float(match[1]) * _SUFFIX[match[2]]
-
-
 def effective_requests(spec: Manifest) -> dict[str, float]:
     """Returns what the scheduler counts for a pod.
 
@@ -212,14 +189,14 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
     for container in spec.get("containers") or ():
         running = _sum(running, _requests(container))
     total = {**_maximum(running, largest_init), **_requests(spec)}
-    overhead = {name: quantity(value) for name, value in (spec.get("overhead") or {}).items()}
+    overhead = {name: float(parse_quantity(value)) for name, value in (spec.get("overhead") or {}).items()}
     return _sum(total, overhead)
 
 
 def _requests(holder: Manifest) -> dict[str, float]:
     resources = holder.get("resources") or {}
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: quantity(value) for name, value in asked.items()}
+    return {name: float(parse_quantity(value)) for name, value in asked.items()}
 
 
 def _sum(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:

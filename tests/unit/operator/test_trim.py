@@ -7,7 +7,7 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ContainerTermination, ResourceKey
-from heteroinfer_operator.demand import effective_requests, quantity
+from heteroinfer_operator.demand import effective_requests
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, ObjectName, writable_kind
 from heteroinfer_operator.kube.trim import PodRequests
@@ -36,29 +36,6 @@ def terminated(name: str, exit_code: int, message: str = "") -> dict[str, Any]:
         "name": name,
         "state": {"terminated": {"exitCode": exit_code, "reason": "Error", "message": message}},
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("3920m", 3.92),
-        ("32861324Ki", 32861324 * 1024),
-        ("8", 8),
-        ("1e9", 1e9),
-        ("250u", 0.00025),
-        ("2Ei", 2 * 2.0**60),
-        ("1.5Gi", 1.5 * 2**30),
-        (4, 4),
-    ],
-)
-def test_quantities_as_the_api_server_writes_them(text: object, number: float) -> None:
-    assert quantity(text) == pytest.approx(number)
-
-
-@pytest.mark.parametrize("text", ["", "8 GB", "x", "1KiB", None])
-def test_what_is_no_quantity_is_refused_in_words(text: object) -> None:
-    with pytest.raises(ValueError, match=r"expected a quantity such as 4Gi"):
-        quantity(text)
 
 
 def test_a_pod_that_runs() -> None:

@@ -77,7 +77,7 @@ def test_memory_that_is_missing_is_no_shortage_of_gpus() -> None:
     )
     assert error.reason == "InsufficientCapacity"
     assert error.message == (
-        "needs 1 pod (role cpu) with 400.0 GiB of memory; nodes a, b have 32.0 GiB free of 32.0 GiB of "
+        "needs 1 pod (role cpu) with 400.00 GiB of memory; nodes a, b have 32.00 GiB free of 32.00 GiB of "
         "memory; the group waits, and nothing of it is created until all its pods have room"
     )
 
@@ -114,7 +114,7 @@ def test_on_cpus_the_pods_must_fit_too() -> None:
     parsed = spec(gpu(resources={"limits": {"memory": "64Gi"}}), planning=CPU_ONLY)
     error = refused(parsed, node("a"), shortage_age_s=None)
     assert error.reason == "InsufficientCapacity"
-    assert "needs 1 pod (role gpu) with 64.0 GiB of memory" in error.message
+    assert "needs 1 pod (role gpu) with 64.00 GiB of memory" in error.message
 
 
 def test_only_the_roles_that_lack_gpus_run_on_cpus() -> None:

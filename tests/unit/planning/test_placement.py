@@ -192,8 +192,8 @@ def test_room_for_some_of_the_pods() -> None:
 def test_memory_and_many_nodes() -> None:
     words = told([pod(memory=40 * 2**30, cpu=2)], *(node(f"n{i}") for i in range(9)))
     assert words == (
-        "needs 1 pod (role cpu) with 40.0 GiB of memory, 2 CPUs; "
-        "nodes n0, n1, n2 and 6 more have 32.0 GiB free of 32.0 GiB of memory"
+        "needs 1 pod (role cpu) with 40.00 GiB of memory, 2 CPUs; "
+        "nodes n0, n1, n2 and 6 more have 32.00 GiB free of 32.00 GiB of memory"
     )
 
 

@@ -410,7 +410,7 @@ def test_a_load_is_written_at_most_once_a_minute_and_has_no_deadline_here(world:
     report(world, RankPhase.LOADING, RankPhase.LOADING, loaded_bytes=2**20, total_bytes=2**30)
     world.settle()
     assert group(world)["startup"]["bytesDone"] == 2 * 2**20
-    assert group(world)["message"] == "reading weights: 2Mi of 2048Mi"
+    assert group(world)["message"] == "reading weights: 2.0 MiB of 2.00 GiB"
     report(world, RankPhase.LOADING, RankPhase.LOADING, loaded_bytes=2**21, total_bytes=2**30)
     world.pass_time(30)
     assert world.step().look_again_s == pytest.approx(15)

@@ -105,7 +105,7 @@ def test_progress_is_written_in_hundredths_and_only_when_it_moved(world: World) 
         writes += sum(isinstance(action, PatchStatus) for action in world.writes)
     assert 95 <= writes <= 101
     assert world.status["model"]["bytesDone"] == 10 * GIB
-    assert "100 % of 10240Mi" in message(world, "ModelReady")
+    assert "100 % of 10.00 GiB" in message(world, "ModelReady")
     for _ in range(3):
         decision = world.step()
         assert world.writes == []
@@ -122,7 +122,7 @@ def test_what_a_fetch_waits_for_is_told(world: World) -> None:
     world.pods[name] = replace(world.pods[name], unschedulable="")
     say(world, 1, message="another fetch of this model is running")
     world.step()
-    assert "10 % of 10240Mi: another fetch" in message(world, "ModelReady")
+    assert "10 % of 10.00 GiB: another fetch" in message(world, "ModelReady")
 
 
 def test_a_secret_that_is_not_there_is_an_error_in_words(world: World) -> None:

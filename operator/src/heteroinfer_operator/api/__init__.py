@@ -12,7 +12,6 @@ from heteroinfer_operator.api.base import Model, StatusModel, ValidationRule, Wh
 from heteroinfer_operator.api.condition import Condition, ConditionStatus, ConditionType, merge_conditions
 from heteroinfer_operator.api.engine import DType, EngineSpec
 from heteroinfer_operator.api.model_source import AccessMode, ModelCache, ModelSpec, TokenReference
-from heteroinfer_operator.api.quantity import format_bytes, parse_bytes, parse_duration_s, parse_quantity
 from heteroinfer_operator.api.resource import (
     MAX_NAME_LENGTH,
     HeteroInference,
@@ -123,11 +122,7 @@ __all__ = [
     "Toleration",
     "ValidationRule",
     "When",
-    "format_bytes",
     "merge_conditions",
-    "parse_bytes",
-    "parse_duration_s",
-    "parse_quantity",
     "parse_resource",
     "parse_spec",
     "parse_status",

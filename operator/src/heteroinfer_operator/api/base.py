@@ -25,7 +25,7 @@ from pydantic.alias_generators import to_camel, to_snake
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from heteroinfer_operator.api import quantity
+from heteroinfer_operator import quantity
 
 LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, ValidationRule, cel_text
-from heteroinfer_operator.api.quantity import parse_quantity
+from heteroinfer_operator.quantity import parse_quantity
 
 _URI_PATTERNS: Final = (
     "hf://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?",

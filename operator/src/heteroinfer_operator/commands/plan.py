@@ -14,15 +14,15 @@ from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, RankAssignment
-from heteroinfer_operator.api import HeteroInference, parse_bytes
+from heteroinfer_operator.api import HeteroInference
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.commands.plan_nodes import load_free_nodes
 from heteroinfer_operator.errors import HeteroInferError, ModelError
 from heteroinfer_operator.local.hub_profile import read_hub_profile
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
-from heteroinfer_operator.planning.memory import gib
 from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction import STEP_OVERHEAD_S, predict
+from heteroinfer_operator.quantity import format_bytes, parse_bytes
 from heteroinfer_operator.resource_file import load_resource
 
 _FILE_SCHEME = "file://"
@@ -80,9 +80,12 @@ def _count(text: str) -> int:
 
 def _size(text: str) -> int:
     try:
-        return parse_bytes(text)
+        size = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if size < 0:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a size of 0 or more")
+    return size
 
 
 def _profile(resource: HeteroInference, model_dir: Path | None) -> ModelProfile:
@@ -182,8 +185,8 @@ def _row(rank: RankAssignment) -> tuple[str, ...]:
         rank.device.value,
         str(rank.stage),
         f"{rank.num_layers} ({rank.first_layer}-{rank.end_layer - 1})",
-        gib(rank.weight_bytes),
-        gib(rank.kv_cache_bytes),
+        format_bytes(rank.weight_bytes),
+        format_bytes(rank.kv_cache_bytes),
         f"{rank.predicted_step_s * 1e3:.2f} ms",
     )
 
@@ -195,7 +198,7 @@ def _kv_cache(planned: Planned) -> str:
         if planned.limiting_rank is None
         else f"rank {rank.rank} (role {rank.role}) has room for the least"
     )
-    return f"KV cache of a rank: {gib(rank.kv_cache_bytes)} for its {rank.num_layers} layers; {who}"
+    return f"KV cache of a rank: {format_bytes(rank.kv_cache_bytes)} for its {rank.num_layers} layers; {who}"
 
 
 def _step_ms(planned: Planned) -> dict[str, float]:

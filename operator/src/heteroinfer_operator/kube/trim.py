@@ -17,9 +17,10 @@ from heteroinfer_operator.cluster import (
     ResourceKey,
     ResourceView,
 )
-from heteroinfer_operator.demand import PODS, PodDemand, Taint, effective_requests, pod_demand, quantity
+from heteroinfer_operator.demand import PODS, PodDemand, Taint, effective_requests, pod_demand
 from heteroinfer_operator.kube.paths import ObjectName
 from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
+from heteroinfer_operator.quantity import parse_quantity
 
 _CONDITION_TAINTS: Final = frozenset(
     f"node.kubernetes.io/{name}" for name in ("not-ready", "unreachable", "unschedulable")
@@ -211,7 +212,9 @@ def node_view(stored: Manifest) -> NodeView:
     silent = ready.get("status") == "Unknown"
     return NodeView(
         name=metadata["name"],
-        allocatable={name: quantity(value) for name, value in (status.get("allocatable") or {}).items()},
+        allocatable={
+            name: float(parse_quantity(value)) for name, value in (status.get("allocatable") or {}).items()
+        },
         schedulable=ready.get("status") == "True" and not spec.get("unschedulable", False),
         problem="cordoned" if spec.get("unschedulable") else "not Ready",
         labels=metadata.get("labels") or {},

@@ -5,15 +5,12 @@ from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_contract.pod_launch import CpuBinding
 from heteroinfer_operator.local.pod_process import PodProcess
 
 ENV_THREADS: Final = "OMP_NUM_THREADS"
-_ENGINE_CORES: Final = 2
-"""Of each group, on a machine that has enough: engine core and API server spin on one each
-(as in vllm_heteroinfer.launch.environment, for a group that has a machine to itself)."""
-_BIG_MACHINE_CORES: Final = 8
 
 
 def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str, str]) -> PodProcess:
@@ -43,5 +40,5 @@ def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
     own = int(cores / groups)
     gpu_ranks = sum(rank.device is Device.GPU for rank in plan.ranks)
     cpu_ranks = plan.world_size - gpu_ranks
-    reserved = (_ENGINE_CORES if own >= _BIG_MACHINE_CORES else 1) + gpu_ranks
+    reserved = engine_cpus(own) + gpu_ranks
     return max(1, (own - reserved) // max(1, cpu_ranks))

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE, parse_quantity
+from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.quantity import parse_quantity
 
 DEFAULT_GRACE_S: Final = 30
 """Kubernetes' own terminationGracePeriodSeconds."""
@@ -197,7 +198,7 @@ class _FieldReader:
                     f"spec.containers[0].resources.limits[{name}]",
                     f"this machine has cpu, memory and {DEFAULT_GPU_RESOURCE}; remove {name}",
                 )
-        return int(parse_quantity(str(limits.get(DEFAULT_GPU_RESOURCE, 0))))
+        return int(parse_quantity(limits.get(DEFAULT_GPU_RESOURCE, 0)))
 
     def readiness(self, container: Manifest) -> tuple[int | None, str]:
         probe = container.get("readinessProbe")

@@ -12,13 +12,14 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device, Plan, PodAssignment
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
-from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec, parse_duration_s
+from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.node_assignment import NodeAssignment
+from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.role_demand import role_resources
 
 WORKER_COMMAND = "heteroinfer-worker"

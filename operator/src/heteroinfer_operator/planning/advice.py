@@ -8,14 +8,9 @@ from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import split_by_memory
-from heteroinfer_operator.planning.memory import (
-    Sizes,
-    gib,
-    longest_sequence_tokens,
-    rank_budget,
-    stage_budgets,
-)
+from heteroinfer_operator.planning.memory import Sizes, longest_sequence_tokens, rank_budget, stage_budgets
 from heteroinfer_operator.planning.topology import Seat, Topology
+from heteroinfer_operator.quantity import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +88,8 @@ def _not_needed(seats: Sequence[Seat], plan: Plan, profile: ModelProfile, invent
     usable = sum(rank_budget(seat, inventory) or 0 for seat in seats)
     gpus = "the GPU has" if len(seats) == 1 else f"the {len(seats)} GPUs have"
     return (
-        f"hybrid not needed: the model takes {gib(profile.total_bytes)}, "
-        f"{gib(_whole_bytes(plan, profile))} with KV cache for {plan.engine.max_model_len} tokens, and "
-        f"{gpus} {gib(usable)} for it; CPU ranks add capacity, not speed: remove them"
+        f"hybrid not needed: the model takes {format_bytes(profile.total_bytes)}, "
+        f"{format_bytes(_whole_bytes(plan, profile))} with KV cache for "
+        f"{plan.engine.max_model_len} tokens, and {gpus} {format_bytes(usable)} for it; CPU ranks add "
+        "capacity, not speed: remove them"
     )

@@ -11,7 +11,7 @@ from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Plan
-from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageAction, parse_duration_s
+from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageAction
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand
 from heteroinfer_operator.errors import PlanError, Shortage
@@ -28,6 +28,7 @@ from heteroinfer_operator.planning.placement import (
 )
 from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
+from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.role_demand import role_demand
 
 INSUFFICIENT_CAPACITY: Final = "InsufficientCapacity"

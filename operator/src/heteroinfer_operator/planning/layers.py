@@ -7,8 +7,9 @@ from itertools import accumulate
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.memory import Sizes, StageBudget, gib
+from heteroinfer_operator.planning.memory import Sizes, StageBudget
 from heteroinfer_operator.planning.topology import Topology
+from heteroinfer_operator.quantity import format_bytes
 
 _CPU_LAYER_COST = 2**40
 """Above any sum of squares of layers, so that no split with more CPU layers is better."""
@@ -47,9 +48,9 @@ def check_explicit(
         need = _cost(sizes, min_tokens, end - count, end)
         if stage.free_bytes is not None and need > stage.free_bytes:
             raise PlanError(
-                f"stage {index} (role {stage.role}): {count} layers need {gib(need + stage.tables)} with KV "
-                f"cache for {min_tokens} tokens, its ranks have {gib(stage.budget or 0)}: "
-                f"{gib(need - stage.free_bytes)} missing; "
+                f"stage {index} (role {stage.role}): {count} layers need {format_bytes(need + stage.tables)} "
+                f"with KV cache for {min_tokens} tokens, its ranks have {format_bytes(stage.budget or 0)}: "
+                f"{format_bytes(need - stage.free_bytes)} missing; "
                 "move layers to another stage, give the role more memory, or lower engine.maxModelLen",
                 reason="InsufficientMemory",
             )
@@ -121,9 +122,10 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
         if count == 0:
             need = _cost(sizes, min_tokens, 0, 1) + stage.tables
             return PlanError(
-                f"stage {index} (role {stage.role}): one layer needs {gib(need)} with embedding or head "
-                f"and KV cache for {min_tokens} tokens, its ranks have {gib(stage.budget or 0)}: "
-                f"{gib(need - (stage.budget or 0))} missing; {remedy}",
+                f"stage {index} (role {stage.role}): one layer needs {format_bytes(need)} with embedding "
+                f"or head and KV cache for {min_tokens} tokens, its ranks have "
+                f"{format_bytes(stage.budget or 0)}: {format_bytes(need - (stage.budget or 0))} missing; "
+                f"{remedy}",
                 reason="InsufficientMemory",
             )
         held.append(f"{count} in stage {index} (role {stage.role})")
@@ -132,6 +134,7 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
     size = _cost(sizes, min_tokens, first, sizes.profile.num_layers) * sizes.tensor
     return PlanError(
         f"the model does not fit: it has {sizes.profile.num_layers} layers, and with KV cache for "
-        f"{min_tokens} tokens {first} fit, {', '.join(held)}: {missing} layers ({gib(size)}) don't; {remedy}",
+        f"{min_tokens} tokens {first} fit, {', '.join(held)}: {missing} layers ({format_bytes(size)}) "
+        f"don't; {remedy}",
         reason="InsufficientMemory",
     )

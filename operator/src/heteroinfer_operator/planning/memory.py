@@ -7,11 +7,11 @@ from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
-from heteroinfer_operator.api import parse_bytes
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.engine_settings import ELEMENT_BYTES
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.topology import Seat
+from heteroinfer_operator.quantity import format_bytes, parse_bytes
 
 GPU_USABLE: Final = Fraction(9, 10)
 """Share of a GPU's memory for weights and KV cache; the rest: activations, CUDA graphs, the driver."""
@@ -43,9 +43,10 @@ def rank_budget(seat: Seat, inventory: Inventory) -> int | None:
     overhead = role.ranks_per_pod * RANK_OVERHEAD_BYTES + (LEADER_OVERHEAD_BYTES if seat.pod == 0 else 0)
     if pod <= overhead:
         raise PlanError(
-            f"role {role.name}: got {gib(pod)} of memory a pod, expected more than the {gib(overhead)} that "
-            f"{role.ranks_per_pod} ranks{' and the API server' if seat.pod == 0 else ''} take without "
-            "a model; raise resources.limits.memory",
+            f"role {role.name}: got {format_bytes(pod)} of memory a pod, expected more than the "
+            f"{format_bytes(overhead)} that {role.ranks_per_pod} ranks"
+            f"{' and the API server' if seat.pod == 0 else ''} take without a model; "
+            "raise resources.limits.memory",
             reason="InsufficientMemory",
         )
     return (pod - overhead) // role.ranks_per_pod
@@ -174,8 +175,3 @@ def longest_sequence_tokens(engine: EngineSettings) -> int:
     One block more than the sequence, since vLLM keeps one for itself.
     """
     return (-(-engine.max_model_len // engine.block_size) + 1) * engine.block_size
-
-
-def gib(size: int) -> str:
-    """Returns a size for people: GiB with two digits, MiB below 0.1 GiB."""
-    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"

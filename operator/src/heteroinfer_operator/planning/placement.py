@@ -11,6 +11,7 @@ from typing import Final
 
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand, selects_node, selects_pod, tolerates
+from heteroinfer_operator.quantity import format_bytes
 
 MOST_TRIES: Final = 5000
 """Pods put onto a node before the search gives up: about 20 ms of one core (2026-11-21)."""
@@ -391,5 +392,5 @@ def _word(resource: str) -> str:
 def amount(resource: str, value: float) -> str:
     """Returns an amount of a resource for people."""
     if resource in ("memory", "ephemeral-storage"):
-        return f"{value / 2**30:.1f} GiB"
+        return format_bytes(value)
     return f"{value:.10g}" if "/" in resource or resource == "pods" else f"{value:.3g}"

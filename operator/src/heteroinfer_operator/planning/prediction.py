@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings, Plan
 from heteroinfer_operator.api import RoleSpec
-from heteroinfer_operator.demand import quantity
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.topology import Seat
+from heteroinfer_operator.quantity import parse_quantity
 
 CPU_BYTES_PER_S: Final = 115e9
 """By all threads of a pod with our bf16 kernels: 110 to 120 GB/s by 14 threads of a 16-core Xeon with
@@ -127,8 +128,7 @@ def _threads(role: RoleSpec, *, leads: bool) -> float | None:
     """Returns the compute threads of one of a role's ranks, or None if its pod's CPUs are not stated."""
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
         if amounts and "cpu" in amounts:
-            cpus = quantity(amounts["cpu"])
-            # The engine and the API server of the leader have two, one in a small pod (launch/).
-            kept = 0.0 if not leads else 2.0 if cpus >= 8 else 1.0
+            cpus = float(parse_quantity(amounts["cpu"]))
+            kept = engine_cpus(cpus) if leads else 0
             return max((cpus - kept) / role.ranks_per_pod, 1.0)
     return None

@@ -19,10 +19,10 @@ from heteroinfer_operator.api import (
     RankEntry,
     RankPlan,
     Summary,
-    format_bytes,
 )
 from heteroinfer_operator.cluster import PatchStatus, PodView, ResourceObservation
 from heteroinfer_operator.errors import Shortage
+from heteroinfer_operator.quantity import mebibytes
 from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.group import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
@@ -188,7 +188,7 @@ def plan_status(plan: Plan) -> PlanStatus:
                 role=rank.role,
                 device=rank.device,
                 layers=rank.num_layers,
-                memory=format_bytes(rank.weight_bytes + rank.kv_cache_bytes),
+                memory=mebibytes(rank.weight_bytes + rank.kv_cache_bytes),
                 predicted_step_ms=round(rank.predicted_step_s * 1e3, 1) or None,
             )
             for rank in plan.ranks

@@ -14,15 +14,10 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import (
-    FailureStatus,
-    GroupPhase,
-    GroupStatus,
-    StartupPhase,
-    parse_duration_s,
-)
+from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus, StartupPhase
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, Gang, Manifest, PodView, RecordEvent
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.context import Context
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end

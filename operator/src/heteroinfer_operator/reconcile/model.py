@@ -16,7 +16,6 @@ from heteroinfer_operator.api import (
     HeteroInferenceSpec,
     ModelPhase,
     ModelStatus,
-    format_bytes,
 )
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
 from heteroinfer_operator.manifests import identity
@@ -24,6 +23,7 @@ from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
+from heteroinfer_operator.quantity import format_bytes
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.startup import describe_wait, waits_in_vain
 
@@ -323,5 +323,5 @@ def _deletes(context: ModelContext, pods: Sequence[PodView]) -> tuple[DeleteObje
 
 
 def _describe(profile: ModelProfile) -> str:
-    size = f"{profile.total_bytes / 2**30:.2f} GiB of {profile.dtype}"
+    size = f"{format_bytes(profile.total_bytes)} of {profile.dtype}"
     return f"{profile.architecture}, {profile.num_layers} layers, {size}"

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from heteroinfer_operator.api import RestartSpec, parse_duration_s
+from heteroinfer_operator.api import RestartSpec
 from heteroinfer_operator.cluster import DeleteObject, NodeView, PodView, ResourceObservation
+from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd
 
 

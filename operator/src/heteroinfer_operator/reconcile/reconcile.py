@@ -18,7 +18,6 @@ from heteroinfer_operator.api import (
     HeteroInferenceStatus,
     ModelPhase,
     merge_conditions,
-    parse_duration_s,
     parse_spec,
     parse_status,
 )
@@ -33,6 +32,7 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.errors import PlanError, SpecError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.children import build_children, decide_children
 from heteroinfer_operator.reconcile.context import Context, Options

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from heteroinfer_operator.api import MAX_FAILURES, FailureStatus, RestartSpec, parse_duration_s
+from heteroinfer_operator.api import MAX_FAILURES, FailureStatus, RestartSpec
+from heteroinfer_operator.quantity import parse_duration_s
 
 _FIRST_BACKOFF_S = 10.0
 """Wait before the second restart within the window; each further one waits twice as long."""

@@ -10,8 +10,9 @@ from datetime import datetime, timedelta
 
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
-from heteroinfer_operator.api import StartupPhase, StartupStatus, format_bytes
+from heteroinfer_operator.api import StartupPhase, StartupStatus
 from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.quantity import format_bytes
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 

@@ -24,6 +24,7 @@ from heteroinfer_operator.cluster import RecordEvent, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError, Shortage
 from heteroinfer_operator.local import LocalAddressing, LocalCluster, LocalOptions
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, termination_grace_s
+from heteroinfer_operator.quantity import format_bytes
 from heteroinfer_operator.reconcile import Options, reconcile
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.up.display import Display
@@ -178,7 +179,7 @@ class Session:
         tenths = 10 * (model.bytes_done or 0) // model.bytes_total
         if self._tenths_reported != tenths:
             self._tenths_reported = tenths
-            total = f"{model.bytes_total / 2**30:.2f} GiB"
+            total = format_bytes(model.bytes_total)
             self._display.line(f"fetching {self._spec.model.uri}: {10 * tenths} % of {total}")
 
     def _tell_condition(self, condition: Condition | None) -> None:

@@ -1,8 +1,9 @@
-"""Kubernetes quantities (`80Gi`, `500m`) and durations (`1h30m`) to numbers and back.
+"""Kubernetes quantities (`80Gi`, `500m`) and durations (`1h30m`) to numbers and back, and sizes for people.
 
 Pure. Imports nothing of this project.
 """
 
+import functools
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -10,9 +11,11 @@ from typing import Final
 
 _SUFFIX: Final = {
     "": Fraction(1),
+    "n": Fraction(1, 10**9),
+    "u": Fraction(1, 10**6),
     "m": Fraction(1, 1000),
-    **{name: Fraction(1000) ** (i + 1) for i, name in enumerate("kMGTP")},
-    **{f"{name}i": Fraction(1024) ** (i + 1) for i, name in enumerate("KMGTP")},
+    **{name: Fraction(1000) ** (i + 1) for i, name in enumerate("kMGTPE")},
+    **{f"{name}i": Fraction(1024) ** (i + 1) for i, name in enumerate("KMGTPE")},
 }
 
 BYTES_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
@@ -22,21 +25,31 @@ RESOURCE_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti
 DURATION_PATTERN: Final = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$"
 """A duration, as the schema of the resource has it (together with a length of at least 2)."""
 
-_QUANTITY = re.compile(r"([0-9]{1,15}(?:[.][0-9]{1,3})?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
+_QUANTITY: Final = re.compile(r"([+-]?[0-9]{1,30}(?:[.][0-9]{0,30})?(?:[eE][+-]?[0-9]{1,2})?)([a-zA-Z]*)")
 _DURATION = re.compile(r"(?:([0-9]{1,5})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s)?")
 
 
-def parse_quantity(text: str) -> Fraction:
-    """Returns the exact number that a Kubernetes quantity means.
+@functools.lru_cache(maxsize=4096)  # few texts, of many pods
+def _parse(text: str) -> Fraction | None:
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2] not in _SUFFIX:
+        return None
+    return Fraction(Decimal(match[1])) * _SUFFIX[match[2]]
+
+
+def parse_quantity(text: object) -> Fraction:
+    """Returns the exact number that a quantity means, such as `3920m`, `80Gi` or `1e9`.
+
+    All forms of `k8s.io/apimachinery/pkg/api/resource.Quantity` that begin with a digit or a sign: those
+    that the API server stores. The schema of the resource takes fewer (BYTES_PATTERN, RESOURCE_PATTERN).
 
     Raises:
-        ValueError: `text` is not a quantity; exponents and signs are not accepted.
+        ValueError: it is not a quantity.
     """
-    match = _QUANTITY.fullmatch(text)
-    if match is None:
-        raise ValueError(f"got {text!r}, expected a quantity such as 80Gi, 512Mi or 2")
-    number, suffix = match.groups()
-    return Fraction(Decimal(number)) * _SUFFIX[suffix or ""]
+    value = _parse(str(text))
+    if value is None:
+        raise ValueError(f"got {text!r}, expected a quantity such as 80Gi, 500m or 2")
+    return value
 
 
 def parse_bytes(text: str) -> int:
@@ -57,6 +70,11 @@ def parse_duration_s(text: str) -> float:
     return float(hours * 3600 + minutes * 60 + seconds)
 
 
-def format_bytes(size: int) -> str:
+def mebibytes(size: int) -> str:
     """Returns a size as a quantity in Mi, rounded up: what a person compares with a limit."""
     return f"{-(-size // 2**20)}Mi"
+
+
+def format_bytes(size: float) -> str:
+    """Returns a size for people: GiB with two digits, MiB below 0.1 GiB."""
+    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
