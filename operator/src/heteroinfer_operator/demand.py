@@ -63,18 +63,26 @@ class PodDemand:
     node: str = ""
 
 
-def pod_demand(name: str, labels: Mapping[str, str], spec: Manifest) -> PodDemand:
-    """Returns what a pod with this spec asks for; the spec may be a stored one or one of ours.
+def pod_demand(
+    name: str, labels: Mapping[str, str], spec: Manifest, requests: Mapping[str, float] | None = None
+) -> PodDemand:
+    """Returns what a pod asks for.
 
     A hint at a node (`preferred_node`) is read back, so that what was promised to a pod that is not
     placed yet stays promised on that node.
+
+    Args:
+        name: for people.
+        labels: of the pod.
+        spec: of the pod: a stored one, or those fields of ours that say where it may be.
+        requests: what the scheduler counts for it; None reads that from the spec's containers.
     """
     affinity = spec.get("affinity") or {}
     nodes = affinity.get("nodeAffinity") or {}
     required = nodes.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
     return PodDemand(
         name=name,
-        requests={**effective_requests(spec), PODS: 1.0},
+        requests={**(effective_requests(spec) if requests is None else requests), PODS: 1.0},
         labels=labels,
         node_selector=spec.get("nodeSelector") or {},
         node_terms=tuple(required.get("nodeSelectorTerms") or ()),
@@ -194,7 +202,11 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
 
 
 def _requests(holder: Manifest) -> dict[str, float]:
-    resources = holder.get("resources") or {}
+    return requests_of(holder.get("resources") or {})
+
+
+def requests_of(resources: Manifest) -> dict[str, float]:
+    """Returns what the resources of one container, or of a whole pod, ask for: a limit is a request too."""
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: float(parse_quantity(value)) for name, value in asked.items()}
 

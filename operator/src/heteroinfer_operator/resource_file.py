@@ -14,17 +14,38 @@ STDIN: Final = "-"
 
 
 def load_resource(file: str) -> HeteroInference:
-    """Returns the one HeteroInference of a YAML or JSON file, or of stdin for `-`.
+    """Returns the one HeteroInference of a file; raises SpecError as read_resource."""
+    return read_resource(file)[1]
+
+
+def read_resource(file: str, *, model_dir: Path | None = None) -> tuple[dict[str, Any], HeteroInference]:
+    """Returns the one HeteroInference of a YAML or JSON file as JSON values, and as its models read it.
+
+    Args:
+        file: its path; `-` is stdin.
+        model_dir: where the model is on this machine, in place of `spec.model.uri`.
 
     Raises:
         SpecError: as load_document, or the resource is not what its models say; each line
             begins with the file's name.
     """
     document = load_document(file)
+    if model_dir is not None:
+        document = with_model_dir(document, model_dir.resolve())
     try:
-        return parse_resource(document)
+        return document, parse_resource(document)
     except SpecError as error:
         raise SpecError(f"{file}: {problem}" for problem in error.problems) from None
+
+
+def with_model_dir(document: dict[str, Any], model_dir: Path) -> dict[str, Any]:
+    """Returns the resource with its model at `model_dir`, an absolute path; its served name stays."""
+    spec = document.get("spec")
+    if not isinstance(spec, dict):
+        return document  # left to the models, which say what is missing
+    model = spec.get("model")
+    kept = {"servedName": model["servedName"]} if isinstance(model, dict) and "servedName" in model else {}
+    return {**document, "spec": {**spec, "model": {**kept, "uri": f"file://{model_dir}"}}}
 
 
 def load_document(file: str) -> dict[str, Any]:

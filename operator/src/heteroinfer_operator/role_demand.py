@@ -5,7 +5,7 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec
-from heteroinfer_operator.demand import PodDemand, pod_demand
+from heteroinfer_operator.demand import PodDemand, pod_demand, requests_of
 
 _NOT_OF_SPEC = {"labels", "annotations"}
 
@@ -44,7 +44,6 @@ def role_resources(role: RoleSpec, device: Device) -> dict[str, Any]:
 
 def role_demand(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> PodDemand:
     """Returns what one pod of a role asks of its node."""
-    container = {"resources": role_resources(role, device)}
     labels = {
         **((role.template.labels if role.template else None) or {}),
         names.LABEL_COMPONENT: names.COMPONENT_WORKER,
@@ -52,5 +51,8 @@ def role_demand(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> Po
         names.LABEL_DEVICE: device.value,
     }
     return pod_demand(
-        f"role {role.name}", labels, {**role_fields(spec, role, device), "containers": [container]}
+        f"role {role.name}",
+        labels,
+        role_fields(spec, role, device),
+        requests_of(role_resources(role, device)),
     )

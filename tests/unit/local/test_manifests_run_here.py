@@ -15,7 +15,7 @@ from heteroinfer_operator.manifests.identity import EpochRef, Owner, revision
 from heteroinfer_operator.manifests.model_pods import build_model_pod
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, WorkerPods
-from heteroinfer_operator.up import read_resource
+from heteroinfer_operator.resource_file import read_resource
 from tests.unit.local.plans import plan_of
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))

@@ -4,7 +4,7 @@ from typing import Any
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
-from heteroinfer_operator.planning import Inventory, Planned, make_plan
+from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
 
 MIB = 2**20
 GIB = 2**30
@@ -55,6 +55,5 @@ def plan(
     parsed: HeteroInferenceSpec, model: ModelProfile | None = None, inventory: Inventory | None = None
 ) -> Planned:
     """Returns the plan of a spec."""
-    return make_plan(
-        parsed, model or profile(), inventory or Inventory(), served_name="llama", model_path="/model"
-    )
+    request = GroupRequest(spec=parsed, profile=model or profile(), served_name="llama", model_path="/model")
+    return make_plan(request, inventory or Inventory())

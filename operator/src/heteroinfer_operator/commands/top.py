@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.live import Live as LiveTable
 
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.fleet.display import build_table
+from heteroinfer_operator.fleet.lines import ResourceLine, build_line
 from heteroinfer_operator.fleet.reading import LeaderReader, current_namespace, read_resources
-from heteroinfer_operator.fleet.view import ResourceLine, build_line
+from heteroinfer_operator.fleet.screen import build_screen
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 
 INTERVAL_S: Final = 2.0
@@ -63,7 +63,7 @@ async def _show(arguments: argparse.Namespace) -> None:
         if not console.is_terminal:
             console.width = _WIDTH_OF_FILES
         if arguments.once or not console.is_terminal:
-            console.print(build_table(await look(), _note(leaders)))
+            console.print(build_screen(await look(), _note(leaders)))
             return
         with LiveTable(console=console, auto_refresh=False, screen=True) as table:
             lines: list[ResourceLine] = []
@@ -72,7 +72,7 @@ async def _show(arguments: argparse.Namespace) -> None:
                     lines, note = await look(), _note(leaders)
                 except ApiError as error:  # it may be starting again: what was seen last stays
                     note = f"not up to date: {error.message}"
-                table.update(build_table(lines, note), refresh=True)
+                table.update(build_screen(lines, note), refresh=True)
                 await asyncio.sleep(INTERVAL_S)
     finally:
         await server.close()

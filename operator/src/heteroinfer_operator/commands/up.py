@@ -16,8 +16,9 @@ from rich.logging import RichHandler
 
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local import LocalOptions, find_worker_python, observe_gpus, observe_node
-from heteroinfer_operator.up import Session, SessionOptions, read_resource
-from heteroinfer_operator.up.display import Display
+from heteroinfer_operator.resource_file import read_resource
+from heteroinfer_operator.up import Session, SessionOptions
+from heteroinfer_operator.up.console import Display
 
 EXIT_OK: Final = 0
 _LONGEST_TEMPORARY_FOLDER: Final = 40

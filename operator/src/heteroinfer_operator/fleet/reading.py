@@ -15,7 +15,7 @@ from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupStatus, HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.fleet.view import Live
+from heteroinfer_operator.fleet.lines import Live
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
 

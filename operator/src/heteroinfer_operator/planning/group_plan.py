@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
-from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageAction
 from heteroinfer_operator.cluster import NodeView
@@ -26,40 +25,13 @@ from heteroinfer_operator.planning.placement import (
     explain,
     obstacle,
 )
-from heteroinfer_operator.planning.planner import Planned, make_plan
+from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.role_demand import role_demand
 
 INSUFFICIENT_CAPACITY: Final = "InsufficientCapacity"
 """Reason of a Shortage of anything but GPUs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRequest:
-    """What is to be planned.
-
-    Attributes:
-        spec: what the user asks for.
-        profile: sizes of the model.
-        served_name: the model's name in the OpenAI API.
-        model_path: where the ranks find the model.
-    """
-
-    spec: HeteroInferenceSpec
-    profile: ModelProfile
-    served_name: str
-    model_path: str
-
-    def plan(self, inventory: Inventory) -> Planned:
-        """Returns the plan with these devices; raises PlanError as make_plan."""
-        return make_plan(
-            self.spec,
-            self.profile,
-            inventory,
-            served_name=self.served_name,
-            model_path=self.model_path,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +59,7 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
         PlanError: there is no plan, however much were free.
     """
     if capacity.free_nodes is None:
-        return request.plan(Inventory())
+        return make_plan(request, Inventory())
     short = _short_roles(request.spec, capacity.free_nodes)
     if short and not _others_wait_for_gpus(request.spec, capacity):
         return _without_gpus(request, capacity, capacity.free_nodes, short)
@@ -113,14 +85,14 @@ def _placed(
     found = assign_nodes(asked, free_nodes, key)
     if found is None and not capacity.others_wait:
         # What can never be planned is told first: room would not help.
-        request.plan(replace(_inventory(spec, free_nodes, demands, None), on_cpus=on_cpus))
+        make_plan(request, replace(_inventory(spec, free_nodes, demands, None), on_cpus=on_cpus))
         raise Shortage(
             f"{explain(asked, free_nodes, key)}; the group waits, and nothing of it is created until "
             "all its pods have room",
             reason=INSUFFICIENT_CAPACITY,
         )
     inventory = replace(_inventory(spec, free_nodes, demands, found), on_cpus=on_cpus)
-    planned = request.plan(inventory)
+    planned = make_plan(request, inventory)
     node_assignment = NodeAssignment(
         gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes)
     )
@@ -235,7 +207,7 @@ def _without_gpus(
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
     # What can never be planned is told first: GPUs would not help.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
-    wanted = request.plan(_inventory(request.spec, free_nodes, demands, None)).plan
+    wanted = make_plan(request, _inventory(request.spec, free_nodes, demands, None)).plan
     if shortage.action is ShortageAction.WAIT:
         raise Shortage(
             f"{_reported(short)}; the group waits for them; add GPUs, or set "
@@ -257,7 +229,7 @@ def _reported(short: Mapping[str, str]) -> str:
 def _on_cpus_instead(request: GroupRequest, short: Mapping[str, str], wanted: Plan) -> str:
     """Returns in words how long a step takes on CPUs, and how long with the GPUs that are missing."""
     try:
-        cpus = request.plan(Inventory(on_cpus=short)).plan
+        cpus = make_plan(request, Inventory(on_cpus=short)).plan
     except PlanError as error:
         return f" (without them there is no plan: {error.message})"
     return f" (expected step time on CPUs: {predict(cpus)} instead of {predict(wanted)})"

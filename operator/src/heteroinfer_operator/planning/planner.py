@@ -25,6 +25,23 @@ _VOCAB_PADDING: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """What is to be planned.
+
+    Attributes:
+        spec: what the user asks for.
+        profile: sizes of the model.
+        served_name: the model's name in the OpenAI API.
+        model_path: where the ranks find the model.
+    """
+
+    spec: HeteroInferenceSpec
+    profile: ModelProfile
+    served_name: str
+    model_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """A plan and what the user should know about it.
 
@@ -48,26 +65,17 @@ class Planned:
     missing: str = ""
 
 
-def make_plan(
-    spec: HeteroInferenceSpec,
-    profile: ModelProfile,
-    inventory: Inventory,
-    *,
-    served_name: str,
-    model_path: str,
-) -> Planned:
+def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     """Returns the plan of a group. Equal arguments give an equal plan.
 
     Args:
-        spec: what the user asks for.
-        profile: sizes of the model.
+        request: what is to be planned.
         inventory: what there is to plan with.
-        served_name: the model's name in the OpenAI API.
-        model_path: where the ranks find the model.
 
     Raises:
         PlanError: there is no plan; the message says what is missing and by how much.
     """
+    spec, profile = request.spec, request.profile
     topology = lay_out(spec, inventory)
     _check_tensor(topology.tensor, profile)
     engine = engine_settings(
@@ -75,8 +83,8 @@ def make_plan(
         profile,
         has_cpu=topology.has_cpu,
         has_mixed_stage=topology.has_mixed_stage,
-        served_name=served_name,
-        model_path=model_path,
+        served_name=request.served_name,
+        model_path=request.model_path,
     )
     sizes = Sizes.of(profile, engine, topology.tensor)
     budgets = stage_budgets(topology.stages, sizes, inventory)

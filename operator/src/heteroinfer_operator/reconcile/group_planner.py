@@ -6,7 +6,6 @@ from datetime import datetime
 from typing import Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
     ConditionStatus,
@@ -25,6 +24,7 @@ from heteroinfer_operator.planning import (
     Inventory,
     Planned,
     build_free_nodes,
+    make_plan,
     plan_group,
 )
 from heteroinfer_operator.planning.group_plan import INSUFFICIENT_CAPACITY, gpu_memory_mib, labelled_roles
@@ -42,20 +42,16 @@ class GroupPlanner:
 
     Attributes:
         spec: what the user asks for.
-        profile: of the model, or None while it is not known.
+        request: what is to be planned, or None while the model is not known.
         waits_for: what is said while it is not.
-        served_name: name in the OpenAI API.
-        model_path: where the ranks find the model.
         observation: nodes, and what of them is promised.
         shortage_age_s: how long GPUs have been missing; None where waiting is of no use.
         hints: whether pods are told which node has room for them: not where there is one machine.
     """
 
     spec: HeteroInferenceSpec
-    profile: ModelProfile | None
+    request: GroupRequest | None
     waits_for: str
-    served_name: str
-    model_path: str
     observation: ResourceObservation
     shortage_age_s: float | None
     hints: bool = True
@@ -68,7 +64,7 @@ class GroupPlanner:
             Shortage: GPUs or other room are missing now.
             PlanError: there is no plan, or the model is not known yet.
         """
-        request, gang = self._request(), choose_gang(self.spec, self.observation.gangs)
+        request, gang = self._known_request(), choose_gang(self.spec, self.observation.gangs)
         if self._capacity is None:
             nodes = self.observation.nodes
             free_nodes = None if nodes is None else build_free_nodes(nodes, self.observation.promised)
@@ -98,20 +94,15 @@ class GroupPlanner:
         """Returns why there would be no plan however much were free, or None if there is one."""
         try:
             choose_gang(self.spec, self.observation.gangs)
-            self._request().plan(Inventory())
+            make_plan(self._known_request(), Inventory())
         except PlanError as refusal:
             return refusal
         return None
 
-    def _request(self) -> GroupRequest:
-        if self.profile is None:
+    def _known_request(self) -> GroupRequest:
+        if self.request is None:
             raise PlanError(f"waiting for the model: {self.waits_for}", reason=WAITING_FOR_MODEL)
-        return GroupRequest(
-            spec=self.spec,
-            profile=self.profile,
-            served_name=self.served_name,
-            model_path=self.model_path,
-        )
+        return self.request
 
 
 def gang_of(pods: Sequence[PodView]) -> Gang | None:

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
     MAX_PLANS,
@@ -15,6 +16,7 @@ from heteroinfer_operator.api import (
     ConditionType,
     GroupPhase,
     GroupStatus,
+    HeteroInferenceSpec,
     HeteroInferenceStatus,
     ModelPhase,
     merge_conditions,
@@ -26,12 +28,15 @@ from heteroinfer_operator.cluster import (
     Decision,
     PodView,
     RecordEvent,
+    ResourceKey,
     ResourceObservation,
     SetFinalizer,
 )
 from heteroinfer_operator.errors import PlanError, SpecError
 from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.children import build_children, decide_children
@@ -99,10 +104,8 @@ def _decide(observation: ResourceObservation, now: datetime, options: Options) -
     source = source.at(model.status.commit)
     planner = GroupPlanner(
         spec=spec,
-        profile=model.profile,
+        request=_group_request(resource.key, spec, model.profile, source),
         waits_for=model.message,
-        served_name=spec.model.served_name or resource.key.name,
-        model_path=source.path,
         observation=observation,
         shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
         hints=options.nodes_may_come,
@@ -121,6 +124,15 @@ def _decide(observation: ResourceObservation, now: datetime, options: Options) -
         node_loss=node_loss,
     )
     return _act(observation, status, context, model)
+
+
+def _group_request(
+    key: ResourceKey, spec: HeteroInferenceSpec, profile: ModelProfile | None, source: ModelSource
+) -> GroupRequest | None:
+    if profile is None:
+        return None
+    served_name = spec.model.served_name or key.name
+    return GroupRequest(spec=spec, profile=profile, served_name=served_name, model_path=source.path)
 
 
 def _act(

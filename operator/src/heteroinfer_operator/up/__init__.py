@@ -1,6 +1,5 @@
 """`heteroinfer up`: one HeteroInference on this machine, from a file to served tokens."""
 
-from heteroinfer_operator.up.resource import read_resource
 from heteroinfer_operator.up.session import Session, SessionOptions
 
-__all__ = ["Session", "SessionOptions", "read_resource"]
+__all__ = ["Session", "SessionOptions"]

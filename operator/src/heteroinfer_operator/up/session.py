@@ -27,8 +27,8 @@ from heteroinfer_operator.manifests.worker_pods import WorkerImages, termination
 from heteroinfer_operator.quantity import format_bytes
 from heteroinfer_operator.reconcile import Options, reconcile
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
-from heteroinfer_operator.up.display import Display
-from heteroinfer_operator.up.view import RankRow, build_rows
+from heteroinfer_operator.up.console import Display
+from heteroinfer_operator.up.rank_rows import RankRow, build_rows
 from heteroinfer_operator.workqueue import WorkQueue, build_process
 
 REFRESH_S: Final = 0.5

@@ -16,6 +16,7 @@ from heteroinfer_operator.api import (
     RankEntry,
 )
 from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.rank_progress import describe_progress, format_ms, step_times_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,16 +181,14 @@ def _rank(entry: RankEntry, reported: RankStatus | None) -> RankLine:
     )
     if reported is None:
         return line
-    phase = reported.phase.value
-    if reported.phase is RankPhase.LOADING and reported.total_bytes:
-        phase = f"{phase} {100 * reported.loaded_bytes // reported.total_bytes} %"
+    step_ms, compute_ms, wait_ms = step_times_ms(reported)
     return replace(
         line,
-        phase=phase,
+        phase=describe_progress(reported),
         steps=reported.steps,
-        step_ms=1e3 * reported.step_s if reported.steps else None,
-        compute_ms=1e3 * reported.compute_s if reported.steps else None,
-        wait_ms=1e3 * reported.wait_s if reported.steps else None,
+        step_ms=step_ms,
+        compute_ms=compute_ms,
+        wait_ms=wait_ms,
     )
 
 
@@ -217,18 +216,8 @@ def build_cells(resources: Sequence[ResourceLine]) -> Iterable[tuple[str, ...]]:
             )  # fmt: skip
             for rank in group.ranks:
                 steps = "" if rank.steps is None else str(rank.steps)
-                times = (rank.step_ms, rank.compute_ms, rank.wait_ms)
-                reported = tuple("" if each is None else f"{each:.1f}" for each in times)
-                yield (
-                    f"    rank {rank.rank} {rank.role}",
-                    rank.node,
-                    rank.phase,
-                    steps,
-                    *reported,
-                    "",
-                    "",
-                    "",
-                )
+                times = (format_ms(each) for each in (rank.step_ms, rank.compute_ms, rank.wait_ms))
+                yield (f"    rank {rank.rank} {rank.role}", rank.node, rank.phase, steps, *times, *_empty(3))
 
 
 def waits(resources: Sequence[ResourceLine]) -> Iterable[str]:

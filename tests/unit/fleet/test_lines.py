@@ -7,9 +7,9 @@ from rich.console import Console
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.fleet.display import build_table
+from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_cells, build_line, waits
 from heteroinfer_operator.fleet.reading import kv_use_of
-from heteroinfer_operator.fleet.view import Live, ResourceLine, build_cells, build_line, waits
+from heteroinfer_operator.fleet.screen import build_screen
 
 KEY = ResourceKey(namespace="ml", name="llama")
 SEEN = datetime(2026, 11, 21, 8, 0, tzinfo=UTC).isoformat()
@@ -104,11 +104,11 @@ def test_what_is_not_ready_is_told_in_words() -> None:
 def test_the_table_shows_text_as_it_is() -> None:
     console = Console(width=160, record=True, file=None)
     with console.capture() as said:
-        console.print(build_table([build_line(KEY, status())], "a note [bold]as it is[/bold]"))
+        console.print(build_screen([build_line(KEY, status())], "a note [bold]as it is[/bold]"))
     assert "rank 1 gpu" in said.get()
     assert "a note [bold]as it is[/bold]" in said.get()
     with console.capture() as nothing:
-        console.print(build_table([], ""))
+        console.print(build_screen([], ""))
     assert nothing.get().strip() == "no HeteroInference here; -A looks in all namespaces"
 
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from heteroinfer_operator.up.view import HEADINGS, RankRow
+from heteroinfer_operator.tables import build_table
+from heteroinfer_operator.up.rank_rows import HEADINGS, RankRow
 
-_NUMBERS = frozenset({"rank", "stage", "steps", "step", "compute", "wait", "seen"})
 _CAPTION = "times in ms; seen: s since the last heart-beat"
 
 
@@ -56,7 +56,7 @@ class Display:
     def show(self, rows: Sequence[RankRow]) -> None:
         """Shows the ranks as they are now."""
         if self._live is not None:
-            self._live.update(build_table(rows), refresh=True)
+            self._live.update(_table(rows), refresh=True)
             return
         for row in rows:
             if self._reported.get(row.name) != row.state:
@@ -66,18 +66,12 @@ class Display:
     def table(self, rows: Sequence[RankRow]) -> None:
         """Prints the table once; on a terminal it stands there already."""
         if self._live is None and rows:
-            self._console.print(build_table(rows))
+            self._console.print(_table(rows))
 
     def _print(self, text: str, style: str | None) -> None:
         # Never wrapped or marked up: lines are read by programs as well.
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def build_table(rows: Sequence[RankRow]) -> Table:
-    """Returns the table of ranks."""
-    table = Table(box=None, pad_edge=False, caption=_CAPTION, caption_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row.cells)
-    return table
+def _table(rows: Sequence[RankRow]) -> Table:
+    return build_table(HEADINGS, (row.cells for row in rows), caption=_CAPTION)

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
+from heteroinfer_contract.group_report import GroupReport, RankStatus
 from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceStatus
+from heteroinfer_operator.rank_progress import describe_progress, format_ms, step_times_ms
 
 HEADINGS = ("rank", "stage", "role", "device", "layers", "state", "steps", "step", "compute", "wait", "seen")
 """Of the cells of a row; times in milliseconds, `seen` in seconds since the last heart-beat.
@@ -45,9 +46,7 @@ class RankRow:
         """Returns how far it has come, with the share of its weights that is read."""
         if self.status is None:
             return self.group_phase.value
-        if self.status.phase is RankPhase.LOADING and self.status.total_bytes:
-            return f"{self.status.phase} {100 * self.status.loaded_bytes // self.status.total_bytes} %"
-        return self.status.phase.value
+        return describe_progress(self.status)
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -63,8 +62,7 @@ class RankRow:
         )
         if status is None:
             return (*head, "", "", "", "", "")
-        times = (status.step_s, status.compute_s, status.wait_s)
-        measured = tuple(f"{1e3 * seconds:.1f}" if status.steps else "" for seconds in times)
+        measured = (format_ms(time_ms) for time_ms in step_times_ms(status))
         return (*head, str(status.steps), *measured, f"{status.heartbeat_age_s:.1f}")
 
 

@@ -1,0 +1,20 @@
+"""The table of `heteroinfer top`."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from heteroinfer_operator.fleet.lines import HEADINGS, ResourceLine, build_cells, waits
+from heteroinfer_operator.tables import build_table
+
+_CAPTION = "times in ms; step = compute + wait + transfer: a straggler's compute is long"
+
+
+def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType:
+    """Returns the table, what it waits for, and a note on where the values are from."""
+    if not resources:
+        return Text("no HeteroInference here; -A looks in all namespaces")
+    table = build_table(HEADINGS, build_cells(resources), caption=_CAPTION)
+    words = [Text(line) for line in (*waits(resources), *([note] if note else ()))]
+    return Group(table, *words)
