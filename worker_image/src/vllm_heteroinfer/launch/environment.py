@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from heteroinfer_contract import names
+from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.machine import ranks_on_machine
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
@@ -18,11 +19,6 @@ OMP_NUM_THREADS = "OMP_NUM_THREADS"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIDE_GPUS = "-1"
 """The empty string would keep Triton on, and the sampler dies without a driver (vLLM 0.32.0)."""
-ENGINE_CPUS_OF_BIG_LEADER = 2
-"""The engine core and the API server each spin on one CPU; 16 threads on 16 CPUs made a
-step take 258 ms instead of 56 (H200 host, 2026-11)."""
-BIG_POD_CPUS = 8
-"""From here on a leader gives the engine two CPUs; below, one; a single CPU is shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +118,7 @@ def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
     gpu_ranks = len(ranks_on_machine(plan, launch, Device.GPU))
     if launch.leader.host != launch.address.host:
         return gpu_ranks
-    return gpu_ranks + (ENGINE_CPUS_OF_BIG_LEADER if host.usable_cpus >= BIG_POD_CPUS else 1)
+    return gpu_ranks + engine_cpus(host.usable_cpus)
 
 
 def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
