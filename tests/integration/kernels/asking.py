@@ -1,19 +1,25 @@
 """Asks a module of questions in the worker's own Python."""
 
+import contextlib
 import json
 import os
 import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 
 TIMEOUT_S = 280.0
 
+Asking = Callable[..., Any]
+"""Takes the name of a question, and what it asks; returns the answer."""
 
-def ask(module: str, name: str, question: Any = None, env: dict[str, str] | None = None) -> Any:
-    """Returns the answer of `python -m module name`, the last line of its output."""
+
+def ask(module: str, *arguments: str, question: Any = None, env: dict[str, str] | None = None) -> Any:
+    """Returns the answer of `python -m module arguments`, the last line of its output."""
     done = subprocess.run(
-        [str(WORKER_PYTHON), "-m", module, name],
+        [str(WORKER_PYTHON), "-m", module, *arguments],
         input=json.dumps(question or {}),
         cwd=REPOSITORY,
         env={**os.environ, **(env or {})},
@@ -24,3 +30,35 @@ def ask(module: str, name: str, question: Any = None, env: dict[str, str] | None
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def asking(module: str, *arguments: str) -> Iterator[Asking]:
+    """Yields what asks one process of `python -m module arguments` many questions: torch is imported once."""
+    command = [str(WORKER_PYTHON), "-m", module, *arguments]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=REPOSITORY
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        sink, source = process.stdin, process.stdout
+
+        def ask_it(name: str, **question: Any) -> Any:
+            try:
+                print(json.dumps([name, question]), file=sink, flush=True)
+                answer = source.readline()
+            except BrokenPipeError:
+                answer = ""
+            if not answer:
+                code = process.wait(TIMEOUT_S)
+                log.seek(0)
+                raise AssertionError(f"{module} ended with {code} when asked {name}:\n{log.read()[-4000:]}")
+            return json.loads(answer)
+
+        try:
+            yield ask_it
+        finally:
+            process.kill()

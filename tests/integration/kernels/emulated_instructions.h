@@ -1,6 +1,7 @@
-// AMX and AVX512-BF16 in plain C++, after Intel's manual (SDM vol. 2: LDTILECFG, TILELOADD, TDPBF16PS,
-// VDPBF16PS), so that the code that uses them runs on any CPU with AVX-512F. What the manual makes a
-// fault is one here: the process aborts. Given to the compiler by -include, before each source.
+// AVX-512F, AVX512-BF16 and AMX in plain C++, after Intel's manual (SDM vol. 2: LDTILECFG, TILELOADD,
+// TDPBF16PS, VDPBF16PS), so that the code that uses them runs on any x86-64. What the manual makes a
+// fault is one here: the process aborts. Given to the compiler by -include, before each source, whose
+// `target` pragmas are taken out. With EMULATED_CPU=0 the CPU has none of them.
 #pragma once
 #include <cpuid.h>
 #include <immintrin.h>
@@ -12,6 +13,81 @@
 #include <cstring>
 
 namespace emulated {
+
+using Floats = __m512;
+using Ints = __m512i;
+typedef int32_t Int32s __attribute__((vector_size(64)));
+typedef uint32_t Uint32s __attribute__((vector_size(64)));
+
+// What a bit pattern is as another type of the same size.
+template <class To, class From>
+inline To as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// AVX-512F: what the sources use of it.
+inline Floats zeros() { return Floats{}; }
+inline Floats spread(float value) { return Floats{} + value; }
+inline Ints spread_int(int value) { return as<Ints>(Int32s{} + value); }
+inline Floats load_floats(const void* memory) {
+  Floats loaded;
+  std::memcpy(&loaded, memory, sizeof loaded);
+  return loaded;
+}
+inline Ints load_ints(const void* memory) { return as<Ints>(load_floats(memory)); }
+inline void store_floats(void* memory, Floats value) { std::memcpy(memory, &value, sizeof value); }
+inline Floats add(Floats a, Floats b) { return a + b; }
+inline Ints add_ints(Ints a, Ints b) { return as<Ints>(as<Uint32s>(a) + as<Uint32s>(b)); }
+inline Ints both(Ints a, Ints b) { return as<Ints>(as<Uint32s>(a) & as<Uint32s>(b)); }
+inline Ints shift_left(Ints a, int bits) { return as<Ints>(as<Uint32s>(a) << bits); }
+inline Ints shift_right(Ints a, int bits) { return as<Ints>(as<Uint32s>(a) >> bits); }
+// Not inline: the sources unroll hundreds of these, and compilation would take minutes.
+__attribute__((noinline)) static Floats multiply_add(Floats a, Floats b, Floats sum) {
+  for (int i = 0; i < 16; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
+  return sum;
+}
+inline Ints widen_halves(__m256i halves) {
+  uint16_t half[16];
+  std::memcpy(half, &halves, sizeof half);
+  Uint32s wide;
+  for (int i = 0; i < 16; i++) wide[i] = half[i];
+  return as<Ints>(wide);
+}
+inline __mmask16 not_numbers(Floats a) {
+  __mmask16 mask = 0;
+  for (int i = 0; i < 16; i++) mask = static_cast<__mmask16>(mask | (a[i] != a[i]) << i);
+  return mask;
+}
+inline Ints choose(Ints otherwise, __mmask16 mask, Ints chosen) {
+  Int32s value = as<Int32s>(otherwise), other = as<Int32s>(chosen);
+  for (int i = 0; i < 16; i++) value[i] = mask >> i & 1 ? other[i] : value[i];
+  return as<Ints>(value);
+}
+inline void store_halves(void* memory, __mmask16 mask, Ints value) {
+  const Int32s words = as<Int32s>(value);
+  for (int i = 0; i < 16; i++) {
+    const auto half = static_cast<uint16_t>(words[i]);
+    if (mask >> i & 1) std::memcpy(static_cast<char*>(memory) + 2 * i, &half, 2);
+  }
+}
+
+// AVX512-BF16 and AMX take denormal inputs for zeros and make zeros of denormal results, whatever MXCSR says.
+inline float flushed(float value) { return __builtin_fabsf(value) < 0x1p-126f ? __builtin_copysignf(0.0f, value) : value; }
+inline float step(float sum, float a, float b) {
+  return flushed(__builtin_fmaf(flushed(a), flushed(b), flushed(sum)));
+}
+inline float widen(uint16_t bf16) { return as<float>(static_cast<uint32_t>(bf16) << 16); }
+__attribute__((noinline)) static Floats dot(Floats sum, __m512bh a, __m512bh b) {
+  uint16_t x[32], y[32];
+  std::memcpy(x, &a, sizeof x);
+  std::memcpy(y, &b, sizeof y);
+  for (int i = 0; i < 16; i++)
+    for (int odd = 1; odd >= 0; odd--) sum[i] = step(sum[i], widen(x[2 * i + odd]), widen(y[2 * i + odd]));
+  return sum;
+}
 
 struct Tile {
   int rows = 0, bytes = 0;
@@ -42,55 +118,76 @@ inline void load_config(const void* memory) {
   }
   tiles().configured = true;
 }
-inline void load(int index, const void* memory, long stride) {
+inline void load_tile(int index, const void* memory, long stride) {
   Tile& tile = usable(index);
   for (int r = 0; r < tile.rows; r++)
     std::memcpy(tile.data[r], static_cast<const char*>(memory) + r * stride, static_cast<size_t>(tile.bytes));
 }
-inline void store(int index, void* memory, long stride) {
+inline void store_tile(int index, void* memory, long stride) {
   Tile& tile = usable(index);
   for (int r = 0; r < tile.rows; r++)
     std::memcpy(static_cast<char*>(memory) + r * stride, tile.data[r], static_cast<size_t>(tile.bytes));
 }
-inline float widen(const uint8_t* bf16) {
+inline float half_at(const uint8_t* data) {
   uint16_t half;
-  std::memcpy(&half, bf16, 2);
-  const uint32_t bits = static_cast<uint32_t>(half) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
+  std::memcpy(&half, data, 2);
+  return widen(half);
 }
-inline void multiply(int c, int a, int b) {
+inline void multiply_tiles(int c, int a, int b) {
   Tile &sums = usable(c), &left = usable(a), &right = usable(b);
   if (sums.rows != left.rows || left.bytes / 4 != right.rows || sums.bytes != right.bytes) abort();
+  // Two sums of every second k, which are added to the tile at the end.
   for (int m = 0; m < sums.rows; m++)
-    for (int k = 0; k < left.bytes / 4; k++)
-      for (int n = 0; n < sums.bytes / 4; n++) {
-        float sum;
-        std::memcpy(&sum, sums.data[m] + 4 * n, 4);
-        for (int i = 0; i < 4; i += 2) sum += widen(left.data[m] + 4 * k + i) * widen(right.data[k] + 4 * n + i);
-        std::memcpy(sums.data[m] + 4 * n, &sum, 4);
-      }
-}
-__attribute__((target("avx512f"))) inline __m512 dot(__m512 sum, __m512bh a, __m512bh b) {
-  const __m512i x = (__m512i)a, y = (__m512i)b, upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)), sum);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(x, upper)), _mm512_castsi512_ps(_mm512_and_si512(y, upper)), sum);
+    for (int n = 0; n < sums.bytes / 4; n++) {
+      float half[2] = {0, 0};
+      for (int k = 0; k < left.bytes / 4; k++)
+        for (int i = 0; i < 2; i++)
+          half[i] = step(half[i], half_at(left.data[m] + 4 * k + 2 * i), half_at(right.data[k] + 4 * n + 2 * i));
+      float sum;
+      std::memcpy(&sum, sums.data[m] + 4 * n, 4);
+      sum = flushed(flushed(sum) + flushed(half[0] + half[1]));
+      std::memcpy(sums.data[m] + 4 * n, &sum, 4);
+    }
 }
 
 }  // namespace emulated
 
+#ifndef EMULATED_CPU
+#define EMULATED_CPU 1
+#endif
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef __get_cpuid_count
+#define _mm512_setzero_ps() emulated::zeros()
+#define _mm512_set1_ps(value) emulated::spread(value)
+#define _mm512_set1_epi32(value) emulated::spread_int(value)
+#define _mm512_loadu_ps(memory) emulated::load_floats(memory)
+#define _mm512_loadu_si512(memory) emulated::load_ints(memory)
+#define _mm512_storeu_ps(memory, value) emulated::store_floats(memory, value)
+#define _mm512_add_ps(a, b) emulated::add(a, b)
+#define _mm512_add_epi32(a, b) emulated::add_ints(a, b)
+#define _mm512_and_si512(a, b) emulated::both(a, b)
+#undef _mm512_slli_epi32
+#undef _mm512_srli_epi32
+#undef _mm512_cmp_ps_mask
+#define _mm512_slli_epi32(a, bits) emulated::shift_left(a, bits)
+#define _mm512_srli_epi32(a, bits) emulated::shift_right(a, bits)
+#define _mm512_fmadd_ps(a, b, sum) emulated::multiply_add(a, b, sum)
+#define _mm512_castps_si512(a) emulated::as<__m512i>(a)
+#define _mm512_castsi512_ps(a) emulated::as<__m512>(a)
+#define _mm512_cvtepu16_epi32(halves) emulated::widen_halves(halves)
+#define _mm256_load_si256(memory) emulated::as<__m256i>(*(memory))
+#define _mm512_cmp_ps_mask(a, b, predicate) emulated::not_numbers(a)
+#define _mm512_mask_mov_epi32(otherwise, mask, chosen) emulated::choose(otherwise, mask, chosen)
+#define _mm512_mask_cvtepi32_storeu_epi16(memory, mask, value) emulated::store_halves(memory, mask, value)
+#define _mm512_dpbf16_ps(sum, a, b) emulated::dot(sum, a, b)
 #define _tile_loadconfig(memory) emulated::load_config(memory)
 #define _tile_release() (emulated::tiles().configured = false)
-#define _tile_loadd(tile, memory, stride) emulated::load(tile, memory, stride)
-#define _tile_stored(tile, memory, stride) emulated::store(tile, memory, stride)
-#define _tile_dpbf16ps(c, a, b) emulated::multiply(c, a, b)
-#define _mm512_dpbf16_ps(sum, a, b) emulated::dot(sum, a, b)
-// The CPU has them all, and the kernel grants the tiles.
+#define _tile_loadd(tile, memory, stride) emulated::load_tile(tile, memory, stride)
+#define _tile_stored(tile, memory, stride) emulated::store_tile(tile, memory, stride)
+#define _tile_dpbf16ps(c, a, b) emulated::multiply_tiles(c, a, b)
+// The CPU has them all or none, and the kernel grants the tiles.
 #define __get_cpuid_count(leaf, subleaf, a, b, c, d) (*(a) = *(b) = *(c) = 0, *(d) = ~0u, 1)
-#define __builtin_cpu_supports(feature) 1
+#define __builtin_cpu_supports(feature) EMULATED_CPU
 #define syscall(...) 0L

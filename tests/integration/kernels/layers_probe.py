@@ -1,11 +1,13 @@
 """What the patch `cpu_linear` does to vLLM's layers: `python -m tests.integration.kernels.layers_probe NAME`.
 
-Run with the worker's Python; answers JSON as its last line. Layers are vLLM's own, on the CPU.
+Run with the worker's Python; answers JSON as its last line. Layers are vLLM's own, on the CPU. A second
+argument is the kernels' library to use in place of the package's own.
 """
 
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.patches import cpu_linear, replacing
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PatchError
 from vllm_heteroinfer.rank.worker.group_worker import weight_bytes
@@ -147,7 +150,7 @@ def onednn_alone() -> Any:
 QUESTIONS = {f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone)}
 
 
-def main(name: str) -> None:
+def main(name: str, library: str | None = None) -> None:
     """Answers in a process that is a rank of its own."""
     import tempfile
 
@@ -155,6 +158,8 @@ def main(name: str) -> None:
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.platforms import current_platform
 
+    if library is not None:
+        linear.prepare(Path(library))
     current_platform.import_kernels()
     with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
@@ -164,4 +169,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

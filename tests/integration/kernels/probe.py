@@ -1,9 +1,9 @@
-"""What the kernels do, asked in the worker's own Python: `python -m tests.integration.kernels.probe NAME`.
+"""What the kernels do, in the worker's own Python: `python -m tests.integration.kernels.probe [LIBRARY]`.
 
-A question comes as JSON on stdin, its answer is the last line of stdout. Imports torch and vLLM.
+Questions and answers are lines of JSON (`answering.serve`). LIBRARY is used in place of the package's own.
 """
 
-import json
+import hashlib
 import os
 import sys
 from collections.abc import Callable
@@ -12,45 +12,83 @@ from typing import Any
 
 import torch
 
+from tests.integration.kernels.answering import serve
 from vllm_heteroinfer.kernels import linear
+from vllm_heteroinfer.kernels.library import KernelsUnavailableError
+
+LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+
+
+def paths(question: dict[str, Any]) -> Any:
+    """Returns the instruction sets that the library has found, or in what words it refuses this CPU."""
+    try:
+        return {"paths": linear.prepare(LIBRARY).paths, "refusal": None}
+    except KernelsUnavailableError as error:
+        return {"paths": [], "refusal": str(error)}
+
+
+def compute(case: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the product of a case, the exact one, and the sum of its terms' sizes."""
+    library = linear.prepare(LIBRARY)
+    generator = torch.Generator().manual_seed(seed)
+    library.tune(case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
+    torch.set_num_threads(case["threads"])
+    rows, columns, inputs, scale = case["rows"], case["columns"], case["inputs"], case.get("scale", 1.0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+
+    x = draw(rows, inputs + case.get("stride", 0))[:, :inputs]
+    weight = draw(columns, inputs)
+    bias = draw(columns) if case["bias"] else None
+    got = linear.linear(x, linear.pack(weight), bias, columns)
+    library.tune()
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
+    return got, exact, size
 
 
 def products(question: dict[str, Any]) -> Any:
     """Returns the worst error of each case, as a share of what bf16 outputs and float32 sums may err."""
-    library = linear.prepare(Path(question["library"]) if "library" in question else None)
     answers = []
-    for number, case in enumerate(question["cases"]):
-        generator = torch.Generator().manual_seed(number)
-        library.tune(case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
-        torch.set_num_threads(case["threads"])
-        rows, columns, inputs = case["rows"], case["columns"], case["inputs"]
-        x = torch.randn(rows, inputs + case.get("stride", 0), generator=generator).to(torch.bfloat16)[
-            :, :inputs
-        ]
-        weight = torch.randn(columns, inputs, generator=generator).to(torch.bfloat16)
-        bias = torch.randn(columns, generator=generator).to(torch.bfloat16) if case["bias"] else None
-        got = linear.linear(x, linear.pack(weight), bias, columns).double()
-        exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-        size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
+    for seed, case in enumerate(question["cases"]):
+        got, exact, size = compute(case, seed)
         allowed = exact.abs() * 2.0**-8 + size * 2.0**-20
-        answers.append(((got - exact).abs() / allowed).max().item())
-    return {"errors": answers, "paths": library.paths}
+        answers.append(((got.double() - exact).abs() / allowed).max().item())
+    return {"errors": answers}
+
+
+def bits(question: dict[str, Any]) -> Any:
+    """Returns a digest of each case's product, bit by bit."""
+    products = (compute(case, seed)[0] for seed, case in enumerate(question["cases"]))
+    return {
+        "digests": [
+            hashlib.sha256(product.contiguous().view(torch.int16).numpy().tobytes()).hexdigest()
+            for product in products
+        ]
+    }
 
 
 def special(question: dict[str, Any]) -> Any:
-    """Returns outputs of weights that are no numbers or leave bf16's range, and what torch makes of them."""
-    linear.prepare()
-    values = [float("nan"), float("inf"), -float("inf"), 3.3e38, 1e-40, -0.0, 1.00390625, 1.01171875]
-    weight = torch.tensor(values).reshape(-1, 1).to(torch.bfloat16)
-    x = torch.tensor([[1.0], [0.5], [3.0]]).to(torch.bfloat16)
-    got = linear.linear(x, linear.pack(weight), None, len(values))
-    wide = (x.double() @ weight.double().t()).float().to(torch.bfloat16)
-    return {"equal": bool(torch.equal(got.nan_to_num(7.0), wide.nan_to_num(7.0)))}
+    """Returns the products of each pair of a weight and an input, by one path: [inputs][weights]."""
+    library = linear.prepare(LIBRARY)
+    weight = torch.tensor(question["weights"]).reshape(-1, 1).to(torch.bfloat16)
+    x = torch.tensor(question["inputs"]).reshape(-1, 1).to(torch.bfloat16)
+    library.tune(question["path"])
+    got = linear.linear(x, linear.pack(weight), None, weight.shape[0])
+    library.tune()
+    exact = (x.double() @ weight.double().t()).float().to(torch.bfloat16)
+    return {
+        "inputs": x.flatten().tolist(),
+        "weights": weight.flatten().tolist(),
+        "got": got.tolist(),
+        "exact": exact.tolist(),
+    }
 
 
 def refused(question: dict[str, Any]) -> Any:
     """Returns what is said to arguments that raw pointers must not be made of."""
-    linear.prepare()
+    linear.prepare(LIBRARY)
     packed = linear.pack(torch.zeros(100, 64, dtype=torch.bfloat16))
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     bias = torch.zeros(100, dtype=torch.bfloat16)
@@ -72,7 +110,7 @@ def refused(question: dict[str, Any]) -> Any:
 
 def compiled(question: dict[str, Any]) -> Any:
     """Returns how far the op under torch.compile is from the op alone, for two batch sizes."""
-    linear.prepare()
+    linear.prepare(LIBRARY)
     weight = torch.randn(96, 64).to(torch.bfloat16)
     packed, bias = linear.pack(weight), torch.randn(96).to(torch.bfloat16)
 
@@ -99,7 +137,7 @@ def threads(question: dict[str, Any]) -> Any:
     for _ in range(3):
         (big + 1).sum()
     before = len(os.listdir("/proc/self/task"))
-    library = linear.prepare()
+    library = linear.prepare(LIBRARY)
     packed = linear.pack(torch.randn(512, 512).to(torch.bfloat16))
     for rows in (1, 5, 100):
         linear.linear(torch.randn(rows, 512).to(torch.bfloat16), packed, None, 512)
@@ -115,7 +153,7 @@ def threads(question: dict[str, Any]) -> Any:
     }
 
 
-QUESTIONS = {f.__name__: f for f in (products, special, refused, compiled, threads)}
+QUESTIONS = {f.__name__: f for f in (paths, products, bits, special, refused, compiled, threads)}
 
 if __name__ == "__main__":
-    print(json.dumps(QUESTIONS[sys.argv[1]](json.loads(sys.stdin.read() or "{}"))))
+    serve(QUESTIONS)

@@ -1,23 +1,30 @@
-"""The kernels against exact products, on every instruction set they have code for."""
+"""The kernels against exact products, on every instruction set they have code for.
+
+A path runs on this CPU's own instructions if it has them, and emulated if not.
+"""
 
 import itertools
+import math
 import random
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.kernels.asking import ask
+from tests.integration.kernels.asking import Asking, asking
+from tests.integration.kernels.instructions import SETS, build_emulated, of_this_cpu
 from vllm_heteroinfer.kernels import build
 
 pytestmark = pytest.mark.timeout(300)
 
 PROBE = "tests.integration.kernels.probe"
-PATHS = ("avx512f", "avx512_bf16", "amx_bf16")
+PATHS = tuple(SETS)
 SIZES = (1, 2, 31, 32, 33, 64, 100, 257, 1000)
 """Of columns and inputs: around a block, and with a rest."""
-INSTRUCTIONS = Path(__file__).parent / "emulated_instructions.h"
+NO_AVX512 = "this CPU has no AVX512F"
+SMALLEST_NORMAL = 2.0**-126
 
 
 def draw_cases(path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
@@ -40,23 +47,22 @@ def draw_cases(path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library with the newer instructions emulated, so that each path runs on any AVX-512 CPU."""
-    folder = tmp_path_factory.mktemp("emulated")
-    for source in build.SOURCE.iterdir():
-        # The compiler itself must not use what this CPU lacks.
-        (folder / source.name).write_text(source.read_text().replace(",avx512bf16", ""))
-    library = folder / "library.so"
-    flags = [flag for flag in build.FLAGS if not flag.startswith("-W")]
-    command = ["g++", *flags, "-w", "-include", str(INSTRUCTIONS), *map(str, folder.glob("*.cpp"))]
-    objects = subprocess.run(
-        [*command, "-c"], cwd=folder, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert objects.returncode == 0, objects.stderr
-    subprocess.run(
-        ["g++", *build.LINK_FLAGS, *map(str, folder.glob("*.o")), "-o", str(library)], check=True, timeout=60
-    )
-    return library
+def emulation(emulated: Path) -> Iterator[Asking]:
+    with asking(PROBE, str(emulated)) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def kernels(usable: list[str]) -> Iterator[Asking]:
+    with asking(PROBE, *usable) as ask:
+        yield ask
+
+
+@pytest.fixture
+def on_path(path: str, request: pytest.FixtureRequest) -> Asking:
+    """Asks the kernels on this CPU's own instructions if it has those of the path, emulated if not."""
+    asks: Asking = request.getfixturevalue("kernels" if path in of_this_cpu() else "emulation")
+    return asks
 
 
 def check(answer: dict[str, Any], cases: list[dict[str, Any]]) -> None:
@@ -64,47 +70,92 @@ def check(answer: dict[str, Any], cases: list[dict[str, Any]]) -> None:
     assert not wrong, wrong
 
 
-def test_this_cpu_by_default() -> None:
+@pytest.mark.usefixtures("usable")
+def test_paths_are_those_that_this_cpu_has() -> None:
+    with asking(PROBE) as ask:
+        answer = ask("paths")
+    assert answer["paths"] == of_this_cpu()
+    assert answer["refusal"] == (None if answer["paths"] else NO_AVX512)
+
+
+def test_a_cpu_without_avx512_is_refused(tmp_path: Path) -> None:
+    with asking(PROBE, str(build_emulated(tmp_path, cpu_has_them=False))) as ask:
+        assert ask("paths") == {"paths": [], "refusal": NO_AVX512}
+
+
+def test_this_cpu_by_default(kernels: Asking) -> None:
     cases = draw_cases(None, 150, seed=1)
-    answer = ask(PROBE, "products", {"cases": cases})
-    check(answer, cases)
-    assert "avx512f" in answer["paths"]
+    check(kernels("products", cases=cases), cases)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path(path: str, emulated: Path) -> None:
+def test_every_path(path: str, on_path: Asking) -> None:
     cases = draw_cases(path, 146, seed=PATHS.index(path))
-    check(ask(PROBE, "products", {"cases": cases, "library": str(emulated)}), cases)
+    check(on_path("products", cases=cases), cases)
 
 
-def test_layers_of_a_real_model() -> None:
+@pytest.mark.parametrize("scale", [1.0, 1e-20])
+def test_emulation_is_what_this_cpu_does(scale: float, kernels: Asking, emulation: Asking) -> None:
+    """Bit by bit, so that a path which this CPU lacks is tested as another CPU would run it.
+
+    At 1e-20 nearly all products are denormal.
+    """
+    cases = [
+        {**case, "scale": scale}
+        for path in of_this_cpu()
+        for case in draw_cases(path, 71, seed=len(path))[:: 5 if scale == 1.0 else 10]
+    ]
+    assert kernels("bits", cases=cases) == emulation("bits", cases=cases)
+
+
+def test_layers_of_a_real_model(kernels: Asking) -> None:
     """Llama's shapes, a little narrower; a head of 32000 and a router of 8 columns."""
     shapes = [(1536, 1024), (1024, 3584), (7168, 1024), (32000, 256), (8, 1024)]
     cases = [
         {"rows": rows, "columns": columns, "inputs": inputs, "bias": False, "threads": threads}
         for (columns, inputs), rows, threads in itertools.product(shapes, (1, 4, 17), (1, 3))
     ]
-    check(ask(PROBE, "products", {"cases": cases}), cases)
+    check(kernels("products", cases=cases), cases)
 
 
-def test_infinities_and_rounding_are_torchs() -> None:
-    assert ask(PROBE, "special")["equal"]
+@pytest.mark.parametrize("path", PATHS)
+def test_infinities_rounding_and_denormals(path: str, on_path: Asking) -> None:
+    """One term a sum: what IEEE makes of it, but that BF16 instructions take and give zeros for denormals."""
+    weights = [math.nan, math.inf, -math.inf, 3.3e38, 1e-40, 2e-38, 1.2e-38, 0.0, 1.00390625, 1.01171875]
+    answer = on_path("special", path=path, weights=weights, inputs=[1.0, 0.5, 3.0, -1.0, 1e-39])
+    expected, changed = [], 0
+    for x, row in zip(answer["inputs"], answer["exact"], strict=True):
+        for weight, product in zip(answer["weights"], row, strict=True):
+            flushed = (
+                flush(product) if flush(x) == x and flush(weight) == weight else flush(x) * flush(weight)
+            )
+            changed += flushed != product
+            expected.append(product if path == "avx512f" else flushed)
+    got = [product for row in answer["got"] for product in row]
+    assert changed > 10, "the case is about denormals"
+    # A sum starts with +0, so that none is -0.
+    assert list(map(repr, got)) == [repr(product + 0.0) for product in expected]
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    said = ask(PROBE, "refused")
+def flush(value: float) -> float:
+    return 0.0 if abs(value) < SMALLEST_NORMAL else value
+
+
+def test_what_does_not_fit_is_refused(kernels: Asking) -> None:
+    said = kernels("refused")
     assert set(said) == {"dtype", "inputs", "columns", "bias", "weight"}
     assert "expected bf16" in said["dtype"]
     assert "(4, 32, 32, 2)" in said["inputs"]
 
 
-def test_under_torch_compile() -> None:
-    assert max(ask(PROBE, "compiled")["gaps"]) < 0.1
+def test_under_torch_compile(kernels: Asking) -> None:
+    assert max(kernels("compiled")["gaps"]) < 0.1
 
 
-def test_one_pool_of_threads() -> None:
+def test_one_pool_of_threads(usable: list[str]) -> None:
     """Ours is torch's OpenMP: one library of it in the process, and no thread more than torch's own."""
-    answer = ask(PROBE, "threads", {"threads": 3})
+    with asking(PROBE, *usable) as ask:
+        answer = ask("threads", threads=3)
     assert len(answer["openmp"]) == 1, answer
     assert answer["openmp"][0].startswith(answer["torch"])
     assert answer["team"] == 3

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.kernels.asking import ask
+from tests.integration.kernels.instructions import SETS, of_this_cpu
 from vllm_heteroinfer.kernels import build
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PATCHES
 from vllm_heteroinfer.patches.seams import VLLM_VERSION
@@ -33,17 +34,18 @@ def test_it_applies_once_and_goes() -> None:
     assert all("HETEROINFER_CPU_LINEAR=onednn" in text for text in (missing, changed))
 
 
-def test_linear_layers() -> None:
-    answer = ask(PROBE, "linear_layers")
+def test_linear_layers(usable: list[str]) -> None:
+    answer = ask(PROBE, "linear_layers", *usable)
     assert answer["served"] == [True, True, False, False]
     assert max(answer["gaps"]) < ROUNDING
     served, left = answer["said"]  # once each, whatever the number of layers
-    assert served.startswith("CPU linear layers: HeteroInfer's bf16 kernels (avx512f")
+    paths = ", ".join(of_this_cpu() or SETS)
+    assert served.startswith(f"CPU linear layers: HeteroInfer's bf16 kernels ({paths}), ")
     assert left == "CPU linear layers with torch.float32 weights: left to vLLM (oneDNN)"
 
 
-def test_heads_and_embeddings_are_kept_once() -> None:
-    answer = ask(PROBE, "heads")
+def test_heads_and_embeddings_are_kept_once(usable: list[str]) -> None:
+    answer = ask(PROBE, "heads", *usable)
     assert max(answer["gaps"]) < ROUNDING
     assert answer["lookup"], "an embedding's table is still there to be looked up"
     assert answer["packed"] == [False, True, True]

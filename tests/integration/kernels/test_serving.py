@@ -7,6 +7,7 @@ import pytest
 
 from heteroinfer_contract import names
 from tests.integration.kernels.asking import ask
+from tests.integration.kernels.instructions import of_this_cpu
 from tests.integration.worker.conftest import make
 from tests.integration.worker.groups import Group, build_plan, start_group
 
@@ -18,6 +19,7 @@ TOKENS = 24
 GAP, SHARE = 0.05, 0.95
 """Issue 3's bar for bf16: top-1 logprob within 0.05 on 95 % of positions."""
 SERVED = "CPU linear layers: HeteroInfer's bf16 kernels"
+REFUSED = "CPU linear layers: vLLM's own (oneDNN), reads slower; this CPU has no AVX512F"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def gaps(group: Group, model: Path) -> list[float]:
         answers = list(pool.map(lambda prompt: group.choice(prompt, max_tokens=TOKENS), PROMPTS))
         texts = [[*prompt, *a["token_ids"]] for prompt, a in zip(PROMPTS, answers, strict=True)]
         scored = list(pool.map(lambda text: group.choice(text, max_tokens=1, prompt_logprobs=5), texts))
-    reference = ask("tests.integration.kernels.bf16_reference", str(model), texts)
+    reference = ask("tests.integration.kernels.bf16_reference", str(model), question=texts)
     found = []
     for best, choice in zip(reference, scored, strict=True):
         for (token, logprob), position in zip(best, choice["prompt_logprobs"][1:], strict=True):
@@ -51,7 +53,8 @@ def test_kernels_serve_bf16(
         group.wait_ready()
         found = gaps(group, flat_model)
         logs = "".join(member.log.read_text() for member in group.members)
-    assert logs.count(SERVED) == len(plan.ranks), "each rank says once what serves"
+    serves = SERVED if of_this_cpu() else REFUSED
+    assert logs.count(serves) == len(plan.ranks), "each rank says once what serves"
     within = sum(gap <= GAP for gap in found) / len(found)
     assert within >= SHARE, sorted(found)[:: max(1, len(found) // 20)]
 

@@ -60,6 +60,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
     """Returns x times a packed weight, plus bias: [..., columns], bf16, sums in float32.
 
+    On CPUs with AVX512-BF16 or AMX a denormal weight, input, product or sum (below 2**-126 in size) counts
+    as zero, so that infinity times a denormal is NaN; with AVX-512F alone it does not (source/linear.h).
+
     Args:
         x: [..., k], bf16, cpu.
         packed: of `pack`, for a weight [columns, k].

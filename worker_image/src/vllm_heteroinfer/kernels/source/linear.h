@@ -10,6 +10,10 @@
 //   - A thread reads several places of a block at once (streams) and prefetches each: one
 //     contiguous stream a thread does not fill the memory controllers.
 //   - x is repacked so that the rows which are computed together lie together.
+//
+// Paths differ in one thing: VDPBF16PS and TDPBF16PS take denormal inputs and sums (below 2^-126 in size) for
+// zeros and make zeros of denormal results, whatever MXCSR says (Intel SDM vol. 2); AVX-512F keeps them, as
+// torch does. Sums also round in another order. The bias is added outside of the paths and keeps denormals.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,53 @@
+"""Which instruction sets this CPU has, and the kernels with those instructions emulated in plain C++."""
+
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from vllm_heteroinfer.kernels import build
+
+SETS: Final = {
+    "avx512f": {"avx512f"},
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"},
+    "amx_bf16": {"avx512f", "amx_tile", "amx_bf16"},
+}
+"""What each of the kernels' paths needs, in the words of /proc/cpuinfo."""
+EMULATION: Final = Path(__file__).parent / "emulated_instructions.h"
+
+_FLAGS: Final = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-w", "-mavx2", "-mfma")
+
+
+def of_this_cpu() -> list[str]:
+    """Returns the kernels' paths that this CPU has, as the kernel of the machine tells its flags."""
+    line = next(row for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("flags"))
+    flags = set(line.split())
+    return [path for path, needed in SETS.items() if needed <= flags]
+
+
+def build_emulated(folder: Path, *, cpu_has_them: bool = True) -> Path:
+    """Returns the kernels' library with every instruction beyond AVX2 emulated.
+
+    Args:
+        folder: to build in; empty.
+        cpu_has_them: what the library finds out about its CPU: all of the instruction sets, or none.
+    """
+    for source in build.SOURCE.iterdir():
+        # The compiler must not use what this CPU lacks, and unrolled calls take minutes to compile.
+        kept = [
+            line
+            for line in source.read_text().splitlines()
+            if not line.startswith(("#pragma GCC target", "#pragma GCC unroll"))
+        ]
+        (folder / source.name).write_text("\n".join([*kept, ""]))
+    library = folder / "library.so"
+    command = ["g++", *_FLAGS, f"-DEMULATED_CPU={int(cpu_has_them)}", "-include", str(EMULATION)]
+    compiling = [
+        subprocess.Popen([*command, "-c", file.name], cwd=folder, stderr=subprocess.PIPE, text=True)
+        for file in folder.glob("*.cpp")
+    ]
+    said = [process.communicate(timeout=280)[1] for process in compiling]
+    assert not any(process.returncode for process in compiling), said
+    subprocess.run(
+        ["g++", *build.LINK_FLAGS, *map(str, folder.glob("*.o")), "-o", str(library)], check=True, timeout=60
+    )
+    return library
