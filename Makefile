@@ -21,7 +21,7 @@ GPU_RUN = $(if $(GPU_PYTHON),PYTHONPATH="$(GPU_SITE):$(CURDIR)/worker_image/src"
 OUT ?=
 export OUT
 
-.PHONY: help setup quickstart test lint types imports unit integration e2e cluster bench lock clean
+.PHONY: help setup quickstart test check lint types imports unit integration e2e cluster bench lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1 | /p' Makefile | column -t -s '|'
@@ -32,7 +32,10 @@ setup:  ## everything into .venv and .venv-worker; nothing to do when nothing ch
 quickstart: setup  ## a small model on this machine, from a file to served tokens
 	@$(BIN)/python -m tests.quickstart
 
-test: setup lint types imports unit integration e2e  ## what CI runs
+test: check integration e2e  ## what CI runs
+
+check: setup  ## the inner loop: lint, types, imports, unit; within a minute
+	@./.ci/lanes unit static
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -40,6 +43,9 @@ lint: setup  ## ruff: rules and format
 
 types: setup  ## mypy, strict
 	$(BIN)/mypy
+
+static: lint imports types
+.PHONY: static
 
 imports: setup  ## import-linter: the direction of imports
 	$(BIN)/lint-imports
