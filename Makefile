@@ -13,7 +13,7 @@ GPU_VENV := .venv-gpu
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-# An environment that is there already in place of .venv-gpu, for machines without a package index: its Python,
+# An environment that is there already instead of .venv-gpu, for machines without a package index: its Python,
 # and what PYTHONPATH needs so that it finds vLLM's CUDA build with the CPU build's libraries in it.
 GPU_PYTHON ?=
 GPU_SITE ?=

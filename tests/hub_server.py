@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND)
 
     def _repository(self, name: str, revision: str) -> Repository | None:
-        """Returns a model that the caller may read; answers in its place otherwise."""
+        """Returns a model that the caller may read; answers instead otherwise."""
         repository = self.server_hub.repositories.get(name)
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         known = {known.token for known in self.server_hub.repositories.values()} - {None}

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[1]
 COMMAND = Path(sys.executable).parent / "heteroinfer"
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
-TOLD_TIMEOUT_S = 10.0
+REPORT_TIMEOUT_S = 10.0
 POLL_S = 0.05
 
 ENDPOINT = re.compile(r"OpenAI API of group 0: (?P<url>\S+)/v1 \(model (?P<model>\S+)\)")
@@ -39,7 +39,7 @@ class RunningUp:
     Args:
         arguments: of the command line, after `up`.
         env: besides this process's own.
-        on_line: told each line of output.
+        on_line: reported each line of output.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class RunningUp:
             sleep(POLL_S)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S, *, after: int = 0) -> str:
-        """Returns the base URL of the API (without /v1) once the group serves, and all its URLs are told."""
+        """Returns the base URL of the API (without /v1) once the group serves, and all its URLs are out."""
         url = self.wait_line(ENDPOINT, timeout_s, after=after)["url"]
-        self.wait_line(LAST_OF_URLS, TOLD_TIMEOUT_S, after=after)
+        self.wait_line(LAST_OF_URLS, REPORT_TIMEOUT_S, after=after)
         return url
 
     def wait_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:

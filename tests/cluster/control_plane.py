@@ -51,7 +51,7 @@ class Site:
 def reserved_ports(count: int) -> Iterator[list[int]]:
     """Yields free loopback ports that nobody else is given while the context lasts.
 
-    The sockets stay bound with SO_REUSEPORT but never listen: the programs, told to share their
+    The sockets stay bound with SO_REUSEPORT but never listen: the programs, reported to share their
     ports, start on them while they are still held, so that no other start can come between.
     """
     with contextlib.ExitStack() as held:

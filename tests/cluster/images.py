@@ -164,7 +164,7 @@ def _build(buildah: list[str], image: Image, base: str) -> None:
             f"building image {target}: buildah's exit code {built.returncode}; it said why above"
         )
     seconds = time.monotonic() - began
-    # skopeo and not `buildah push`, which compresses whatever it is told, for a minute and a half.
+    # skopeo and not `buildah push`, which compresses whatever it is given, for a minute and a half.
     store = f"[overlay@{_store() / 'root'}+{_store() / 'run'}]"
     copy = ["skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
     target_layout = f"oci:{oci.layout().folder}:{image.tag}"

@@ -115,8 +115,8 @@ def build_stages(profile: str, *, finalizers: bool = False) -> list[dict[str, An
             "inspect-pod-ends", [placed, alive, _phase("Pending"), inspects], {"statusTemplate": succeeded}
         ),
         _stage("pod-turns-ready", [placed, alive, new, runs], {"statusTemplate": _RUNNING}),
-        # The node controller marks the pods of a node that was not heard, and leaves it to the kubelet to say
-        # that they are well; an API server that was away for long makes all nodes such nodes.
+        # The node controller marks the pods of a silent node, and leaves it to the kubelet to say that
+        # they are well; an API server that was away for long makes all nodes such nodes.
         _stage(
             "pod-is-ready-again", [placed, alive, _phase("Running"), marked], {"statusTemplate": _RUNNING}
         ),

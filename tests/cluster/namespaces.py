@@ -168,7 +168,7 @@ def end_here(state: State, destinations: Sequence[str]) -> None:
 def link(
     ip: Callable[..., object], namespaces: Namespaces, addresses: Addresses, destinations: Sequence[str]
 ) -> None:
-    """Links the namespaces with the place that `ip` runs in, and routes these ranges from there into them."""
+    """Links the namespaces with the one that `ip` runs in, and routes these ranges from there into them."""
     peer = ("peer", "name", "eth0", "netns", str(namespaces.holder.pid))
     ip("link", "add", addresses.link, "type", "veth", *peer)
     ip("address", "add", f"{addresses.machine}/24", "dev", addresses.link)

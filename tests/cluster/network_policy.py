@@ -43,7 +43,7 @@ def matches(selector: Object, labels: Mapping[str, str]) -> bool:
 
 
 def build_ruleset(policies: Sequence[Object], pods: Sequence[Object], namespaces: Sequence[Object]) -> str:
-    """Returns the nftables script that makes these policies so, in place of those before.
+    """Returns the nftables script that makes these policies so, instead of those before.
 
     A pod that some policy selects for ingress takes only what one of its policies lets in; every
     other pod takes everything.
@@ -165,11 +165,11 @@ def _read(
         connection.close()
 
 
-def _tell_unenforced(policies: Sequence[Object], told: set[str]) -> None:
-    """Says once for each policy with egress rules that they are not enforced; adds its uid to `told`."""
+def _tell_unenforced(policies: Sequence[Object], reported: set[str]) -> None:
+    """Says once for each policy with egress rules that they are not enforced; adds its uid to `reported`."""
     for policy in policies:
-        if "Egress" in policy["spec"].get("policyTypes", []) and policy["metadata"]["uid"] not in told:
-            told.add(policy["metadata"]["uid"])
+        if "Egress" in policy["spec"].get("policyTypes", []) and policy["metadata"]["uid"] not in reported:
+            reported.add(policy["metadata"]["uid"])
             print(f"egress of NetworkPolicy {policy['metadata']['name']} is not enforced here", flush=True)
 
 
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str]) -> None:
     folder, address, port = arguments
     context = Pki(folder=Path(folder)).client_context("network-policy")
     made = ""
-    told: set[str] = set()
+    reported: set[str] = set()
     while True:
         try:
             policies, pods, namespaces = _read(address, int(port), context)
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str]) -> None:
             if ruleset != made:
                 subprocess.run(["nft", "-f", "-"], input=ruleset, text=True, check=True)
                 made = ruleset
-            _tell_unenforced(policies, told)
+            _tell_unenforced(policies, reported)
         time.sleep(INTERVAL_S)
 
 

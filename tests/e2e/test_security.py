@@ -1,6 +1,6 @@
 """A namespaced installation of two operators under the restricted Pod Security Standard, on a real node.
 
-What is open and what is closed, what is told to people, and that a secret is told to nobody.
+What is open and what is closed, what is asked to people, and that a secret is asked to nobody.
 """
 
 import json
@@ -136,22 +136,22 @@ def test_top_shows_what_the_leader_says_now(pair: Resource) -> None:
     assert "rank 1 cpu" in heteroinfer(pair.cluster, "top")
 
 
-def everything_told(cluster: NodeCluster) -> dict[str, str]:
+def everything_reported(cluster: NodeCluster) -> dict[str, str]:
     """Returns all that anybody printed or stored where people look, but for the Secret itself."""
-    told = {}
+    reported = {}
     kinds = "pods,services,configmaps,networkpolicies,leases,events,hinf"
     for namespace in (SYSTEM, NAMESPACE):
-        told[f"objects of {namespace}"] = cluster.kubectl("get", "-n", namespace, kinds, "-o", "yaml")
+        reported[f"objects of {namespace}"] = cluster.kubectl("get", "-n", namespace, kinds, "-o", "yaml")
         for name in cluster.kubectl("get", "pods", "-n", namespace, "-o", "name").split():
-            told[f"log of {name}"] = cluster.kubectl("logs", "-n", namespace, name)
-    told["description"] = cluster.kubectl("describe", "-n", NAMESPACE, "hinf,pods")
-    told["top"] = heteroinfer(cluster, "top", "-o", "json")
-    told["logs"] = heteroinfer(cluster, "logs", "cpu-pair", "--tail", "100000")
-    told["previous"] = heteroinfer(cluster, "logs", "cpu-pair", "--previous")
-    return told
+            reported[f"log of {name}"] = cluster.kubectl("logs", "-n", namespace, name)
+    reported["description"] = cluster.kubectl("describe", "-n", NAMESPACE, "hinf,pods")
+    reported["top"] = heteroinfer(cluster, "top", "-o", "json")
+    reported["logs"] = heteroinfer(cluster, "logs", "cpu-pair", "--tail", "100000")
+    reported["previous"] = heteroinfer(cluster, "logs", "cpu-pair", "--previous")
+    return reported
 
 
-def test_a_secret_is_told_to_nobody(pair: Resource) -> None:
+def test_a_secret_is_reported_to_nobody(pair: Resource) -> None:
     cluster = pair.cluster
     follower = pair.pods()[1]["metadata"]["name"]
     for name in SECRET_ENV:
@@ -160,17 +160,20 @@ def test_a_secret_is_told_to_nobody(pair: Resource) -> None:
     hidden = {"the secret": TOKEN}
     for name in operators(cluster):
         hidden[name] = run_python(cluster, SYSTEM, name, f"print(open('{path}').read())")
-    told = everything_told(cluster)
-    assert "started rank 1 as process" in told["logs"]
+    reported = everything_reported(cluster)
+    assert "started rank 1 as process" in reported["logs"]
 
-    started = re.search(r"started rank 1 as process (\d+)", told[f"log of pod/{follower}"])
+    started = re.search(r"started rank 1 as process (\d+)", reported[f"log of pod/{follower}"])
     assert started is not None
     run_python(cluster, NAMESPACE, follower, f"import os; os.kill({started[1]}, 9)")
     processes.wait_until("the failure", lambda: pair.status["groups"][0].get("failures"), timeout_s=30)
-    after = {f"{what} after the fall": text for what, text in everything_told(cluster).items()}
-    assert "RankExited, rank 1, exit code -9" in after["previous after the fall"]
+    after = {f"{what} after the failure": text for what, text in everything_reported(cluster).items()}
+    assert "RankExited, rank 1, exit code -9" in after["previous after the failure"]
     found = [
-        (who, what) for who, text in hidden.items() for what, said in (told | after).items() if text in said
+        (who, what)
+        for who, text in hidden.items()
+        for what, said in (reported | after).items()
+        if text in said
     ]
     assert found == []
 

@@ -174,18 +174,18 @@ async def _create(server: ApiServer, process: OperatorProcess, resources: int) -
     """Returns how long it took from the first resource until the last pod was there, and served."""
     began, started = datetime.now(UTC), time.monotonic()
     creating = asyncio.ensure_future(fleet.create_resources(server, resources))
-    told = started
+    reported = started
 
     async def all_ready() -> bool:
-        nonlocal told
+        nonlocal reported
         assert process.process.poll() is None, process.said[-4000:]
         if creating.done():
             creating.result()
         ready = await fleet.ready_groups(process)
-        if time.monotonic() - told > _SAY_EVERY_S:
-            told = time.monotonic()
+        if time.monotonic() - reported > _SAY_EVERY_S:
+            reported = time.monotonic()
             usage = _Usage.of(process.process.pid)
-            say(f"{told - started:5.0f} s: {ready} groups serve, {usage.rss_bytes / 1e6:.0f} MB")
+            say(f"{reported - started:5.0f} s: {ready} groups serve, {usage.rss_bytes / 1e6:.0f} MB")
         await asyncio.sleep(_LOOK_EVERY_S)
         return ready == resources
 
@@ -214,7 +214,7 @@ async def _settle(process: OperatorProcess) -> dict[str, float]:
 
 
 async def _restart(kubeconfig: Path, log: Path) -> tuple[float, float, _Usage]:
-    """Returns how long a new operator takes for its first pass over all, its writes, and what it used."""
+    """Returns how long a new operator takes for its first resync, its writes, and what it used."""
     started = time.monotonic()
     async with operator(kubeconfig, log) as process:
 
@@ -224,7 +224,7 @@ async def _restart(kubeconfig: Path, log: Path) -> tuple[float, float, _Usage]:
                 status == 200 and await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > 0
             )
 
-        await until("a first pass over all", passed, RESTART_TIMEOUT_S, lambda: process.said[-4000:])
+        await until("a first resync", passed, RESTART_TIMEOUT_S, lambda: process.said[-4000:])
         restart_s = time.monotonic() - started
         writes = await _settle(process)
         return restart_s, sum(writes.values()), _Usage.of(process.process.pid)

@@ -63,7 +63,7 @@ class Figures:
         idle_cpu_s: its CPU time meanwhile.
         rss_bytes: resident after that.
         peak_bytes: the most that was resident.
-        restart_s: from the start of a new process to the end of its first pass over all resources.
+        restart_s: from the start of a new process to the end of its first resync.
         restart_writes: that it made, until none came any more.
         restart_touched: pods that came, went or changed since before the old process ended.
     """
@@ -109,7 +109,7 @@ class Figures:
                 met=self.idle_writes == self.idle_touched == 0,
             ),
             Limited(
-                what="operator killed and started: first pass over all done",
+                what="operator killed and started: first resync done",
                 got=f"{self.restart_s:.1f} s",
                 limit=f"{RESTART_LIMIT_S:.0f} s",
                 met=self.restart_s <= RESTART_LIMIT_S,
@@ -134,7 +134,7 @@ def build_table(figures: Figures) -> list[str]:
         ("all groups serve", f"{figures.ready_s:.0f} s", "", ""),
         ("writes until then", f"{writes:.0f}, {writes / figures.resources:.1f} a resource", "", ""),
         (
-            "passes until then",
+            "reconciles until then",
             f"{figures.passes:.0f}, {figures.passes / figures.resources:.1f} a resource",
             "",
             "",

@@ -8,7 +8,7 @@ LEAST_SAMPLES = 16
 
 
 def find_faults(result: Result) -> list[str]:
-    """Returns what is wrong with a result, in words; nothing for one that passes."""
+    """Returns what is wrong with a result, in words; nothing for one that is fine."""
     found = [f"not Ready at the end: {words}" for words in result.not_ready]
     found += [f"two epochs at once: {words}" for words in result.mixed]
     if result.after != result.before:

@@ -134,7 +134,7 @@ class Board:
         return tuple(panel for row in self.rows for panel in row.panels)
 
     def places(self) -> Iterator[tuple[Row | Panel, Place]]:
-        """Yields each row's heading and each panel with its place, from the top."""
+        """Yields each row's heading and each panel with its position, from the top."""
         top = 0
         for row in self.rows:
             yield row, Place(x=0, y=top, width=GRID, height=1)

@@ -1,4 +1,4 @@
-"""Pictures of the dashboards for the documentation: panels in their places, with what Prometheus answered.
+"""Pictures of the dashboards for the documentation: panels where they are, with what Prometheus answered.
 
 Grafana is not run: a picture shows which panels there are and what they tell, not how Grafana draws.
 """
@@ -54,7 +54,7 @@ def draw(board: Board, watched: Watched, target: Path) -> None:
 
 
 def _axes(figure: Figure, panel: Panel, place: Place, height: int) -> Axes:
-    """Returns the axes of a panel with its title, within its place."""
+    """Returns the axes of a panel with its title, within its bounds."""
     wide, high = 1 / GRID, 1 / height
     left = 0.045 if panel.kind is Kind.TIME else 0.012
     if panel.kind in {Kind.BARS, Kind.STACK}:

@@ -8,7 +8,7 @@ from tests.watching.monitoring import Prometheus
 
 STEP_S = 1.0
 WINDOW = "10s"
-"""In place of Grafana's $__rate_interval: scrapes are 1 s apart."""
+"""Instead of Grafana's $__rate_interval: scrapes are 1 s apart."""
 
 Series = tuple[dict[str, str], list[tuple[float, float]]]
 """Labels, and samples as (Unix time, value)."""

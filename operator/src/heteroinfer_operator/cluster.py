@@ -138,7 +138,7 @@ class NodeView:
         problem: why it is not schedulable, if it is not.
         labels: its labels.
         taints: its taints.
-        unreachable_since: since when its kubelet has not been heard, or None while it is.
+        unreachable_since: since when its kubelet has sent no heartbeat, or None while it is.
     """
 
     name: str
@@ -164,7 +164,7 @@ class ResourceObservation:
         gangs: gang schedulers that the cluster has.
         groups: by group index: what a running leader says of its group now.
         fetch: what the pod that fetches the model says now, or None.
-        refused: which object of ours the API server refused in the last pass, in its words, or "".
+        refused: which object of ours the API server refused in the last reconcile, in its words, or "".
     """
 
     resource: ResourceView
@@ -254,7 +254,7 @@ class Decision:
     """What one reconcile wants done.
 
     Attributes:
-        actions: in this order; the first that fails ends the pass.
+        actions: in this order; the first that fails ends the reconcile.
         look_again_s: seconds until the next look without any change; None waits for one.
     """
 
@@ -263,7 +263,7 @@ class Decision:
 
 
 class ConflictError(Exception):
-    """The world changed since it was observed: stop this pass and observe again."""
+    """The world changed since it was observed: stop this reconcile and observe again."""
 
 
 class Cluster(Protocol):

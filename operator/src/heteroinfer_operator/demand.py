@@ -49,7 +49,7 @@ class PodDemand:
         tolerations: as in a Pod.
         near: required pod affinity terms.
         away: required pod anti-affinity terms.
-        node: a node that it will be placed on if it has room, or "".
+        node: a node that it will be placed on if it has free capacity, or "".
     """
 
     name: str

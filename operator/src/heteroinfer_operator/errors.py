@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class HeteroInferError(Exception):
-    """Any error that is told to the user as one message, without a traceback.
+    """Any error that is shown to the user as one message, without a traceback.
 
     Attributes:
         reason: CamelCase; becomes the reason of a condition and of an event.
@@ -49,6 +49,6 @@ class PlanError(HeteroInferError):
 
 
 class Shortage(PlanError):  # noqa: N818 - the word of the resource: planning.onGPUShortage
-    """There is no plan now, since GPUs or other room are missing; temporary, look again when nodes change."""
+    """There is no plan now, since GPUs or other capacity is missing; temporary, look again when nodes do."""
 
     reason = "InsufficientGPU"

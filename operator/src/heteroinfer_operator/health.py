@@ -18,11 +18,11 @@ class Health:
     """How far the operator has come, and when it last showed that it works.
 
     Attributes:
-        stale_s: working, but without a pass over all resources for so long: stuck.
+        stale_s: working, but without a resync for so long: stuck.
         waits_for: what it waits for in words; "" once it works.
         standby: whether it waits for another replica, and so is as ready as it will be.
-        resynced_at: when the last pass over all resources was tried, or work began; None before.
-        stale_caches: copies of what the API server stores that nothing was heard of for long; a pass
+        resynced_at: when the last resync was tried, or work began; None before.
+        stale_caches: copies of what the API server stores that nothing was received of for long; a resync
             over them does not count.
         clock: seconds that never go back.
     """
@@ -35,7 +35,7 @@ class Health:
     clock: Callable[[], float] = field(default=time.monotonic)
 
     def resynced(self) -> None:
-        """Notes that a pass over all resources was tried."""
+        """Notes that a resync was tried."""
         self.resynced_at = self.clock()
 
     def stuck(self) -> str:
@@ -45,8 +45,8 @@ class Health:
         age_s = self.clock() - self.resynced_at
         if age_s <= self.stale_s:
             return ""
-        why = f": nothing heard of {', '.join(self.stale_caches)}" if self.stale_caches else ""
-        return f"no pass over all resources for {age_s:.0f} s{why}"
+        why = f": nothing received of {', '.join(self.stale_caches)}" if self.stale_caches else ""
+        return f"no resync for {age_s:.0f} s{why}"
 
 
 def _listen(port: int) -> socket.socket:
@@ -74,7 +74,7 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
         return web.Response(text=text, status=503 if waiting else 200)
 
     async def exposition(request: web.Request) -> web.Response:
-        # Some tens of thousands of lines with a thousand resources: passes must not wait for them.
+        # Some tens of thousands of lines with a thousand resources: reconciles must not wait for them.
         body = await asyncio.to_thread(metrics.exposition)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 

@@ -50,7 +50,7 @@ class OperatorMetrics:
         )
         self.last_resync = Gauge(
             names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS,
-            "Unix time at which a pass over all resources last ended.",
+            "Unix time at which a resync last ended.",
             registry=self.registry,
         )
         self._resources = _Resources()

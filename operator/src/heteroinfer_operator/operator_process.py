@@ -201,13 +201,13 @@ class Operator:
             self._nodes_timer = asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
 
     def _count_resync(self, cluster_state: ClusterState) -> None:
-        """Notes a full pass; one over copies that nothing was heard of for long saw the past, and is none."""
+        """Notes a full resync; one over copies that nothing was received of saw the past, and is none."""
         self._health.stale_caches = tuple(
             cache.collection.label for cache in cluster_state.all() if cache.is_stale
         )
         if self._health.stale_caches:
             logger.error(
-                "a pass that does not count: nothing heard of %s", ", ".join(self._health.stale_caches)
+                "a resync that does not count: nothing received of %s", ", ".join(self._health.stale_caches)
             )
             return
         self._metrics.last_resync.set(datetime.now(UTC).timestamp())
@@ -225,11 +225,11 @@ class Operator:
                 self._count_resync(cluster_state)
             except ApiError as error:
                 # An API server that is away is no reason to start this process again.
-                logger.warning("pass over all resources: %s; trying again", error.message)
+                logger.warning("resync: %s; trying again", error.message)
                 self._health.resynced()
                 pause_s = min(pause_s, RETRY_S)
             except TimeoutError:
-                logger.error("pass over all resources: not done in %g s", 2 * self._settings.resync_s)
+                logger.error("resync: not done in %g s", 2 * self._settings.resync_s)
                 pause_s = min(pause_s, RETRY_S)
             await asyncio.sleep(pause_s)
 
@@ -289,7 +289,7 @@ async def _kopf(
 
 
 async def _until(stop: asyncio.Event, work: Awaitable[None]) -> None:
-    """Runs work until it ends, or is told to stop and has cleaned up."""
+    """Runs work until it ends, or is asked to stop and has cleaned up."""
     working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     try:

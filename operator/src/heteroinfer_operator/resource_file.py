@@ -23,7 +23,7 @@ def read_resource(file: str, *, model_dir: Path | None = None) -> tuple[dict[str
 
     Args:
         file: its path; `-` is stdin.
-        model_dir: where the model is on this machine, in place of `spec.model.uri`.
+        model_dir: where the model is on this machine, instead of `spec.model.uri`.
 
     Raises:
         SpecError: as load_document, or the resource is not what its models say; each line

@@ -26,7 +26,7 @@ class InstallationSettings:
             the node.
         http_port: HETEROINFER_HTTP_PORT: of /healthz, /readyz and /metrics; 0 takes a free one.
         workers: HETEROINFER_WORKERS: resources reconciled at once, at least 1.
-        resync_s: HETEROINFER_RESYNC_SECONDS: between passes over all resources, above 0.
+        resync_s: HETEROINFER_RESYNC_SECONDS: between resyncs, above 0.
         watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: a watch on which nothing comes for so
             long is dead; above the API server's minute between bookmarks.
         leader_election: HETEROINFER_LEADER_ELECTION: whether to work only while holding the

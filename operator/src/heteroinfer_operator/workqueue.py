@@ -89,7 +89,7 @@ class WorkQueue:
         workers: resources at work at once.
         backoff: after failures.
         reconcile_timeout_s: of one call of process.
-        metrics: where passes are counted.
+        metrics: where reconciles are counted.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class WorkQueue:
         state.timer = loop.call_at(due, self._due, key)
 
     async def run(self) -> None:
-        """Works until cancelled; a pass in work is then cancelled at its next await."""
+        """Works until cancelled; a reconcile in work is then cancelled at its next await."""
         async with asyncio.TaskGroup() as group:
             for index in range(self._workers):
                 group.create_task(self._work(), name=f"reconcile worker {index}")
@@ -158,7 +158,7 @@ class WorkQueue:
 
     async def _work(self) -> None:
         while True:
-            # Neither get() of a queue with something in it nor a pass must suspend: timers, health
+            # Neither get() of a queue with something in it nor a reconcile must suspend: timers, health
             # and a cancellation would never have their turn.
             await asyncio.sleep(0)
             key = await self._ready.get()
@@ -173,7 +173,7 @@ class WorkQueue:
                 if state.again and not state.failures:
                     self.add(key)
                 # After a failure the back-off stands, whatever changed meanwhile: the change may
-                # be the failing pass's own.
+                # be the failing reconcile's own.
                 state.again = False
                 if state.idle:
                     del self._keys[key]

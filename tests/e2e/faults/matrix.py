@@ -20,7 +20,7 @@ RANK_DIES_S = 2.0
 NEXT_EPOCH_S = 5.0
 """From the end of the old pods until the next epoch's are created."""
 SILENCE_S = 5.0
-"""Where nobody dies but a pod falls silent: 1.5 s of missed beats, a verdict, a probe each second."""
+"""Where nobody dies but a pod goes silent: 1.5 s of missed beats, a verdict, a probe each second."""
 
 Inject: TypeAlias = Callable[[Scene], AbstractContextManager[float]]
 """Makes the fault, yields its Unix time, and takes back what would not go by itself."""

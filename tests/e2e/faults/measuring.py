@@ -1,4 +1,4 @@
-"""When things happened, as the API server told: from its watches, in seconds after the fault."""
+"""When things happened, as the API server reported: from its watches, in seconds after the fault."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -115,11 +115,11 @@ def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
     epoch, count = scene.group["epoch"], len(scene.pair.pods())
     children = scene.children()
     with fault.inject(scene) as at:
-        fell = scene.resources.wait_for(
+        ended_epoch = scene.resources.wait_for(
             "Ready=False", lambda change: _ready(change) == "False", expected.ready_false_s + 10, since=at
         )
         ready = scene.resources.wait_for(
-            "the next epoch", lambda change: _ready(change) == "True", START_S, since=fell.at
+            "the next epoch", lambda change: _ready(change) == "True", START_S, since=ended_epoch.at
         )
         group = scene.group
         assert group["epoch"] == epoch + 1
@@ -129,7 +129,7 @@ def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
     check_failure(failure, expected, epoch)
     check_event(scene, PAIR, failure["reason"], f"epoch {epoch}")
     took = Measured(
-        ready_false_s=fell.at - at,
+        ready_false_s=ended_epoch.at - at,
         old_gone_s=turn.old_gone - at,
         next_epoch_s=turn.wait_s,
         ready_s=ready.at - at,
@@ -138,7 +138,7 @@ def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
     assert took.ready_false_s <= expected.ready_false_s, took
     assert turn.first_created >= turn.old_gone, f"two epochs at once: {turn}"
     assert turn.wait_s <= NEXT_EPOCH_S, took
-    assert turn.old_gone - fell.at <= expected.old_gone_s, took
+    assert turn.old_gone - ended_epoch.at <= expected.old_gone_s, took
     check_nothing_orphaned(scene, epoch + 1)
     processes.wait_until("the children of before", lambda: scene.children() == children, timeout_s=CLEAN_S)
     return took
@@ -152,11 +152,11 @@ def check_failure(failure: dict[str, Any], expected: Ends, epoch: int) -> None:
 
 
 def check_event(scene: Scene, resource: str, reason: str, words: str) -> None:
-    def told() -> bool:
+    def reported() -> bool:
         events = scene.events(resource)
         return any(event["reason"] == reason and words in event.get("note", "") for event in events)
 
-    processes.wait_until(f"event {reason}: {words}", told, timeout_s=10)
+    processes.wait_until(f"event {reason}: {words}", reported, timeout_s=10)
 
 
 def check_nothing_orphaned(scene: Scene, epoch: int) -> None:
@@ -213,7 +213,7 @@ def check_operator_works(scene: Scene) -> None:
     scene.cluster.kubectl("patch", "hinf", "-n", NAMESPACE, PAIR, "--type=merge", "-p", body)
     wanted = scene.pair.get(names.SINGULAR, PAIR)["metadata"]["generation"]
     processes.wait_until(
-        "a pass of the operator",
+        "a reconcile of the operator",
         lambda: scene.pair.status.get("observedGeneration") == wanted,
         timeout_s=60,
     )

@@ -1,4 +1,4 @@
-"""A proxy between an operator and its API server: it tells what was asked, and can fall silent.
+"""A proxy between an operator and its API server: it tells what was asked, and can go silent.
 
 Silent as a broken network is: connections stay open, nothing is refused, nothing comes.
 """

@@ -84,6 +84,6 @@ def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callab
 @pytest_asyncio.fixture
 async def node(server: ApiServer) -> AsyncIterator[str]:
     """A node that plans count on, and that the scheduler keeps pods off."""
-    await add_node(server, "room", {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"})
-    yield "room"
-    await server.delete(NODE.path(None, "room"), {})
+    await add_node(server, "spacious", {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"})
+    yield "spacious"
+    await server.delete(NODE.path(None, "spacious"), {})

@@ -30,7 +30,7 @@ CrdName = f"{names.PLURAL}.{names.API_GROUP}"
 DEADLINE_S = 20.0
 
 SPEC: dict[str, Any] = {
-    # There are no nodes here: pods are created though they have no room.
+    # There are no nodes here: pods are created though they have no free capacity.
     "scheduling": {"gang": "Never"},
     "model": {"uri": "pvc://models/tiny", "servedName": "tiny"},
     "engine": {"dtype": "float32", "maxModelLen": 512},

@@ -180,7 +180,9 @@ async def test_a_status_decided_on_an_old_state_is_a_conflict(server: ApiServer,
         assert stored["spec"]["roles"][0]["name"] == "front"
 
 
-async def test_finalizer_and_status_of_one_pass_do_not_conflict(server: ApiServer, namespace: str) -> None:
+async def test_finalizer_and_status_of_one_reconcile_do_not_conflict(
+    server: ApiServer, namespace: str
+) -> None:
     owner = await create_resource(server, namespace)
     path = HETERO_INFERENCE.path(namespace, "tiny")
     await server.merge(path, {"metadata": {"finalizers": ["example.com/theirs"]}})

@@ -179,7 +179,7 @@ async def test_what_was_written_during_an_outage_of_the_watch_survives_until_it_
         await until("the deletion is seen", lambda: not watched.cluster_state.pods(owner.key, owner.uid))
 
 
-async def test_nodes_carry_what_others_request_and_changes_of_readiness_alone_are_told(
+async def test_nodes_carry_what_others_request_and_changes_of_readiness_alone_are_reported(
     direct: ApiServer,
 ) -> None:
     owner = await create_resource(direct, "default", "capacity")

@@ -49,7 +49,7 @@ async def bind(server: ApiServer, namespace: str, pod: str, node: str) -> None:
 
 
 async def silence(server: ApiServer, node: str, since: datetime) -> None:
-    """Says for the node controller that a kubelet has not been heard."""
+    """Says for the node controller that a kubelet has sent no heartbeat."""
     ready = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": "silent"}
     moment = since.strftime("%Y-%m-%dT%H:%M:%SZ")
     conditions = [{**ready, "lastTransitionTime": moment}]
@@ -143,8 +143,8 @@ async def test_pods_that_end_on_purpose_have_the_time_to_drain(
         found = await pods(server, namespace)
         assert {found[n]["metadata"]["deletionGracePeriodSeconds"] for n in (LEADER, FOLLOWER)} == {90}
 
-        async def told() -> bool:
+        async def reported() -> bool:
             return await condition(server, namespace, "Ready") == ("False", "Deleting")
 
-        await until("the status says so", told)
+        await until("the status says so", reported)
         await remove(server, namespace, LEADER, FOLLOWER)

@@ -1,4 +1,4 @@
-"""Several operators on one API server, and an API server that falls silent."""
+"""Several operators on one API server, and an API server that goes silent."""
 
 import signal
 from pathlib import Path
@@ -97,7 +97,7 @@ def writes(asked: list[Asked]) -> list[Asked]:
     return [each for each in asked if each.method != "GET"]
 
 
-async def test_a_leader_that_was_paused_in_the_middle_of_a_pass_writes_nothing(
+async def test_a_leader_that_was_paused_in_the_middle_of_a_reconcile_writes_nothing(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
     """It is stopped while it waits for the answer to one write, and wakes with the answer there."""
@@ -115,7 +115,7 @@ async def test_a_leader_that_was_paused_in_the_middle_of_a_pass_writes_nothing(
             await until("the other stands by", lambda: stands_by(two))
             proxy.silence(lambda asked: asked.method == "PUT" and asked.path == path)
             await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message="")
-            await until("a pass that waits for its answer", lambda: proxy.held)
+            await until("a reconcile that waits for its answer", lambda: proxy.held)
             assert await held_by(server, installed, "one")
             one.process.send_signal(signal.SIGSTOP)
             proxy.restore()
@@ -146,14 +146,14 @@ async def test_a_write_without_the_lease_is_not_sent(server: ApiServer, namespac
         await lease.acquire()
         await fenced.create(POD.path(namespace), pod(owner, "in-time"))
 
-        def fallen_behind() -> bool:
+        def late() -> bool:
             try:
                 lease.require()
             except LeaseNotHeldError:
                 return True
             return False
 
-        await until("the renewal is overdue", fallen_behind)
+        await until("the renewal is overdue", late)
         with pytest.raises(LeaseNotHeldError):
             await fenced.delete(POD.path(namespace, "in-time"), {})
         with pytest.raises(LeaseLostError, match=r"not renewed in 0\.5 s"):
@@ -170,7 +170,7 @@ def about_pods(asked: Asked) -> bool:
     return asked.path.endswith("/pods")
 
 
-async def test_a_watch_that_falls_silent_is_found(
+async def test_a_watch_that_fails_silent_is_found(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
     """No connection breaks, nothing is refused: nothing comes any more."""
@@ -184,7 +184,7 @@ async def test_a_watch_that_falls_silent_is_found(
         await process.working()
         await bring_up(server, namespace)
 
-        # All watches, kopf's too: what they would have told is found by listing anew, and by passes.
+        # All watches, kopf's too: what they would have reported is found by listing anew, and by resyncs.
         proxy.silence(lambda asked: asked.watch)
         await until("silent watches", lambda: len(proxy.held) >= 1)
         await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message="")
@@ -202,8 +202,8 @@ async def test_a_watch_that_falls_silent_is_found(
 
         async def unhealthy() -> bool:
             status, text = await process.http("/healthz")
-            said = f"nothing heard of pods of {namespace}"
-            return status == 500 and text.startswith("no pass over all resources for ") and said in text
+            said = f"nothing received of pods of {namespace}"
+            return status == 500 and text.startswith("no resync for ") and said in text
 
         await until("liveness fails", unhealthy, timeout_s=30, said=lambda: process.said)
         last = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)

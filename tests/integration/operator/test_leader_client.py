@@ -116,8 +116,8 @@ async def test_a_200_that_is_not_a_report_gives_nothing(leader: Leader, body: st
     try:
         for _ in range(2):
             assert await client.observe([pod(leader.port, ready=False)]) == {}
-        (told,) = client.take_nonsense(pod(leader.port).key)
-        assert told.startswith("pod a: what it says of its group is ignored: ")
+        (reported,) = client.take_nonsense(pod(leader.port).key)
+        assert reported.startswith("pod a: what it says of its group is ignored: ")
         assert client.take_nonsense(pod(leader.port).key) == []
     finally:
         await client.close()
@@ -150,7 +150,7 @@ async def test_a_leader_that_is_not_ready_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-async def test_a_leader_that_lets_the_time_pass_is_not_waited_for_again_soon(ready: bool) -> None:
+async def test_a_leader_that_lets_the_time_reconcile_is_not_waited_for_again_soon(ready: bool) -> None:
     now, asked = 100.0, 0
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -173,7 +173,7 @@ async def test_a_leader_that_lets_the_time_pass_is_not_waited_for_again_soon(rea
             await client.close()
 
 
-async def test_the_leader_of_a_group_that_falls_is_not_asked(leader: Leader) -> None:
+async def test_the_leader_of_a_group_that_fails_is_not_asked(leader: Leader) -> None:
     client = LeaderClient()
     try:
         follower = pod(1, uid="b", ready=False, leads=False)

@@ -53,7 +53,7 @@ async def the_fetch(server: ApiServer, namespace: str) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def telling(progress: FetchProgress) -> AsyncIterator[None]:
-    """Answers in place of the pod, which no kubelet runs here."""
+    """Answers instead of the pod, which no kubelet runs here."""
 
     async def fetch(request: web.Request) -> web.Response:
         return web.Response(text=progress.to_json())

@@ -27,7 +27,7 @@ from tests.integration.operator.life import (
 from tests.integration.operator.support import OperatorProcess, end_pod, operator, until
 
 
-async def test_from_apply_to_ready_through_a_fall_to_delete(
+async def test_from_apply_to_ready_through_a_failure_to_delete(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     installed = install()
@@ -50,10 +50,10 @@ async def test_from_apply_to_ready_through_a_fall_to_delete(
         (follower,) = [name for name in await workers(server, namespace, 1) if name.endswith("-1")]
         await end_pod(server, namespace, follower, exit_code=70, message=failure.to_json())
 
-        async def fallen() -> bool:
+        async def failed() -> bool:
             return (await condition(server, namespace, "Ready"))[0] == "False"
 
-        await until("Ready is False", fallen, timeout_s=2)
+        await until("Ready is False", failed, timeout_s=2)
         second = await serve_epoch(server, namespace, 2)
         assert await workers(server, namespace, 1) == []
         assert len(second) == 2

@@ -189,16 +189,16 @@ async def is_stuck(fleet: Fleet) -> bool:
     return (status, reason) == ("False", "RolloutStuck") and "no such file" in message
 
 
-async def test_what_the_api_server_refuses_is_told_in_its_words(fleet: Fleet, server: ApiServer) -> None:
+async def test_what_the_api_server_refuses_is_reported_in_its_words(fleet: Fleet, server: ApiServer) -> None:
     first, second = SPEC["roles"]
-    wrong = {**second, "template": {"nodeSelector": {"room": "not a label"}}}
+    wrong = {**second, "template": {"nodeSelector": {"hall": "not a label"}}}
     await fleet.create(roles=[first, wrong])
 
-    async def told() -> bool:
+    async def reported() -> bool:
         status, reason, message = await fleet.condition("Progressing")
         return (status, reason) == ("False", "ObjectRefused") and "spec.nodeSelector" in message
 
-    await until("the refusal is in the status", told, 60)
+    await until("the refusal is in the status", reported, 60)
     events = (await server.get(EVENT.path(fleet.namespace)))["items"]
     notes = [event["note"] for event in events if event["reason"] == "ObjectRefused"]
     assert any("the API server refuses Pod tiny-0-1-1" in note for note in notes), notes

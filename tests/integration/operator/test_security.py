@@ -225,13 +225,15 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
         )
         assert "violates PodSecurity" not in process.said
 
-        # What it does not admit is told to the user: a path of the node is no restricted volume.
+        # What it does not admit is shown to the user: a path of the node is no restricted volume.
         await create_named(server, namespace, "path", {"model": {"uri": "file:///models/tiny"}})
 
         async def refused() -> bool:
             events = (await server.get(EVENT.path(namespace)))["items"]
-            told = [e["note"] for e in events if e["type"] == "Warning" and e["regarding"]["name"] == "path"]
-            return any("restricted volume types" in note for note in told)
+            reported = [
+                e["note"] for e in events if e["type"] == "Warning" and e["regarding"]["name"] == "path"
+            ]
+            return any("restricted volume types" in note for note in reported)
 
         await until("the refusal as an event", refused, said=lambda: process.said)
         token = yaml.safe_load(installed.kubeconfig.read_text())["users"][0]["user"]["token"]

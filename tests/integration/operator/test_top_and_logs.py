@@ -1,6 +1,6 @@
 """`heteroinfer top`, `heteroinfer logs` and kubectl's columns on a real API server, without a node.
 
-So pods have no logs here, and leaders are not reached: what is told then. The e2e tests show the rest.
+So pods have no logs here, and leaders are not reached: what is reported then. The e2e tests show the rest.
 """
 
 import json
@@ -36,7 +36,7 @@ def heteroinfer(kubeconfig: Path, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def told(kubeconfig: Path, *arguments: str) -> str:
+def reported(kubeconfig: Path, *arguments: str) -> str:
     code, out, errors = heteroinfer(kubeconfig, *arguments)
     assert (code, errors) == (0, ""), errors
     return out
@@ -69,7 +69,7 @@ def columns(cluster: Cluster, namespace: str, *options: str) -> dict[str, str]:
     return {header[a:b].strip(): values[a:b].strip() for a, b in zip(starts, ends, strict=True)}
 
 
-async def test_from_a_serving_group_to_what_is_left_of_a_fallen_one(
+async def test_from_a_serving_group_to_what_is_left_of_a_failed_one(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster, viewer: Path
 ) -> None:
     installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
@@ -94,19 +94,19 @@ async def test_from_a_serving_group_to_what_is_left_of_a_fallen_one(
         plan = (await status_of(server, namespace))["groups"][0]["planHash"]
         assert {"MODEL": "pvc://models/tiny", "RESTARTS": "0", "PLAN": plan}.items() <= wide.items(), wide
 
-        table = told(viewer, "top")
+        table = reported(viewer, "top")
         assert f"{namespace}/tiny" in table
         assert "rank 0 front" in table
         assert "some values are from the status" in table
         assert "it takes the right to get pods/proxy" in table
-        value = json.loads(told(viewer, "top", "tiny", "-n", namespace, "-o", "json"))
+        value = json.loads(reported(viewer, "top", "tiny", "-n", namespace, "-o", "json"))
         (group,) = value["resources"][0]["groups"]
         assert [rank["pod"] for rank in group["ranks"]] == ["tiny-0-1-0", "tiny-0-1-1"]
         assert (group["live"], group["phase"], group["restarts"]) == (False, "Ready", 0)
-        # Who may use the proxy is told that the pod does not answer: here it has no kubelet.
+        # Who may use the proxy is shown that the pod does not answer: here it has no kubelet.
         assert (
             "tiny-0-1-0"
-            in json.loads(told(control_plane.kubeconfig, "top", "-n", namespace, "-o", "json"))["note"]
+            in json.loads(reported(control_plane.kubeconfig, "top", "-n", namespace, "-o", "json"))["note"]
         )
 
         code, _, errors = heteroinfer(viewer, "top", "-A")
@@ -126,17 +126,17 @@ async def test_from_a_serving_group_to_what_is_left_of_a_fallen_one(
         await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message=failure.to_json())
         await serve_epoch(server, namespace, 2)
 
-        said = told(viewer, "logs", "tiny").splitlines()
+        said = reported(viewer, "logs", "tiny").splitlines()
         assert said[0] == "==> group 0 epoch 2: Ready"
         assert said[1].startswith("last failure: epoch 1 ended at ")
         assert "RankExited, rank 1, exit code -9" in said[1]
         pods = [line for line in said if line.startswith("--> ")]
         assert [line.split(":")[0] for line in pods] == ["--> tiny-0-2-1", "--> tiny-0-2-0"]
         assert [line for line in said if line.startswith("no log: ")], "the user lacks pods/log"
-        said = told(viewer, "logs", "tiny", "--previous").splitlines()
+        said = reported(viewer, "logs", "tiny", "--previous").splitlines()
         assert "the last line" in said[1]
         assert "their pods and logs are gone" in said[2]
-        assert "rank 1 (-9)" in told(viewer, "top", "tiny")
+        assert "rank 1 (-9)" in reported(viewer, "top", "tiny")
 
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=60)
@@ -145,7 +145,7 @@ async def test_from_a_serving_group_to_what_is_left_of_a_fallen_one(
 async def test_a_pod_that_has_ended_tells_why(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster
 ) -> None:
-    """The operator is away, so that the fallen group's pods are still there."""
+    """The operator is away, so that the failed group's pods are still there."""
     installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
     settings = {"watch_namespaces": namespace, "resync_seconds": "1"}
     async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
@@ -156,7 +156,7 @@ async def test_a_pod_that_has_ended_tells_why(
         reason=FailureReason.RANK_RAISED, message="no memory", pod=1, rank=1, exit_code=1, last_log="end"
     )
     await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message=failure.to_json())
-    said = told(control_plane.kubeconfig, "logs", "tiny", "-n", namespace).splitlines()
+    said = reported(control_plane.kubeconfig, "logs", "tiny", "-n", namespace).splitlines()
     first = said.index(next(line for line in said if line.startswith("--> ")))
     assert said[first].startswith("--> tiny-0-1-1: rank 1, role back")
     assert said[first].endswith("(ended the epoch)")

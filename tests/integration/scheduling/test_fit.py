@@ -29,7 +29,7 @@ async def nodes_of(server: ApiServer, namespace: str, name: str) -> set[str]:
     return set(placed) if len(placed) == 2 and all(placed) else set()
 
 
-async def test_room_is_waited_for_shared_and_given_back(
+async def test_capacity_is_waited_for_shared_and_given_back(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     await add_node(server, "a", gpus=0)
@@ -48,8 +48,8 @@ async def test_room_is_waited_for_shared_and_given_back(
             "node a has no nvidia.com/gpu, node b is tainted team=x:NoSchedule"
         )
         assert words.startswith(blocker)
-        told = await until("the event", lambda: events(server, namespace, "InsufficientGPU"))
-        assert [note.startswith(blocker) for note in told] == [True], "said once"
+        reported = await until("the event", lambda: events(server, namespace, "InsufficientGPU"))
+        assert [note.startswith(blocker) for note in reported] == [True], "said once"
         assert await pods_of(server, namespace, "one") == []
 
         await set_gpus(server, "a", 1)
@@ -94,7 +94,7 @@ async def one_is_placed(server: ApiServer, namespace: str) -> bool:
     return any(found)
 
 
-async def test_a_group_keeps_to_the_zone_that_has_room_for_all_of_it(
+async def test_a_group_keeps_to_the_zone_that_has_capacity_for_all_of_it(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     await add_node(
@@ -148,7 +148,7 @@ async def test_pods_placed_one_by_one_tell_the_schedulers_own_words_once(
         assert len(await events(server, namespace, "Unschedulable")) == 1
 
 
-async def test_a_drain_takes_one_member_and_waits_with_the_others(
+async def test_a_drain_takes_one_rank_and_waits_with_the_others(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:

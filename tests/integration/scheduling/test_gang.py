@@ -46,7 +46,7 @@ async def test_half_a_gang_is_never_placed(
                 len(pods) == 2 and (status, reason) == ("False", "Unschedulable") and "whole-0-1-" in message
             )
 
-        # One of the two found room and waits for the other, which did not: the scheduler said so.
+        # One of the two found a node and waits for the other, which did not: the scheduler said so.
         await until("the scheduler has tried both", blocked, timeout_s=60)
         (workload,) = (await server.get(WORKLOAD.path(namespace)))["items"]
         assert workload["metadata"]["name"] == "whole-0-1"

@@ -36,8 +36,8 @@ from tests.integration.scheduling.conftest import capacity, pods_of
 pytestmark = [pytest.mark.gang_schedulers, pytest.mark.timeout(300)]
 
 NODE = kwok.NodeShape(allocatable={"cpu": "16", "memory": "64Gi", "pods": "110"})
-ROOM_OF_ONE = {"cpu": "16", "memory": "64Gi"}
-ROOM_OF_TWO = {"cpu": "32", "memory": "128Gi"}
+QUOTA_OF_ONE = {"cpu": "16", "memory": "64Gi"}
+QUOTA_OF_TWO = {"cpu": "32", "memory": "128Gi"}
 GANG_OBJECTS = {
     Gang.KUEUE: "workloads.kueue.x-k8s.io",
     Gang.VOLCANO: "podgroups.scheduling.volcano.sh",
@@ -51,7 +51,7 @@ GONE_S = 60.0
 
 
 class Site:
-    """A control plane with one gang scheduler, two nodes and an operator; each node has room for one pod."""
+    """A control plane with one gang scheduler, two nodes and an operator; each node holds one pod."""
 
     def __init__(self, plane: Cluster, gang: Gang) -> None:
         self.plane, self.gang = plane, gang
@@ -63,12 +63,12 @@ class Site:
             case Gang.VOLCANO:
                 start_volcano(self.plane)
             case Gang.KUEUE:
-                start_kueue(self.plane, ROOM_OF_ONE)
+                start_kueue(self.plane, QUOTA_OF_ONE)
 
-    def open_room(self, *, both: bool) -> None:
+    def open_quota(self, *, both: bool) -> None:
         """Lets pods onto the second node, or no longer; to Kueue, which knows no nodes, by its quota."""
         if self.gang is Gang.KUEUE:
-            set_kueue_quota(self.plane, ROOM_OF_TWO if both else ROOM_OF_ONE)
+            set_kueue_quota(self.plane, QUOTA_OF_TWO if both else QUOTA_OF_ONE)
         else:
             self.plane.kubectl("uncordon" if both else "cordon", OTHER_NODE)
 
@@ -86,7 +86,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def plane(site: Site) -> Cluster:
-    """In place of the one of conftest.py, which has no gang scheduler of another project."""
+    """Instead of the one of conftest.py, which has no gang scheduler of another project."""
     return site.plane
 
 
@@ -94,7 +94,7 @@ def plane(site: Site) -> Cluster:
 def resource(site: Site, server: ApiServer, namespace: str, running: OperatorProcess) -> "Resource":
     if site.gang is Gang.KUEUE:
         open_kueue_queue(site.plane, namespace)
-    site.open_room(both=False)
+    site.open_quota(both=False)
     return Resource(site, server, namespace, running)
 
 
@@ -152,7 +152,7 @@ class Resource:
         kueue = self.site.gang is Gang.KUEUE
         words = f"Kueue's Workload {self.name}-0-{epoch} says why" if kueue else ""
 
-        async def told() -> list[str]:
+        async def reported() -> list[str]:
             pods = [
                 pod for pod in await self.pods() if pod["metadata"]["labels"][names.LABEL_EPOCH] == str(epoch)
             ]
@@ -165,7 +165,7 @@ class Resource:
             return [pod["metadata"]["name"] for pod in pods]
 
         found: list[str] = await until(
-            "pods without a node, and why", told, timeout_s=PLACED_S, said=self.everything
+            "pods without a node, and why", reported, timeout_s=PLACED_S, said=self.everything
         )
         if kueue:
             assert f"workload.kueue.x-k8s.io/{self.name}-0-{epoch}" in self._gang_objects()
@@ -214,7 +214,7 @@ async def test_half_a_gang_waits_and_a_whole_one_serves(site: Site, resource: Re
     """Also the epoch after a rank's death, and the end, with nothing left."""
     await resource.create()
     await resource.waiting()
-    site.open_room(both=True)
+    site.open_quota(both=True)
     await resource.ready(epoch=1)
     (first, _) = sorted(pod["metadata"]["name"] for pod in await resource.pods())
     await end_rank(resource.server, resource.namespace, first, index=0)
@@ -232,7 +232,7 @@ async def test_a_deleted_pod_of_a_waiting_gang_is_replaced(site: Site, resource:
         return uid not in {pod["metadata"]["uid"] for pod in await resource.pods()}
 
     await until("the end of the deleted pod", replaced, timeout_s=GONE_S, said=resource.everything)
-    site.open_room(both=True)
+    site.open_quota(both=True)
     await resource.ready(epoch=2 if site.gang is Gang.KUEUE else 1)  # with Kueue all of the group went
     await resource.remove()
 
@@ -245,7 +245,7 @@ async def test_a_waiting_gang_goes_with_its_resource(resource: Resource) -> None
 
 @pytest.mark.parametrize("site", [Gang.KUEUE], indirect=True, ids=lambda gang: gang.value)
 async def test_a_group_that_kueue_evicts_waits_and_counts_no_restart(site: Site, resource: Resource) -> None:
-    site.open_room(both=True)
+    site.open_quota(both=True)
     await resource.create()
     await resource.ready(epoch=1)
     stop_kueue_queue(site.plane, stopped=True)
@@ -261,16 +261,16 @@ async def test_a_group_that_kueue_evicts_waits_and_counts_no_restart(site: Site,
 @pytest.mark.parametrize("site", [Gang.KUEUE], indirect=True, ids=lambda gang: gang.value)
 async def test_pods_on_a_lost_node_go_once_the_node_is_deleted(site: Site, resource: Resource) -> None:
     """Kueue's finalizer outlives the operator's deletion by force. The last test: a node is gone."""
-    site.open_room(both=True)
+    site.open_quota(both=True)
     await resource.create()
     await resource.ready(epoch=1)
-    # kwok no longer plays a node without its label: nothing is heard of it or of its pods.
+    # kwok no longer plays a node without its label: nothing is received of it or of its pods.
     site.plane.kubectl("label", "node", OTHER_NODE, f"{kwok.LABEL}-")
 
-    async def fell() -> bool:
+    async def ended_epoch() -> bool:
         return [f["reason"] for f in (await resource.group()).get("failures", ())] == ["NodeLost"]
 
-    await until("the loss of the node", fell, timeout_s=120, said=resource.everything)
+    await until("the loss of the node", ended_epoch, timeout_s=120, said=resource.everything)
     site.plane.kubectl("delete", "node", OTHER_NODE)
     await resource.waiting(epoch=2)
     await resource.remove()

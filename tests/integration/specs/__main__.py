@@ -29,22 +29,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     say(f"seed {chosen.seed}")
-    started = told_at = time.monotonic()
+    started = reported_at = time.monotonic()
     latest = Result()
-    for end in (signal.SIGINT, signal.SIGTERM):  # the cluster ends with us, and what was found is told
+    for end in (signal.SIGINT, signal.SIGTERM):  # the cluster ends with us, and what was found is reported
         signal.signal(end, signal.default_int_handler)
 
-    def told(result: Result) -> None:
-        nonlocal told_at, latest
+    def reported(result: Result) -> None:
+        nonlocal reported_at, latest
         latest = result
-        if time.monotonic() - told_at > _SAY_EVERY_S:
-            told_at = time.monotonic()
-            say(f"{told_at - started:5.0f} s: {result.line}")
+        if time.monotonic() - reported_at > _SAY_EVERY_S:
+            reported_at = time.monotonic()
+            say(f"{reported_at - started:5.0f} s: {result.line}")
 
     interrupted = False
     try:
         with start_cluster() as cluster:
-            check_specs(cluster, chosen.count, number=chosen.seed, told=told)
+            check_specs(cluster, chosen.count, number=chosen.seed, reported=reported)
     except KeyboardInterrupt:
         interrupted = True
     for finding in latest.findings[:_SHOWN]:

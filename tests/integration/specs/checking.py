@@ -91,7 +91,7 @@ async def _served(cluster: Cluster) -> None:
 
 
 def check_specs(
-    cluster: Cluster, count: int, *, number: int, told: Callable[[Result], None] = lambda result: None
+    cluster: Cluster, count: int, *, number: int, reported: Callable[[Result], None] = lambda result: None
 ) -> Result:
     """Returns what became of `count` random resources, drawn from the seed `number`.
 
@@ -103,7 +103,7 @@ def check_specs(
     def flush() -> None:
         asyncio.run(_check_batch(cluster, batch, result))
         batch.clear()
-        told(result)
+        reported(result)
 
     @seed(number)
     @settings(
@@ -177,7 +177,7 @@ def _refused_later(life: Life, manifest: Any, said: str) -> str:
         raise _Finding(refusal)
     if not life.tells(refusal):
         raise _Finding(f"not in the status: {refusal}")
-    return "refused by the API server, told in the status"
+    return "refused by the API server, reported in the status"
 
 
 def _path(manifest: Any) -> str:

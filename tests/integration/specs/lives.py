@@ -60,7 +60,7 @@ class _NamedWorld(World):
 
 
 def live(body: dict[str, Any]) -> Life:
-    """Returns what becomes of a resource on a cluster that has room for it and has its model.
+    """Returns what becomes of a resource on a cluster that holds it and has its model.
 
     Raises:
         Crash: an error that is no refusal, or decisions that don't settle.
@@ -127,7 +127,7 @@ def _answer(spec: Mapping[str, Any]) -> str:
 
 
 def _nodes(spec: Mapping[str, Any]) -> tuple[NodeView, ...]:
-    """Returns nodes with room for anything but what no node has."""
+    """Returns nodes that hold anything but what no node has."""
     gpus = {role.get("deviceResourceName", "nvidia.com/gpu"): 16.0 for role in spec["roles"]}
     allocatable = {"cpu": 512.0, "memory": 16.0 * 2**40, "pods": 250.0, **gpus}
     return tuple(NodeView(name=f"node-{i}", allocatable=allocatable) for i in range(_NODES))

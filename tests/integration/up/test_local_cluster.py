@@ -1,6 +1,6 @@
-"""The port on this machine's processes, with small programs in the worker's place.
+"""The port on this machine's processes, with small programs instead of the worker.
 
-What is started, told and ended is real; only what runs in a pod is not vLLM.
+What is started, reported and ended is real; only what runs in a pod is not vLLM.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ SERVES = """
 
 
 def _worker(folder: Path, program: str) -> Path:
-    """Returns an executable in the place of the worker's Python: as `-m MODULE`, it runs `program`."""
+    """Returns an executable instead of the worker's Python: as `-m MODULE`, it runs `program`."""
     script = folder / "program.py"
     script.write_text(textwrap.dedent(program))
     python = folder / "python"
@@ -277,7 +277,7 @@ async def test_each_pod_sees_its_own_gpus_and_leaves_them_to_the_next(tmp_path: 
         assert seen == {"one": "1", "two": "1,3", "none": "-1"}
 
 
-async def test_pod_that_asks_for_more_gpus_than_are_free_is_told(tmp_path: Path) -> None:
+async def test_pod_that_asks_for_more_gpus_than_are_free_is_reported(tmp_path: Path) -> None:
     manifest = pod(resources={"limits": {"nvidia.com/gpu": "1"}})
     async with _cluster(tmp_path, SLEEPS) as running:
         with pytest.raises(LocalPodError, match="got 0 free GPUs, expected 1"):

@@ -1,4 +1,4 @@
-"""What `heteroinfer up` does not run: each told in words that say what to do, with a non-zero exit."""
+"""What `heteroinfer up` does not run: each reported in words that say what to do, with a non-zero exit."""
 
 import re
 import signal
@@ -117,9 +117,11 @@ def test_gpu_role_without_a_gpu_says_what_it_waits_for(tmp_path: Path, model_dir
     shortage = {"onGPUShortage": {"action": "Wait"}}
     file = write(tmp_path, resource(model_dir, roles=[CPU_ROLE, GPU_ROLE], planning=shortage))
     with RunningUp(["-f", file, "--port", port], env={**NO_GPU, "TMPDIR": str(tmp_path)}) as up:
-        told = up.wait_line(re.compile(r"CapacityAvailable=False InsufficientGPU: (.*)"), TIMEOUT_S)[1]
-        assert "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node localhost has no nvidia.com/gpu" in told
-        assert "set planning.onGPUShortage.action: CPUOnly" in told
+        reported = up.wait_line(re.compile(r"CapacityAvailable=False InsufficientGPU: (.*)"), TIMEOUT_S)[1]
+        assert (
+            "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node localhost has no nvidia.com/gpu" in reported
+        )
+        assert "set planning.onGPUShortage.action: CPUOnly" in reported
         assert up.process.poll() is None
         assert up.stop(signal.SIGTERM) == 0
 

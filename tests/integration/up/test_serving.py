@@ -15,7 +15,7 @@ from tests.integration.up.resources import resource, write
 from tests.running_up import READY_TIMEOUT_S, RunningUp
 
 GONE_TIMEOUT_S = 2.0
-FELL = re.compile(r"Warning RankExited: group 0 epoch (?P<epoch>\d+) ended: rank (?P<rank>\d+): ")
+EPOCH_ENDED = re.compile(r"Warning RankExited: group 0 epoch (?P<epoch>\d+) ended: rank (?P<rank>\d+): ")
 DOWN = re.compile(r"Ready=False RankExited")
 _RANK_PID = re.compile(r"started rank \d+ as process (\d+)")
 
@@ -40,7 +40,7 @@ def _check_tokens(up: RunningUp, url: str, references: dict[str, Any]) -> None:
     assert got == [wanted["token_ids"] for wanted in references.values()]
 
 
-def test_group_is_served_falls_as_a_whole_is_served_again_and_then_fails_for_good(
+def test_group_is_served_fails_as_a_whole_is_served_again_and_then_fails_for_good(
     tmp_path: Path, model_dir: Path, references: dict[str, Any], port: str
 ) -> None:
     """Right tokens; a killed rank is named and a new epoch serves; the second kill is one too many."""
@@ -55,20 +55,20 @@ def test_group_is_served_falls_as_a_whole_is_served_again_and_then_fails_for_goo
         assert all(rank.steps > 0 and rank.compute_s > 0 for rank in status.ranks)
         assert "heteroinfer_rank_step_seconds_count" in up.metrics()[1]
 
-        first, told = up.processes(), len(up.lines)
+        first, reported = up.processes(), len(up.lines)
         os.kill(_rank_pid(logs, epoch=1, pod=1), signal.SIGKILL)
-        fell = up.wait_line(FELL, GONE_TIMEOUT_S + 5.0, after=told)
-        assert (fell["epoch"], fell["rank"]) == ("1", "1")
-        up.wait_line(DOWN, 1.0, after=told)
-        assert up.wait_ready(READY_TIMEOUT_S, after=told) == url
+        ended_epoch = up.wait_line(EPOCH_ENDED, GONE_TIMEOUT_S + 5.0, after=reported)
+        assert (ended_epoch["epoch"], ended_epoch["rank"]) == ("1", "1")
+        up.wait_line(DOWN, 1.0, after=reported)
+        assert up.wait_ready(READY_TIMEOUT_S, after=reported) == url
         assert first.living() == []
         assert up.group_report().epoch == 2
         _check_tokens(up, url, references)
 
-        second, told = up.processes(), len(up.lines)
+        second, reported = up.processes(), len(up.lines)
         os.kill(_rank_pid(logs, epoch=2, pod=0), signal.SIGKILL)
-        fell = up.wait_line(FELL, GONE_TIMEOUT_S + 5.0, after=told)
-        assert (fell["epoch"], fell["rank"]) == ("2", "0")
+        ended_epoch = up.wait_line(EPOCH_ENDED, GONE_TIMEOUT_S + 5.0, after=reported)
+        assert (ended_epoch["epoch"], ended_epoch["rank"]) == ("2", "0")
         assert up.wait_exit() == 1
         assert second.wait_gone(GONE_TIMEOUT_S) == []
         assert "error: group 0: RankExited: rank 0" in up.tail(1)

@@ -6,7 +6,7 @@ Run in the tree of a version that is about to be released:
 
 It installs the chart on a control plane, has the operator bring resources.yaml to Ready, and
 writes the chart's package and every object. No node is there: this says for the kubelet how
-pods fare. One group falls once, so that failures and a second epoch are among what is kept.
+pods fare. One group fails once, so that failures and a second epoch are among what is kept.
 """
 
 import asyncio

@@ -98,7 +98,7 @@ async def statuses(server: ApiServer) -> dict[str, Any]:
 
 
 async def settled(process: OperatorProcess) -> None:
-    """Returns once several full passes in a row wrote nothing."""
+    """Returns once several full resyncs in a row wrote nothing."""
 
     async def quiet() -> bool:
         written = await process.writes()
@@ -108,7 +108,7 @@ async def settled(process: OperatorProcess) -> None:
         async def more() -> bool:
             return await process.metric(count) >= passes
 
-        await until("three passes over three resources", more, said=lambda: process.said)
+        await until("three reconciles of three resources", more, said=lambda: process.said)
         return await process.writes() == written
 
     await until("passes that write nothing", quiet, timeout_s=40, said=lambda: process.said)
@@ -151,7 +151,7 @@ async def test_groups_of_an_older_version_run_on(version: Path, plane: Cluster, 
 
 
 async def check_as_recorded(server: ApiServer, objects: list[dict[str, Any]]) -> None:
-    """Every group is what it was, and nobody was told otherwise."""
+    """Every group is what it was, and nobody said otherwise."""
     now = await statuses(server)
     for resource in resources(objects):
         was, name = resource["status"], resource["metadata"]["name"]
@@ -170,8 +170,8 @@ async def check_as_recorded(server: ApiServer, objects: list[dict[str, Any]]) ->
 
 
 async def check_next_epoch(server: ApiServer, process: OperatorProcess) -> None:
-    """A fall after the upgrade ends the old epoch whole, and the new operator makes the next one."""
-    await add_node(server, "room")  # not before: the scheduler would give the pods of old a node
+    """A failure after the upgrade ends the old epoch whole, and the new operator makes the next one."""
+    await add_node(server, "spacious")  # not before: the scheduler would give the pods of old a node
     await end_pod(server, NAMESPACE, "pair-0-1-1", exit_code=137, message="")
 
     async def second_epoch() -> bool:

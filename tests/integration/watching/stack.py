@@ -50,7 +50,7 @@ VALUES = (
     "prometheusRule.enabled=true",
     "dashboards.enabled=true",
 )
-NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "room"}}
+NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "spacious"}}
 """What plans count on."""
 MAX_SEQS = 4
 """Of the group: more requests than this wait."""
@@ -136,7 +136,7 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
         _say_ready(plane)
         plane.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(_resource()))
         _tell_model(plane, model)
-        _fall_once(plane)
+        _fail_once(plane)
         _say_ready(plane)  # planned anew; its controller gives a silent node 50 s
         pods = _wait_for_pods(plane, epoch=2)
         plan, addresses = _plan(plane, model), _addresses(len(pods))
@@ -182,7 +182,7 @@ def _say_ready(plane: Cluster) -> None:
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "", "lastHeartbeatTime": now}
     allocatable = {"cpu": "32", "memory": "64Gi", "pods": "110"}
-    patch(plane, "node/room", {"allocatable": allocatable, "conditions": [ready]})
+    patch(plane, "node/spacious", {"allocatable": allocatable, "conditions": [ready]})
 
 
 def _running(address: str, *, ready: bool = True) -> dict[str, Any]:
@@ -231,12 +231,12 @@ def _tell_model(plane: Cluster, model: Path) -> None:
     _end(plane, pod, 0, profile.strip())
 
 
-def _fall_once(plane: Cluster) -> None:
+def _fail_once(plane: Cluster) -> None:
     """Has the first epoch end by a lost pod, so that restarts and failures are there to be seen."""
     pods = _wait_for_pods(plane, epoch=1)
     for pod in pods:
         patch(plane, f"pod/{pod['metadata']['name']}", _running("127.0.0.1", ready=False), NAMESPACE)
-    lost = Failure(reason=FailureReason.POD_LOST, message="pod 1 fell silent", pod=1, rank=1)
+    lost = Failure(reason=FailureReason.POD_LOST, message="pod 1 went silent", pod=1, rank=1)
     _end(plane, pods[0], names.EXIT_PEER_FAILED, lost.to_json())
 
 

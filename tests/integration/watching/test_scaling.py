@@ -126,7 +126,7 @@ def test_the_hpa_adds_a_group_while_requests_wait(stack: Stack, adapter: Cluster
     assert (conditions["AbleToScale"], conditions["ScalingActive"]) == ("True", "True"), stored["status"]
     (seen,) = stored["status"]["currentMetrics"]
     assert seen["object"]["metric"]["name"] == METRIC
-    # The operator takes the second group on; there is room for it on the node, and nobody to run it.
+    # The operator takes the second group on; the node holds it, and there is nobody to run it.
     processes.wait_until(
         "the status of two groups", lambda: len(stack.resource["status"]["groups"]) == 2, timeout_s=30
     )

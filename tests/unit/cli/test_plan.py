@@ -214,8 +214,8 @@ def test_what_holds_no_nodes_is_refused(
 ) -> None:
     nodes = tmp_path / "nodes.yaml"
     nodes.write_text(text)
-    told = error(capsys, "-f", write(tmp_path, model), "--nodes", str(nodes))
-    assert "give what `kubectl get nodes,pods -A -o json` prints" in told
+    reported = error(capsys, "-f", write(tmp_path, model), "--nodes", str(nodes))
+    assert "give what `kubectl get nodes,pods -A -o json` prints" in reported
     assert "No such file" in error(capsys, "-f", write(tmp_path, model), "--nodes", str(tmp_path / "none"))
 
 

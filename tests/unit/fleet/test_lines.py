@@ -27,7 +27,7 @@ def status(ready: str = "True", reason: str = "GroupsReady") -> HeteroInferenceS
         "epoch": 2, "time": SEEN, "reason": "RankExited", "message": "rank 1 was killed", "rank": 1,
         "exitCode": -9,
     }  # fmt: skip
-    members = [
+    ranks = [
         {"rank": 0, "role": "cpu", "pod": "llama-0-3-0", "node": "a", "ready": True},
         {
             "rank": 1, "role": "gpu", "pod": "llama-0-3-1", "node": "b", "ready": True, "stepMs": 20.0,
@@ -40,7 +40,7 @@ def status(ready: str = "True", reason: str = "GroupsReady") -> HeteroInferenceS
     }  # fmt: skip
     group = {
         "index": 0, "epoch": 3, "phase": "Ready", "restarts": 2, "failures": [failure], "kv": kv,
-        "members": members,
+        "members": ranks,
     }  # fmt: skip
     return parse_status({"conditions": [condition], "summary": {"groups": "1/1"}, "groups": [group]})
 
@@ -91,7 +91,7 @@ def test_json_has_the_same_and_nothing_empty() -> None:
     assert group["ranks"][1]["computeMs"] == 25.0
 
 
-def test_what_is_not_ready_is_told_in_words() -> None:
+def test_what_is_not_ready_is_reported_in_words() -> None:
     assert list(waits([build_line(KEY, status())])) == []
     waiting = build_line(KEY, status("False", "Starting"))
     new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus())

@@ -35,9 +35,9 @@ def ended(exit_code: int, message: str) -> ContainerTermination:
     return ContainerTermination(exit_code=exit_code, reason="Error", message=message)
 
 
-def group(*failures: FailureStatus, epoch: int = 1, members: bool = True) -> GroupStatus:
-    told = tuple(RankEntry(rank=i, role="cpu", pod=f"g-0-{epoch}-{i}") for i in range(3))
-    return GroupStatus(index=0, epoch=epoch, failures=failures, members=told if members else ())
+def group(*failures: FailureStatus, epoch: int = 1, ran: bool = True) -> GroupStatus:
+    reported = tuple(RankEntry(rank=i, role="cpu", pod=f"g-0-{epoch}-{i}") for i in range(3))
+    return GroupStatus(index=0, epoch=epoch, failures=failures, members=reported if ran else ())
 
 
 def failure(rank: int) -> FailureStatus:
@@ -51,7 +51,7 @@ def order(status: GroupStatus, pods: list[PodView]) -> list[str]:
 def test_the_pod_that_blames_itself_comes_first_then_those_that_failed_with_it() -> None:
     peers = replace(KILLED, reason=FailureReason.POD_LOST, message="gone").to_json()
     pods = [pod(0), pod(1, ended=ended(71, peers)), pod(2, ended=ended(70, KILLED.to_json()))]
-    first, second, _ = build_stories(group(members=False), pods, 1)
+    first, second, _ = build_stories(group(ran=False), pods, 1)
     assert (first.name, first.culprit, second.name, second.culprit) == ("g-0-1-2", True, "g-0-1-1", False)
     assert first.ended == (
         "ended with exit code 70 (Error): RankExited: rank 2: rank 2 was killed (exit code -9); "
@@ -61,7 +61,7 @@ def test_the_pod_that_blames_itself_comes_first_then_those_that_failed_with_it()
 
 def test_peers_are_believed_about_a_pod_that_is_gone_or_silent() -> None:
     pods = [pod(0, ended=ended(71, KILLED.to_json())), pod(1), pod(2)]
-    assert order(group(members=False), pods) == ["2", "0", "1"]
+    assert order(group(ran=False), pods) == ["2", "0", "1"]
 
 
 def test_in_an_epoch_that_runs_the_last_culprit_comes_first() -> None:
@@ -73,7 +73,7 @@ def test_in_an_epoch_that_runs_the_last_culprit_comes_first() -> None:
     assert order(group(epoch=2), pods) == ["0", "1", "2"]
 
 
-def test_a_message_of_kubernetes_is_told_as_it_is() -> None:
+def test_a_message_of_kubernetes_is_reported_as_it_is() -> None:
     (story,) = build_stories(group(), [pod(0, ended=ended(137, "out of memory"))], 1)
     assert story.ended == "ended with exit code 137 (Error) out of memory"
     waiting = replace(pod(0), waiting="ImagePullBackOff: no such image")

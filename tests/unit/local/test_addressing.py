@@ -59,7 +59,7 @@ def test_api_port_is_the_users_for_the_first_group() -> None:
     assert addressing.endpoint(_spec(), OWNER) == "http://127.0.0.1:8000/v1"
 
 
-def test_taken_api_port_is_told() -> None:
+def test_taken_api_port_is_reported() -> None:
     with socket.socket() as other:
         other.bind((LOOPBACK, 0))
         other.listen()

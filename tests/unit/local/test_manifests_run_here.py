@@ -1,4 +1,4 @@
-"""Every Pod that the manifests build from an example runs here: the two rooms agree."""
+"""Every Pod that the manifests build from an example runs here: the two packages agree."""
 
 from pathlib import Path
 

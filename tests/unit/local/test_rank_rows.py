@@ -22,7 +22,7 @@ def _rows(*ranks: RankStatus, epoch: int = 2) -> tuple[RankRow, ...]:
     return build_rows(HeteroInferenceStatus(groups=(group,)), {PLAN.hash: PLAN}, {0: report})
 
 
-def test_rank_shows_its_place_its_progress_and_its_times() -> None:
+def test_rank_shows_its_position_its_progress_and_its_times() -> None:
     loading = RankStatus(rank=0, pod=0, phase=RankPhase.LOADING, loaded_bytes=1, total_bytes=4)
     serving = RankStatus(
         rank=1,

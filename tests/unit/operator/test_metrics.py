@@ -90,7 +90,7 @@ def test_series_do_not_outlive_their_resource() -> None:
     assert b"ns/tiny" not in metrics.exposition()
 
 
-def test_its_own_memory_is_told() -> None:
+def test_its_own_memory_is_reported() -> None:
     held = OperatorMetrics().registry.get_sample_value(names.PROCESS_RESIDENT_MEMORY_BYTES)
     assert held is not None
     assert held > 1 << 20

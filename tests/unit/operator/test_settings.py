@@ -87,6 +87,6 @@ def test_health_tells_a_stuck_operator_from_one_that_waits() -> None:
     now += 900
     assert health.stuck() == ""
     now += 1
-    assert health.stuck() == "no pass over all resources for 901 s"
+    assert health.stuck() == "no resync for 901 s"
     health.stale_caches = ("pods of a", "nodes")
-    assert health.stuck() == "no pass over all resources for 901 s: nothing heard of pods of a, nodes"
+    assert health.stuck() == "no resync for 901 s: nothing received of pods of a, nodes"

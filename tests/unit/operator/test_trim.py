@@ -55,7 +55,7 @@ def test_a_pod_whose_label_was_taken_off_is_not_ours() -> None:
     assert trim.pod_record(pod) is None
 
 
-def test_the_workers_own_end_is_told_before_any_other_containers() -> None:
+def test_the_workers_own_end_is_reported_before_any_other_containers() -> None:
     pod = stored_pod(
         phase="Failed", containerStatuses=[terminated("sidecar", 1, "no"), terminated("worker", 70, "rank 1")]
     )

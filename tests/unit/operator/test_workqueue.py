@@ -104,7 +104,7 @@ async def test_a_failure_is_tried_again_with_growing_waits_up_to_the_most() -> N
     assert [Backoff().delay_s(n) for n in (1, 2, 3, 9, 10_000)] == [0.2, 0.4, 0.8, 30.0, 30.0]
 
 
-async def test_a_change_that_the_failing_pass_made_itself_does_not_undo_the_back_off() -> None:
+async def test_a_change_that_the_failing_reconcile_made_itself_does_not_undo_the_back_off() -> None:
     times: list[float] = []
 
     async def process(key: ResourceKey) -> None:
@@ -179,7 +179,7 @@ async def test_looking_again_the_earliest_wins_and_a_change_comes_first() -> Non
         await until(lambda: len(times) == 3)
 
 
-async def test_a_pass_that_hangs_is_ended_and_counted_as_a_failure() -> None:
+async def test_a_reconcile_that_hangs_is_ended_and_counted_as_a_failure() -> None:
     seen = 0
 
     async def process(key: ResourceKey) -> None:
@@ -193,7 +193,7 @@ async def test_a_pass_that_hangs_is_ended_and_counted_as_a_failure() -> None:
         await until(lambda: seen == 2)
 
 
-async def test_stopping_cancels_the_pass_in_work() -> None:
+async def test_stopping_cancels_the_reconcile_in_work() -> None:
     cancelled = asyncio.Event()
     begun = asyncio.Event()
 
@@ -236,7 +236,7 @@ class OneResource:
             self.status = dict(action.status)
 
 
-async def test_a_pass_observes_decides_acts_and_says_when_to_look_again() -> None:
+async def test_a_reconcile_observes_decides_acts_and_says_when_to_look_again() -> None:
     world = OneResource()
 
     def decide(observation: ResourceObservation, now: datetime) -> Decision:

@@ -45,7 +45,7 @@ def test_without_nodes_it_is_planned_as_the_roles_ask() -> None:
     assert not planned.node_assignment.nodes
 
 
-def test_pods_are_placed_and_take_their_room() -> None:
+def test_pods_are_placed_and_take_their_capacity() -> None:
     free_nodes = build_free_nodes([big("a", gpus=1), big("b")])
     planned = fit(spec(gpu(), cpu(memory="64Gi")), free_nodes)
     assert planned.node_assignment.nodes == {0: "b", 1: "a"}, "pod 0 is the CPU's"
@@ -78,11 +78,11 @@ def test_memory_that_is_missing_is_no_shortage_of_gpus() -> None:
     assert error.reason == "InsufficientCapacity"
     assert error.message == (
         "needs 1 pod (role cpu) with 400.00 GiB of memory; nodes a, b have 32.00 GiB free of 32.00 GiB of "
-        "memory; the group waits, and nothing of it is created until all its pods have room"
+        "memory; the group waits, and nothing of it is created until all its pods fit"
     )
 
 
-def test_what_no_room_would_help_is_told_first() -> None:
+def test_what_no_capacity_would_help_is_reported_first() -> None:
     for nodes in ([big("a", gpus=1)], []):
         with pytest.raises(PlanError) as caught:
             fit(spec(gpu(deviceMemory="8Gi")), build_free_nodes(nodes))
@@ -90,7 +90,7 @@ def test_what_no_room_would_help_is_told_first() -> None:
 
 
 @pytest.mark.parametrize(("age_s", "waits"), [(0.0, True), (599.0, True), (600.0, False), (None, False)])
-def test_cpu_only_waits_as_long_as_it_was_told_and_says_what_it_costs(
+def test_cpu_only_waits_as_long_as_it_was_reported_and_says_what_it_costs(
     age_s: float | None, *, waits: bool
 ) -> None:
     parsed, nodes = spec(gpu(), planning=CPU_ONLY), [big("a")]

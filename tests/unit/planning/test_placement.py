@@ -94,14 +94,14 @@ def allowed(demands: list[PodDemand], nodes: tuple[NodeView, ...], topology_key:
     placed = list(zip(demands, nodes, strict=True))
     values = {n.labels.get(topology_key) for n in nodes}
     return (
-        all(has_room(n, [d for d, there in placed if there.name == n.name]) for n in nodes)
+        all(fits(n, [d for d, there in placed if there.name == n.name]) for n in nodes)
         and all(is_open(d, n) for d, n in placed)
         and all(agrees(position, placed) for position in range(len(placed)))
         and (not topology_key or (len(values) == 1 and None not in values))
     )
 
 
-def has_room(where: NodeView, demands: list[PodDemand]) -> bool:
+def fits(where: NodeView, demands: list[PodDemand]) -> bool:
     return all(
         sum(d.requests.get(name, 0.0) for d in demands)
         <= where.allocatable.get(name, 0.0) - where.requested.get(name, 0.0)
@@ -138,13 +138,13 @@ def same(one: NodeView, other: NodeView, key: str) -> bool:
 
 
 @given(groups(), clusters(), st.sampled_from(["", "", ZONE]))
-def test_a_place_is_found_exactly_when_there_is_one(
+def test_a_node_is_found_exactly_when_there_is_one(
     demands: list[PodDemand], nodes: list[NodeView], topology_key: str
 ) -> None:
     free_nodes = build_free_nodes(nodes)
     before = [dict(free_node.free) for free_node in free_nodes]
     found = assign_nodes(demands, free_nodes, topology_key)
-    assert [free_node.free for free_node in free_nodes] == before, "looking takes no room"
+    assert [free_node.free for free_node in free_nodes] == before, "looking takes nothing"
     possible = any(
         allowed(demands, way, topology_key) for way in itertools.product(nodes, repeat=len(demands))
     )
@@ -161,14 +161,14 @@ def test_a_place_is_found_exactly_when_there_is_one(
 # What is said
 
 
-def told(demands: list[PodDemand], *nodes: NodeView, key: str = "") -> str:
+def reported(demands: list[PodDemand], *nodes: NodeView, key: str = "") -> str:
     free_nodes = build_free_nodes(nodes)
     assert assign_nodes(demands, free_nodes, key) is None
     return explain(demands, free_nodes, key)
 
 
 def test_what_is_missing_and_where() -> None:
-    words = told(
+    words = reported(
         [pod(gpus=2)],
         node("a", gpus=2, requested={GPU: 1.0}),
         node("b", gpus=2, taints=(Taint(key="gpu", value="x"),)),
@@ -181,16 +181,16 @@ def test_what_is_missing_and_where() -> None:
     )
 
 
-def test_room_for_some_of_the_pods() -> None:
-    words = told([pod(gpus=1)] * 4, node("a", gpus=2), node("b", gpus=1))
+def test_capacity_for_some_of_the_pods() -> None:
+    words = reported([pod(gpus=1)] * 4, node("a", gpus=2), node("b", gpus=1))
     assert words == (
-        "needs 4 pods (role gpu) with 1 nvidia.com/gpu, and there is room for 3; "
-        "node a has room for 2, node b has room for 1"
+        "needs 4 pods (role gpu) with 1 nvidia.com/gpu, and there is capacity for 3; "
+        "node a has capacity for 2, node b has capacity for 1"
     )
 
 
 def test_memory_and_many_nodes() -> None:
-    words = told([pod(memory=40 * 2**30, cpu=2)], *(node(f"n{i}") for i in range(9)))
+    words = reported([pod(memory=40 * 2**30, cpu=2)], *(node(f"n{i}") for i in range(9)))
     assert words == (
         "needs 1 pod (role cpu) with 40.00 GiB of memory, 2 CPUs; "
         "nodes n0, n1, n2 and 6 more have 32.00 GiB free of 32.00 GiB of memory"
@@ -198,20 +198,22 @@ def test_memory_and_many_nodes() -> None:
 
 
 def test_pods_that_fit_one_by_one_only() -> None:
-    words = told([pod(gpus=1, cpu=5), pod(cpu=5)], node("a", gpus=1))
+    words = reported([pod(gpus=1, cpu=5), pod(cpu=5)], node("a", gpus=1))
     assert words.startswith("each pod has a node by itself, but there are not nodes for all of them at once")
 
 
 def test_within_one_value_of_a_label() -> None:
     nodes = [node("a", gpus=1, labels={ZONE: "1"}), node("b", gpus=1, labels={ZONE: "2"})]
     assert assign_nodes([pod(gpus=1)] * 2, build_free_nodes(nodes)) is not None
-    assert told([pod(gpus=1)] * 2, *nodes, key=ZONE) == (
-        f"no single value of {ZONE} has room: "
-        "1: needs 2 pods (role gpu) with 1 nvidia.com/gpu, and there is room for 1; node a has room for 1; "
-        "2: needs 2 pods (role gpu) with 1 nvidia.com/gpu, and there is room for 1; node b has room for 1"
+    assert reported([pod(gpus=1)] * 2, *nodes, key=ZONE) == (
+        f"no single value of {ZONE} has enough free capacity: "
+        "1: needs 2 pods (role gpu) with 1 nvidia.com/gpu, and there is capacity for 1; "
+        "node a has capacity for 1; "
+        "2: needs 2 pods (role gpu) with 1 nvidia.com/gpu, and there is capacity for 1; "
+        "node b has capacity for 1"
     )
-    assert told([pod(gpus=1)], node("c", gpus=1), key=ZONE).startswith(f"no node has the label {ZONE}")
-    assert told([pod()]) == "needs 1 pod (role cpu) with no requests; there are no nodes"
+    assert reported([pod(gpus=1)], node("c", gpus=1), key=ZONE).startswith(f"no node has the label {ZONE}")
+    assert reported([pod()]) == "needs 1 pod (role cpu) with no requests; there are no nodes"
 
 
 # Which node
@@ -302,5 +304,5 @@ def test_five_hundred_nodes_cost_milliseconds() -> None:
     began = time.process_time()
     assert assign_nodes(fits, build_free_nodes(nodes)) is not None
     assert assign_nodes(full, build_free_nodes(nodes)) is None
-    assert "and there is room for 500" in explain(full, build_free_nodes(nodes))
+    assert "and there is capacity for 500" in explain(full, build_free_nodes(nodes))
     assert time.process_time() - began < 5.0

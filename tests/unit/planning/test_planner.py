@@ -48,7 +48,7 @@ def test_tensor_and_pipeline_combine() -> None:
     assert [(r.first_layer, r.end_layer) for r in planned.ranks] == [(0, 16), (0, 16), (16, 32), (16, 32)]
 
 
-def test_the_rank_with_the_least_room_for_kv_is_predicted() -> None:
+def test_the_rank_with_the_least_capacity_for_kv_is_predicted() -> None:
     small = cpu(name="small", memory="20Gi", layers=[10])
     big = cpu(name="big", memory="200Gi", layers=[22])
     assert plan(spec(big, small, parallelism={"stageOrder": "AsListed"})).limiting_rank == 1
@@ -252,7 +252,7 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     )
 
 
-def test_a_stage_without_room_for_a_layer_says_by_how_much() -> None:
+def test_a_stage_without_capacity_for_a_layer_says_by_how_much() -> None:
     error = refusal(spec(gpu(deviceMemory="80Gi"), cpu(memory="4Gi")))
     need = (416 + 2 * 1002) / 1024 + 4096 * 8224 / GIB
     assert error.message.startswith(
@@ -312,14 +312,14 @@ def test_quantized_weights_do_not_scale() -> None:
     assert f32.weight_bytes == bf16.weight_bytes
 
 
-def test_kv_room_is_the_same_number_of_whole_blocks_everywhere() -> None:
+def test_kv_capacity_is_the_same_number_of_whole_blocks_everywhere() -> None:
     planned = plan(spec(gpu(deviceMemory="24Gi"), cpu(memory="24Gi"))).plan
     blocks = {rank.kv_cache_bytes / (rank.num_layers * 4096 * 32) for rank in planned.ranks}
     assert len(blocks) == 1
     assert blocks.pop() % 1 == 0
 
 
-def test_kv_room_is_no_more_than_can_be_used() -> None:
+def test_kv_capacity_is_no_more_than_can_be_used() -> None:
     (rank,) = plan(spec(gpu(deviceMemory="999Gi"), engine={"maxModelLen": 64})).plan.ranks
     assert rank.kv_cache_bytes == (256 * 64 + 32) * 32 * 4096
 
@@ -406,7 +406,7 @@ def test_an_argument_that_the_plan_owns_is_refused(args: list[str], remedy: str)
     assert remedy in error.message
 
 
-def test_other_arguments_pass() -> None:
+def test_other_arguments_reconcile() -> None:
     args = ["--enable-prefix-caching", "--tokenizer", "x"]
     assert plan(spec(cpu(), engine={"args": args})).plan.engine.extra_args == tuple(args)
 

@@ -1,4 +1,4 @@
-"""Groups and the room that there is: what is created, what is said, and how often."""
+"""Groups and the free capacity that there is: what is created, what is said, and how often."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,8 +25,8 @@ def gpu_and_cpu(**changes: Any) -> dict[str, Any]:
     return {**cpu_pair(), "roles": roles, **changes}
 
 
-class FreeNode(World):
-    """A world with gang schedulers, and with room promised to its own pods and to others."""
+class CapacityWorld(World):
+    """A world with gang schedulers, and with capacity promised to its own pods and to others."""
 
     gangs: frozenset[Gang] = frozenset()
     promised: tuple[PodDemand, ...] = ()
@@ -36,93 +36,93 @@ class FreeNode(World):
         return replace(super().observe(), gangs=self.gangs, promised=(*self.promised, *ours))
 
 
-def started(spec: dict[str, Any], *nodes: NodeView, gangs: frozenset[Gang] = frozenset()) -> FreeNode:
-    room = FreeNode(spec=spec, nodes=nodes)
-    room.gangs = gangs
-    room.settle()
-    room.answer_inspection()
-    room.settle()
-    return room
+def started(spec: dict[str, Any], *nodes: NodeView, gangs: frozenset[Gang] = frozenset()) -> CapacityWorld:
+    world = CapacityWorld(spec=spec, nodes=nodes)
+    world.gangs = gangs
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    return world
 
 
 def message(world: World, kind: str) -> str:
     return str(next(c for c in world.status["conditions"] if c["type"] == kind)["message"])
 
 
-def test_nothing_of_a_group_is_created_until_all_of_it_has_room() -> None:
-    room = started(gpu_and_cpu(), node("a"))
-    assert room.workers() == []
-    assert room.condition("CapacityAvailable") == ("False", "InsufficientGPU")
-    assert message(room, "CapacityAvailable").startswith(
+def test_nothing_of_a_group_is_created_until_all_of_it_has_capacity() -> None:
+    world = started(gpu_and_cpu(), node("a"))
+    assert world.workers() == []
+    assert world.condition("CapacityAvailable") == ("False", "InsufficientGPU")
+    assert message(world, "CapacityAvailable").startswith(
         "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node a has no nvidia.com/gpu"
     )
-    room.nodes = (node("a"), node("b", gpus=1))
-    room.settle()
-    assert len(room.workers()) == 2
-    assert room.condition("CapacityAvailable") == ("True", "Placed")
-    assert room.condition("Planned") == ("True", "PlanReady")
-    assert "hybrid not needed" in message(room, "Planned")
-    assert "HybridNotNeeded" in room.events
+    world.nodes = (node("a"), node("b", gpus=1))
+    world.settle()
+    assert len(world.workers()) == 2
+    assert world.condition("CapacityAvailable") == ("True", "Placed")
+    assert world.condition("Planned") == ("True", "PlanReady")
+    assert "hybrid not needed" in message(world, "Planned")
+    assert "HybridNotNeeded" in world.events
 
 
-def test_missing_room_is_told_once_though_nodes_change_all_the_time() -> None:
-    room = started(gpu_and_cpu(), node("a"))
+def test_missing_capacity_is_reported_once_though_nodes_change_all_the_time() -> None:
+    world = started(gpu_and_cpu(), node("a"))
     for cpus in range(5):
-        room.nodes = (node("a"), node(f"b{cpus}", schedulable=False, problem="cordoned"))
-        room.settle()
-    assert "node b4 is cordoned" in message(room, "CapacityAvailable")
-    assert room.events.count("InsufficientGPU") == 1
-    room.nodes = (node("a", gpus=1),)
-    room.settle()
-    for name in room.workers():
-        room.pods[name] = replace(room.pods[name], unschedulable="0/1 nodes are available")
-    room.settle()
-    assert room.condition("CapacityAvailable") == ("False", "Unschedulable")
-    for name in room.workers():
-        room.pods[name] = replace(room.pods[name], unschedulable="0/2 nodes are available")
-    room.settle()
-    assert "0/2 nodes" in message(room, "CapacityAvailable")
-    assert room.events.count("Unschedulable") == 1
+        world.nodes = (node("a"), node(f"b{cpus}", schedulable=False, problem="cordoned"))
+        world.settle()
+    assert "node b4 is cordoned" in message(world, "CapacityAvailable")
+    assert world.events.count("InsufficientGPU") == 1
+    world.nodes = (node("a", gpus=1),)
+    world.settle()
+    for name in world.workers():
+        world.pods[name] = replace(world.pods[name], unschedulable="0/1 nodes are available")
+    world.settle()
+    assert world.condition("CapacityAvailable") == ("False", "Unschedulable")
+    for name in world.workers():
+        world.pods[name] = replace(world.pods[name], unschedulable="0/2 nodes are available")
+    world.settle()
+    assert "0/2 nodes" in message(world, "CapacityAvailable")
+    assert world.events.count("Unschedulable") == 1
 
 
-def test_two_groups_are_not_given_the_same_room() -> None:
-    room = started(gpu_and_cpu(replicas=2), node("a", gpus=1))
-    assert len(room.workers()) == 2, "one group"
-    assert room.condition("CapacityAvailable") == ("False", "InsufficientGPU")
+def test_two_groups_are_not_given_the_same_capacity() -> None:
+    world = started(gpu_and_cpu(replicas=2), node("a", gpus=1))
+    assert len(world.workers()) == 2, "one group"
+    assert world.condition("CapacityAvailable") == ("False", "InsufficientGPU")
 
 
 def test_what_others_were_promised_is_not_taken() -> None:
-    room = FreeNode(spec=gpu_and_cpu(), nodes=(node("a", gpus=1),))
-    room.promised = (PodDemand(name="ns/other-0-1-0", requests={GPU: 1.0}),)
-    room.settle()
-    room.answer_inspection()
-    room.settle()
-    assert room.workers() == []
-    room.promised = ()
-    room.settle()
-    assert len(room.workers()) == 2
+    world = CapacityWorld(spec=gpu_and_cpu(), nodes=(node("a", gpus=1),))
+    world.promised = (PodDemand(name="ns/other-0-1-0", requests={GPU: 1.0}),)
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    assert world.workers() == []
+    world.promised = ()
+    world.settle()
+    assert len(world.workers()) == 2
 
 
-def test_pods_are_told_where_there_is_room_for_them() -> None:
-    room = started(gpu_and_cpu(), node("a", gpus=1), node("b"))
+def test_pods_are_reported_where_there_is_capacity_for_them() -> None:
+    world = started(gpu_and_cpu(), node("a", gpus=1), node("b"))
     hints = {}
-    for name in room.workers():
-        (term,) = room.manifests[name]["spec"]["affinity"]["nodeAffinity"][
+    for name in world.workers():
+        (term,) = world.manifests[name]["spec"]["affinity"]["nodeAffinity"][
             "preferredDuringSchedulingIgnoredDuringExecution"
         ]
-        role = room.manifests[name]["metadata"]["labels"][names.LABEL_ROLE]
+        role = world.manifests[name]["metadata"]["labels"][names.LABEL_ROLE]
         hints[role] = term["preference"]["matchFields"][0]["values"]
     assert hints == {"gpu": ["a"], "first": ["b"]}
 
 
 def test_cpu_only_tells_when_it_happens() -> None:
     shortage = {"onGPUShortage": {"action": "CPUOnly", "after": "5m"}}
-    room = started(gpu_and_cpu(planning=shortage), node("a"))
-    assert "expected step time on CPUs" in message(room, "CapacityAvailable")
-    room.pass_time(301)
-    room.settle()
-    assert "RunsOnCPUs" in room.events
-    assert "expected step time on CPUs" in message(room, "Planned")
+    world = started(gpu_and_cpu(planning=shortage), node("a"))
+    assert "expected step time on CPUs" in message(world, "CapacityAvailable")
+    world.advance_time(301)
+    world.settle()
+    assert "RunsOnCPUs" in world.events
+    assert "expected step time on CPUs" in message(world, "Planned")
 
 
 # Gangs
@@ -137,84 +137,84 @@ def test_cpu_only_tells_when_it_happens() -> None:
         (Gang.KUEUE, None, None),
     ],
 )
-def test_a_gang_scheduler_gets_all_pods_at_once_with_room_or_without(
+def test_a_gang_scheduler_gets_all_pods_at_once_with_capacity_or_without(
     gang: Gang, kind: str | None, body: Any
 ) -> None:
     scheduling = {"queueName": "team"} if gang in (Gang.KUEUE, Gang.VOLCANO) else {}
-    room = started(gpu_and_cpu(scheduling=scheduling), node("a"), gangs=frozenset({gang}))
-    assert len(room.workers()) == 2
-    labels = {room.manifests[name]["metadata"]["labels"][names.LABEL_GANG] for name in room.workers()}
+    world = started(gpu_and_cpu(scheduling=scheduling), node("a"), gangs=frozenset({gang}))
+    assert len(world.workers()) == 2
+    labels = {world.manifests[name]["metadata"]["labels"][names.LABEL_GANG] for name in world.workers()}
     assert labels == {gang.value}
-    assert all("affinity" not in room.manifests[name]["spec"] for name in room.workers())
-    objects = [stored for (stored_kind, _), stored in room.objects.items() if stored_kind == kind]
+    assert all("affinity" not in world.manifests[name]["spec"] for name in world.workers())
+    objects = [stored for (stored_kind, _), stored in world.objects.items() if stored_kind == kind]
     assert [stored["metadata"]["name"] for stored in objects] == (["demo-0-1"] if kind else [])
     if body:
         assert objects[0]["spec"] == body
-    assert room.condition("CapacityAvailable")[0] == ("True")
+    assert world.condition("CapacityAvailable")[0] == ("True")
     # The next epoch has an object of its own, and the old one goes.
-    room.end_pod(room.workers()[0])
-    room.settle()
-    room.reap()
-    room.pass_time(60)
-    room.settle()
-    left = [name for (stored_kind, name) in room.objects if stored_kind == kind]
+    world.end_pod(world.workers()[0])
+    world.settle()
+    world.reap()
+    world.advance_time(60)
+    world.settle()
+    left = [name for (stored_kind, name) in world.objects if stored_kind == kind]
     assert left == (["demo-0-2"] if kind else [])
 
 
 @pytest.mark.parametrize("how", ["deleted", "rejected", "lost"])
 def test_a_pod_of_kueue_that_never_ran_takes_its_group_with_it(how: str) -> None:
     """Kueue's finalizer holds the one that went: another one of its name could never be created."""
-    room = started(cpu_pair(scheduling={"queueName": "team"}), node("a"), gangs=frozenset({Gang.KUEUE}))
-    first, second = room.workers()
+    world = started(cpu_pair(scheduling={"queueName": "team"}), node("a"), gangs=frozenset({Gang.KUEUE}))
+    first, second = world.workers()
     match how:
         case "deleted":
-            room.delete_pod(first)
+            world.delete_pod(first)
         case "rejected":
-            room.pods[first] = replace(room.pods[first], phase="Failed", reason="OutOfcpu", node="a")
-            room.pass_time(10)
+            world.pods[first] = replace(world.pods[first], phase="Failed", reason="OutOfcpu", node="a")
+            world.advance_time(10)
         case "lost":
-            room.pods[first] = replace(room.pods[first], phase="Pending", node="a")
-            (lost,) = room.nodes or ()
-            room.nodes = (replace(lost, schedulable=False, unreachable_since=room.now),)
-            room.pass_time(301)
-    room.settle()
-    assert second not in room.pods or room.pods[second].deleting
-    room.nodes = (node("a"),)
-    room.reap()
-    room.pass_time(60)
-    room.settle()
-    assert room.workers() == ["demo-0-2-0", "demo-0-2-1"]
-    (group,) = room.status["groups"]
+            world.pods[first] = replace(world.pods[first], phase="Pending", node="a")
+            (lost,) = world.nodes or ()
+            world.nodes = (replace(lost, schedulable=False, unreachable_since=world.now),)
+            world.advance_time(301)
+    world.settle()
+    assert second not in world.pods or world.pods[second].deleting
+    world.nodes = (node("a"),)
+    world.reap()
+    world.advance_time(60)
+    world.settle()
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    (group,) = world.status["groups"]
     (failure,) = group["failures"]
     reasons = {"deleted": "PodDeleted", "rejected": "PodEnded", "lost": "NodeLost"}
     assert (failure["reason"], failure["counted"]) == (reasons[how], how == "rejected")
 
 
 def test_a_living_group_keeps_its_own_gang() -> None:
-    room = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
-    room.gangs = frozenset({Gang.VOLCANO, Gang.NATIVE})
-    room.step()
-    assert room.writes == []
-    assert ("Workload", "demo-0-1") in room.objects
+    world = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
+    world.gangs = frozenset({Gang.VOLCANO, Gang.NATIVE})
+    world.step()
+    assert world.writes == []
+    assert ("Workload", "demo-0-1") in world.objects
 
 
 def test_always_needs_a_gang_scheduler_and_never_takes_none() -> None:
-    room = started(cpu_pair(scheduling={"gang": "Always"}), node("a"))
-    assert room.condition("Planned") == ("False", "NoGangScheduler")
-    room.gangs = frozenset({Gang.KUEUE})
-    room.settle()
-    assert "Kueue is there, but scheduling.queueName is not set" in message(room, "Planned")
+    world = started(cpu_pair(scheduling={"gang": "Always"}), node("a"))
+    assert world.condition("Planned") == ("False", "NoGangScheduler")
+    world.gangs = frozenset({Gang.KUEUE})
+    world.settle()
+    assert "Kueue is there, but scheduling.queueName is not set" in message(world, "Planned")
     alone = started(cpu_pair(scheduling={"gang": "Never"}), gangs=frozenset({Gang.NATIVE}))
     assert len(alone.workers()) == 2, "created without any node"
     assert names.LABEL_GANG not in alone.manifests[alone.workers()[0]]["metadata"]["labels"]
 
 
 def test_without_rights_on_nodes_groups_start_as_planned() -> None:
-    room = FreeNode(spec=gpu_and_cpu(), nodes=None)
-    room.settle()
-    room.answer_inspection()
-    room.settle()
-    assert len(room.workers()) == 2
+    world = CapacityWorld(spec=gpu_and_cpu(), nodes=None)
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    assert len(world.workers()) == 2
 
 
 # Disruption budgets
@@ -225,22 +225,22 @@ def budget(world: World) -> dict[str, Any]:
 
 
 def test_a_group_may_lose_one_pod_to_a_drain_and_no_other_until_it_serves() -> None:
-    room = started(cpu_pair(), node("a"))
-    assert (budget(room)["minAvailable"], budget(room)["unhealthyPodEvictionPolicy"]) == (
+    world = started(cpu_pair(), node("a"))
+    assert (budget(world)["minAvailable"], budget(world)["unhealthyPodEvictionPolicy"]) == (
         1,
         "IfHealthyBudget",
     )
-    selector = budget(room)["selector"]["matchLabels"]
-    assert all(selector.items() <= room.pods[name].labels.items() for name in room.workers())
+    selector = budget(world)["selector"]["matchLabels"]
+    assert all(selector.items() <= world.pods[name].labels.items() for name in world.workers())
 
 
 def test_a_budget_comes_with_the_first_pods() -> None:
-    room = World(spec=cpu_pair())
-    room.settle()
-    assert not [kind for kind, _ in room.objects if kind == "PodDisruptionBudget"]
-    room.answer_inspection()
-    room.step()
-    kinds = [w.manifest["kind"] for w in room.writes if isinstance(w, CreateObject | ApplyObject)]
+    world = World(spec=cpu_pair())
+    world.settle()
+    assert not [kind for kind, _ in world.objects if kind == "PodDisruptionBudget"]
+    world.answer_inspection()
+    world.step()
+    kinds = [w.manifest["kind"] for w in world.writes if isinstance(w, CreateObject | ApplyObject)]
     assert kinds[-3:] == ["Pod", "Pod", "PodDisruptionBudget"]
 
 

@@ -69,12 +69,12 @@ def test_a_pod_that_its_node_rejects_is_replaced_alone(
         change(world, LEADER, phase="Running", started=True, node="node")
     kept = world.pods[LEADER].uid
     rejected = world.pods[FOLLOWER].uid
-    change(world, FOLLOWER, phase="Failed", reason=reason, message="no room", node="node")
+    change(world, FOLLOWER, phase="Failed", reason=reason, message="no capacity", node="node")
     decision = world.step()
-    assert f"rejected by node node before it ran ({reason}: no room)" in group(world)["message"]
+    assert f"rejected by node node before it ran ({reason}: no capacity)" in group(world)["message"]
     assert FOLLOWER in world.pods, "not at once: the scheduler may choose the same node"
     assert decision.look_again_s == pytest.approx(10.1)
-    world.pass_time(10)
+    world.advance_time(10)
     world.settle()
     assert (world.pods[LEADER].uid, world.pods[FOLLOWER].uid != rejected) == (kept, True)
     assert world.graces[FOLLOWER] == 0
@@ -110,7 +110,7 @@ def test_pending_pods_that_vanish_are_created_anew(world: World, gone: set[str])
     assert group(world)["epoch"] == 1
 
 
-def test_a_whole_group_that_vanishes_after_it_ran_is_a_fall(world: World) -> None:
+def test_a_whole_group_that_vanishes_after_it_ran_is_a_failure(world: World) -> None:
     world.serve()
     world.pods.clear()
     world.settle()
@@ -118,8 +118,8 @@ def test_a_whole_group_that_vanishes_after_it_ran_is_a_fall(world: World) -> Non
     assert group(world)["failures"][0]["reason"] == "PodDeleted"
 
 
-@pytest.mark.parametrize("end", ["rollout", "fall"])
-def test_a_group_that_ends_on_a_silent_node_is_told_of_once(world: World, end: str) -> None:
+@pytest.mark.parametrize("end", ["rollout", "failure"])
+def test_a_group_that_ends_on_a_silent_node_is_reported_of_once(world: World, end: str) -> None:
     world.serve()
     silence_node(world)
     world.step()
@@ -129,10 +129,10 @@ def test_a_group_that_ends_on_a_silent_node_is_told_of_once(world: World, end: s
         world.end_pod(LEADER)
     world.step()
     assert group(world)["phase"] == "Stopping"
-    assert "has not been heard since" in group(world)["message"]
-    told = group(world)
+    assert "has sent no heartbeat since" in group(world)["message"]
+    reported = group(world)
     world.step()
-    assert group(world) == told
+    assert group(world) == reported
 
 
 def test_a_pod_that_ran_and_failed_ends_the_epoch_though_its_peer_is_pending(world: World) -> None:
@@ -163,12 +163,12 @@ def test_pods_of_a_lost_node_are_given_up_by_force(world: World) -> None:
     silence_node(world, "far")
     change(world, FOLLOWER, ready=False)
     decision = world.step()
-    assert "node far of pod demo-0-1-1 has not been heard since" in group(world)["message"]
+    assert "node far of pod demo-0-1-1 has sent no heartbeat since" in group(world)["message"]
     assert FOLLOWER in world.pods
     assert decision.look_again_s == pytest.approx(15), "its leader still answers"
-    world.pass_time(59)
+    world.advance_time(59)
     assert world.step().look_again_s == pytest.approx(1)
-    world.pass_time(1)
+    world.advance_time(1)
     world.step()
     assert world.condition("Ready") == ("False", "NodeLost")
     assert world.graces == {
@@ -190,11 +190,11 @@ def test_a_loss_that_peers_saw_first_is_put_down_to_the_node(world: World) -> No
     world.end_pod(LEADER, exit_code=71, message=seen.to_json())
     world.step()
     assert world.condition("Failed")[0] == "True", "nobody knows of the node yet"
-    world.pass_time(40)
+    world.advance_time(40)
     silence_node(world, "far")
     world.settle()
     assert FOLLOWER in world.pods, "deleted, and nobody there to say that it ended"
-    world.pass_time(60)
+    world.advance_time(60)
     world.settle()
     assert FOLLOWER not in world.pods
     world.reap()
@@ -214,7 +214,7 @@ def test_a_pod_whose_node_was_deleted_goes_by_force_after_its_grace(world: World
     world.delete_pod(FOLLOWER)
     world.settle()
     assert FOLLOWER in world.pods, "its node may just not have been seen yet"
-    world.pass_time(100)
+    world.advance_time(100)
     world.settle()
     assert FOLLOWER not in world.pods
 
@@ -227,7 +227,7 @@ def test_a_loss_on_a_deleted_node_is_put_down_to_the_node(world: World) -> None:
     world.end_pod(LEADER, exit_code=71, message=seen.to_json())
     world.settle()
     assert group(world)["failures"][-1]["reason"] == "PodLost", "its node may just not have been seen yet"
-    world.pass_time(100)
+    world.advance_time(100)
     world.settle()
     world.reap()
     world.settle()
@@ -241,7 +241,7 @@ def test_no_node_is_lost_where_nodes_may_not_be_read(world: World) -> None:
     on_two_nodes(world)
     world.nodes = None
     world.delete_pod(FOLLOWER)
-    world.pass_time(1e5)
+    world.advance_time(1e5)
     world.settle()
     assert FOLLOWER in world.pods
 
@@ -256,17 +256,17 @@ def test_a_group_that_shall_go_does_not_wait_for_a_lost_node(world: World, how: 
         world.change_spec(**({"suspend": True} if how == "suspend" else {"replicas": 0}))
     world.settle()
     assert world.pods[FOLLOWER].deleting
-    world.pass_time(60)
+    world.advance_time(60)
     world.settle()
     assert FOLLOWER not in world.pods
 
 
-def test_a_pending_pod_on_a_lost_node_is_replaced_in_place(world: World) -> None:
+def test_a_pending_pod_on_a_lost_node_is_replaced_in_node(world: World) -> None:
     create_pods(world)
     change(world, FOLLOWER, node="node")
     first = world.pods[FOLLOWER].uid
     silence_node(world)
-    world.pass_time(60)
+    world.advance_time(60)
     world.settle()
     assert world.pods[FOLLOWER].uid != first
     assert (group(world)["epoch"], world.graces[FOLLOWER]) == (1, 0)
@@ -309,7 +309,7 @@ def test_what_has_failed_is_taken_down_at_once(world: World) -> None:
 # Causes
 
 
-def test_out_of_memory_is_told_with_the_rank(world: World) -> None:
+def test_out_of_memory_is_reported_with_the_rank(world: World) -> None:
     world.serve()
     world.end_pod(FOLLOWER, message=CULPRIT.to_json(), reason="OOMKilled")
     world.step()
@@ -336,13 +336,13 @@ def test_failed_tells_rank_reason_exit_code_and_last_log_line(world: World) -> N
 
 
 def test_the_phases_of_a_start_and_since_when(world: World) -> None:
-    told = []
+    reported = []
 
     def look() -> None:
-        world.pass_time(10)
+        world.advance_time(10)
         world.settle()
         startup = group(world).get("startup")
-        told.append((startup["phase"], startup["since"]) if startup else None)
+        reported.append((startup["phase"], startup["since"]) if startup else None)
         if group(world)["phase"] == "Starting":
             assert world.condition("Progressing") == ("True", group(world)["startup"]["phase"])
 
@@ -365,7 +365,7 @@ def test_the_phases_of_a_start_and_since_when(world: World) -> None:
     seconds = (10, 20, 30, 40, 60, 80)
     since = [f"2026-01-01T00:{s // 60:02}:{s % 60:02}Z" for s in seconds]
     model, scheduling, image, connecting, loading, warming_up = since
-    assert told == [
+    assert reported == [
         ("Model", model),
         ("Scheduling", scheduling),
         ("Image", image),
@@ -378,15 +378,15 @@ def test_the_phases_of_a_start_and_since_when(world: World) -> None:
     ]
 
 
-def test_a_slow_pull_or_no_room_ends_nothing_and_says_why(world: World) -> None:
+def test_a_slow_pull_or_no_capacity_ends_nothing_and_says_why(world: World) -> None:
     create_pods(world)
     change(world, LEADER, phase="Running", started=True, node="node")
     change(world, FOLLOWER, unschedulable="0/3 nodes are available")
-    world.pass_time(1e6)
+    world.advance_time(1e6)
     world.settle()
     assert group(world)["message"] == "pod demo-0-1-1 is not placed: 0/3 nodes are available"
     change(world, FOLLOWER, unschedulable="", node="node", waiting="ContainerCreating")
-    world.pass_time(1e6)
+    world.advance_time(1e6)
     world.settle()
     assert group(world)["message"] == "pod demo-0-1-1 waits: ContainerCreating"
     assert "PodWaits" not in world.events
@@ -396,7 +396,7 @@ def test_a_slow_pull_or_no_room_ends_nothing_and_says_why(world: World) -> None:
         "ErrImagePull: no such tag",
     ):
         change(world, FOLLOWER, waiting=waiting)
-        world.pass_time(1e6)
+        world.advance_time(1e6)
         world.settle()
         assert group(world)["message"] == f"pod demo-0-1-1 waits: {waiting}"
     assert world.events.count("PodWaits") == 1
@@ -412,13 +412,13 @@ def test_a_load_is_written_at_most_once_a_minute_and_has_no_deadline_here(world:
     assert group(world)["startup"]["bytesDone"] == 2 * 2**20
     assert group(world)["message"] == "reading weights: 2.0 MiB of 2.00 GiB"
     report(world, RankPhase.LOADING, RankPhase.LOADING, loaded_bytes=2**21, total_bytes=2**30)
-    world.pass_time(30)
+    world.advance_time(30)
     assert world.step().look_again_s == pytest.approx(15)
     assert world.writes == []
-    world.pass_time(30)
+    world.advance_time(30)
     world.settle()
     assert group(world)["startup"]["bytesDone"] == 4 * 2**20
-    world.pass_time(1e6)
+    world.advance_time(1e6)
     world.settle()
     assert group(world)["epoch"] == 1
 
@@ -428,7 +428,7 @@ def test_pods_that_run_and_do_not_meet_are_started_again(world: World) -> None:
     create_pods(world)
     world.all_started()
     world.settle()
-    world.pass_time(1e5)
+    world.advance_time(1e5)
     world.settle()
     assert group(world)["epoch"] == 1, "its leader does not answer the operator: nothing is known"
     assert "does not answer the operator" in group(world)["message"]
@@ -437,10 +437,10 @@ def test_pods_that_run_and_do_not_meet_are_started_again(world: World) -> None:
     change(world, FOLLOWER, node="node")
     report(world, RankPhase.CONNECTING, RankPhase.STARTING)
     world.settle()
-    world.pass_time(329)
+    world.advance_time(329)
     world.settle()
     assert group(world)["epoch"] == 1
-    world.pass_time(1)
+    world.advance_time(1)
     world.settle()
     world.reap()
     world.settle()
@@ -463,13 +463,13 @@ def test_deletion_shows_in_the_status(world: World) -> None:
     assert world.status["observedGeneration"] == world.generation
     assert group(world)["phase"] == "Stopping"
     assert world.status.get("readyReplicas", 0) == 0
-    world.pass_time(30)
+    world.advance_time(30)
     world.step()
     assert world.writes == []
 
 
-def test_the_time_of_a_pass_is_in_no_message(world: World) -> None:
-    """Else a status would be written at every pass."""
+def test_the_time_of_a_reconcile_is_in_no_message(world: World) -> None:
+    """Else a status would be written at every reconcile."""
     world.serve()
     silence_node(world)
     world.settle()

@@ -15,7 +15,7 @@ from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 
 def decide(world: World, status: Manifest | None = None) -> Decision:
-    """Returns what a pass decides now, with another status stored if one is given."""
+    """Returns what a reconcile decides now, with another status stored if one is given."""
     seen = world.observe()
     if status is not None:
         seen = replace(seen, resource=replace(seen.resource, status=status))
@@ -27,7 +27,7 @@ def written(decision: Decision) -> list[Manifest]:
     return [action.status for action in decision.actions if isinstance(action, PatchStatus)]
 
 
-def told(decision: Decision) -> set[str]:
+def reported(decision: Decision) -> set[str]:
     """Returns the reasons of a decision's events."""
     return {action.reason for action in decision.actions if isinstance(action, RecordEvent)}
 
@@ -41,11 +41,11 @@ class GroupLife(RuleBasedStateMachine):
 
     @rule()
     def reconcile(self) -> None:
-        """A pass's own status, stored, is what the next pass would write, if it does not start an epoch."""
+        """A reconcile's own status, stored, is what the next one would write, unless it starts an epoch."""
         world = self.world
         if stored := written(decide(world)):
             again = decide(world, stored[0])
-            assert not written(again) or "EpochStarted" in told(again)
+            assert not written(again) or "EpochStarted" in reported(again)
             if again_stored := written(again):
                 assert not written(decide(world, again_stored[0]))
         world.step()
@@ -79,7 +79,7 @@ class GroupLife(RuleBasedStateMachine):
         )
 
     @rule(silent=st.booleans())
-    def the_node_falls_silent_or_speaks(self, silent: bool) -> None:
+    def the_node_goes_silent_or_speaks(self, silent: bool) -> None:
         assert self.world.nodes is not None
         since = self.world.now if silent else None
         self.world.nodes = tuple(replace(node, unreachable_since=since) for node in self.world.nodes)
@@ -102,8 +102,8 @@ class GroupLife(RuleBasedStateMachine):
         self.world.reap()
 
     @rule(seconds=st.sampled_from([1, 30, 400, 4000]))
-    def time_passes(self, seconds: float) -> None:
-        self.world.pass_time(seconds)
+    def time_goes_on(self, seconds: float) -> None:
+        self.world.advance_time(seconds)
 
     @precondition(lambda self: bool(self.world.workers()))
     @rule(data=st.data())
@@ -140,13 +140,13 @@ class GroupLife(RuleBasedStateMachine):
     def teardown(self) -> None:
         """From wherever it is, a fresh start brings it to serving all it should."""
         self.world.change_spec(suspend=False, replicas=2, restartedAt="2026-05-05T00:00:00Z")
-        self.the_node_falls_silent_or_speaks(silent=False)
+        self.the_node_goes_silent_or_speaks(silent=False)
         self.world.reports.clear()
         for _ in range(12):
             self.world.settle()
             self.world.answer_inspection()
             self.world.reap()
-            self.world.pass_time(4000)
+            self.world.advance_time(4000)
             self.world.settle()
             self.world.all_ready()
         self.world.settle()

@@ -112,12 +112,12 @@ def test_progress_is_written_in_hundredths_and_only_when_it_moved(world: World) 
         assert decision.look_again_s == 5.0
 
 
-def test_what_a_fetch_waits_for_is_told(world: World) -> None:
+def test_what_a_fetch_waits_for_is_reported(world: World) -> None:
     world.settle()
     name = the_fetch(world)
-    world.pods[name] = replace(world.pods[name], unschedulable="no node has room")
+    world.pods[name] = replace(world.pods[name], unschedulable="no node has free capacity")
     world.step()
-    assert "no node has room" in message(world, "ModelReady")
+    assert "no node has free capacity" in message(world, "ModelReady")
     run_fetch(world)
     world.pods[name] = replace(world.pods[name], unschedulable="")
     say(world, 1, message="another fetch of this model is running")
@@ -136,7 +136,7 @@ def test_a_secret_that_is_not_there_is_an_error_in_words(world: World) -> None:
     assert "CreateContainerConfigError" in world.events
 
 
-def test_an_image_that_cannot_be_pulled_is_told_once(world: World) -> None:
+def test_an_image_that_cannot_be_pulled_is_reported_once(world: World) -> None:
     world.settle()
     name = the_fetch(world)
     for waiting in ("ErrImagePull: no such host", "ImagePullBackOff: Back-off pulling") * 3:
@@ -145,7 +145,7 @@ def test_an_image_that_cannot_be_pulled_is_told_once(world: World) -> None:
     assert world.events.count("ImagePullBackOff") == 1
 
 
-def test_a_refusal_is_told_and_tried_again_later_and_later(world: World) -> None:
+def test_a_refusal_is_reported_and_tried_again_later_and_later(world: World) -> None:
     world.settle()
     waits = []
     for _ in range(6):
@@ -156,10 +156,10 @@ def test_a_refusal_is_told_and_tried_again_later_and_later(world: World) -> None
         world.settle()
         assert decision.look_again_s is not None
         waits.append(decision.look_again_s)
-        world.pass_time(decision.look_again_s - 1)
+        world.advance_time(decision.look_again_s - 1)
         world.step()
         assert not world.pods[the_fetch(world)].deleting
-        world.pass_time(1)
+        world.advance_time(1)
         world.settle()
         world.reap()
         world.settle()
@@ -230,19 +230,19 @@ def test_a_larger_cache_is_another_claim_and_the_old_stays_until_nothing_mounts_
 
 def test_a_model_that_a_group_cannot_read_is_looked_at_again_at_its_commit(world: World) -> None:
     serve(world)
-    world.pass_time(100)
+    world.advance_time(100)
     lost = Failure(reason=FailureReason.MODEL_NOT_READABLE, message="no such file", pod=1)
     world.end_pod("demo-0-1-1", exit_code=64, message=lost.to_json())
     world.settle()
     assert world.condition("Ready")[0] == "False"
     assert arguments(world)[3:5] == ["--revision", COMMIT], "a branch may have moved; this model has not"
     world.reap()
-    world.pass_time(60)
+    world.advance_time(60)
     world.settle()
     assert world.workers() == []
     serve(world)
     assert world.condition("Ready") == ("True", "Serving")
-    world.pass_time(100)
+    world.advance_time(100)
     world.settle()
     assert not [name for name in world.pods if "-fetch-" in name], "one look for one failure"
 
@@ -267,7 +267,7 @@ def test_an_evicted_fetch_is_started_again(world: World) -> None:
     world.pods[name] = replace(world.pods[name], phase="Failed", reason="Evicted", message="disk pressure")
     world.settle()
     assert world.condition("ModelReady") == ("False", "ModelPodEnded")
-    world.pass_time(31)
+    world.advance_time(31)
     world.settle()
     world.reap()
     serve(world)
@@ -292,10 +292,10 @@ def test_a_fetch_on_a_lost_node_is_given_up_by_force(world: World) -> None:
     lost = replace(world.nodes[0], schedulable=False, unreachable_since=world.now) if world.nodes else None
     assert lost is not None
     world.nodes = (lost,)
-    world.pass_time(30)
+    world.advance_time(30)
     world.settle()
     assert not world.pods[name].deleting
-    world.pass_time(31)
+    world.advance_time(31)
     world.settle()
     world.reap()
     world.settle()
@@ -325,7 +325,7 @@ def test_without_a_cache_it_is_refused_in_words() -> None:
     assert "cache.size" in message(world, "ModelReady")
 
 
-def test_a_profile_that_the_status_has_no_room_for_is_refused_in_words() -> None:
+def test_a_profile_that_the_status_has_no_capacity_for_is_refused_in_words() -> None:
     world = World(spec=cpu_pair())
     world.settle()
     world.answer_inspection(replace(PROFILE, num_layers=2000, layer_bytes=(300_000_000,) * 2000).to_json())

@@ -22,7 +22,7 @@ def test_the_finalizer_is_the_first_write_of_all(world: World) -> None:
     world.step()
     assert isinstance(world.writes[0], SetFinalizer)
     assert world.finalizers == (names.FINALIZER,)
-    assert len(world.pods) == 1, "the model is inspected in the same pass"
+    assert len(world.pods) == 1, "the model is inspected in the same reconcile"
     world.step()
     assert not any(isinstance(write, SetFinalizer) for write in world.writes)
 
@@ -58,7 +58,7 @@ def test_a_settled_resource_is_never_written(world: World) -> None:
     world.serve()
     world.reap()
     for _ in range(5):
-        world.pass_time(600)
+        world.advance_time(600)
         world.step()
         assert world.writes == []
 
@@ -75,7 +75,7 @@ def test_status_is_written_before_pods_are_created(world: World) -> None:
     assert patch < min(pods), kinds
 
 
-def test_an_unreadable_model_is_told_and_tried_again(world: World) -> None:
+def test_an_unreadable_model_is_reported_and_tried_again(world: World) -> None:
     world.settle()
     failure = Failure(reason=FailureReason.MODEL_NOT_READABLE, message="/model has no config.json")
     world.answer_inspection(failure.to_json(), exit_code=1)
@@ -83,14 +83,14 @@ def test_an_unreadable_model_is_told_and_tried_again(world: World) -> None:
     status, reason = world.condition("ModelReady")
     assert (status, reason) == ("False", "ModelNotReadable")
     assert "no config.json" in str(world.status["conditions"])
-    world.pass_time(31)
+    world.advance_time(31)
     world.step()
     world.reap()
     world.serve()
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_a_fallen_group_names_the_culprit_and_starts_again_as_a_whole(world: World) -> None:
+def test_a_failed_group_names_the_culprit_and_starts_again_as_a_whole(world: World) -> None:
     world.serve()
     world.end_pod("demo-0-1-1", message=CULPRIT.to_json())
     world.step()
@@ -112,7 +112,7 @@ def test_a_fallen_group_names_the_culprit_and_starts_again_as_a_whole(world: Wor
 
 def test_a_peer_that_only_saw_a_pod_vanish_does_not_name_the_culprit(world: World) -> None:
     world.serve()
-    seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 fell silent", pod=1)
+    seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 went silent", pod=1)
     world.end_pod("demo-0-1-0", exit_code=71, message=seen.to_json())
     world.end_pod("demo-0-1-1", exit_code=137, reason="OOMKilled")
     world.step()
@@ -135,14 +135,14 @@ def test_restarts_are_bounded_and_failed_is_final_until_restarted(world: World) 
         world.end_pod(f"demo-0-{epoch}-1", message=CULPRIT.to_json())
         world.settle()
         world.reap()
-        world.pass_time(400)
+        world.advance_time(400)
         world.settle()
         world.all_ready()
         world.settle()
     assert world.condition("Failed") == ("True", "RestartsUsedUp")
     assert world.condition("Ready") == ("False", "RankExited")
     assert world.status["groups"][0]["phase"] == "Failed"
-    world.pass_time(1e6)
+    world.advance_time(1e6)
     world.settle()
     assert world.condition("Failed")[0] == "True", "time alone heals nothing"
     world.change_spec(restartedAt="2026-01-02T00:00:00Z")
@@ -179,7 +179,7 @@ def test_back_off_grows_and_is_looked_at_in_time(world: World) -> None:
     decision = world.step()
     assert world.workers() == []
     assert decision.look_again_s == pytest.approx(10)
-    world.pass_time(10)
+    world.advance_time(10)
     world.settle()
     assert world.workers() == ["demo-0-3-0", "demo-0-3-1"]
 
@@ -281,7 +281,7 @@ def test_a_spec_that_cannot_be_read_touches_nothing_that_runs(world: World) -> N
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_a_refused_plan_is_told_in_words(world: World) -> None:
+def test_a_refused_plan_is_reported_in_words(world: World) -> None:
     world.change_spec(engine={"args": ["--block-size=64"]})
     world.settle()
     world.answer_inspection()
@@ -289,7 +289,7 @@ def test_a_refused_plan_is_told_in_words(world: World) -> None:
     assert world.workers() == []
     assert world.condition("Planned")[0] == "False"
     assert "--block-size" in str(world.status["conditions"])
-    assert len(world.events) == len(set(world.events)), "told once"
+    assert len(world.events) == len(set(world.events)), "reported once"
 
 
 def test_no_gpu_anywhere_waits_and_says_so(world: World) -> None:
@@ -316,10 +316,10 @@ def test_cpu_only_after_a_time_says_so(world: World) -> None:
     world.answer_inspection()
     world.settle()
     decision = world.step()
-    assert decision.look_again_s == pytest.approx(60), "room may come without anybody telling"
-    world.pass_time(299)
+    assert decision.look_again_s == pytest.approx(60), "capacity may come without anybody telling"
+    world.advance_time(299)
     assert world.step().look_again_s == pytest.approx(1.1)
-    world.pass_time(2)
+    world.advance_time(2)
     world.settle()
     assert len(world.workers()) == 2
     assert world.status["summary"]["gpuRanks"] == 0
@@ -352,13 +352,13 @@ def test_step_times_are_written_at_most_once_a_minute_and_only_when_they_moved(w
     world.settle()
     assert world.status["summary"]["stepMs"] == "10.0"
     world.reports = {0: _report(0.020)}
-    world.pass_time(30)
+    world.advance_time(30)
     world.step()
     assert world.writes == []
-    world.pass_time(31)
+    world.advance_time(31)
     world.settle()
     assert world.status["summary"]["stepMs"] == "20.0"
     world.reports = {0: _report(0.021)}
-    world.pass_time(120)
+    world.advance_time(120)
     world.step()
     assert world.writes == []

@@ -55,7 +55,7 @@ class Fleet(World):
             self.settle()
             self.answer_inspection()
             self.pods_run()
-            self.pass_time(600)
+            self.advance_time(600)
         self.settle()
 
 
@@ -67,7 +67,7 @@ def fleet(**changes: Any) -> Fleet:
     return made
 
 
-def told(world: World) -> tuple[Any, Any, Any]:
+def reported(world: World) -> tuple[Any, Any, Any]:
     """Returns what the status says of a rollout."""
     status = world.status
     return status.get("currentRevision"), status.get("updateRevision"), status.get("updatedReplicas")
@@ -79,34 +79,34 @@ def message(world: World, kind: str) -> str:
 
 def test_groups_are_replaced_one_after_another_and_the_status_follows() -> None:
     world = fleet()
-    old, same, updated = told(world)
+    old, same, updated = reported(world)
     assert old == same
     assert updated == 3
     world.change_spec(engine={"image": GOOD[1]})
     for done in range(3):
         world.settle()
-        current, update, updated = told(world)
+        current, update, updated = reported(world)
         assert (current, updated) == (old, done)
         assert update not in (old, None)
         assert len(world.serving()) == 2
         assert world.condition("Progressing")[0] == "True"
         world.pods_run()
         world.settle()
-        assert told(world)[2] == done + 1
+        assert reported(world)[2] == done + 1
         world.pods_run()
     world.settle()
-    assert told(world) == (update, update, 3)
+    assert reported(world) == (update, update, 3)
     assert world.condition("Progressing") == ("False", "Settled")
     assert set(world.serving().values()) == {GOOD[1]}
 
 
 def test_a_change_of_replicas_is_no_revision() -> None:
     world = fleet()
-    revision, before = told(world)[1], set(world.workers())
+    revision, before = reported(world)[1], set(world.workers())
     for replicas in (5, 2):
         world.change_spec(replicas=replicas)
         world.roll(3)
-        assert told(world) == (revision, revision, replicas)
+        assert reported(world) == (revision, revision, replicas)
         assert len(world.serving()) == replicas
     assert set(world.workers()) == {name for name in before if not name.startswith("demo-2-")}
 
@@ -126,13 +126,13 @@ def test_a_revision_that_cannot_start_keeps_the_others_serving_and_says_so() -> 
 
 def test_applying_the_former_spec_again_is_the_way_back() -> None:
     world = fleet(restart={"maxRestarts": 1})
-    revision = told(world)[0]
+    revision = reported(world)[0]
     kept = world.groups()
     world.change_spec(engine={"image": BROKEN})
     world.roll()
     world.change_spec(engine={"image": GOOD[0]})
     world.roll()
-    assert told(world) == (revision, revision, 3)
+    assert reported(world) == (revision, revision, 3)
     assert {index: world.groups()[index] for index in (1, 2)} == {index: kept[index] for index in (1, 2)}
     assert world.condition("Progressing") == ("False", "Settled")
     assert world.condition("Failed")[0] == "False"
@@ -148,7 +148,7 @@ def test_nothing_is_taken_down_for_a_revision_that_has_no_plan() -> None:
     assert world.condition("Progressing") == ("False", "RolloutStuck")
     assert f"got {TOO_LONG}" in message(world, "Progressing")
     assert world.condition("Planned")[0] == "False"
-    assert told(world)[2] == 0
+    assert reported(world)[2] == 0
     world.change_spec(engine={"image": GOOD[1]})
     world.roll()
     assert set(world.serving().values()) == {GOOD[1]}
@@ -179,7 +179,7 @@ class Rollouts(RuleBasedStateMachine):
 
     @rule()
     def reconcile(self) -> None:
-        """No pass takes down more groups that serve than maxUnavailable leaves."""
+        """No reconcile takes down more groups that serve than maxUnavailable leaves."""
         before, wanted = self.world.serving(), int(self.world.spec["replicas"])
         self.world.step()
         taken = before.keys() - self.world.serving().keys()
@@ -199,8 +199,8 @@ class Rollouts(RuleBasedStateMachine):
         self.world.answer_inspection()
 
     @rule(seconds=st.sampled_from([1, 30, 4000]))
-    def time_passes(self, seconds: float) -> None:
-        self.world.pass_time(seconds)
+    def time_goes_on(self, seconds: float) -> None:
+        self.world.advance_time(seconds)
 
     @rule(image=st.sampled_from([*GOOD, BROKEN]), length=st.sampled_from([256, 512, TOO_LONG]))
     def the_template_changes(self, image: str, length: int) -> None:
@@ -235,7 +235,7 @@ class Rollouts(RuleBasedStateMachine):
         self.world.roll()
         wanted = self.world.spec["replicas"]
         assert self.world.serving() == dict.fromkeys(range(wanted), GOOD[2])
-        current, update, updated = told(self.world)
+        current, update, updated = reported(self.world)
         assert (current, updated) == (update, wanted)
         assert self.world.condition("Progressing") == ("False", "Settled")
         self.world.step()

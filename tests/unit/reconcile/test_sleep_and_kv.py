@@ -40,14 +40,14 @@ def set_ready(world: World, ready: bool) -> None:
     world.pods = {name: replace(pod, ready=ready) for name, pod in world.pods.items()}
 
 
-def fall_asleep(world: World) -> None:
+def go_to_sleep(world: World) -> None:
     report(world, {"phase": RankPhase.SLEEPING}, {"phase": RankPhase.SLEEPING})
     set_ready(world, False)
     world.settle()
 
 
 def test_a_sleeping_group_is_not_ready_and_says_how_to_wake_it(world: World) -> None:
-    fall_asleep(world)
+    go_to_sleep(world)
     assert world.condition("Ready") == ("False", "Sleeping")
     assert world.condition("Progressing") == ("False", "Settled")
     assert world.condition("Failed") == ("False", "NotFailed")
@@ -61,9 +61,9 @@ def test_a_sleeping_group_is_not_ready_and_says_how_to_wake_it(world: World) -> 
 
 
 def test_sleep_is_no_failure_however_long_it_is(world: World) -> None:
-    fall_asleep(world)
+    go_to_sleep(world)
     for _ in range(5):
-        world.pass_time(3600)
+        world.advance_time(3600)
         world.step()
         assert world.writes == []
     assert world.workers() == ["demo-0-1-0", "demo-0-1-1"]
@@ -72,7 +72,7 @@ def test_sleep_is_no_failure_however_long_it_is(world: World) -> None:
 
 
 def test_a_leader_that_is_slow_to_answer_once_still_sleeps(world: World) -> None:
-    fall_asleep(world)
+    go_to_sleep(world)
     del world.reports[0]
     world.step()
     assert world.writes == []
@@ -82,7 +82,7 @@ def test_a_leader_that_is_slow_to_answer_once_still_sleeps(world: World) -> None
 
 
 def test_a_woken_group_serves_again(world: World) -> None:
-    fall_asleep(world)
+    go_to_sleep(world)
     report(world, {}, {})
     set_ready(world, True)
     world.settle()
@@ -90,7 +90,7 @@ def test_a_woken_group_serves_again(world: World) -> None:
     assert world.status["groups"][0]["phase"] == "Ready"
 
 
-def test_while_some_ranks_still_fall_asleep(world: World) -> None:
+def test_while_some_ranks_still_failure_asleep(world: World) -> None:
     report(world, {"phase": RankPhase.SLEEPING}, {})
     set_ready(world, False)
     world.settle()
@@ -105,7 +105,7 @@ def test_the_word_of_an_older_epoch_does_not_count(world: World) -> None:
 
 
 def test_a_rank_that_dies_asleep_ends_the_epoch(world: World) -> None:
-    fall_asleep(world)
+    go_to_sleep(world)
     world.end_pod("demo-0-1-1")
     world.step()
     assert world.condition("Ready")[1] == "PodFailed"
@@ -116,7 +116,7 @@ def test_an_old_failure_is_not_the_reason_of_a_sleeping_group(world: World) -> N
     world.end_pod("demo-0-1-1")
     world.settle()
     world.reap()
-    world.pass_time(600)
+    world.advance_time(600)
     world.settle()
     world.all_ready()
     world.settle()
@@ -126,8 +126,8 @@ def test_an_old_failure_is_not_the_reason_of_a_sleeping_group(world: World) -> N
     assert world.condition("Ready") == ("False", "Sleeping")
 
 
-def kv(blocks: int, room_blocks: int, room_bytes: int) -> dict[str, Any]:
-    return {"kv_blocks": blocks, "kv_room_blocks": room_blocks, "kv_room_bytes": room_bytes}
+def kv(blocks: int, room_blocks: int, headroom_bytes: int) -> dict[str, Any]:
+    return {"kv_blocks": blocks, "kv_room_blocks": room_blocks, "kv_room_bytes": headroom_bytes}
 
 
 def test_the_rank_that_limits_the_kv_cache_is_in_the_status(world: World) -> None:
@@ -142,7 +142,7 @@ def test_the_rank_that_limits_the_kv_cache_is_in_the_status(world: World) -> Non
         "roomBlocks": 700,
     }
     for _ in range(3):
-        world.pass_time(600)
+        world.advance_time(600)
         world.step()
         assert world.writes == []
     del world.reports[0]  # a leader that does not answer just now changes nothing
@@ -150,7 +150,7 @@ def test_the_rank_that_limits_the_kv_cache_is_in_the_status(world: World) -> Non
     assert world.writes == []
 
 
-def test_a_rank_with_less_than_planned_is_told_apart(world: World) -> None:
+def test_a_rank_with_less_than_planned_is_reported_apart(world: World) -> None:
     report(world, kv(80, 80, 2**20), kv(80, 700, 2**50))
     world.settle()
     status = world.status["groups"][0]["kv"]
@@ -165,7 +165,7 @@ def test_the_kv_cache_of_an_epoch_ends_with_it(world: World) -> None:
     assert "kv" not in world.status["groups"][0]
 
 
-def test_nothing_is_told_before_every_rank_has_its_cache(world: World) -> None:
+def test_nothing_is_reported_before_every_rank_has_its_cache(world: World) -> None:
     report(world, kv(512, 900, 2**50), {})
     world.settle()
     assert "kv" not in world.status["groups"][0]

@@ -60,7 +60,7 @@ def changed(text: str, path: tuple[Any, ...], value: Any, *, remove: bool = Fals
 
 @st.composite
 def words(draw: st.DrawFn, text: str) -> str:
-    """Draws what somebody may say in place of `text`."""
+    """Draws what somebody may say instead of `text`."""
     path = draw(st.sampled_from(paths(json.loads(text))))
     return changed(text, path, draw(st.sampled_from(HOSTILE)), remove=bool(path) and draw(st.booleans()))
 
@@ -101,7 +101,7 @@ def test_any_report_of_a_leader(said: str) -> None:
     except ContractError:
         return
     for seconds in (0, 400):
-        world.pass_time(seconds)
+        world.advance_time(seconds)
         world.step()
         check_storable(world)
     assert world.condition("Ready") == ("True", "Serving")

@@ -69,7 +69,7 @@ class World:
     """A resource and what belongs to it.
 
     Attributes:
-        writes: actions of the last pass that would write to the API server.
+        writes: actions of the last reconcile that would write to the API server.
         events: reasons of all events so far.
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
     """
@@ -117,7 +117,7 @@ class World:
         )
 
     def step(self) -> Decision:
-        """Runs one pass and what it decides."""
+        """Runs one reconcile and what it decides."""
         decision = reconcile(self.observe(), self.now, OPTIONS)
         self.writes = [action for action in decision.actions if not isinstance(action, RecordEvent)]
         for action in decision.actions:
@@ -125,7 +125,7 @@ class World:
         return decision
 
     def settle(self, passes: int = 10) -> None:
-        """Runs passes until one writes nothing."""
+        """Runs reconciles until one writes nothing."""
         for _ in range(passes):
             self.step()
             if not self.writes:
@@ -176,7 +176,7 @@ class World:
         """Lets pods that are being deleted go."""
         self.pods = {name: pod for name, pod in self.pods.items() if not pod.deleting}
 
-    def pass_time(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         """Moves the clock."""
         self.now += timedelta(seconds=seconds)
 
@@ -201,7 +201,7 @@ class World:
     def _run(self, action: Action) -> None:
         match action:
             case SetFinalizer(present=present):
-                # A pass follows the version through its own writes.
+                # A reconcile follows the version through its own writes.
                 self.finalizers = (names.FINALIZER,) if present else ()
             case PatchStatus(status=status, resource_version=version):
                 assert version == str(self.version), "status decided on an older resource"

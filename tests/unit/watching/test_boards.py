@@ -80,9 +80,9 @@ def test_every_alert_says_what_to_do_and_has_its_runbook() -> None:
 
 
 def test_every_metric_is_in_the_operations_guide() -> None:
-    told = set(re.findall(r"`([a-z_]+)[`{]", (REPOSITORY / "docs/operations.md").read_text()))
+    reported = set(re.findall(r"`([a-z_]+)[`{]", (REPOSITORY / "docs/operations.md").read_text()))
     names = {v for k, v in vars(metric_names).items() if k.isupper() and isinstance(v, str) and "_" in v}
-    assert names - told == set()
+    assert names - reported == set()
 
 
 def test_reasons_and_phases_that_rules_name_exist() -> None:

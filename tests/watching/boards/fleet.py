@@ -53,7 +53,7 @@ FLEET: Final = Board(
                     thresholds=(0.8, 0.95),
                 ),
                 stat(
-                    "Last pass of the operator",
+                    "Last resync of the operator",
                     f"time() - max({m.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS})",
                     unit="s",
                     text="Grows to the resync period (5 minutes) and starts again.",
@@ -201,7 +201,7 @@ FLEET: Final = Board(
                     width=12,
                 ),
                 Panel(
-                    title="Since the last pass over all resources",
+                    title="Since the last resync",
                     queries=(
                         Query(
                             expr=f"time() - ({m.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS} > 0)", legend="{{pod}}"

@@ -122,7 +122,7 @@ RANK: Final = Board(
                     "KV blocks of the group",
                     f"max({m.KV_BLOCKS}{{{OF_RANK}}})",
                     width=6,
-                    text="As many as the rank with the least room.",
+                    text="As many as the rank with the least headroom.",
                 ),
                 stat("Steps a second", f"sum(rate({m.STEP_SECONDS}_count{{{OF_RANK}}}[{WINDOW}]))", width=6),
             ),

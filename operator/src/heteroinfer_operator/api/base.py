@@ -130,7 +130,7 @@ class StatusModel(Model):
     """Base of the status's models.
 
     Unknown fields are dropped, since the status may have been written by a newer
-    operator and is computed anew on each pass.
+    operator and is computed anew on each reconcile.
     """
 
     model_config = ConfigDict(extra="ignore")

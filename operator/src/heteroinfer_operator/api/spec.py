@@ -107,7 +107,7 @@ class SchedulingSpec(Model):
 
     gang: When = When.AUTO
     """All pods of a group at once or none. Auto: by the cluster's gang scheduler if it has one, else nothing
-    of a group is created until all its pods have room. Always: by a gang scheduler only. Never: the
+    of a group is created until all its pods fit. Always: by a gang scheduler only. Never: the
     pods are created at once, and placed one by one."""
     queue_name: Annotated[str, Field(max_length=253)] = ""
     """Queue of Kueue or Volcano."""

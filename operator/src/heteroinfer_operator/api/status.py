@@ -18,7 +18,7 @@ MAX_FAILURES: Final = MAX_RESTARTS + 1
 """Failures that a group keeps, the newest: enough to count the most restarts that can be allowed."""
 MAX_PLANS: Final = 16
 MAX_PROFILE_LENGTH: Final = 16384
-"""Characters; a layer takes about 11, and a pod's termination message has room for 4,096."""
+"""Characters; a layer takes about 11, and a pod's termination message holds 4,096."""
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 """A number that is never negative; 2**53 keeps exact in every JSON reader."""
@@ -59,7 +59,7 @@ class StartupPhase(StrEnum):
     MODEL = "Model"
     """The model's files and sizes."""
     SCHEDULING = "Scheduling"
-    """A node for each pod; no limit of time, since only room helps."""
+    """A node for each pod; no limit of time, since only free capacity helps."""
     IMAGE = "Image"
     """Images and volumes on the nodes; no limit of time, since a new pod would begin again."""
     CONNECTING = "Connecting"
@@ -96,7 +96,7 @@ class ModelStatus(StatusModel):
 
 
 class RankPlan(StatusModel):
-    """A rank's place and share."""
+    """A rank's position and share."""
 
     rank: Count
     """Global rank."""
@@ -160,7 +160,7 @@ class RankEntry(StatusModel):
     node: Annotated[str, Field(max_length=253)] | None = None
     """Its pod's node."""
     started: bool = False
-    """Whether its pod runs or ran; before, another pod can take its place."""
+    """Whether its pod runs or ran; before, another pod can replace it."""
     ready: bool = False
     """Whether it is alive and loaded."""
     step_ms: Milliseconds | None = None
@@ -175,7 +175,7 @@ class KvLimit(StrEnum):
     """What bounds a KV cache."""
 
     PLAN = "Plan"
-    """Every rank has the room that the plan gives it."""
+    """Every rank's memory holds what the plan gives it."""
     MEMORY = "Memory"
     """The limiting rank has less than the plan gives it."""
 
@@ -184,17 +184,17 @@ class KvStatus(StatusModel):
     """The KV cache of a group; equal on every rank, in blocks."""
 
     blocks: Count
-    """Blocks that each rank has: as many as the rank with the least room."""
+    """Blocks that each rank has: as many as the rank with the least headroom."""
     tokens: Count
     """Tokens that these hold."""
     limiting_rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)]
-    """The rank with room for the fewest blocks, as it measured after its largest batch."""
+    """The rank whose memory holds the fewest blocks, as it measured after its largest batch."""
     limiting_role: RoleName
     """Its role: whose memory to raise."""
     limited_by: KvLimit
     """Plan, or Memory."""
     room_blocks: Count
-    """Blocks that the limiting rank has room for."""
+    """Blocks that the limiting rank's memory holds."""
 
 
 class StartupStatus(StatusModel):
@@ -240,7 +240,7 @@ class GroupStatus(StatusModel):
     ] = ()
     """Its last failures, the newest last."""
     measured_time: Time | None = None
-    """When the members' times were measured; they are written at most once a minute."""
+    """When the ranks' times were measured; they are written at most once a minute."""
     kv: KvStatus | None = None
     """Its KV cache."""
     members: Annotated[

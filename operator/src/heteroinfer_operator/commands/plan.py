@@ -196,7 +196,7 @@ def _kv_cache(planned: Planned) -> str:
     who = (
         "the memory of some ranks is unknown; the first that lacks it limits it"
         if planned.limiting_rank is None
-        else f"rank {rank.rank} (role {rank.role}) has room for the least"
+        else f"rank {rank.rank} (role {rank.role}) has the least headroom"
     )
     return f"KV cache of a rank: {format_bytes(rank.kv_cache_bytes)} for its {rank.num_layers} layers; {who}"
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--filename", type=Path, required=True, metavar="FILE", help="a HeteroInference"
     )
     parser.add_argument(
-        "--model-dir", type=Path, metavar="DIR", help="the model's folder, in place of the file's model.uri"
+        "--model-dir", type=Path, metavar="DIR", help="the model's folder, instead of the file's model.uri"
     )
     parser.add_argument(
         "--model-cache",
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "user's cache folder",
     )
     parser.add_argument(
-        "--port", type=_port, help="of the OpenAI API on 127.0.0.1, in place of the file's engine.port"
+        "--port", type=_port, help="of the OpenAI API on 127.0.0.1, instead of the file's engine.port"
     )
     parser.add_argument(
         "--worker-python",

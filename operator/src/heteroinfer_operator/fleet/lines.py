@@ -68,7 +68,7 @@ class GroupLine:
         epoch: its incarnation.
         phase: what it does.
         message: what it waits for, or "".
-        live: whether its ranks are told by its leader now, not by the status.
+        live: whether its ranks are reported by its leader now, not by the status.
         restarts: because of failures that count.
         kv_tokens: that its KV cache holds, or None while unknown.
         kv_use: share of it in use, 0 to 1, or None.

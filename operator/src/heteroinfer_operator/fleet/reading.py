@@ -20,7 +20,7 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
 
 PROXY_TIMEOUT_S: Final = 3.0
-"""For a leader's answer: a table must not wait for a group that falls."""
+"""For a leader's answer: a table must not wait for a group that fails."""
 AT_ONCE: Final = 16
 _KV_USE: Final = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 """vLLM's own gauge, 0 to 1 (`vllm/v1/metrics/loggers.py@v0.32.0`)."""

@@ -54,7 +54,7 @@ class KubeCluster:
         cluster_state: running and synced.
         recorder: of events.
         groups: asks leaders.
-        on_observed: told the stored status of each resource observed; None once it is gone.
+        on_observed: called with the stored status of each resource observed; None once it is gone.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ class ClusterState:
     def promising(self, pods: Sequence[Manifest]) -> Iterator[None]:
         """Counts these pods as promised from now on, before the API server has any of them.
 
-        Two resources that are decided one after the other would else be given the same room.
+        Two resources that are decided one after the other would else be given the same capacity.
         """
         promises = {ObjectName.of(pod): trim.promise(pod) for pod in pods}
         self._promises |= promises

@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 0.5
 UNREADY_TIMEOUT_S: Final = 0.2
-"""For the leader of a group that is not Ready, which may be falling: the decision must not wait for it."""
+"""For the leader of a group that is not Ready, which may be failing: the decision must not wait for it."""
 KEEP_S: Final = 10.0
 SAY_AGAIN_S: Final = 600.0
-"""A leader that makes no sense is told of so often."""
+"""A leader that makes no sense is reported of so often."""
 MOST_BYTES: Final = 2**20
 _NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 
@@ -66,7 +66,7 @@ class LeaderClient:
         the decision about the group must not wait for that. One whose pods are not Ready is
         asked anew each time, and not for long: it may sleep, which only it can tell. One that
         let the time pass is not waited for again within KEEP_S: where pods cannot be reached at
-        all, a pass must not wait for each of them.
+        all, a reconcile must not wait for each of them.
         """
         known = tuple(pods)
         ended = {_group(pod) for pod in known if pod.view.ended}

@@ -95,7 +95,7 @@ class ApiServer:
 
     Args:
         configuration: of load_configuration.
-        on_write: told of each write that was accepted: verb as in RBAC, and plural.
+        on_write: called with each write that was accepted: verb as in RBAC, and plural.
         before_write: called right before each write; what it raises stops the write.
         watch_silence_s: as the attribute.
     """

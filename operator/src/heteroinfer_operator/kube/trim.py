@@ -237,7 +237,7 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
     """Returns what a pod takes of its node, or None if it takes nothing.
 
     A pod that is over takes nothing. Nor does one without a node, unless it is ours: a group is
-    created when there is room for all of it, and that room is promised.
+    created when all of it fits, and what it takes is promised.
     """
     if (stored.get("status") or {}).get("phase") in {"Succeeded", "Failed"}:
         return None

@@ -1,4 +1,4 @@
-"""Loopback and free ports in place of pod names and fixed ports."""
+"""Loopback and free ports instead of pod names and fixed ports."""
 
 import random
 import socket
@@ -34,7 +34,7 @@ class PortsTakenError(PlanError):
 class LocalAddressing:
     """Addresses of the groups of one resource on this machine.
 
-    An epoch keeps the ports that it was first given, since each pass of the reconcile
+    An epoch keeps the ports that it was first given, since each reconcile
     asks again.
 
     Args:
@@ -66,7 +66,7 @@ class LocalAddressing:
         """Returns the folder of the model on this machine, or how it is fetched into its cache.
 
         Raises:
-            PlanError: the spec names a place that this machine has not.
+            PlanError: the spec names a folder that this machine has not.
         """
         scheme, _, path = spec.model.uri.partition("://")
         if identity.is_hub_model(spec):

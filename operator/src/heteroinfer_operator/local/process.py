@@ -18,9 +18,9 @@ from heteroinfer_operator.local import orphans
 from heteroinfer_operator.local.pod_process import PodProcess
 
 WORKER_MODULE: Final = "vllm_heteroinfer.launch.cli"
-"""Run in place of the image's command `heteroinfer-worker`."""
+"""Run instead of the image's command `heteroinfer-worker`."""
 KILL_TIMEOUT_S: Final = 5.0
-"""After SIGKILL; a process in an uninterruptible wait takes longer, and is then told of."""
+"""After SIGKILL; a process in an uninterruptible wait takes longer, and is then reported."""
 _POLL_S: Final = 0.02
 _NOT_INHERITED: Final = ("HETEROINFER_", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
 """Prefixes of variables of `heteroinfer up` that are of another Python, or of another pod."""
@@ -34,7 +34,7 @@ class LeftoverProcessError(HeteroInferError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodFolder:
-    """What a pod has to itself on disk; its processes are told by it.
+    """What a pod has to itself on disk; its processes are given it.
 
     Attributes:
         path: private; removed with the pod.

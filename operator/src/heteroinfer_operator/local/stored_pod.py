@@ -20,7 +20,7 @@ class StoredPod:
         running: its processes.
         gpus: its own, as CUDA names them.
         created: when.
-        deleting: whether it was told to end.
+        deleting: whether it was asked to end.
         ready: what its readiness probe last said.
         termination: how it ended, or None while it runs.
         group_report: what it last said of its group, if it is a leader.

@@ -1,9 +1,9 @@
 """PodDisruptionBudget of a group. Pure.
 
-A group is one unit: the eviction of one member ends its epoch, and the next starts elsewhere. The
-budget lets one member go, and no other of the group until it serves again, so that a drain of
+A group is one unit: the eviction of one pod ends its epoch, and the next starts elsewhere. The
+budget lets one pod go, and no other of the group until it serves again, so that a drain of
 node after node ends a group once a node and not in the middle of its start. It never blocks for
-ever: a group without room has no pods, one that fails gives its pods up, and one that sleeps,
+ever: a group without free capacity has no pods, one that fails gives its pods up, and one that sleeps,
 which is not Ready, does not count on being spared.
 """
 

@@ -25,7 +25,7 @@ def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef) -> dict[str
             "endPort": names.DEFAULT_METRICS_PORT + most_ranks - 1,
         },
     ]
-    members = {"matchLabels": identity.group_labels(group)}
+    pods = {"matchLabels": identity.group_labels(group)}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -35,8 +35,8 @@ def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef) -> dict[str
             {names.LABEL_GROUP: str(group.index)},
         ),
         "spec": {
-            "podSelector": members,
+            "podSelector": pods,
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": members}]}, {"ports": open_ports}],
+            "ingress": [{"from": [{"podSelector": pods}]}, {"ports": open_ports}],
         },
     }

@@ -23,10 +23,10 @@ def assigned_fields(
     pod: PodAssignment,
     node_assignment: NodeAssignment,
 ) -> dict[str, Any]:
-    """Returns role_fields with what was decided about this pod's place.
+    """Returns role_fields with what was decided about this pod's node.
 
     A group that keeps to one value of a label has an affinity of each pod to the others of its
-    epoch; where the value was chosen, that too, since the first pod could choose one without room.
+    epoch; where the value was chosen, that too, since the first pod could choose one without free capacity.
     """
     fields = role_fields(spec, role, pod.device)
     affinity = {kind: dict(terms) for kind, terms in fields.get("affinity", {}).items()}

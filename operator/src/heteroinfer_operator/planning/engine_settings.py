@@ -12,7 +12,7 @@ ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 BLOCK_SIZE: Final = 32
 """Tokens of a KV block: the least that both devices take (vllm/platforms/cpu.py wants a multiple of 32)."""
 _DEFAULT_MAX_MODEL_LEN: Final = 8192
-"""KV room must hold one such sequence at least, which long-context models would not fit into."""
+"""KV headroom must hold one such sequence at least, which long-context models would not fit into."""
 
 
 def engine_settings(

@@ -84,11 +84,11 @@ def _placed(
     asked = [demand for _, demand in demands]
     found = assign_nodes(asked, free_nodes, key)
     if found is None and not capacity.others_wait:
-        # What can never be planned is told first: room would not help.
+        # What can never be planned is reported first: capacity would not help.
         make_plan(request, replace(_inventory(spec, free_nodes, demands, None), on_cpus=on_cpus))
         raise Shortage(
             f"{explain(asked, free_nodes, key)}; the group waits, and nothing of it is created until "
-            "all its pods have room",
+            "all its pods fit",
             reason=INSUFFICIENT_CAPACITY,
         )
     inventory = replace(_inventory(spec, free_nodes, demands, found), on_cpus=on_cpus)
@@ -205,7 +205,7 @@ def _without_gpus(
 ) -> Planned:
     """Returns the plan with roles on CPUs, if that is wanted now; raises as plan_group."""
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
-    # What can never be planned is told first: GPUs would not help.
+    # What can never be planned is reported first: GPUs would not help.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
     wanted = make_plan(request, _inventory(request.spec, free_nodes, demands, None)).plan
     if shortage.action is ShortageAction.WAIT:

@@ -107,7 +107,7 @@ def _capacity(stage: StageBudget, sizes: Sizes, min_tokens: int, first: int) -> 
     free_bytes = stage.free_bytes
     if free_bytes is None:
         return most
-    # Costs grow with the count: as many counts are within the room as layers are.
+    # Costs grow with the count: as many counts are within the bytes as layers are.
     counts = range(1, most + 1)
     return bisect_right(counts, free_bytes, key=lambda count: _cost(sizes, min_tokens, first, first + count))
 

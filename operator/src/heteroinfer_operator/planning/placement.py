@@ -47,13 +47,13 @@ class FreeNode:
         return self.free.get(resource, 0.0 if "/" in resource else float("inf"))
 
     def take(self, requests: Mapping[str, float], *, times: int = 1) -> None:
-        """Uses up room; `times` -1 gives it back."""
+        """Uses it up; `times` -1 gives it back."""
         for name, asked in requests.items():
             if name in self.free:
                 self.free[name] -= asked * times
 
     def holds(self, requests: Mapping[str, float]) -> int:
-        """Returns how many such pods there is room for."""
+        """Returns how many such pods it holds."""
         counts = [
             int((self.left(name) + _LEAST) // asked)
             for name, asked in requests.items()
@@ -183,7 +183,7 @@ def device_memory_mib(node: NodeView, resource: str) -> int | None:
 
 
 def _hardness(kind: _Kind) -> tuple[float, ...]:
-    """Returns how hard it is to place a kind: devices first, then the share of the largest room."""
+    """Returns how hard it is to place a kind: devices first, then the share of the largest node."""
     requests = kind.demand.requests
     largest = {
         name: max((free_node.free.get(name, 0.0) for free_node in kind.free_nodes), default=0.0)
@@ -204,7 +204,7 @@ class _Search:
     open_to: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Notes for each room which kinds may be there: rooms of the same kinds and amounts are alike."""
+        """Notes for each node which kinds may be there: nodes of the same kinds and amounts are alike."""
         kinds_of: dict[int, list[int]] = {}
         for index, kind in enumerate(self.kinds):
             for free_node in kind.free_nodes:
@@ -305,7 +305,7 @@ _MOST_REASONS: Final = 5
 
 
 def explain(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = "") -> str:
-    """Returns what is missing and where, for pods that `place` found no place for."""
+    """Returns what is missing and where, for pods that `assign_nodes` found no nodes for."""
     if not topology_key:
         return _missing(demands, free_nodes)
     domains = _domains(free_nodes, topology_key)
@@ -313,7 +313,8 @@ def explain(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topolo
         return f"no node has the label {topology_key} that scheduling.topologyKey names"
     reported = [f"{value}: {_missing(demands, inside)}" for value, inside in domains.items()]
     more = f"; and {len(reported) - _MOST_NODES} more values" if len(reported) > _MOST_NODES else ""
-    return f"no single value of {topology_key} has room: {'; '.join(reported[:_MOST_NODES])}{more}"
+    words = "; ".join(reported[:_MOST_NODES])
+    return f"no single value of {topology_key} has enough free capacity: {words}{more}"
 
 
 def _missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> str:
@@ -323,7 +324,7 @@ def _missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> st
         held = sum(free_node.holds(requests) for free_node in where)
         if held < count:
             need = f"needs {_pods(count, demands[kind.pods[0]])} with {_amounts(requests)}"
-            held_words = f", and there is room for {held}" if held else ""
+            held_words = f", and there is capacity for {held}" if held else ""
             return f"{need}{held_words}; {_obstacles(kind.demand, free_nodes)}"
     needs = ", ".join(
         f"{_pods(len(kind.pods), demands[kind.pods[0]])} with {_amounts(kind.demand.requests)}"
@@ -343,7 +344,7 @@ def _obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
     for free_node in free_nodes:
         reason = obstacle(demand, free_node.node) or _lack(demand, free_node)
         by_reason.setdefault(reason, []).append(free_node.node.name)
-    # What comes nearest first: nodes that lack room, before those that are no such nodes at all.
+    # What comes nearest first: nodes that lack capacity, before those that are no such nodes at all.
     order = sorted(by_reason.items(), key=lambda item: (not item[0].startswith("has "), len(item[1])))
     reported = [f"{_nodes(names)} {_plural(reason, names)}" for reason, names in order[:_MOST_REASONS]]
     rest = sum(len(names) for _, names in order[_MOST_REASONS:])
@@ -368,7 +369,7 @@ def _lack(demand: PodDemand, free_node: FreeNode) -> str:
     """Returns which of a pod's requests a node lacks."""
     lacking = [name for name, asked in demand.requests.items() if not free_node.has({name: asked})]
     if not lacking:
-        return f"has room for {free_node.holds(demand.requests)}"
+        return f"has capacity for {free_node.holds(demand.requests)}"
     words = []
     for name in lacking:
         have, all_ = max(free_node.left(name), 0.0), free_node.node.allocatable.get(name, 0.0)
@@ -386,7 +387,7 @@ def _amounts(requests: Mapping[str, float]) -> str:
 
 
 def _word(resource: str) -> str:
-    return {"cpu": "CPUs", "memory": "of memory", "pods": "places for pods"}.get(resource, resource)
+    return {"cpu": "CPUs", "memory": "of memory", "pods": "slots for pods"}.get(resource, resource)
 
 
 def amount(resource: str, value: float) -> str:

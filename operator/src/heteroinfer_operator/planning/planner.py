@@ -19,7 +19,7 @@ from heteroinfer_operator.planning.prediction import read_bytes_per_s
 from heteroinfer_operator.planning.topology import Topology, lay_out
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
-"""KV room, in longest sequences, where some rank's memory is unknown."""
+"""KV headroom, in longest sequences, where some rank's memory is unknown."""
 _VOCAB_PADDING: Final = 64
 """vLLM pads the vocabulary to this before it splits it (vocab_parallel_embedding.py@v0.32.0)."""
 
@@ -48,11 +48,11 @@ class Planned:
     Attributes:
         plan: the plan.
         notes: one line each.
-        limiting_rank: the rank whose memory has room for the fewest KV blocks, as predicted; None
+        limiting_rank: the rank whose memory holds the fewest KV blocks, as predicted; None
             where the memory of some rank is unknown.
         hybrid_not_needed: why CPU ranks could be left out, which is also one of the notes, or "".
         on_cpus: why GPU roles compute on CPUs, which is also one of the notes, or "".
-        node_assignment: where its pods have room, as far as nodes are known.
+        node_assignment: where its pods fit, as far as nodes are known.
         missing: what is missing on nodes that somebody else will have to wait for, or "".
     """
 
@@ -181,7 +181,7 @@ def _kv_tokens(
 def _token_capacities(
     layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
 ) -> list[int | None]:
-    """Returns the tokens that each stage's memory has room for; None for a stage of unknown memory."""
+    """Returns the tokens that each stage's memory holds; None for a stage of unknown memory."""
     return [
         None
         if stage.free_bytes is None

@@ -30,7 +30,7 @@ class PlacedRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A rank's place; its rank is its position among all seats.
+    """The position of a rank; its rank is its number among all seats.
 
     Attributes:
         pod: index of its pod.

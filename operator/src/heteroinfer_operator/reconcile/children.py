@@ -58,7 +58,7 @@ def decide_children(
         wanted: all children there should be.
         stored: all there are.
         used_plans: hashes of plans that some pod still names: these are kept.
-        has_pods: whether some group has pods, or gets them now: a budget without any is told about as a
+        has_pods: whether some group has pods, or gets them now: a budget without any is reported as a
             problem, in an event of its controller.
         keep_claims: whether pods may still mount a claim that is no longer wanted.
     """

@@ -1,4 +1,4 @@
-"""The next status: conditions with reasons, the rank table, members and their times. Pure."""
+"""The next status: conditions with reasons, the rank table, the ranks' times. Pure."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -167,7 +167,7 @@ def plan_conditions(
 
 
 def _notes(decisions: Sequence[GroupDecision], before: HeteroInferenceStatus) -> str:
-    """Returns the notes on plans made now, or else those that were told when the living ones were made."""
+    """Returns the notes on plans made now, or else those that were made for the living ones."""
     made = [decision.notes for decision in decisions if decision.notes is not None]
     if made:
         return "; ".join(dict.fromkeys(note for notes in made for note in notes))
@@ -199,13 +199,13 @@ def plan_status(plan: Plan) -> PlanStatus:
 def with_rank_entries(
     group: GroupStatus, plan: Plan, pods: Sequence[PodView], report: GroupReport | None, *, now: datetime
 ) -> GroupStatus:
-    """Returns the group with one member a rank, and its times if they are due."""
+    """Returns the group with one entry a rank, and its times if they are due."""
     by_index = {pod.labels[names.LABEL_POD_INDEX]: pod for pod in pods}
     before = {entry.rank: entry for entry in group.members}
     reported = report is not None and report.epoch == group.epoch and report.covers(plan)
     times = {rank.rank: rank for rank in report.ranks} if report is not None and reported else {}
     due = _due(group, before, times, now)
-    members = []
+    entries = []
     for rank in plan.ranks:
         pod = by_index.get(str(rank.pod))
         if pod is None:
@@ -220,9 +220,9 @@ def with_rank_entries(
             ready=pod.ready and not pod.ended,
         )
         measured = _milliseconds(times[rank.rank]) if due else _kept(old)
-        members.append(entry.model_copy(update=measured))
+        entries.append(entry.model_copy(update=measured))
     update = {
-        "members": tuple(members),
+        "members": tuple(entries),
         "measured_time": now if due else group.measured_time,
         "kv": _kv_cache(plan, times) or group.kv,
     }
@@ -230,7 +230,7 @@ def with_rank_entries(
 
 
 def _kv_cache(plan: Plan, reported: dict[int, RankStatus]) -> KvStatus | None:
-    """Returns the group's KV cache once every rank has told its own; it changes with the epoch only."""
+    """Returns the group's KV cache once every rank has reported its own; it changes with the epoch only."""
     if len(reported) < plan.world_size or not all(status.kv_blocks for status in reported.values()):
         return None
     tightest = min(plan.ranks, key=lambda rank: reported[rank.rank].kv_room_blocks)
@@ -279,9 +279,9 @@ def _kept(entry: RankEntry | None) -> dict[str, float | None]:
 def summary(decisions: Sequence[GroupDecision], groups: Sequence[GroupStatus], wanted: int) -> Summary:
     """Returns the small values that `kubectl get` prints."""
     plan = next((decision.plan for decision in decisions if decision.plan is not None), None)
-    members = [entry for group in groups for entry in group.members if entry.compute_ms is not None]
-    slowest = max(members, key=lambda entry: entry.compute_ms or 0.0, default=None)
-    step_ms = max((entry.step_ms or 0.0 for entry in members), default=None)
+    entries = [entry for group in groups for entry in group.members if entry.compute_ms is not None]
+    slowest = max(entries, key=lambda entry: entry.compute_ms or 0.0, default=None)
+    step_ms = max((entry.step_ms or 0.0 for entry in entries), default=None)
     ready = sum(group.phase is GroupPhase.READY for group in groups)
     return Summary(
         groups=f"{ready}/{wanted}",

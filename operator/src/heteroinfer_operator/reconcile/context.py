@@ -33,13 +33,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """One pass over one resource.
+    """One reconcile of one resource.
 
     Attributes:
         spec: what the user asks for.
         owner: the resource.
         revision: hash of the part of the spec whose change needs new pods.
-        now: time of the pass, in UTC.
+        now: time of the reconcile, in UTC.
         options: of the installation.
         source: where the model is.
         plans: kept ones, by hash.

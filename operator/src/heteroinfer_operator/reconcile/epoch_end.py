@@ -37,7 +37,7 @@ class EpochEnd:
 
 
 def has_run(pod: PodView) -> bool:
-    """Returns whether a peer may have met this pod: if not, another one can take its place and name."""
+    """Returns whether a peer may have met this pod: if not, another one can replace it under its name."""
     return pod.started or pod.termination is not None or pod.phase == "Succeeded"
 
 

@@ -43,7 +43,7 @@ def decide_creates(
     """Returns the pods to create.
 
     Args:
-        context: of this pass.
+        context: of this reconcile.
         status: of the group: its epoch.
         plan: of the epoch.
         indices: of the pods that are missing.

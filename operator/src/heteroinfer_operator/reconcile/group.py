@@ -25,7 +25,7 @@ from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_objec
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, gang_of
 
 _ENDED_EPOCH_GRACE_S = 2
-"""For the members of a fallen group: there is no request left that they could answer."""
+"""For the pods of a failed group: there is no request left that they could answer."""
 _CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, "PodDeleted", "PodEnded"})
 _NOTHING_RUNS: Final[Mapping[str, Any]] = {"startup": None, "members": (), "measured_time": None, "kv": None}
 """What a status says of a group without an epoch."""
@@ -76,7 +76,7 @@ def decide_group(
     """Returns what a group needs.
 
     Args:
-        context: of this pass.
+        context: of this reconcile.
         status: of the group as last written; `epoch` 0 before its first epoch.
         pods: all pods of the group, of every epoch.
         replace: whether the group may be replaced now, if its revision is an old one.

@@ -1,4 +1,4 @@
-"""What there is to plan with, counted once a pass and used up by the groups that it starts. Pure."""
+"""What there is to plan with, counted once a reconcile and used up by the groups that it starts. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,12 +33,12 @@ WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
 """Reason of CapacityAvailable where pods exist and have no node."""
 CAPACITY_REASONS: Final = frozenset({Shortage.reason, INSUFFICIENT_CAPACITY, UNSCHEDULABLE})
-"""Reasons of missing room."""
+"""Reasons of missing capacity."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupPlanner:
-    """Makes the plans of the groups that start in one pass.
+    """Makes the plans of the groups that start in one reconcile.
 
     Attributes:
         spec: what the user asks for.
@@ -46,7 +46,7 @@ class GroupPlanner:
         waits_for: what is said while it is not.
         observation: nodes, and what of them is promised.
         shortage_age_s: how long GPUs have been missing; None where waiting is of no use.
-        hints: whether pods are told which node has room for them: not where there is one machine.
+        hints: whether pods name the node that was found for them: not where there is one machine.
     """
 
     spec: HeteroInferenceSpec
@@ -58,10 +58,10 @@ class GroupPlanner:
     _capacity: Capacity | None = field(init=False, default=None)
 
     def make(self) -> Planned:
-        """Returns the plan of one more group; its room is not given to the next.
+        """Returns the plan of one more group; what it takes is not given to the next.
 
         Raises:
-            Shortage: GPUs or other room are missing now.
+            Shortage: GPUs or other capacity is missing now.
             PlanError: there is no plan, or the model is not known yet.
         """
         request, gang = self._known_request(), choose_gang(self.spec, self.observation.gangs)

@@ -50,7 +50,7 @@ class ModelContext:
         node_loss: which pods are given up because of their node.
         progress: what the pod that fetches says now, or None.
         unreadable_since: when a group last could not read the model, or None.
-        now: time of the pass.
+        now: time of the reconcile.
     """
 
     spec: HeteroInferenceSpec
@@ -116,7 +116,7 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
     """Returns what is known of the model of this spec.
 
     Args:
-        context: of this pass.
+        context: of this reconcile.
         status: of the model as last written, or None.
         pods: those of the resource that fetch or inspect.
     """
@@ -184,7 +184,7 @@ def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecisi
 
 
 def _on_its_way(context: ModelContext, kept: ModelStatus, waits: str) -> ModelDecision:
-    """Returns the decision while a pod works; a failure before it is told until it has got on."""
+    """Returns the decision while a pod works; a failure before it is reported until it has got on."""
     update: dict[str, Any] = {"phase": context.phase, "profile": None, "checked_time": None}
     progress = context.progress
     if progress is not None and progress.total_bytes:

@@ -21,7 +21,7 @@ class NodeLoss:
     Attributes:
         nodes: by name; None where nodes may not be read: then no node is ever taken for lost.
         after: how long a node may be silent, `restart.nodeLostAfter`.
-        now: time of the pass.
+        now: time of the reconcile.
     """
 
     nodes: Mapping[str, NodeView] | None
@@ -80,7 +80,7 @@ class NodeLoss:
         if node is None:
             return f"node {pod.node} of pod {pod.name} does not exist any more"
         since = node.unreachable_since
-        return f"node {pod.node} of pod {pod.name} has not been heard since {since:%H:%M:%S} UTC"
+        return f"node {pod.node} of pod {pod.name} has sent no heartbeat since {since:%H:%M:%S} UTC"
 
     def _given_up(self, pod: PodView) -> datetime | None:
         node = self.nodes.get(pod.node) if self.nodes else None

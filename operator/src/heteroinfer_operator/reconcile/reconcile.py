@@ -1,4 +1,4 @@
-"""One pass over one resource: gather what the parts decide, in the order that is safe. Pure."""
+"""One reconcile of one resource: gather what the parts decide, in the order that is safe. Pure."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ from heteroinfer_operator.reconcile.rollout import decide_wanted, find_rollout
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 
 _SHORTAGE_EVERY_S = 60.0
-"""A group without room is looked at this often, should nothing have told that some became free."""
+"""A group without free capacity is looked at this often, should nothing have said that some became free."""
 _MEASURE_EVERY_S = 60.0
 """A serving group is looked at this often for its step times."""
 
@@ -65,7 +65,7 @@ def reconcile(observation: ResourceObservation, now: datetime, options: Options)
 
     Args:
         observation: all that is known of the resource and its children.
-        now: time of the pass, in UTC.
+        now: time of the reconcile, in UTC.
         options: of the installation.
     """
     resource = observation.resource
@@ -254,7 +254,7 @@ def _next_status(
 def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> list[RecordEvent]:
     """Returns an event for each refusal that is new: people look at events first.
 
-    What is free on nodes changes all the time: of missing room each reason is told once.
+    What is free on nodes changes all the time: of missing capacity each reason is reported once.
     """
     reported = {
         _announced_as(condition) for condition in before if condition.status is not ConditionStatus.UNKNOWN
@@ -332,7 +332,7 @@ def _kept_plans(observation: ResourceObservation) -> dict[str, Plan]:
         try:
             plan = Plan.from_json(manifest["data"][names.PLAN_KEY])
         except ContractError:
-            continue  # of a version that cannot be read: its group falls with PlanLost
+            continue  # of a version that cannot be read: its group fails with PlanLost
         plans[plan.hash] = plan
     return plans
 

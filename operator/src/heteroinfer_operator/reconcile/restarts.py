@@ -32,7 +32,7 @@ def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
 
 
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
-    """Returns when a group that has fallen is started again; None is at once."""
+    """Returns when a group that has failed is started again; None is at once."""
     count = recent(failures, restart)
     if count <= 1:
         return None

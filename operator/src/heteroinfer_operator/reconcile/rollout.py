@@ -50,7 +50,7 @@ def decide_wanted(
     """Decides every wanted group, by index.
 
     Args:
-        context: of this pass.
+        context: of this reconcile.
         old: groups as last written.
         by_group: pods of each group.
         reports: what leaders say of their groups.

@@ -1,6 +1,6 @@
 """How far a group that starts has come, and when it has stood still for too long. Pure.
 
-Waiting for room, images and the model has no limit: a new epoch would begin the same wait again.
+Waiting for capacity, images and the model has no limit: a new epoch would begin the same wait again.
 What happens once all pods are connected is watched by the leader's supervisor, which sees every
 move; here is what it cannot see, since a pod that never speaks may as well be pulling its image.
 """
@@ -57,7 +57,7 @@ def observe_startup(
         pods: of the epoch.
         report: what the leader says of this epoch now, or None if it does not answer.
         whole: whether all its pods exist.
-        now: time of the pass.
+        now: time of the reconcile.
     """
     status = begin(_phase(old, pods, report, whole=whole), old, now)
     if report is None or status.phase not in {StartupPhase.LOADING, StartupPhase.WARMING_UP}:

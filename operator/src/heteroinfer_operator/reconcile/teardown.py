@@ -27,7 +27,7 @@ def decide_teardown(
     Args:
         observation: of the resource and its children.
         status: as last written.
-        now: time of the pass.
+        now: time of the reconcile.
     """
     if names.FINALIZER not in observation.resource.finalizers:
         return Decision()
