@@ -7,8 +7,8 @@ kept and compared as any child, but nothing acts on it: all listens on loopback.
 
 from heteroinfer_operator.local.adapter import LocalCluster, LocalOptions
 from heteroinfer_operator.local.loopback_addressing import LocalAddressing, PortsTakenError
-from heteroinfer_operator.local.machine import observe_gpus, observe_node
 from heteroinfer_operator.local.pod_process import UnsupportedPodFieldError
+from heteroinfer_operator.local.this_node import observe_gpus, observe_node
 from heteroinfer_operator.local.worker_python import WorkerPythonError, find_worker_python
 
 __all__ = [

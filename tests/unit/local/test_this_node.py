@@ -9,8 +9,8 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.local import cores
-from heteroinfer_operator.local.machine import observe_gpus, observe_node
 from heteroinfer_operator.local.pod_process import PodProcess
+from heteroinfer_operator.local.this_node import observe_gpus, observe_node
 from heteroinfer_operator.local.worker_python import ENV_WORKER_PYTHON, WorkerPythonError, find_worker_python
 from tests.unit.local.plans import plan
 
