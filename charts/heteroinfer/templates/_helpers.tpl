@@ -46,6 +46,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - {name: HETEROINFER_LEADER_ELECTION, value: {{ .Values.leaderElection.enabled | quote }}}
 - {name: HETEROINFER_LEASE_NAME, value: {{ include "heteroinfer.name" . | quote }}}
 - {name: HETEROINFER_LEASE_SECONDS, value: {{ .Values.leaderElection.leaseSeconds | quote }}}
+- {name: HETEROINFER_KEY_SECRET, value: {{ printf "%s-key" (include "heteroinfer.name" .) | quote }}}
 - {name: HETEROINFER_WORKERS, value: {{ .Values.workers | quote }}}
 - {name: HETEROINFER_LOG_LEVEL, value: {{ .Values.logLevel | quote }}}
 - {name: HETEROINFER_HTTP_PORT, value: "8080"}

@@ -180,9 +180,15 @@ class ResourceObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateObject:
-    """Create it; if one of that name exists, stop here and observe again."""
+    """Create it; if one of that name exists, stop here and observe again.
+
+    Attributes:
+        manifest: of the object.
+        may_exist: an object of that name is as good: its name says what it holds.
+    """
 
     manifest: Manifest
+    may_exist: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import logging
 import secrets
 import signal
 import threading
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.installation import list_resources, wait_for_resource
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
+from heteroinfer_operator.kube.operator_key import ensure_operator_key
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from heteroinfer_operator.metrics import OperatorMetrics
 from heteroinfer_operator.settings import InstallationSettings
@@ -48,12 +49,14 @@ class Operator:
 
     Args:
         settings: of the installation.
-        decide: the pure decision.
+        build_decide: makes the pure decision of the operator's key, None without one.
     """
 
-    def __init__(self, settings: InstallationSettings, decide: Decide) -> None:
+    def __init__(
+        self, settings: InstallationSettings, build_decide: Callable[[bytes | None], Decide]
+    ) -> None:
         self._settings = settings
-        self._decide = decide
+        self._build_decide = build_decide
         self._metrics = OperatorMetrics()
         self._health = Health(stale_s=3 * settings.resync_s)
         self._lease: LeaderLease | None = None
@@ -112,9 +115,10 @@ class Operator:
     ) -> None:
         self._health.waits_for = f"the resource {names.PLURAL}.{names.API_GROUP}"
         await wait_for_resource(server)
+        operator_key = await self._read_key(server)
         groups = LeaderClient()
         try:
-            cluster_state, queue = self._build_queue(server, groups)
+            cluster_state, queue = self._build_queue(server, groups, self._build_decide(operator_key))
             group.create_task(cluster_state.run(), name="caches")
             await self._wait_synced(cluster_state)
             group.create_task(queue.run(), name="workers")
@@ -124,7 +128,20 @@ class Operator:
         finally:
             await groups.close()
 
-    def _build_queue(self, server: ApiServer, groups: LeaderClient) -> tuple[ClusterState, WorkQueue]:
+    async def _read_key(self, server: ApiServer) -> bytes | None:
+        settings = self._settings
+        if not settings.key_secret:
+            logger.warning(
+                "HETEROINFER_KEY_SECRET is not set: groups start without keys, and whoever reaches their "
+                "ports may speak to them"
+            )
+            return None
+        self._health.waits_for = f"the key in Secret {settings.key_secret}"
+        return await ensure_operator_key(server, settings.namespace, settings.key_secret)
+
+    def _build_queue(
+        self, server: ApiServer, groups: LeaderClient, decide: Decide
+    ) -> tuple[ClusterState, WorkQueue]:
         def touched(key: ResourceKey) -> None:  # the caches feed the queue, which works on the caches
             queue.add(key)
 
@@ -139,7 +156,7 @@ class Operator:
         cluster = KubeCluster(
             server, cluster_state, recorder=recorder, groups=groups, on_observed=self._observed
         )
-        process = build_process(cluster, self._decide)
+        process = build_process(cluster, decide)
         queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)
         return cluster_state, queue
 

@@ -34,7 +34,9 @@ class InstallationSettings:
         lease_name: HETEROINFER_LEASE_NAME.
         lease_duration_s: HETEROINFER_LEASE_SECONDS: after so long without a sign of its holder
             another takes the Lease; a whole number, at least 3.
-        namespace: HETEROINFER_NAMESPACE: the operator's own; of the Lease.
+        key_secret: HETEROINFER_KEY_SECRET: name of the Secret with the operator's key, in its own
+            namespace; empty starts groups without keys, whose ports nothing but the network guards.
+        namespace: HETEROINFER_NAMESPACE: the operator's own; of the Lease and the key.
         identity: HETEROINFER_IDENTITY: tells this process from other replicas.
         log_level: HETEROINFER_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR.
     """
@@ -50,6 +52,7 @@ class InstallationSettings:
     leader_election: bool = False
     lease_name: str = "heteroinfer-operator"
     lease_duration_s: int = 15
+    key_secret: str = ""
     namespace: str = ""
     identity: str = ""
     log_level: str = "INFO"
@@ -87,10 +90,17 @@ class InstallationSettings:
             leader_election=read.flag("LEADER_ELECTION", default=False),
             lease_name=read.text("LEASE_NAME", "heteroinfer-operator"),
             lease_duration_s=read.number("LEASE_SECONDS", 15, least=3, most=3600),
+            key_secret=read.text("KEY_SECRET", ""),
             namespace=read.text("NAMESPACE", ""),
             identity=read.text("IDENTITY", ""),
             log_level=read.choice("LOG_LEVEL", ("INFO", "DEBUG", "WARNING", "ERROR")),
         )
+        if settings.key_secret and not settings.namespace:
+            raise HeteroInferError(
+                "HETEROINFER_KEY_SECRET is set, but HETEROINFER_NAMESPACE is not; the chart takes it "
+                "from the pod",
+                reason="BadSettings",
+            )
         if settings.leader_election and not (settings.namespace and settings.identity):
             raise HeteroInferError(
                 "HETEROINFER_LEADER_ELECTION is true, but HETEROINFER_NAMESPACE or HETEROINFER_IDENTITY "

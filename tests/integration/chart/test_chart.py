@@ -66,20 +66,29 @@ def test_the_cluster_role_grants_exactly_what_the_operator_uses(plane: Cluster) 
     objects = render(plane)
     (cluster_role,) = of_kind(objects, "ClusterRole")
     assert rules_of(cluster_role) == wanted(*rights.SERVED, *rights.CLUSTER)
-    (lease,) = of_kind(objects, "Role")
-    assert rules_of(lease) == wanted(*rights.lease_rules("rel-heteroinfer"))
-    assert lease["metadata"]["namespace"] == "sys"
+    roles = {role["metadata"]["name"]: role for role in of_kind(objects, "Role")}
+    assert {name: rules_of(role) for name, role in roles.items()} == {
+        "rel-heteroinfer-lease": wanted(*rights.lease_rules("rel-heteroinfer")),
+        "rel-heteroinfer-key": wanted(*rights.key_rules("rel-heteroinfer-key")),
+    }
+    assert {role["metadata"]["namespace"] for role in roles.values()} == {"sys"}
+    (secret,) = of_kind(objects, "Secret")
+    assert (secret["metadata"]["name"], "data" in secret) == ("rel-heteroinfer-key", False)
 
 
 def test_namespaced_scope_has_a_role_in_each_namespace_and_no_cluster_role(plane: Cluster) -> None:
     objects = render(plane, "scope=Namespaced", "watchNamespaces={a,b}", "leaderElection.enabled=false")
     assert of_kind(objects, "ClusterRole") == of_kind(objects, "ClusterRoleBinding") == []
     roles = {role["metadata"]["namespace"]: rules_of(role) for role in of_kind(objects, "Role")}
-    assert roles == {"a": wanted(*rights.SERVED), "b": wanted(*rights.SERVED)}
+    assert roles == {
+        "a": wanted(*rights.SERVED),
+        "b": wanted(*rights.SERVED),
+        "sys": wanted(*rights.key_rules("rel-heteroinfer-key")),
+    }
     for binding in of_kind(objects, "RoleBinding"):
         assert binding["subjects"][0]["namespace"] == "sys"
     own = render(plane, "scope=Namespaced", "leaderElection.enabled=false")
-    assert [role["metadata"]["namespace"] for role in of_kind(own, "Role")] == ["sys"]
+    assert [role["metadata"]["namespace"] for role in of_kind(own, "Role")] == ["sys", "sys"]
 
 
 def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
@@ -106,6 +115,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         worker_image_gpu="heteroinfer/worker:0.1.0",
         allow_host_paths=True,
         workers=2,
+        key_secret="rel-heteroinfer-key",
         leader_election=True,
         lease_name="rel-heteroinfer",
         lease_duration_s=30,

@@ -137,6 +137,14 @@ async def test_the_account_may_do_what_the_list_of_rights_says_and_nothing_else(
     at_home = await rights_of(server, installed.account, installed.release)
     lease = listed(*rights.lease_rules(f"{installed.release}-heteroinfer"))
     assert at_home - nobody == listed(*rights.SERVED, *rights.CLUSTER) | lease
+    account = ApiServer(await load_configuration(str(installed.kubeconfig)))
+    try:
+        own = rights.key_rules(f"{installed.release}-heteroinfer-key")
+        assert await rights.missing_rights(account, own, installed.release) == []
+        other = rights.key_rules("another")
+        assert len(await rights.missing_rights(account, other, installed.release)) == 2
+    finally:
+        await account.close()
 
 
 async def test_requests_beyond_them_are_refused(

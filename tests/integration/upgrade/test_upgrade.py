@@ -3,6 +3,7 @@
 What a version stored is kept in versions/, written by record.py in that version's own tree.
 """
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 import yaml
 
 from heteroinfer_contract import metric_names, names
+from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_operator.api import parse_spec
-from heteroinfer_operator.kube.paths import CHILDREN, EVENT, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.paths import CHILDREN, EVENT, HETERO_INFERENCE, POD, SECRET
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.manifests.identity import revision
 from tests.cluster.cluster import Cluster, start_control_plane_only
@@ -137,13 +139,14 @@ async def test_groups_of_an_older_version_run_on(version: Path, plane: Cluster, 
         before = await pods(server)
         chart = str(REPOSITORY / "charts" / "heteroinfer")
         plane.helm("upgrade", RELEASE, chart, "-n", RELEASE, "--set", "replicas=0")
-        settings = {"resync_seconds": "1"}
+        settings = {"resync_seconds": "1", "namespace": RELEASE, "key_secret": f"{RELEASE}-key"}
         async with operator(account_kubeconfig(plane, tmp_path), tmp_path / "log", **settings) as process:
             await process.working()
             await settled(process)
             assert await pods(server) == before, process.said
             await check_as_recorded(server, objects)
             await check_next_epoch(server, process)
+            await check_keys(server)
             assert "Traceback" not in process.said, process.said
             assert " 403 " not in process.said, process.said
     finally:
@@ -183,3 +186,19 @@ async def check_next_epoch(server: ApiServer, process: OperatorProcess) -> None:
 
     await until("the second epoch", second_epoch, timeout_s=40, said=lambda: process.said)
     assert not [name for name in await pods(server) if name.startswith("pair-0-1-")]
+
+
+async def check_keys(server: ApiServer) -> None:
+    """The group of the new epoch has a key, in a Secret of its own; those that run on have none."""
+    for name, pod in (await pods(server)).items():
+        (container,) = pod["spec"]["containers"]
+        env = {variable["name"]: variable for variable in container["env"]}
+        assert (names.ENV_GROUP_KEY in env) is name.startswith("pair-0-2-"), name
+        if names.ENV_GROUP_KEY in env:
+            reference = env[names.ENV_GROUP_KEY]["valueFrom"]["secretKeyRef"]
+            secret = await server.get(SECRET.path(NAMESPACE, reference["name"]))
+            key = GroupKey.from_env(
+                {names.ENV_GROUP_KEY: base64.b64decode(secret["data"][reference["key"]]).decode()}
+            )
+            assert key is not None
+            assert reference["name"] == f"pair-0-key-{key.fingerprint}"

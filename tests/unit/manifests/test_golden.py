@@ -3,6 +3,7 @@
 `UPDATE_GOLDEN=1 pytest tests/unit/manifests` writes them anew.
 """
 
+import base64
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
+from heteroinfer_contract import names
+from heteroinfer_contract.group_key import KEY_BYTES, GroupKey
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_resource, parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.group_key import build_group_key
 from heteroinfer_operator.manifests.identity import EpochRef, Owner, revision
 from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
@@ -29,6 +33,7 @@ OWNER = Owner(key=ResourceKey(namespace="team", name="llama"), uid="0000-uid")
 GROUP = EpochRef(owner=OWNER, index=0, epoch=3)
 RESOURCE = parse_resource(yaml.safe_load((GOLDEN / "resource.yaml").read_text()))
 ADDRESSING = ClusterAddressing()
+KEY = GroupKey.of_group(b"k" * KEY_BYTES, GROUP.uid)
 PLAN = Plan(
     mode=Mode.PIPELINE,
     tensor_parallel_size=1,
@@ -63,6 +68,7 @@ def _pods() -> WorkerPods:
         addresses=ADDRESSING.pods(RESOURCE.spec, GROUP, PLAN),
         source=ADDRESSING.model(RESOURCE.spec, OWNER),
         images=IMAGES,
+        key=KEY,
     )
 
 
@@ -73,7 +79,8 @@ def _manifests() -> dict[str, Any]:
     )
     for child in build_children(RESOURCE.spec, OWNER, [PLAN]):
         named[f"{child['kind']}-{child['metadata']['name']}".lower()] = child
-    return named
+    secret = build_group_key(GROUP, KEY)
+    return named | {f"secret-{secret['metadata']['name']}": secret}
 
 
 MANIFESTS = _manifests()
@@ -173,3 +180,17 @@ def test_other_settings_of_a_cache_are_another_claim() -> None:
     assert small["metadata"]["name"] != large["metadata"]["name"]
     assert small["spec"]["accessModes"] == ["ReadWriteMany"]
     assert build_model_claim(_hub_spec(cache={"claimName": "models"}), OWNER) is None
+
+
+def test_a_key_is_in_its_secret_only() -> None:
+    """And the Secret's name changes with it, so that one that exists holds the right one."""
+    secret = MANIFESTS[f"secret-llama-0-key-{KEY.fingerprint}"]
+    assert base64.b64decode(secret["data"][names.GROUP_KEY_KEY]).decode() == KEY.text
+    others = [yaml.safe_dump(manifest) for name, manifest in MANIFESTS.items() if manifest is not secret]
+    assert not any(KEY.text in text or secret["data"][names.GROUP_KEY_KEY] in text for text in others)
+    for name in ("pod-0", "pod-1"):
+        env = {v["name"]: v for v in MANIFESTS[name]["spec"]["containers"][0]["env"]}
+        reference = {"name": secret["metadata"]["name"], "key": names.GROUP_KEY_KEY}
+        assert env[names.ENV_GROUP_KEY]["valueFrom"] == {"secretKeyRef": reference}
+    next_epoch = build_group_key(replace(GROUP, epoch=4), KEY)
+    assert next_epoch == secret

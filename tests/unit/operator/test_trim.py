@@ -174,5 +174,5 @@ def test_paths() -> None:
     assert NODE.path(None, "n1") == "/api/v1/nodes/n1"
     assert str(ObjectName(namespace="ns", name="a")) == "ns/a"
     assert writable_kind("Pod") is POD
-    with pytest.raises(ValueError, match="got kind 'Secret'"):
-        writable_kind("Secret")
+    with pytest.raises(ValueError, match="got kind 'Node'"):
+        writable_kind("Node")

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
@@ -32,6 +33,7 @@ from heteroinfer_operator.reconcile import Options, reconcile
 OPTIONS = Options(
     addressing=ClusterAddressing(allow_host_paths=True),
     images=WorkerImages(cpu="example.test/worker-cpu:1", gpu="example.test/worker:1"),
+    operator_key=b"k" * KEY_BYTES,
 )
 
 PROFILE = ModelProfile(
@@ -110,7 +112,7 @@ class World:
         return ResourceObservation(
             resource=resource,
             pods=tuple(self.pods.values()),
-            objects=tuple(self.objects.values()),
+            objects=tuple(stored for (kind, _), stored in self.objects.items() if kind != "Secret"),
             nodes=self.nodes,
             groups=self.reports,
             fetch=self.fetch,
@@ -209,6 +211,11 @@ class World:
                 self.version += 1
             case RecordEvent(reason=reason):
                 self.events.append(reason)
+            case CreateObject(manifest=manifest, may_exist=True) if (
+                manifest["kind"],
+                manifest["metadata"]["name"],
+            ) in self.objects:
+                pass
             case CreateObject(manifest=manifest) | ApplyObject(manifest=manifest):
                 self._store(dict(manifest))
             case DeleteObject(kind="Pod", name=name, uid=uid, grace_s=grace_s):

@@ -16,6 +16,7 @@ from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.operator_process import Operator
 from heteroinfer_operator.reconcile import Options, reconcile
 from heteroinfer_operator.settings import InstallationSettings
+from heteroinfer_operator.workqueue import Decide
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def build_options(settings: InstallationSettings) -> Options:
-    """Returns what an installation decides for all its resources."""
+def build_options(settings: InstallationSettings, operator_key: bytes | None = None) -> Options:
+    """Returns what an installation with this key of its operator decides for all its resources."""
     return Options(
         addressing=ClusterAddressing(allow_host_paths=settings.allow_host_paths),
         images=WorkerImages(cpu=settings.worker_image_cpu, gpu=settings.worker_image_gpu),
+        operator_key=operator_key,
     )
 
 
@@ -56,7 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     if arguments.check:
         return _check(settings)
-    operator = Operator(settings, functools.partial(reconcile, options=build_options(settings)))
+
+    def build_decide(operator_key: bytes | None) -> Decide:
+        return functools.partial(reconcile, options=build_options(settings, operator_key))
+
+    operator = Operator(settings, build_decide)
     try:
         asyncio.run(operator.run())
     except* LeaseLostError as lost:

@@ -24,7 +24,7 @@ from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.leader_client import LeaderClient
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, Kind, ObjectName, writable_kind
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, SECRET, Kind, ObjectName, writable_kind
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
 
 ALREADY_EXISTS: Final = "AlreadyExists"
@@ -164,7 +164,7 @@ class _ActionRun:
         manifest = action.manifest
         try:
             if isinstance(action, CreateObject):
-                await self._create(manifest)
+                await self._create(action)
             else:
                 await self._apply(manifest)
         except ApiError as error:
@@ -176,7 +176,8 @@ class _ActionRun:
             await self._recorder.record(self._resource, event)
             raise refusal from error
 
-    async def _create(self, manifest: Manifest) -> None:
+    async def _create(self, action: CreateObject) -> None:
+        manifest = action.manifest
         kind, name = self._address(manifest)
         try:
             stored = await self._server.create(
@@ -185,10 +186,13 @@ class _ActionRun:
         except ApiError as error:
             if error.status != CONFLICT:
                 raise
+            if error.api_reason == ALREADY_EXISTS and action.may_exist:
+                return
             if error.api_reason == ALREADY_EXISTS:
                 await self._meet(kind, name)
             raise ConflictError(error.message) from error
-        self._cluster_state.note_written(kind, stored)
+        if kind is not SECRET:  # nobody may list them, so no cache keeps them
+            self._cluster_state.note_written(kind, stored)
 
     async def _apply(self, manifest: Manifest) -> None:
         kind, name = self._address(manifest)

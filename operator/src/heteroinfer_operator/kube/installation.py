@@ -75,6 +75,10 @@ async def check(settings: InstallationSettings) -> list[str]:
             missing += await rights.missing_rights(server, rights.SERVED, namespace)
         if not settings.watch_namespaces:
             missing += await rights.missing_rights(server, rights.CLUSTER, None)
+        if settings.key_secret:
+            missing += await rights.missing_rights(
+                server, rights.key_rules(settings.key_secret), settings.namespace
+            )
         if settings.leader_election:
             missing += await rights.missing_rights(
                 server, rights.lease_rules(settings.lease_name), settings.namespace

@@ -56,6 +56,7 @@ NETWORK_POLICY: Final = Kind(
     name="NetworkPolicy", api_version="networking.k8s.io/v1", plural="networkpolicies"
 )
 CLAIM: Final = Kind(name="PersistentVolumeClaim", api_version="v1", plural="persistentvolumeclaims")
+SECRET: Final = Kind(name="Secret", api_version="v1", plural="secrets")
 NODE: Final = Kind(name="Node", api_version="v1", plural="nodes", namespaced=False)
 EVENT: Final = Kind(name="Event", api_version="events.k8s.io/v1", plural="events")
 LEASE: Final = Kind(name="Lease", api_version="coordination.k8s.io/v1", plural="leases")
@@ -82,7 +83,7 @@ GANG_CHILDREN: Final[Mapping[Gang, Kind]] = MappingProxyType(
 )
 """Children that tell a gang scheduler of an epoch, where the cluster serves their kind."""
 
-_WRITABLE: Final = (POD, *CHILDREN, *GANG_CHILDREN.values())
+_WRITABLE: Final = (POD, SECRET, *CHILDREN, *GANG_CHILDREN.values())
 
 
 def writable_kind(name: str, api_version: str = "") -> Kind:

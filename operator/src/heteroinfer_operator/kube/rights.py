@@ -40,6 +40,8 @@ SERVED: Final = (
     AccessRule(group="", resource="pods", verbs=("get", "list", "watch", "create", "delete")),
     AccessRule(group="", resource="services", verbs=("get", "list", "watch", "create", "patch", "delete")),
     AccessRule(group="", resource="configmaps", verbs=("get", "list", "watch", "create", "patch", "delete")),
+    # Made once, with a group's key, under a name that says which: never read, changed or deleted.
+    AccessRule(group="", resource="secrets", verbs=("create",)),
     # Made once, for models of a hub, and never changed.
     AccessRule(
         group="", resource="persistentvolumeclaims", verbs=("get", "list", "watch", "create", "delete")
@@ -80,6 +82,11 @@ def lease_rules(name: str) -> tuple[AccessRule, ...]:
         AccessRule(group=group, resource="leases", verbs=("create",)),
         AccessRule(group=group, resource="leases", verbs=("get", "update"), name=name),
     )
+
+
+def key_rules(name: str) -> tuple[AccessRule, ...]:
+    """Returns what keeping the operator's key in the Secret of this name takes, in its own namespace."""
+    return (AccessRule(group="", resource="secrets", verbs=("get", "update"), name=name),)
 
 
 async def missing_rights(

@@ -2,7 +2,7 @@
 
 There are no containers here, so every field of a Pod is in one of three lists:
 
-- run: the worker container's command, args, env (literal values and keys of ConfigMaps),
+- run: the worker container's command, args, env (literal values, keys of ConfigMaps and of Secrets of ours),
   readinessProbe, GPUs of its resources (as CUDA_VISIBLE_DEVICES) and
   terminationGracePeriodSeconds;
 - met by the nature of a process, and so accepted: names, labels, images, ports (they
@@ -13,8 +13,10 @@ There are no containers here, so every field of a Pod is in one of three lists:
 - anything else is refused in words: it would silently mean nothing.
 """
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from heteroinfer_contract import names
@@ -61,6 +63,9 @@ _CONTAINER_FIELDS: Final = frozenset(
 _ENFORCED_BY_NOBODY: Final = frozenset({"cpu", "memory", "ephemeral-storage"})
 
 
+_NO_SECRETS: Final[Mapping[str, Manifest]] = MappingProxyType({})
+
+
 class UnsupportedPodFieldError(HeteroInferError):
     """A Pod asks for something that a process on this machine cannot have.
 
@@ -98,17 +103,20 @@ class PodProcess:
     readiness_path: str
 
 
-def parse_pod(manifest: Manifest, config_maps: Mapping[str, Manifest]) -> PodProcess:
+def parse_pod(
+    manifest: Manifest, config_maps: Mapping[str, Manifest], secrets: Mapping[str, Manifest] = _NO_SECRETS
+) -> PodProcess:
     """Returns the process that a Pod is.
 
     Args:
         manifest: of the Pod.
         config_maps: those of its namespace, by name.
+        secrets: those that were made for it, by name; a user's own are not here.
 
     Raises:
         UnsupportedPodFieldError: it has a field that is neither run nor met here.
     """
-    pod = _FieldReader(manifest["metadata"]["name"], config_maps)
+    pod = _FieldReader(manifest["metadata"]["name"], config_maps, secrets)
     pod.only(manifest, _POD_FIELDS, "")
     spec = manifest["spec"]
     pod.only(spec, _SPEC_FIELDS, "spec")
@@ -138,8 +146,11 @@ def parse_pod(manifest: Manifest, config_maps: Mapping[str, Manifest]) -> PodPro
 class _FieldReader:
     """Reads the parts of one manifest, and refuses with its name."""
 
-    def __init__(self, name: str, config_maps: Mapping[str, Manifest]) -> None:
+    def __init__(
+        self, name: str, config_maps: Mapping[str, Manifest], secrets: Mapping[str, Manifest]
+    ) -> None:
         self.name = name
+        self._secrets = secrets
         self._config_maps = config_maps
 
     def refuse(self, field: str, remedy: str) -> None:
@@ -181,6 +192,10 @@ class _FieldReader:
         return env
 
     def _referred(self, source: Manifest, where: str) -> str:
+        secret = self._secrets.get(source.get("secretKeyRef", {}).get("name", ""))
+        if secret is not None:
+            encoded: str = secret["data"][source["secretKeyRef"]["key"]]
+            return base64.b64decode(encoded).decode()
         if set(source) != {"configMapKeyRef"}:
             self.refuse(where, "there are no Secrets here: export the variable before `heteroinfer up`")
         reference = source["configMapKeyRef"]

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_contract.plan import Device, Plan, PodAssignment
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
+from heteroinfer_operator.manifests.group_key import build_key_variable
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.node_assignment import NodeAssignment
@@ -58,6 +60,7 @@ class WorkerPods:
         source: where the model is.
         images: defaults of the operator.
         node_assignment: where the pods belong.
+        key: of the group, or None without one.
     """
 
     spec: HeteroInferenceSpec
@@ -68,6 +71,7 @@ class WorkerPods:
     source: ModelSource
     images: WorkerImages
     node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
+    key: GroupKey | None = None
 
     def build(self, pod: PodAssignment) -> dict[str, Any]:
         """Returns the manifest of one pod."""
@@ -142,7 +146,9 @@ class WorkerPods:
             },
         }
         fetched = {names.ENV_MODEL_FETCHED: "1"} if self.source.fetch is not None else {}
-        owned = {variable["name"]: variable for variable in [plan, *literals({**launch.to_env(), **fetched})]}
+        key = [build_key_variable(self.group, self.key)] if self.key is not None else []
+        ours = [plan, *key, *literals({**launch.to_env(), **fetched})]
+        owned = {variable["name"]: variable for variable in ours}
         given = {v.name: v.dump() for v in self.spec.engine.env if v.name not in owned}
         defaults = [v for v in literals(_OFFLINE) if v["name"] not in given]
         return [*defaults, *given.values(), *owned.values()]

@@ -1,7 +1,7 @@
 """What every part of one reconcile reads. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from heteroinfer_contract.plan import Plan
@@ -23,11 +23,13 @@ class Options:
     Attributes:
         addressing: how pods reach each other and their model.
         images: of workers whose spec names none.
+        operator_key: of which groups' keys are made; None gives them none.
         nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
     """
 
     addressing: Addressing
     images: WorkerImages
+    operator_key: bytes | None = field(default=None, repr=False)
     nodes_may_come: bool = True
 
 

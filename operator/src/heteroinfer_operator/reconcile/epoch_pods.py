@@ -6,6 +6,7 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import CreateObject, Gang, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
+from heteroinfer_operator.manifests.group_key import build_group_key, key_of
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.node_assignment import NodeAssignment
@@ -40,7 +41,7 @@ def gang_object(
 def decide_creates(
     context: Context, status: GroupStatus, plan: Plan, indices: set[int], node_assignment: NodeAssignment
 ) -> tuple[CreateObject, ...]:
-    """Returns the pods to create.
+    """Returns the pods to create, after the Secret with their group's key.
 
     Args:
         context: of this reconcile.
@@ -50,6 +51,7 @@ def decide_creates(
         node_assignment: where they belong.
     """
     group = _group_ref(context, status)
+    key = key_of(context.options.operator_key, group)
     pods = WorkerPods(
         spec=context.spec,
         group=group,
@@ -59,8 +61,12 @@ def decide_creates(
         source=context.source,
         images=context.options.images,
         node_assignment=node_assignment,
+        key=key,
     )
-    return tuple(CreateObject(manifest=pods.build(pod)) for pod in plan.pods if pod.index in indices)
+    creates = [CreateObject(manifest=pods.build(pod)) for pod in plan.pods if pod.index in indices]
+    if creates and key is not None:
+        creates.insert(0, CreateObject(manifest=build_group_key(group, key), may_exist=True))
+    return tuple(creates)
 
 
 def _group_ref(context: Context, status: GroupStatus) -> EpochRef:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_key import new_key
 from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_operator.api import (
     Condition,
@@ -82,7 +83,9 @@ class Session:
             options.document, options.local, on_change=self._look, on_event=self._tell_event
         )
         # Nobody adds a GPU to this machine while we wait.
-        fixed = Options(addressing=self._addressing, images=_IMAGES, nodes_may_come=False)
+        fixed = Options(
+            addressing=self._addressing, images=_IMAGES, operator_key=new_key(), nodes_may_come=False
+        )
         decide = functools.partial(reconcile, options=fixed)
         self._reconcile = build_process(self._cluster, decide)
         self._queue = WorkQueue(self._reconcile_or_fail, workers=1)

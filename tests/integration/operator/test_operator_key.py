@@ -1,0 +1,35 @@
+"""The operator's key: made once, whoever comes first, and the same ever after."""
+
+import asyncio
+import base64
+
+import pytest
+
+from heteroinfer_contract.group_key import KEY_BYTES
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.kube.operator_key import DATA_KEY, ensure_operator_key
+from heteroinfer_operator.kube.paths import SECRET
+from heteroinfer_operator.kube.server import ApiServer
+from tests.cluster.cluster import Cluster
+
+
+async def test_two_operators_that_start_at_once_have_one_key(
+    server: ApiServer, namespace: str, control_plane: Cluster
+) -> None:
+    control_plane.kubectl("create", "-n", namespace, "secret", "generic", "key")
+    keys = await asyncio.gather(*(ensure_operator_key(server, namespace, "key") for _ in range(4)))
+    assert len(keys[0]) == KEY_BYTES
+    assert set(keys) == {await ensure_operator_key(server, namespace, "key")}
+
+
+async def test_a_key_that_is_none_is_named(server: ApiServer, namespace: str, control_plane: Cluster) -> None:
+    with pytest.raises(
+        HeteroInferError, match=f"Secret {namespace}/key is not there: `helm upgrade` makes it"
+    ):
+        await ensure_operator_key(server, namespace, "key")
+    literal = f"--from-literal={DATA_KEY}=x"
+    control_plane.kubectl("create", "-n", namespace, "secret", "generic", "key", literal)
+    with pytest.raises(HeteroInferError, match=f"got 1 bytes under 'key', expected {KEY_BYTES}"):
+        await ensure_operator_key(server, namespace, "key")
+    stored = await server.get(SECRET.path(namespace, "key"))
+    assert base64.b64decode(stored["data"][DATA_KEY]) == b"x"
