@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract import names
+from heteroinfer_contract.cgroups import cpu_quota
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import CpuBinding, PodAddress, PodLaunch
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 from vllm_heteroinfer.launch.environment import Host, api_environment, rank_environment, threads_per_rank
-from vllm_heteroinfer.pod.cgroups import cpu_quota
 
 
 def cpus(count: int, *, nodes: int = 1) -> tuple[Cpu, ...]:

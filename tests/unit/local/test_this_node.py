@@ -42,9 +42,9 @@ def test_tightest_limit_of_the_cgroups_above_counts(tmp_path: Path) -> None:
     proc, cgroup = _machine(tmp_path)
     (cgroup / "a" / "memory.max").write_text(f"{3 * GIB}\n")
     (cgroup / "a" / "memory.current").write_text(f"{2 * GIB}\n")
-    (cgroup / "a" / "memory.stat").write_text(f"anon {GIB}\ninactive_file {GIB}\n")
+    (cgroup / "a" / "memory.stat").write_text(f"inactive_file {GIB}\nactive_file {GIB // 2}\nshmem {GIB}\n")
     (cgroup / "a" / "b" / "cpu.max").write_text("50000 100000\n")
-    assert observe_node(proc, cgroup).allocatable == {"memory": 2 * GIB, "cpu": 0.5}
+    assert observe_node(proc, cgroup).allocatable == {"memory": 2.5 * GIB, "cpu": 0.5}
 
 
 def test_gpus_are_the_drivers_own_list(tmp_path: Path) -> None:

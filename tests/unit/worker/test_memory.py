@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from heteroinfer_contract.cgroups import available_memory
 from heteroinfer_contract.plan import Device
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.unit.launch.test_environment import LEADER, PLAN
@@ -28,7 +29,7 @@ def write(directory: Path, **files: str) -> None:
 def test_the_tightest_limit_of_all_ancestors_v2(tmp_path: Path) -> None:
     write(tmp_path / "pods/mine", memory__max="max\n", memory__current="9\n", memory__stat=STAT_V2)
     write(tmp_path / "pods", memory__max="1000000\n", memory__current="900000\n", memory__stat=STAT_V2)
-    assert headroom.available_memory(tmp_path, "0::/pods/mine\n", MEMINFO) == 100_000 + 5_000
+    assert available_memory(tmp_path, "0::/pods/mine\n", MEMINFO) == 100_000 + 5_000
 
 
 def test_limit_v1_in_a_container(tmp_path: Path) -> None:
@@ -39,11 +40,11 @@ def test_limit_v1_in_a_container(tmp_path: Path) -> None:
         memory__stat=STAT_V1,
     )
     own = "5:memory:/kubepods/pod1/box\n3:cpu,cpuacct:/kubepods\n"
-    assert headroom.available_memory(tmp_path, own, MEMINFO) == 600_000 + 500
+    assert available_memory(tmp_path, own, MEMINFO) == 600_000 + 500
 
 
 def test_the_machine_limits_where_no_cgroup_does(tmp_path: Path) -> None:
-    assert headroom.available_memory(tmp_path, "0::/\n", MEMINFO) == 4194304 * 1024
+    assert available_memory(tmp_path, "0::/\n", MEMINFO) == 4194304 * 1024
 
 
 def test_ranks_share_memory_as_the_plan_shares_out_the_cache() -> None:

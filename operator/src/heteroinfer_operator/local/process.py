@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from heteroinfer_contract import names
+from heteroinfer_contract import names, parent_death
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_operator.cluster import ContainerTermination
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.local import orphans
 from heteroinfer_operator.local.pod_process import PodProcess
 
 WORKER_MODULE: Final = "vllm_heteroinfer.launch.cli"
@@ -97,7 +96,7 @@ class RunningPod:
             "CUDA_VISIBLE_DEVICES": ",".join(gpus) or "-1",
             names.ENV_TERMINATION_MESSAGE_PATH: str(folder.termination_message),
         }
-        guard = [str(worker_python), "-I", "-S", orphans.__file__, str(os.getpid())]
+        guard = [str(worker_python), "-I", "-S", parent_death.__file__, str(os.getpid())]
         with folder.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *guard,

@@ -22,6 +22,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, Mode, Plan
 from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is on Linux
 
@@ -135,21 +136,19 @@ def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str
         )
     if asked != "auto":
         return asked == "shared_memory"
-    return len({launch.addresses[rank.pod].host for rank in plan.stage(stage)}) == 1
+    return share_machine(launch, (rank.pod for rank in plan.stage(stage)))
 
 
 def may_spin(plan: Plan, launch: PodLaunch) -> bool:
     """Returns whether every compute thread on this host can have a CPU of its own.
 
-    Pods with one address share a machine, as under `heteroinfer up`. With fewer CPUs than
-    threads vLLM's spinning collectives made a step take 0.23 s instead of 0.04 (2 busy CPUs of a Xeon at
-    2.5 GHz, 4 ranks, 8 tiny layers, 2026-11-21).
+    With fewer CPUs than threads vLLM's spinning collectives made a step take 0.23 s instead of 0.04 (2 busy
+    CPUs of a Xeon at 2.5 GHz, 4 ranks, 8 tiny layers, 2026-11-21).
     """
     if "OMP_PLACES" in os.environ:  # the supervisor pins threads where the pod has whole cores
         return True
-    here = {pod for pod, address in enumerate(launch.addresses) if address.host == launch.address.host}
-    ranks = sum(rank.pod in here for rank in plan.ranks)
-    return len(os.sched_getaffinity(0)) >= ranks * int(os.environ.get("OMP_NUM_THREADS", "1"))
+    ranks = ranks_on_machine(plan, launch)
+    return len(os.sched_getaffinity(0)) >= len(ranks) * int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 def forget_shared_memory(*groups: Any) -> None:

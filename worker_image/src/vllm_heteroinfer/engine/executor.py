@@ -88,7 +88,7 @@ class GroupExecutor(MultiprocExecutor):
         # Queues are made last: until all are connected their shared memory has names, which
         # would be left behind if the group ended just then.
         self.rpc_broadcast_mq = MessageQueue(
-            plan.world_size, len(plan.pods[0].ranks), connect_ip=addresses.own_address(launch)
+            plan.world_size, len(plan.pods[0].ranks), connect_ip=addresses.own_address(os.environ)
         )
         self._store.put("executor", queues.handle_to_json(self.rpc_broadcast_mq))
         self.response_mqs = []

@@ -4,7 +4,6 @@ When a rank dies, its peers raise within milliseconds, since their connections c
 Those errors are true and beside the point; this module tells them from the cause.
 """
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from enum import IntEnum
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
+from vllm_heteroinfer.pod.lost_peer import says_peer_is_lost
 
 
 class Weight(IntEnum):
@@ -39,16 +39,6 @@ class Evidence:
     failure: Failure
     age_s: float = 0.0
 
-
-_COMMUNICATION = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|socket closed"
-    r"|broken pipe|econnreset|connectionerror|disterror|distnetworkerror|diststoreerror|distbackenderror"
-    r"|gloo|nccl (communicator|error)|tcpstore|timed out waiting|no route to host|remote process exited"
-    r"|peerlosterror",
-    re.IGNORECASE,
-)
-"""Words by which torch.distributed (torch 2.13.0: gloo, NCCL, TCPStore), the kernel and
-Python say that a peer is gone. Without a match the error counts as the rank's own."""
 
 _NEVER_A_CONSEQUENCE = frozenset(
     {
@@ -82,9 +72,11 @@ def weigh(failure: Failure) -> Weight:
 
 def is_communication_error(failure: Failure) -> bool:
     """Returns whether the failure's words say that a peer went away."""
+    if failure.reason in (FailureReason.BAD_SETTINGS, FailureReason.CONFIG_MISMATCH):
+        return False  # `gloo` is a setting, too
     exited = failure.reason is FailureReason.RANK_EXITED
     # The supervisor's own words about an exit say nothing; the rank's last line does.
-    return _COMMUNICATION.search(failure.last_log if exited else failure.message) is not None
+    return says_peer_is_lost(failure.last_log if exited else failure.message)
 
 
 def blame(evidence: Sequence[Evidence]) -> Failure:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from heteroinfer_contract import names
 from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.machine import ranks_on_machine
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
+from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
 from vllm_heteroinfer.launch.cpu_allocation import Cpu, Place, allocate
+from vllm_heteroinfer.pod.addresses import ENV_OWN_ADDRESS
 
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -116,9 +117,8 @@ def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
     if host.usable_cpus == 1:
         return 0
     gpu_ranks = len(ranks_on_machine(plan, launch, Device.GPU))
-    if launch.leader.host != launch.address.host:
-        return gpu_ranks
-    return gpu_ranks + engine_cpus(host.usable_cpus)
+    hosts_engine = share_machine(launch, (0, launch.pod_index))
+    return gpu_ranks + (engine_cpus(host.usable_cpus) if hosts_engine else 0)
 
 
 def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
@@ -129,7 +129,7 @@ def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         # Its default differs by device, and the two runners exchange different tensors.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_HOST_IP": host.address,
+        ENV_OWN_ADDRESS: host.address,
         "GLOO_SOCKET_IFNAME": host.interface,
         "VLLM_PP_LAYER_PARTITION": ",".join(str(layers) for layers in plan.layers_by_stage),
     }

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from heteroinfer_contract import names
+from heteroinfer_contract.cgroups import cpu_quota
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 from vllm_heteroinfer.launch.environment import Host
-from vllm_heteroinfer.pod.cgroups import cpu_quota
 
 RESOLVE_INTERVAL_S = 0.5
 LOOPBACK_INTERFACE = "lo"
@@ -134,7 +134,7 @@ def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv
             yield ipaddress.IPv6Address(int(fields[0], 16))
 
 
-async def own_address(launch: PodLaunch) -> str:
+async def find_own_address(launch: PodLaunch) -> str:
     """Returns this pod's IP address on the way to its peers; the caller sets the deadline.
 
     The leader resolves its own name, a follower asks the kernel by which address it

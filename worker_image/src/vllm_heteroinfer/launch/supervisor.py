@@ -26,7 +26,7 @@ from vllm_heteroinfer.launch import culprit
 from vllm_heteroinfer.launch.api_probe import probe_api
 from vllm_heteroinfer.launch.control import ControlClient, ControlServer, Handlers, Refused
 from vllm_heteroinfer.launch.culprit import Evidence
-from vllm_heteroinfer.launch.host import observe_host, own_address
+from vllm_heteroinfer.launch.host import find_own_address, observe_host
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
 from vllm_heteroinfer.launch.start_clock import StartClock
@@ -151,7 +151,7 @@ class Supervisor:
             if self._client is not None:
                 await self._client.connect()
             async with asyncio.timeout(self._launch.startup_timeout_s):
-                address = await own_address(self._launch)
+                address = await find_own_address(self._launch)
         except TimeoutError:
             name = self._launch.leader.host
             self._conclude(self._startup_timeout(f"the name {name} has no address", pod=0))

@@ -97,6 +97,18 @@ SEAMS: Final = (
         why="vLLM's only logs; ours gives the pages of the KV cache back",
     ),
     Seam(
+        target="vllm.platforms.interface:Platform.pre_register_and_update",
+        kind="platform method",
+        used_by="platform/environ.py",
+        why="the moment to register before vLLM warns of VLLM_ variables that it does not know",
+    ),
+    Seam(
+        target="vllm.envs:environment_variables",
+        kind="registry",
+        used_by="platform/environ.py",
+        why="as above: VLLM_HETEROGENEOUS_DEVICE is one of them",
+    ),
+    Seam(
         target="vllm.platforms.interface:Platform.is_sleep_mode_available",
         kind="platform method",
         used_by="platform/cpu.py",

@@ -1,9 +1,11 @@
 """The platform of a CPU rank; subclasses vLLM's, so that dispatch by `is_cpu()` stays as it is."""
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
+
+from vllm_heteroinfer.platform.environ import register_environ
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,6 +18,12 @@ class HeteroCpuPlatform(CpuPlatform):
     # mask (vllm/model_executor/layers/vocab_parallel_embedding.py::get_masked_input_and_mask@v0.32.0): with
     # inductor they need a C++ compiler in the image, and 24 s cold, while peers wait in the next collective.
     simple_compile_backend = "eager"
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Does what vLLM's platform does before a configuration is made, and names our variable to vLLM."""
+        super().pre_register_and_update(parser)
+        register_environ()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

@@ -1,9 +1,11 @@
 """The platform of a GPU rank; subclasses vLLM's, so that dispatch by `is_cuda()` stays as it is."""
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cuda import CudaPlatform
+
+from vllm_heteroinfer.platform.environ import register_environ
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,6 +17,12 @@ class HeteroCudaPlatform(CudaPlatform):
     # Every rank must name the same backend. GPU-only groups talk by NCCL all the same: PyNccl
     # is built from a group's gloo side (vllm/distributed/device_communicators/cuda_communicator.py).
     dist_backend = "gloo"
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Does what vLLM's platform does before a configuration is made, and names our variable to vLLM."""
+        super().pre_register_and_update(parser)
+        register_environ()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

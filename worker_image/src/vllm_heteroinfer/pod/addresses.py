@@ -1,10 +1,14 @@
 """Where a pod is reached, and where its processes listen. Stdlib only."""
 
 import ipaddress
-import os
 import socket
+from collections.abc import Mapping
+from typing import Final
 
-from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_contract.errors import ContractError
+
+ENV_OWN_ADDRESS: Final = "VLLM_HOST_IP"
+"""vLLM's own name; set by the supervisor for each process that it starts."""
 
 
 def resolve(host: str) -> str:
@@ -15,9 +19,15 @@ def resolve(host: str) -> str:
         raise OSError(f"{host}: {error}; the pods of a group find each other by these names") from error
 
 
-def own_address(launch: PodLaunch) -> str:
-    """Returns the IP address at which peers reach this pod: the supervisor's finding, else its name's."""
-    return os.environ.get("VLLM_HOST_IP") or resolve(launch.address.host)
+def own_address(env: Mapping[str, str]) -> str:
+    """Returns the IP address at which peers reach this pod, as its supervisor has found it.
+
+    Raises:
+        ContractError: this process was not started by a supervisor.
+    """
+    if not env.get(ENV_OWN_ADDRESS):
+        raise ContractError(f"{ENV_OWN_ADDRESS} is not set; ranks are started by `heteroinfer-worker`")
+    return env[ENV_OWN_ADDRESS]
 
 
 def bind_host(host: str) -> str | None:

@@ -19,6 +19,7 @@ from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
 from vllm_heteroinfer.pod.channel import RankReporter
+from vllm_heteroinfer.pod.lost_peer import says_peer_is_lost
 from vllm_heteroinfer.rank.preload import preload
 
 if TYPE_CHECKING:
@@ -45,10 +46,11 @@ def main() -> NoReturn:
 
     def fail(error: BaseException) -> NoReturn:
         traceback.print_exception(error)
-        if is_peer_lost(error):
+        ours = failure(error, rank)
+        if is_peer_lost(ours):
             # The peer's own supervisor names the culprit, and ours then ends this process.
             time.sleep(launch.heartbeat_timeout_s + _PEER_LOST_GRACE_S)
-        reporter.failure(failure(error, rank))
+        reporter.failure(ours)
         _logger.error("rank %d failed, and ends its group: %s", rank.rank, error)
         os._exit(names.EXIT_RANK_FAILED)
 
@@ -188,14 +190,9 @@ def failure(error: BaseException, rank: RankAssignment) -> Failure:
     return Failure(reason=reason, message=text, rank=culprit, time=time.time())
 
 
-def is_peer_lost(error: BaseException) -> bool:
-    """Returns whether an error only says that another rank went away."""
-    text = str(error)
-    return (
-        type(error).__name__ == "PeerLostError"
-        or "Connection closed by peer" in text
-        or "Connection reset" in text
-    )
+def is_peer_lost(failure: Failure) -> bool:
+    """Returns whether a failure only says that another rank went away."""
+    return failure.reason is FailureReason.RANK_RAISED and says_peer_is_lost(failure.message)
 
 
 if __name__ == "__main__":

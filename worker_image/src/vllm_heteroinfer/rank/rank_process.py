@@ -1,5 +1,6 @@
 """One rank: its worker and the loop that runs the executor's calls. Imports vLLM."""
 
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ class RankProcess(WorkerProc):
         self.worker_response_mq = MessageQueue(
             n_reader=1,
             n_local_reader=1 if context.rank.pod == 0 else 0,
-            connect_ip=addresses.own_address(context.launch),
+            connect_ip=addresses.own_address(os.environ),
         )
         context.store.put(f"rank/{self.rank}", queues.handle_to_json(self.worker_response_mq))
         queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="the API server")

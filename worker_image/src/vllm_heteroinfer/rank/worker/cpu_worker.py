@@ -8,6 +8,7 @@ import torch
 from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from heteroinfer_contract.cgroups import available_memory
 from vllm_heteroinfer.patches import cpu_linear
 from vllm_heteroinfer.rank.worker import headroom
 from vllm_heteroinfer.rank.worker.group_worker import GroupWorkerMixin
@@ -55,7 +56,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
     def measure_room(self) -> headroom.KvHeadroom:
         """Returns this rank's share of what its pod and machine have left."""
         context = self.context
-        available = headroom.available_memory(
+        available = available_memory(
             Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text(), Path("/proc/meminfo").read_text()
         )
         return headroom.host_room(

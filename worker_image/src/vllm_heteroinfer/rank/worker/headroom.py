@@ -4,15 +4,14 @@ Arithmetic, and the reading of what the kernel says. Stdlib only.
 """
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from heteroinfer_contract.machine import ranks_on_machine
+from heteroinfer_contract.cgroups import kernel_bytes
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
-from vllm_heteroinfer.pod.cgroups import cgroup_directories
+from heteroinfer_contract.shared_machine import ranks_on_machine
 
 CUDA_GRAPHS_BYTES = 1 << 30
 """Kept free for CUDA graphs, which are captured after the KV cache is there: vLLM 0.32.0's took well
@@ -100,49 +99,6 @@ def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Frac
     return Fraction(rank.kv_cache_bytes, sum(r.kv_cache_bytes for r in sharing))
 
 
-def available_memory(cgroups: Path, own_cgroups: str, meminfo: str) -> int:
-    """Returns the bytes that processes of this pod may still take: the least of limits and machine.
-
-    Page cache counts as free: the kernel drops it before it refuses memory.
-
-    Args:
-        cgroups: where cgroups are mounted.
-        own_cgroups: text of /proc/self/cgroup.
-        meminfo: text of /proc/meminfo.
-    """
-    return min([meminfo_bytes(meminfo, "MemAvailable"), *_below_limits(cgroups, own_cgroups)])
-
-
-def _below_limits(cgroups: Path, own_cgroups: str) -> Iterator[int]:
-    for directory in cgroup_directories(cgroups, own_cgroups, "memory"):
-        for limit_name, usage_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, usage = directory / limit_name, directory / usage_name
-            if not (limit.exists() and usage.exists()):
-                continue
-            text = limit.read_text().strip()
-            if text != "max":
-                yield int(text) - int(usage.read_text()) + _reclaimable(directory)
-
-
-def _reclaimable(directory: Path) -> int:
-    """Returns the page cache of a cgroup, in bytes; of v1, with those below it."""
-    stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    prefix = "total_" if "total_inactive_file" in stat else ""
-    return sum(int(stat[f"{prefix}{name}"]) for name in ("inactive_file", "active_file"))
-
-
-def meminfo_bytes(text: str, field: str) -> int:
-    """Returns a field of /proc/meminfo or /proc/PID/status, in bytes; raises KeyError without it."""
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise KeyError(field)
-
-
 class PeakOfRun:
     """The most memory that this process takes above what stays, from here to `above_rest_bytes`."""
 
@@ -156,7 +112,7 @@ class PeakOfRun:
     def above_rest_bytes(self) -> int:
         """Returns the peak of the resident set since, less what is resident now."""
         status = (self._process / "status").read_text()
-        return max(0, meminfo_bytes(status, "VmHWM") - meminfo_bytes(status, "VmRSS"))
+        return max(0, kernel_bytes(status, "VmHWM") - kernel_bytes(status, "VmRSS"))
 
 
 def _mib(size_bytes: int) -> str:

@@ -1,0 +1,101 @@
+"""What the kernel leaves to this process: the limits of its cgroups, v1 or v2, and free memory. Linux only.
+
+Reads the kernel's files; stdlib only.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+
+def cpu_quota(root: Path, own_cgroups: str) -> float | None:
+    """Returns how many CPUs' worth of time the cgroups allow, None without a limit; v1 and v2.
+
+    Args:
+        root: where cgroups are mounted.
+        own_cgroups: text of /proc/self/cgroup.
+    """
+    directories = cgroup_directories(root, own_cgroups, "cpu")
+    quotas = [quota for directory in directories if (quota := _quota(directory))]
+    return min(quotas, default=None)
+
+
+def cgroup_directories(root: Path, own_cgroups: str, controller: str) -> Iterator[Path]:
+    """Yields where the files of a controller may be, v1 or v2, for each cgroup that this process is in.
+
+    Args:
+        root: where cgroups are mounted.
+        own_cgroups: text of /proc/self/cgroup.
+        controller: `cpu` or `memory`.
+    """
+    for line in own_cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mounts = [root, root / "unified"]
+        elif controller in controllers.split(","):
+            mounts = [root / controllers, root / controller]
+        else:
+            continue
+        # Every ancestor limits as well; in a container the path may not be visible, its root is.
+        for level in [PurePosixPath(path), *PurePosixPath(path).parents]:
+            yield from (mount / level.relative_to("/") for mount in mounts)
+
+
+def _quota(directory: Path) -> float | None:
+    try:
+        if (directory / "cpu.max").exists():
+            quota, period = (directory / "cpu.max").read_text().split()
+        else:
+            quota = (directory / "cpu.cfs_quota_us").read_text()
+            period = (directory / "cpu.cfs_period_us").read_text()
+    except FileNotFoundError:
+        return None
+    if quota == "max" or int(quota) < 0:
+        return None
+    return int(quota) / int(period)
+
+
+def available_memory(cgroups: Path, own_cgroups: str, meminfo: str) -> int:
+    """Returns the bytes that processes beside this one may still take: the least of limits and machine.
+
+    Page cache counts as free, active pages too: the kernel drops both before it refuses memory, and
+    counts both in MemAvailable (Documentation/filesystems/proc.rst). What tmpfs holds is on neither list.
+
+    Args:
+        cgroups: where cgroups are mounted.
+        own_cgroups: text of /proc/self/cgroup.
+        meminfo: text of /proc/meminfo.
+
+    Raises:
+        KeyError: the kernel does not say what is available; Linux does since 3.14.
+    """
+    return min([kernel_bytes(meminfo, "MemAvailable"), *_left_of_limits(cgroups, own_cgroups)])
+
+
+def _left_of_limits(cgroups: Path, own_cgroups: str) -> Iterator[int]:
+    for directory in cgroup_directories(cgroups, own_cgroups, "memory"):
+        for limit_name, usage_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, usage = directory / limit_name, directory / usage_name
+            if not (limit.exists() and usage.exists()):
+                continue
+            text = limit.read_text().strip()
+            if text != "max":
+                yield max(0, int(text) - int(usage.read_text()) + _reclaimable(directory))
+
+
+def _reclaimable(directory: Path) -> int:
+    """Returns the page cache of a cgroup, in bytes; of v1, with those below it."""
+    stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    prefix = "total_" if "total_inactive_file" in stat else ""
+    return sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+
+
+def kernel_bytes(text: str, field: str) -> int:
+    """Returns a field of /proc/meminfo or /proc/PID/status, in bytes; raises KeyError without it."""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise KeyError(field)
