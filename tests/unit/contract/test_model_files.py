@@ -101,7 +101,7 @@ def test_nested_text_config_and_a_vision_tower(tmp_path: Path) -> None:
     tensors["vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = [100]
     profile = read_profile(write_model(tmp_path, config=config, tensors=tensors))
     assert profile.layer_bytes[0] == 2 * (HIDDEN * HIDDEN + HIDDEN)
-    assert profile.other_bytes == 16 + 200
+    assert (profile.other_bytes, profile.encoder_bytes, profile.encoder) == (16, 200, "images")
     assert profile.head_bytes == 256
     assert profile.architecture == "LlavaForConditionalGeneration"
 

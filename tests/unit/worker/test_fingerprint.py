@@ -36,6 +36,25 @@ def test_a_setting_that_one_side_does_not_know_is_a_difference() -> None:
         fingerprint.compare(plan(), [{**SETTINGS, "new_setting": 1}, SETTINGS, SETTINGS])
 
 
+@pytest.mark.parametrize(
+    ("on_cpus", "on_gpus"),
+    [
+        ("awq", "auto_awq"),
+        ("gptq", "auto_gptq"),
+        ("gptq", "gptq_marlin"),
+        ("mxfp4", "gpt_oss_mxfp4"),
+        (None, None),
+    ],
+)
+def test_one_format_has_other_names_on_other_devices(on_cpus: str | None, on_gpus: str | None) -> None:
+    assert fingerprint.quantized_format(on_cpus) == fingerprint.quantized_format(on_gpus)
+
+
+def test_other_formats_differ() -> None:
+    formats = [fingerprint.quantized_format(name) for name in ("awq", "gptq", "fp8", "mxfp4", None)]
+    assert len(set(formats)) == len(formats)
+
+
 def test_eager_may_differ_by_device_only() -> None:
     graphs = {**SETTINGS, "enforce_eager": False}
     base = plan()

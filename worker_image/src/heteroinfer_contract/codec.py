@@ -28,13 +28,14 @@ def to_json(value: Any) -> str:
     return json.dumps(dataclasses.asdict(value), sort_keys=True, separators=(",", ":"))
 
 
-def from_json(cls: type[T], text: str, *, where: str = "") -> T:
+def from_json(cls: type[T], text: str, *, where: str = "", tolerant: bool = False) -> T:
     """Returns the dataclass `cls` that `text` holds.
 
     Args:
         cls: a dataclass of the contract.
         text: JSON.
         where: what to call the value in errors; the class name if empty.
+        tolerant: whether unknown fields are left out, and bad ones that have a default are at it.
 
     Raises:
         ContractError: the text is not JSON, or a field is missing, unknown or of
@@ -45,7 +46,29 @@ def from_json(cls: type[T], text: str, *, where: str = "") -> T:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ContractError(f"{where}: not JSON: {error}") from error
-    return typing.cast("T", _decode(cls, raw, where))
+    return typing.cast("T", _decode(cls, _trim(cls, raw) if tolerant else raw, where))
+
+
+def _trim(kind: Any, raw: Any) -> Any:
+    """Returns what a tolerant reader takes of `raw`: of objects, the fields that it knows and can read."""
+    if typing.get_origin(kind) is tuple and isinstance(raw, list):
+        item = typing.get_args(kind)[0]
+        return [_trim(item, value) for value in raw]
+    if not dataclasses.is_dataclass(kind) or not isinstance(raw, Mapping):
+        return raw
+    hints, kept = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        if field.name not in raw:
+            continue
+        value = _trim(hints[field.name], raw[field.name])
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        try:
+            _decode(hints[field.name], value, field.name)
+        except ContractError:
+            if not needed:
+                continue
+        kept[field.name] = value
+    return kept
 
 
 def from_mapping(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:

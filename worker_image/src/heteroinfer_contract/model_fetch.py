@@ -4,6 +4,7 @@ Stdlib only. A cache holds `ORG--MODEL/COMMIT/` for each model and commit, with 
 hub names them and, written last, the marker: without one a folder is not complete.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,12 +161,17 @@ class FetchedModel:
 
     def to_json(self) -> str:
         """Returns the one JSON text of this answer."""
-        return codec.to_json(self)
+        value = {
+            "commit": self.commit,
+            "size_bytes": self.size_bytes,
+            "profile": json.loads(self.profile.to_json()),
+        }
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "FetchedModel":
         """Returns the answer that `text` holds; raises ContractError naming the field."""
-        fetched = codec.from_json(cls, text)
+        fetched = codec.from_json(cls, text, tolerant=True)
         codec.at_least(0, "FetchedModel", size_bytes=fetched.size_bytes)
         if not _COMMIT.fullmatch(fetched.commit):  # it becomes part of a path
             raise ContractError(f"FetchedModel.commit: got {fetched.commit[:80]!r}, expected a commit's hash")

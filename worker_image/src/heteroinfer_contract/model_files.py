@@ -7,38 +7,34 @@ the length of a JSON header that names every tensor's dtype, shape and place
 
 import json
 import os
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model import LayerKind, Routing
+from heteroinfer_contract.model.attention import layer_attention
+from heteroinfer_contract.model.config import from_params, text_config, whole_model
+from heteroinfer_contract.model.scheme import read_routing, read_scheme
+from heteroinfer_contract.model.weights import Tensor, Weights, sum_weights
 from heteroinfer_contract.model_profile import ModelProfile
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+PARAMS_FILE = "params.json"
+_CONSOLIDATED = "consolidated*.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 """As in safetensors itself: a longer header is a broken or hostile file."""
 
-_LAYER = re.compile(r"^(?:(?:model|language_model|transformer|decoder)\.)*(?:layers|h)\.(\d+)\.")
-"""Of the language model only: a vision tower has layers of its own."""
-_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|word_embeddings|wte)\.weight$")
-_HEAD = re.compile(r"^(?:.*\.)?lm_head\.")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CONFIG_DTYPES = frozenset(_DTYPES.values())
 
 
 class ModelFilesError(ContractError):
     """A directory does not hold a model that can be read; the text says what is wrong and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tensor:
-    name: str
-    dtype: str
-    size_bytes: int
 
 
 def read_profile(directory: Path) -> ModelProfile:
@@ -48,50 +44,91 @@ def read_profile(directory: Path) -> ModelProfile:
         ModelFilesError: the path is missing or no directory, it holds no model, or a
             file of it is missing, unreadable or cut short.
     """
-    config = _text_config(_read_config(directory))
-    tensors = [tensor for path in _shards(directory) for tensor in _read_header(path)]
-    layers: dict[int, int] = defaultdict(int)
-    embedding = head = other = 0
-    for tensor in tensors:
-        if match := _LAYER.search(tensor.name):
-            layers[int(match[1])] += tensor.size_bytes
-        elif _EMBEDDING.search(tensor.name):
-            embedding += tensor.size_bytes
-        elif _HEAD.search(tensor.name):
-            head += tensor.size_bytes
-        else:
-            other += tensor.size_bytes
-    number = _number(config, directory, "num_hidden_layers")
+    config, consolidated = _read_config(directory)
+    text = text_config(config)
+    tensors = [tensor for path in _shards(directory, consolidated) for tensor in _read_header(path)]
+    number = _number(text, directory, "num_hidden_layers")
+    weights = sum_weights(tensors, number)
     # More layers than that are for speculation (multi-token prediction) and are not served.
-    if missing := sorted(set(range(number)) - set(layers)):
+    if missing := sorted(set(range(number)) - set(weights.layers)):
         raise ModelFilesError(
             f"{directory}: no weights of layers {_brief(missing)}, expected layers 0..{number - 1} "
             f"as num_hidden_layers in {CONFIG_FILE} says; download the model again"
         )
     # Some checkpoints keep a copy of a tied head; vLLM does not load it.
-    tied = bool(config.get("tie_word_embeddings", False)) or head == 0
-    heads = _number(config, directory, "num_attention_heads")
-    hidden = _number(config, directory, "hidden_size")
+    tied = bool(text.get("tie_word_embeddings", False)) or weights.head == 0
+    heads = _number(text, directory, "num_attention_heads")
+    hidden = _number(text, directory, "hidden_size")
+    kinds, kind_of_layer = _kinds(text, weights, number, directory)
+    architecture = _architecture(text)
     return ModelProfile(
-        architecture=_architecture(config),
-        dtype=_dtype(config, tensors, directory),
+        architecture=architecture,
+        dtype=_dtype(text, tensors, directory),
         num_layers=number,
         hidden_size=hidden,
         num_attention_heads=heads,
-        num_kv_heads=_number(config, directory, "num_key_value_heads", heads),
-        head_dim=_number(config, directory, "head_dim", hidden // heads),
-        vocab_size=_number(config, directory, "vocab_size"),
-        max_position_embeddings=_number(config, directory, "max_position_embeddings"),
-        layer_bytes=tuple(layers[index] for index in range(number)),
-        embedding_bytes=embedding,
-        head_bytes=0 if tied else head,
+        num_kv_heads=_number(text, directory, "num_key_value_heads", heads),
+        head_dim=_number(text, directory, "head_dim", hidden // heads),
+        vocab_size=_number(text, directory, "vocab_size"),
+        max_position_embeddings=_number(text, directory, "max_position_embeddings"),
+        layer_bytes=tuple(weights.layers[index].total for index in range(number)),
+        embedding_bytes=weights.embedding,
+        head_bytes=0 if tied else weights.head,
         tied_head=tied,
-        other_bytes=other,
-        quantization=_quantization(config),
+        other_bytes=weights.other,
+        quantization=_quantization(config, text),
+        scheme=read_scheme(config, text),
+        kinds=kinds,
+        kind_of_layer=kind_of_layer,
+        routing=read_routing(architecture, text) if any(kind.experts for kind in kinds) else Routing.NONE,
+        state_dtype=str(text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype") or ""),
+        encoder=("audio" if weights.hears else "images") if weights.encoder else "",
+        encoder_bytes=weights.encoder,
+        dropped_bytes=weights.dropped + (weights.head if tied else 0),
+        first_stage_layers=_first_stage_layers(whole_model(config)),
     )
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def _kinds(
+    text: Mapping[str, Any], weights: Weights, number: int, directory: Path
+) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """Returns the kinds of layers, and which of them each layer is."""
+    kinds: list[LayerKind] = []
+    of_layer: list[int] = []
+    for index, attention in enumerate(layer_attention(text)):
+        layer = weights.layers[index]
+        experts = _number(text, directory, "num_experts") if layer.routed else 0
+        kind = replace(
+            attention,
+            experts=experts,
+            experts_per_token=_number(text, directory, "num_experts_per_tok") if experts else 0,
+            expert_bytes=layer.routed // experts if experts else 0,
+            # Scales and biases of a bf16 expert may be named like a quantized one's.
+            experts_quantized=layer.routed_quantized * 2 > layer.routed > 0,
+            quantized_bytes=layer.quantized,
+        )
+        if kind not in kinds:
+            kinds.append(kind)
+        of_layer.append(kinds.index(kind))
+    return tuple(kinds), tuple(of_layer)
+
+
+def _first_stage_layers(whole: Mapping[str, Any]) -> int:
+    """Returns the least number of layers of the first stage.
+
+    Qwen3-VL adds what its encoder says at several depths to the first layers, which must be in one stage
+    (vllm/model_executor/models/qwen3_vl.py@v0.32.0: "start_layer should be greater than or equal to").
+    """
+    vision = whole.get("vision_config")
+    depths = vision.get("deepstack_visual_indexes") if isinstance(vision, Mapping) else None
+    return max(len(depths), 1) if isinstance(depths, list) else 1
+
+
+def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
+    """Returns the config, and whether the model is in Mistral's own files, which vLLM prefers.
+
+    Source: vllm/transformers_utils/repo_utils.py::is_mistral_model_repo@v0.32.0.
+    """
     try:
         entries = os.listdir(directory)
     except FileNotFoundError as error:
@@ -102,27 +139,32 @@ def _read_config(directory: Path) -> dict[str, Any]:
         ) from error
     except PermissionError as error:
         raise _not_readable(directory, error) from error
+    own = any(fnmatch(name, _CONSOLIDATED) for name in entries)
+    if own and PARAMS_FILE in entries:
+        params = _read_object(directory / PARAMS_FILE)
+        if "max_position_embeddings" not in params and CONFIG_FILE in entries:
+            beside = text_config(_read_object(directory / CONFIG_FILE))
+            params["max_position_embeddings"] = beside.get("max_position_embeddings", 128_000)
+        return from_params(params), True
     if CONFIG_FILE not in entries:
         found = ", ".join(sorted(entries)[:5]) or "nothing"
         raise ModelFilesError(
             f"{directory}: not a model: expected {CONFIG_FILE} in it, got {found}; "
             "give the directory of a model in Hugging Face's format"
         )
-    config = _read_json(directory / CONFIG_FILE)
-    if not isinstance(config, dict):
-        raise ModelFilesError(f"{directory / CONFIG_FILE}: expected a JSON object")
-    return config
+    return _read_object(directory / CONFIG_FILE), False
 
 
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the language model's part, with what only the whole says (multimodal models nest it)."""
-    nested = config.get("text_config")
-    if not isinstance(nested, dict):
-        return config
-    return {**config, **nested, "architectures": config.get("architectures", nested.get("architectures"))}
+def _read_object(path: Path) -> dict[str, Any]:
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{path}: expected a JSON object")
+    return value
 
 
-def _shards(directory: Path) -> list[Path]:
+def _shards(directory: Path, consolidated: bool) -> list[Path]:
+    if consolidated:
+        return sorted(directory.glob(_CONSOLIDATED))
     index = directory / INDEX_FILE
     if index.exists():
         content = _read_json(index)
@@ -146,7 +188,7 @@ def _shards(directory: Path) -> list[Path]:
     return found
 
 
-def _read_header(path: Path) -> list[_Tensor]:
+def _read_header(path: Path) -> list[Tensor]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -164,7 +206,7 @@ def _read_header(path: Path) -> list[_Tensor]:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
         tensors = [
-            _Tensor(
+            Tensor(
                 name=name,
                 dtype=str(entry["dtype"]),
                 size_bytes=int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
@@ -222,7 +264,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
 
 
-def _dtype(config: Mapping[str, Any], tensors: list[_Tensor], directory: Path) -> str:
+def _dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: Path) -> str:
     """Returns the dtype that the config names; without one, that of most bytes of the weights."""
     for key in ("dtype", "torch_dtype"):
         if config.get(key) in _CONFIG_DTYPES:
@@ -239,9 +281,9 @@ def _dtype(config: Mapping[str, Any], tensors: list[_Tensor], directory: Path) -
     return max(named)[1]
 
 
-def _quantization(config: Mapping[str, Any]) -> str:
-    quantization = config.get("quantization_config")
-    return str(quantization.get("quant_method", "")) if isinstance(quantization, dict) else ""
+def _quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    found = [each for source in (config, text) if isinstance(each := source.get("quantization_config"), dict)]
+    return str(found[0].get("quant_method", "")) if found else ""
 
 
 def _brief(items: list[Any]) -> str:

@@ -1,17 +1,24 @@
 """Sizes of a model, as far as a plan needs them. Stdlib only; pure.
 
-Read from a model's own files by `heteroinfer_contract.model_files`.
+Read from a model's own files by `heteroinfer_contract.model_files`. It travels as a pod's termination
+message, of which Kubernetes keeps 4096 bytes, and in the status.
 """
 
+import dataclasses
+import json
 from dataclasses import dataclass
 
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """A model's sizes in its checkpoint's own dtype.
+
+    A profile of version 0.1.0 ends at `quantization`; what follows is then at its default, and every layer
+    is taken for one with full attention and without experts.
 
     Attributes:
         architecture: first of config.json's `architectures`.
@@ -29,6 +36,15 @@ class ModelProfile:
         tied_head: whether head and embedding are one tensor.
         other_bytes: everything else (final norm).
         quantization: config.json's `quantization_config.quant_method`, or "".
+        scheme: the format of quantized weights.
+        kinds: the kinds of layers that there are.
+        kind_of_layer: index into `kinds`, by layer.
+        routing: how routers choose experts.
+        state_dtype: type of recurrent states that config.json names, or "".
+        encoder: what an encoder takes: `images`, `audio`, or "" without one.
+        encoder_bytes: its weights and projection; vLLM builds it on every stage.
+        dropped_bytes: stored, and not loaded by vLLM (layers for speculation, a talker).
+        first_stage_layers: the least number of layers of the first stage.
     """
 
     architecture: str
@@ -46,32 +62,69 @@ class ModelProfile:
     tied_head: bool
     other_bytes: int = 0
     quantization: str = ""
+    scheme: Scheme = Scheme()  # noqa: RUF009 - frozen
+    kinds: tuple[LayerKind, ...] = ()
+    kind_of_layer: tuple[int, ...] = ()
+    routing: Routing = Routing.NONE
+    state_dtype: str = ""
+    encoder: str = ""
+    encoder_bytes: int = 0
+    dropped_bytes: int = 0
+    first_stage_layers: int = 1
 
     @property
     def total_bytes(self) -> int:
-        """Returns the size of all weights, in bytes."""
+        """Returns the size of all weights of the language model, in bytes."""
         return sum(self.layer_bytes) + self.embedding_bytes + self.head_bytes + self.other_bytes
 
-    def kv_bytes_per_token_and_layer(self, element_bytes: int) -> int:
-        """Returns the KV cache of one token in one layer, in bytes.
+    def layer(self, index: int) -> LayerKind:
+        """Returns the kind of a layer; full attention and no experts where the profile does not say."""
+        if len(self.kind_of_layer) != self.num_layers or self.kind_of_layer[index] >= len(self.kinds):
+            return LayerKind(kv_heads=self.num_kv_heads, kv_width=2 * self.head_dim)
+        return self.kinds[self.kind_of_layer[index]]
 
-        Args:
-            element_bytes: size of one element of the cache: 2 for bf16, 4 for float32.
-        """
-        return 2 * self.num_kv_heads * self.head_dim * element_bytes
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """Returns the kind of every layer."""
+        return tuple(self.layer(index) for index in range(self.num_layers))
+
+    @property
+    def is_latent(self) -> bool:
+        """Returns whether any layer keeps latents (multi-head latent attention)."""
+        return any(kind.attention in (AttentionKind.LATENT, AttentionKind.SPARSE) for kind in self.layers)
+
+    @property
+    def has_state(self) -> bool:
+        """Returns whether any layer keeps a state of fixed size."""
+        return any(kind.conv_elements or kind.state_elements for kind in self.layers)
+
+    @property
+    def experts(self) -> int:
+        """Returns the routed experts of a layer that has most of them."""
+        return max((kind.experts for kind in self.layers), default=0)
+
+    def active_bytes(self, index: int, tokens: int) -> float:
+        """Returns what a step of so many tokens reads of a layer's weights, in bytes, on average."""
+        kind = self.layer(index)
+        return self.layer_bytes[index] - kind.routed_bytes + kind.expected_experts(tokens) * kind.expert_bytes
 
     def to_json(self) -> str:
-        """Returns the one JSON text of this profile."""
-        return codec.to_json(self)
+        """Returns the one JSON text of this profile; what is at its default is left out of `kinds`."""
+        value = dataclasses.asdict(self)
+        bare = dataclasses.asdict(LayerKind())
+        value["kinds"] = [{k: v for k, v in kind.items() if v != bare[k]} for kind in value["kinds"]]
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "ModelProfile":
-        """Returns the profile that `text` holds.
+        """Returns the profile that `text` holds, of this version, an earlier or a later one.
+
+        A field that is unknown here is left out, one with a default that is no good is at its default.
 
         Raises:
-            ContractError: it is none that a model can have; the message names the field.
+            ContractError: it is not JSON, or a field without which there is no plan is missing or wrong.
         """
-        profile = codec.from_json(cls, text)
+        profile = codec.from_json(cls, text, tolerant=True)
         profile.check()
         return profile
 
@@ -79,9 +132,9 @@ class ModelProfile:
         """Checks that no size is one that there cannot be; raises ContractError naming it."""
         for name in ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
-        for name in ("vocab_size", "max_position_embeddings"):
+        for name in ("vocab_size", "max_position_embeddings", "first_stage_layers"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
-        for name in ("embedding_bytes", "head_bytes", "other_bytes"):
+        for name in ("embedding_bytes", "head_bytes", "other_bytes", "encoder_bytes", "dropped_bytes"):
             codec.at_least(0, "ModelProfile", **{name: getattr(self, name)})
         if len(self.layer_bytes) != self.num_layers:
             raise ContractError(
@@ -89,3 +142,8 @@ class ModelProfile:
                 f"{self.num_layers}"
             )
         codec.at_least(0, "ModelProfile", layer_bytes=min(self.layer_bytes))
+        for index in self.kind_of_layer:
+            codec.at_least(0, "ModelProfile", kind_of_layer=index)
+        for index, kind in enumerate(self.layers):
+            kind.check()
+            codec.at_most(self.layer_bytes[index], "ModelProfile", routed_bytes=kind.routed_bytes)

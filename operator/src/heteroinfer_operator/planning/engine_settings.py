@@ -1,14 +1,21 @@
 """Engine settings that must agree between all ranks, each with its reason. Pure."""
 
+from dataclasses import replace
+from math import ceil
 from typing import Final
 
+from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_contract.refused_args import find_refused
 from heteroinfer_operator.api import DType, HeteroInferenceSpec, When
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, state_bytes, token_bytes
+from heteroinfer_operator.planning.options import option_value
 
-ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+STATE_DTYPE_OPTION: Final = "--mamba-ssm-cache-dtype"
+FOUR_BITS: Final = frozenset({SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4})
+_LATENT_ALIGNMENT: Final = 128
 BLOCK_SIZE: Final = 32
 """Tokens of a KV block: the least that both devices take (vllm/platforms/cpu.py wants a multiple of 32)."""
 _DEFAULT_MAX_MODEL_LEN: Final = 8192
@@ -21,6 +28,7 @@ def engine_settings(
     *,
     has_cpu: bool,
     has_mixed_stage: bool,
+    tensor: int,
     served_name: str,
     model_path: str,
 ) -> EngineSettings:
@@ -31,6 +39,7 @@ def engine_settings(
         profile: of the model.
         has_cpu: whether any rank computes on a CPU.
         has_mixed_stage: whether GPU and CPU ranks split the same layers.
+        tensor: ranks of a stage.
         served_name: name in the OpenAI API.
         model_path: where the ranks find the model.
 
@@ -40,10 +49,10 @@ def engine_settings(
     refused = find_refused(spec.engine.args)
     if refused is not None:
         raise PlanError(str(refused), reason="RefusedArgument")
-    return EngineSettings(
+    settings = EngineSettings(
         model=model_path,
         served_name=served_name,
-        dtype=_dtype(spec, profile),
+        dtype=_dtype(spec, profile, has_cpu=has_cpu),
         max_model_len=_max_model_len(spec, profile),
         # A CPU stage does about 2 TFLOP/s in bf16 (16 cores, 2026-11-20): 2048 tokens through
         # 4 layers of an 8B model take about 2 s, and 8192 would block decoding for 8 s.
@@ -58,13 +67,42 @@ def engine_settings(
         # Auto does not compile on CPUs: it needs a compiler in the image and 38 s once (2026-11-20).
         eager_cpu=spec.engine.eager is not When.NEVER,
         batches_in_flight=spec.parallelism.batches_in_flight,
-        extra_args=spec.engine.args,
+        extra_args=_extra_args(spec, profile),
     )
+    return replace(settings, block_size=_block_size(profile, settings, tensor))
 
 
-def _dtype(spec: HeteroInferenceSpec, profile: ModelProfile) -> str:
+def _extra_args(spec: HeteroInferenceSpec, profile: ModelProfile) -> tuple[str, ...]:
+    """Returns the user's arguments, and the type of recurrent states, which vLLM chooses by device.
+
+    CPU kernels of gated delta nets have float32 unless told otherwise, GPUs the model's type
+    (vllm/platforms/cpu.py::check_and_update_config@v0.32.0), and blocks are then of other sizes.
+    """
+    args = spec.engine.args
+    if not profile.has_state or option_value(args, STATE_DTYPE_OPTION) is not None:
+        return args
+    return (*args, STATE_DTYPE_OPTION, "float32")
+
+
+def _block_size(profile: ModelProfile, settings: EngineSettings, tensor: int) -> int:
+    """Returns the tokens of a block: BLOCK_SIZE, or so many that a recurrent state fits into one.
+
+    vLLM would choose the same by itself (vllm/platforms/interface.py::_align_hybrid_block_size@v0.32.0).
+    """
+    states = [state_bytes(kind, settings, tensor) for kind in profile.layers]
+    tokens = [token_bytes(kind, settings, tensor) for kind in profile.layers if kind.kv_heads]
+    if not any(states) or not tokens:
+        return BLOCK_SIZE
+    align = _LATENT_ALIGNMENT if profile.is_latent else BLOCK_SIZE
+    return align * ceil(max(states) / (align * max(tokens)))
+
+
+def _dtype(spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: bool) -> str:
     # vLLM's own auto turns float32 into a 16-bit type, another one by device.
     dtype = profile.dtype if spec.engine.dtype is DType.AUTO else spec.engine.dtype.value
+    if spec.engine.dtype is DType.AUTO and has_cpu and profile.scheme.name in FOUR_BITS:
+        # With float16, as these checkpoints say, CPUs take a kernel that is ten times slower.
+        return "bfloat16"
     if dtype not in ELEMENT_BYTES:
         raise PlanError(
             f"engine.dtype: the checkpoint's own is {dtype}, expected one of {', '.join(ELEMENT_BYTES)}; "

@@ -38,6 +38,13 @@ def check_explicit(
         PlanError: they don't; the message says by how much.
     """
     have, want = sum(layers), sizes.profile.num_layers
+    least = sizes.profile.first_stage_layers
+    if layers[0] < least:
+        raise PlanError(
+            f"roles: the first stage has {layers[0]} layers, expected at least {least}: the model adds to "
+            "that many what its encoder sees; give the first stage more",
+            reason="LayersMismatch",
+        )
     if have != want:
         change = f"add {want - have}" if have < want else f"remove {have - want}"
         raise PlanError(
@@ -45,7 +52,7 @@ def check_explicit(
         )
     ends = list(accumulate(layers))
     for index, (stage, count, end) in enumerate(zip(budgets, layers, ends, strict=True)):
-        need = _cost(sizes, min_tokens, end - count, end)
+        need = _cost(sizes, end - count, end)
         if stage.free_bytes is not None and need > stage.free_bytes:
             raise PlanError(
                 f"stage {index} (role {stage.role}): {count} layers need {format_bytes(need + stage.tables)} "
@@ -81,11 +88,12 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
     prefer_gpu = any(stage.budget is not None for stage in budgets)
     # best[n]: cost and layers of the cheapest split of the first n layers over the stages so far.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for stage in budgets:
+    for index, stage in enumerate(budgets):
+        least = sizes.profile.first_stage_layers if index == 0 else 1
         dear = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
         following: dict[int, tuple[int, tuple[int, ...]]] = {}
         for first, (cost, split) in best.items():
-            for count in range(1, _capacity(stage, sizes, min_tokens, first) + 1):
+            for count in range(least, _capacity(stage, sizes, first) + 1):
                 total, end = cost + dear * count + count * count, first + count
                 known = following.get(end)
                 # Among equal splits earlier stages get more: the last has the head.
@@ -97,11 +105,11 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
     return best[num_layers][1]
 
 
-def _cost(sizes: Sizes, min_tokens: int, first: int, end: int) -> int:
-    return sizes.layers(first, end) + (end - first) * sizes.kv_bytes * min_tokens
+def _cost(sizes: Sizes, first: int, end: int) -> int:
+    return sizes.layers(first, end) + sizes.cache(first, end)
 
 
-def _capacity(stage: StageBudget, sizes: Sizes, min_tokens: int, first: int) -> int:
+def _capacity(stage: StageBudget, sizes: Sizes, first: int) -> int:
     """Returns how many layers from `first` on the stage can hold."""
     most = sizes.profile.num_layers - first
     free_bytes = stage.free_bytes
@@ -109,7 +117,7 @@ def _capacity(stage: StageBudget, sizes: Sizes, min_tokens: int, first: int) -> 
         return most
     # Costs grow with the count: as many counts are within the bytes as layers are.
     counts = range(1, most + 1)
-    return bisect_right(counts, free_bytes, key=lambda count: _cost(sizes, min_tokens, first, first + count))
+    return bisect_right(counts, free_bytes, key=lambda count: _cost(sizes, first, first + count))
 
 
 def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) -> PlanError:
@@ -118,9 +126,9 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
     first = 0
     for index, stage in enumerate(budgets):
         # Layers that could sit elsewhere are left for the stages that follow.
-        count = _capacity(stage, sizes, min_tokens, min(first, sizes.profile.num_layers - 1))
+        count = _capacity(stage, sizes, min(first, sizes.profile.num_layers - 1))
         if count == 0:
-            need = _cost(sizes, min_tokens, 0, 1) + stage.tables
+            need = _cost(sizes, 0, 1) + stage.tables
             return PlanError(
                 f"stage {index} (role {stage.role}): one layer needs {format_bytes(need)} with embedding "
                 f"or head and KV cache for {min_tokens} tokens, its ranks have "
@@ -131,7 +139,7 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
         held.append(f"{count} in stage {index} (role {stage.role})")
         first += count
     missing = sizes.profile.num_layers - first
-    size = _cost(sizes, min_tokens, first, sizes.profile.num_layers) * sizes.tensor
+    size = _cost(sizes, first, sizes.profile.num_layers) * sizes.tensor
     return PlanError(
         f"the model does not fit: it has {sizes.profile.num_layers} layers, and with KV cache for "
         f"{min_tokens} tokens {first} fit, {', '.join(held)}: {missing} layers ({format_bytes(size)}) "

@@ -8,8 +8,10 @@ from typing import Final
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.engine_settings import ELEMENT_BYTES
+from heteroinfer_operator.planning.architectures import TABLES_ON_EVERY_STAGE
 from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, KvCache, build_kv_cache
+from heteroinfer_operator.planning.options import has_flag, option_value
 from heteroinfer_operator.planning.topology import Seat
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
 
@@ -67,58 +69,101 @@ class Sizes:
     Attributes:
         profile: of the model.
         tensor: ranks of a stage.
-        scale: bytes of the engine's element type for one byte of the checkpoint.
-        kv_bytes: KV cache of a token in a layer on one rank.
+        scale: bytes of the engine's element type for one byte of the checkpoint, of plain weights.
+        layer_bytes: weights of each layer on one rank, in bytes.
+        encoder_bytes: of the encoder, on each rank; 0 where it is not served.
+        kv: the KV cache of one rank.
     """
 
     profile: ModelProfile
     tensor: int
     scale: Fraction
-    kv_bytes: int
+    layer_bytes: tuple[int, ...]
+    encoder_bytes: int
+    kv: KvCache
 
     @classmethod
-    def of(cls, profile: ModelProfile, engine: EngineSettings, tensor: int) -> "Sizes":
-        """Returns the sizes for these settings."""
+    def of(cls, profile: ModelProfile, engine: EngineSettings, tensor: int, *, stages: int) -> "Sizes":
+        """Returns the sizes for these settings, of a group of so many stages."""
         element = ELEMENT_BYTES[engine.dtype]
-        # Quantized weights stay as they are, whatever the activations' type.
-        scale = (
-            Fraction(1)
-            if profile.quantization
-            else Fraction(element, ELEMENT_BYTES.get(profile.dtype, element))
+        scale = Fraction(element, ELEMENT_BYTES.get(profile.dtype, element))
+        linear = scale * online_quantization(engine.extra_args, element)
+        layers = tuple(
+            -int(-(plain * linear + (size - plain)) // tensor)
+            for size, plain in zip(profile.layer_bytes, plain_bytes(profile), strict=True)
         )
-        heads = max(1, profile.num_kv_heads // tensor)
-        whole = profile.kv_bytes_per_token_and_layer(element)
         return cls(
-            profile=profile, tensor=tensor, scale=scale, kv_bytes=whole * heads // profile.num_kv_heads
+            profile=profile,
+            tensor=tensor,
+            scale=scale,
+            layer_bytes=layers,
+            encoder_bytes=0 if serves_text_only(engine.extra_args) else int(profile.encoder_bytes * scale),
+            kv=build_kv_cache(profile, engine, tensor=tensor, stages=stages),
         )
 
     def layers(self, first: int, end: int) -> int:
         """Returns the weights of layers first..end-1 on one rank, in bytes."""
-        return self._share(sum(self.profile.layer_bytes[first:end]))
+        return sum(self.layer_bytes[first:end])
+
+    def cache(self, first: int, end: int) -> int:
+        """Returns the least KV cache of layers first..end-1 on one rank, in bytes: one longest sequence."""
+        return self.kv.block_bytes(first, end) * self.kv.least_blocks
 
     def tables(self, stage: int, num_stages: int, device: Device) -> int:
         """Returns what a stage holds besides layers on one rank, in bytes: embedding first, head last.
 
-        A tied head is the embedding again, unless both are in one stage.
+        A tied head is the embedding again, unless both are in one stage. The encoder is built on every rank,
+        whole (vllm/model_executor/models@v0.32.0: what vLLM builds says tests/shapes).
         """
         profile = self.profile
         first, last = stage == 0, stage == num_stages - 1
-        tables = profile.embedding_bytes if first else 0
-        if last and not profile.tied_head:
-            tables += profile.head_bytes
-        elif last and not first:
+        everywhere = profile.architecture in TABLES_ON_EVERY_STAGE
+        tables = 0
+        if first or everywhere or (last and profile.tied_head):
             tables += profile.embedding_bytes
+        if last or everywhere:
+            tables += profile.head_bytes
         copies = CPU_TABLE_COPIES if device is Device.CPU else 1
-        return self._share(tables) * copies + (int(profile.other_bytes * self.scale) if last else 0)
+        other = int(profile.other_bytes * self.scale) if last else 0
+        return self.share(tables) * copies + other + self.encoder_bytes
 
-    def read_per_step(self, first: int, end: int, *, last: bool) -> int:
-        """Returns what one rank reads in a decode step, in bytes: its layers, and the head if last."""
+    @property
+    def head_bytes(self) -> int:
+        """Returns what one rank of the last stage reads of the head in a step, in bytes."""
         profile = self.profile
-        head = profile.embedding_bytes if profile.tied_head else profile.head_bytes
-        return self.layers(first, end) + (self._share(head) if last else 0)
+        return self.share(profile.embedding_bytes if profile.tied_head else profile.head_bytes)
 
-    def _share(self, size: int) -> int:
+    def share(self, size: int) -> int:
+        """Returns one rank's part of plain weights, in bytes of the engine's type."""
         return -int(-size * self.scale // self.tensor)
+
+
+def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:
+    """Returns the weights of each layer that are not quantized, in bytes of the checkpoint."""
+    if not profile.quantization:
+        return profile.layer_bytes
+    if not profile.kinds:  # of version 0.1.0, which did not say
+        return (0,) * profile.num_layers
+    return tuple(
+        size - kind.quantized_bytes - (kind.routed_bytes if kind.experts_quantized else 0)
+        for size, kind in zip(profile.layer_bytes, profile.layers, strict=True)
+    )
+
+
+def online_quantization(args: Sequence[str], element_bytes: int) -> Fraction:
+    """Returns what `--quantization` leaves of plain linear layers, of their bytes.
+
+    vLLM quantizes at load what the checkpoint has not
+    (vllm/config/quantization.py::OnlineQuantizationConfigArgs@v0.32.0).
+    """
+    asked = option_value(args, "--quantization", "-q") or ""
+    eight_bits = asked.startswith(("fp8", "int8", "mxfp8"))
+    return Fraction(1, element_bytes) if eight_bits else Fraction(1)
+
+
+def serves_text_only(args: Sequence[str]) -> bool:
+    """Returns whether the user leaves the encoder out."""
+    return has_flag(args, "--language-model-only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

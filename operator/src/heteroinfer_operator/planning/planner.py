@@ -6,16 +6,17 @@ from itertools import accumulate
 from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import EngineSettings, Plan, RankAssignment
+from heteroinfer_contract.plan import Device, EngineSettings, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.planning.advice import advise
-from heteroinfer_operator.planning.engine_settings import BLOCK_SIZE, engine_settings
+from heteroinfer_operator.planning.engine_settings import engine_settings
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import check_explicit, explicit_layers, split_by_memory
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
-from heteroinfer_operator.planning.prediction import read_bytes_per_s
+from heteroinfer_operator.planning.prediction import Load, count_reads
+from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
 from heteroinfer_operator.planning.topology import Topology, lay_out
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
@@ -47,6 +48,8 @@ class Planned:
 
     Attributes:
         plan: the plan.
+        sizes: of one rank's share of the model.
+        rates: how fast each rank is taken to work, by rank.
         notes: one line each.
         limiting_rank: the rank whose memory holds the fewest KV blocks, as predicted; None
             where the memory of some rank is unknown.
@@ -57,6 +60,8 @@ class Planned:
     """
 
     plan: Plan
+    sizes: Sizes
+    rates: tuple[Rates, ...]
     notes: tuple[str, ...] = ()
     limiting_rank: int | None = None
     hybrid_not_needed: str = ""
@@ -83,10 +88,11 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         profile,
         has_cpu=topology.has_cpu,
         has_mixed_stage=topology.has_mixed_stage,
+        tensor=topology.tensor,
         served_name=request.served_name,
         model_path=request.model_path,
     )
-    sizes = Sizes.of(profile, engine, topology.tensor)
+    sizes = Sizes.of(profile, engine, topology.tensor, stages=len(topology.stages))
     budgets = stage_budgets(topology.stages, sizes, inventory)
     min_tokens = longest_sequence_tokens(engine)
     layers = explicit_layers(spec, topology)
@@ -94,11 +100,12 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         layers = split_by_memory(budgets, sizes, min_tokens)
     else:
         check_explicit(layers, budgets, sizes, min_tokens)
+    rates = _rates(topology, profile, engine, inventory)
     plan = Plan(
         mode=spec.parallelism.mode,
         tensor_parallel_size=topology.tensor,
         pipeline_parallel_size=len(topology.stages),
-        ranks=_assign(topology, layers, budgets, sizes, engine, inventory),
+        ranks=_assign(topology, layers, budgets, sizes, engine, rates),
         engine=engine,
     )
     advice = advise(topology, plan, profile, inventory)
@@ -108,6 +115,8 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         limiting_rank=_limiting_rank(topology, layers, budgets, sizes),
         hybrid_not_needed=advice.hybrid_not_needed,
         on_cpus="; ".join(topology.notes),
+        sizes=sizes,
+        rates=rates,
     )
 
 
@@ -133,15 +142,15 @@ def _assign(
     budgets: Sequence[StageBudget],
     sizes: Sizes,
     engine: EngineSettings,
-    inventory: Inventory,
+    rates: Sequence[Rates],
 ) -> tuple[RankAssignment, ...]:
-    tokens = _kv_tokens(layers, budgets, sizes, engine)
+    blocks = _kv_blocks(layers, budgets, sizes, engine)
     seats = [(stage, i, seat) for stage, seats in enumerate(topology.stages) for i, seat in enumerate(seats)]
     ends = tuple(accumulate(layers))
     ranks: list[RankAssignment] = []
     for rank, (stage, tensor_rank, seat) in enumerate(seats):
         first, end = ends[stage] - layers[stage], ends[stage]
-        read = sizes.read_per_step(first, end, last=end == ends[-1])
+        read = count_reads(sizes, first, end, Load(), last=end == ends[-1], engine=engine)
         ranks.append(
             RankAssignment(
                 rank=rank,
@@ -153,39 +162,56 @@ def _assign(
                 tensor_rank=tensor_rank,
                 first_layer=first,
                 end_layer=end,
-                kv_cache_bytes=tokens * (end - first) * sizes.kv_bytes,
+                kv_cache_bytes=blocks * sizes.kv.block_bytes(first, end),
                 weight_bytes=sizes.layers(first, end) + sizes.tables(stage, len(layers), seat.placed.device),
-                predicted_step_s=read
-                / read_bytes_per_s(seat, topology.stages[stage], sizes.profile, engine, inventory),
+                predicted_step_s=read.seconds(rates[rank]),
             )
         )
     return tuple(ranks)
 
 
-def _kv_tokens(
+def _rates(
+    topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
+) -> tuple[Rates, ...]:
+    """Returns how fast each rank works, by rank."""
+    return tuple(
+        gpu_rates(inventory.gpu_product.get(seat.placed.role.name, ""))
+        if seat.placed.device is Device.GPU
+        else cpu_rates(
+            seat.placed.role,
+            profile,
+            engine,
+            leads=seat.pod == 0,
+            together=sum(1 for other in stage if other.pod == seat.pod),
+        )
+        for stage in topology.stages
+        for seat in stage
+    )
+
+
+def _kv_blocks(
     layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes, engine: EngineSettings
 ) -> int:
-    """Returns the tokens of KV cache, whole blocks, that every rank gets.
+    """Returns the blocks of KV cache that every rank gets.
 
     vLLM takes the least number of blocks over all ranks, so more on one of them is of no
     use; and no more than max_num_seqs sequences of full length can ever be used.
     """
-    if any(stage.free_bytes is None for stage in budgets):
-        useful = _UNKNOWN_MEMORY_SEQUENCES * engine.max_model_len
-    else:
-        useful = engine.max_num_seqs * engine.max_model_len + BLOCK_SIZE
-    capacities = [tokens for tokens in _token_capacities(layers, budgets, sizes) if tokens is not None]
-    return max(min([*capacities, useful]), longest_sequence_tokens(engine)) // BLOCK_SIZE * BLOCK_SIZE
+    unknown = any(stage.free_bytes is None for stage in budgets)
+    useful = (_UNKNOWN_MEMORY_SEQUENCES if unknown else engine.max_num_seqs) * sizes.kv.sequence_blocks + 1
+    capacities = [blocks for blocks in _block_capacities(layers, budgets, sizes) if blocks is not None]
+    return max(min([*capacities, useful]), sizes.kv.least_blocks)
 
 
-def _token_capacities(
+def _block_capacities(
     layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
 ) -> list[int | None]:
-    """Returns the tokens that each stage's memory holds; None for a stage of unknown memory."""
+    """Returns the blocks that each stage's memory holds; None for a stage of unknown memory."""
     return [
         None
         if stage.free_bytes is None
-        else (stage.free_bytes - sizes.layers(end - count, end)) // (count * sizes.kv_bytes)
+        else (stage.free_bytes - sizes.layers(end - count, end))
+        // max(sizes.kv.block_bytes(end - count, end), 1)
         for stage, count, end in zip(budgets, layers, accumulate(layers), strict=True)
     ]
 
@@ -193,7 +219,7 @@ def _token_capacities(
 def _limiting_rank(
     topology: Topology, layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
 ) -> int | None:
-    capacities = [tokens for tokens in _token_capacities(layers, budgets, sizes) if tokens is not None]
+    capacities = [blocks for blocks in _block_capacities(layers, budgets, sizes) if blocks is not None]
     if len(capacities) < len(budgets):
         return None
     stage = capacities.index(min(capacities))

@@ -1,57 +1,21 @@
-"""How long a decode step takes: weights read over what the device reads a second. Pure.
+"""How long a step takes: the bytes that are really read over what the device reads a second. Pure.
 
-A decode step of one request reads every weight once, so that memory bounds it. Rates are measured
-ones; what is not known of a device is taken from the machine that was measured, and `Prediction`
-says how far off steps were on machines of one kind.
+A decode step reads once every weight that its tokens go through: all of a dense layer, of a mixture the
+experts that the step's tokens choose; the head; and the KV cache of each request, of windows their width.
+Where a step has many tokens, operations take longer than reading.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from math import ceil
 from typing import Final
 
-from heteroinfer_contract.engine_cpus import engine_cpus
-from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.plan import Device, EngineSettings, Plan
-from heteroinfer_operator.api import RoleSpec
-from heteroinfer_operator.planning.inventory import Inventory
-from heteroinfer_operator.planning.topology import Seat
-from heteroinfer_operator.quantity import parse_quantity
+from heteroinfer_operator.planning.kv_cache import state_bytes, token_bytes
+from heteroinfer_operator.planning.memory import Sizes, plain_bytes
+from heteroinfer_operator.planning.rates import Rates
 
-CPU_BYTES_PER_S: Final = 115e9
-"""By all threads of a pod with our bf16 kernels: 110 to 120 GB/s by 14 threads of a 16-core Xeon with
-AVX512-BF16 and AMX (docs/benchmarks.md, 2026-11-21). More cores than that were not measured."""
-CPU_OTHER_BYTES_PER_S: Final = 60e9
-"""With other element types or quantized weights, through vLLM's oneDNN: 57 to 60 GB/s (2026-11-20)."""
-CPU_THREAD_BYTES_PER_S: Final = CPU_BYTES_PER_S / 14
-"""By one thread of those 14; fewer threads read less, by about that much each."""
-GPU_BYTES_PER_S: Final = 3500e9
-"""H200 with CUDA graphs: 13.3 GB in 3.99 ms (vLLM 0.32.0, bf16, 2026-11-20)."""
-GPU_USED: Final = GPU_BYTES_PER_S / 4800e9
-"""Of the memory's nominal rate, as on that H200 (4.8 TB/s)."""
-GPU_NOMINAL_BYTES_PER_S: Final[Mapping[str, float]] = MappingProxyType(
-    {
-        "B200": 8000e9,
-        "GH200": 4000e9,
-        "H200": 4800e9,
-        "H100-NVL": 3900e9,
-        "H100-PCIe": 2000e9,
-        "H100": 3350e9,
-        "A100-SXM4-80GB": 2039e9,
-        "A100-80GB-PCIe": 1935e9,
-        "A100": 1555e9,
-        "L40S": 864e9,
-        "L40": 864e9,
-        "L4": 300e9,
-        "A40": 696e9,
-        "A30": 933e9,
-        "A10": 600e9,
-        "A10G": 600e9,
-        "V100": 900e9,
-        "T4": 320e9,
-    }
-)
-"""By whole words of the product as GPU feature discovery labels it, the first that matches; data sheets."""
 STEP_OVERHEAD_S: Final = 2.1e-3
 """Between a step's answer and the next call, with scheduling, sampling and messages (docs/benchmarks.md)."""
 CPU_ERROR: Final = (0.9, 1.6)
@@ -63,7 +27,7 @@ GPU_ERROR: Final = (0.9, 1.3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A decode step of one request.
+    """The time of a step, or of a first token.
 
     Attributes:
         step_s: through all stages, and back to the first.
@@ -87,48 +51,144 @@ def _ms(seconds: float) -> str:
 def predict(plan: Plan) -> Prediction:
     """Returns a step of this plan; one batch is in flight, so that stages wait for each other."""
     stages = [plan.stage(stage) for stage in range(plan.pipeline_parallel_size)]
-    step_s = sum(max(rank.predicted_step_s for rank in ranks) for ranks in stages) + STEP_OVERHEAD_S
-    least, most = CPU_ERROR if any(rank.device is Device.CPU for rank in plan.ranks) else GPU_ERROR
-    return Prediction(step_s=step_s, least_s=step_s * least, most_s=step_s * most)
+    return _with_range(
+        plan, sum(max(rank.predicted_step_s for rank in ranks) for ranks in stages) + STEP_OVERHEAD_S
+    )
 
 
-def read_bytes_per_s(
-    seat: Seat, stage: Sequence[Seat], profile: ModelProfile, engine: EngineSettings, inventory: Inventory
-) -> float:
-    """Returns the bytes of weights that a rank reads a second while its whole stage computes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a step has to do.
+
+    Attributes:
+        requests: sequences in it.
+        context: tokens that each has already.
+        tokens: new tokens of each: 1 in decoding, a chunk of a prompt in prefill.
+    """
+
+    requests: int = 1
+    context: int = 0
+    tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """What one rank reads and computes in a step.
+
+    Attributes:
+        plain: bytes of weights that are not quantized.
+        quantized: of quantized ones that are no routed experts.
+        experts: of the routed experts that the step's tokens go through, on average.
+        cache: of KV cache and states.
+        operations: multiplications and additions.
+    """
+
+    plain: float = 0.0
+    quantized: float = 0.0
+    experts: float = 0.0
+    cache: float = 0.0
+    operations: float = 0.0
+
+    def seconds(self, rates: Rates) -> float:
+        """Returns how long it takes: reading, or computing where that is longer."""
+        reading = (
+            self.plain / rates.plain
+            + self.quantized / rates.quantized
+            + self.experts / rates.experts
+            + self.cache / rates.cache
+        )
+        return max(reading, self.operations / rates.operations)
+
+
+def count_reads(
+    sizes: Sizes, first: int, end: int, load: Load, *, last: bool, engine: EngineSettings
+) -> Reads:
+    """Returns what one rank reads in a step in layers first..end-1, and in the head if its stage is last."""
+    plain = quantized = experts = cache = operations = 0.0
+    tokens = load.requests * load.tokens
+    for index, bare in zip(range(first, end), plain_bytes(sizes.profile)[first:end], strict=True):
+        kind = sizes.profile.layer(index)
+        part = sizes.layer_bytes[index] / max(sizes.profile.layer_bytes[index], 1)
+        routed_plain = 0 if kind.experts_quantized else kind.routed_bytes
+        # Of this layer's bytes on this rank, each class by its part in the checkpoint.
+        dense = sizes.layer_bytes[index] - kind.routed_bytes * part
+        share_plain = (bare - routed_plain) * part
+        plain += share_plain
+        quantized += dense - share_plain
+        experts += kind.expected_experts(tokens) * kind.expert_bytes * part
+        cache += load.requests * _cached_bytes(kind, load.context, engine, sizes.tensor)
+        active = dense + kind.experts_per_token * kind.expert_bytes * part
+        operations += 2 * tokens * active / _bytes_per_weight(sizes, kind)
+        operations += 4 * tokens * _seen(kind, load.context) * _width(sizes, kind) / sizes.tensor
+    if last:
+        plain += sizes.head_bytes
+        operations += 2 * load.requests * sizes.head_bytes / 2
+    return Reads(plain=plain, quantized=quantized, experts=experts, cache=cache, operations=operations)
+
+
+def _bytes_per_weight(sizes: Sizes, kind: LayerKind) -> float:
+    bits = sizes.profile.scheme.bits
+    is_quantized = kind.experts_quantized or (kind.quantized_bytes and not kind.experts)
+    return bits / 8 if is_quantized and bits else 2.0 * max(float(sizes.scale), 1.0)
+
+
+def _seen(kind: LayerKind, context: int) -> int:
+    """Returns how many earlier tokens a new one attends to."""
+    return min(context, kind.window) if kind.window else context if kind.kv_heads else 0
+
+
+def _width(sizes: Sizes, kind: LayerKind) -> int:
+    """Returns the elements that all query heads compare for one earlier token."""
+    heads = sizes.profile.num_attention_heads
+    return heads * (kind.kv_width if kind.kv_heads == 1 else kind.kv_width // 2)
+
+
+def _cached_bytes(kind: LayerKind, context: int, engine: EngineSettings, tensor: int) -> float:
+    """Returns what a step reads of one sequence's cache in a layer; states are written, too."""
+    tokens = min(context, kind.window) if kind.window else context
+    by_token = (token_bytes(kind, engine, tensor) if kind.kv_heads else 0) + kind.index_bytes
+    return tokens * by_token + 2 * state_bytes(kind, engine, tensor)
+
+
+def forecast(plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load) -> Prediction:
+    """Returns a decode step of a load.
 
     Args:
-        seat: of the rank.
-        stage: the seats of its stage; those in its pod read from the same memory at the same time.
-        profile: of the model.
-        engine: the group's settings.
-        inventory: what is known of devices.
+        plan: of the group.
+        sizes: of one rank.
+        rates: by rank.
+        load: requests, each with one new token.
     """
-    role = seat.placed.role
-    if seat.placed.device is Device.GPU:
-        return _gpu_bytes_per_s(inventory.gpu_product.get(role.name, ""))
-    ours = engine.dtype == "bfloat16" and not profile.quantization
-    pod = CPU_BYTES_PER_S if ours else CPU_OTHER_BYTES_PER_S
-    together = sum(1 for other in stage if other.pod == seat.pod)
-    threads = _threads(role, leads=seat.pod == 0)
-    if threads is None:
-        return pod / together
-    thread = CPU_THREAD_BYTES_PER_S * pod / CPU_BYTES_PER_S
-    return min(pod / together, threads * thread)
+    step_s = sum(_stage_seconds(plan, sizes, rates, load)) + STEP_OVERHEAD_S
+    return _with_range(plan, step_s)
 
 
-def _gpu_bytes_per_s(product: str) -> float:
-    for part, nominal in GPU_NOMINAL_BYTES_PER_S.items():
-        if f"-{part}-".lower() in f"-{product}-".lower():
-            return nominal * GPU_USED
-    return GPU_BYTES_PER_S
+def forecast_first_token(plan: Plan, sizes: Sizes, rates: Sequence[Rates], prompt: int) -> Prediction:
+    """Returns the time to the first token of a prompt; its chunks follow each other through the stages."""
+    chunk = plan.engine.max_num_batched_tokens
+    total_s = longest_s = 0.0
+    for begin in range(0, prompt, chunk):
+        load = Load(context=begin + min(chunk, prompt - begin) // 2, tokens=min(chunk, prompt - begin))
+        stages = _stage_seconds(plan, sizes, rates, load)
+        total_s += sum(stages) if begin == 0 else max(stages)
+        longest_s = max(longest_s, sum(stages))
+    return _with_range(plan, max(total_s, longest_s) + ceil(prompt / chunk) * STEP_OVERHEAD_S)
 
 
-def _threads(role: RoleSpec, *, leads: bool) -> float | None:
-    """Returns the compute threads of one of a role's ranks, or None if its pod's CPUs are not stated."""
-    for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
-        if amounts and "cpu" in amounts:
-            cpus = float(parse_quantity(amounts["cpu"]))
-            kept = engine_cpus(cpus) if leads else 0
-            return max((cpus - kept) / role.ranks_per_pod, 1.0)
-    return None
+def _stage_seconds(plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load) -> list[float]:
+    """Returns how long each stage takes: its slowest rank."""
+    last = plan.pipeline_parallel_size - 1
+    return [
+        max(
+            count_reads(
+                sizes, rank.first_layer, rank.end_layer, load, last=stage == last, engine=plan.engine
+            ).seconds(rates[rank.rank])
+            for rank in plan.stage(stage)
+        )
+        for stage in range(plan.pipeline_parallel_size)
+    ]
+
+
+def _with_range(plan: Plan, seconds: float) -> Prediction:
+    least, most = CPU_ERROR if any(rank.device is Device.CPU for rank in plan.ranks) else GPU_ERROR
+    return Prediction(step_s=seconds, least_s=seconds * least, most_s=seconds * most)

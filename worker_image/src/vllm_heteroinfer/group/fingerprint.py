@@ -32,6 +32,14 @@ _REMEDIES = {
     "model": "mount the same files at spec.model in every pod",
     "vllm": "use one worker image for every role",
 }
+_FORMATS = {
+    "auto_awq": "awq",
+    "awq_marlin": "awq",
+    "auto_gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "gpt_oss_mxfp4": "mxfp4",
+}
+"""Method -> format (vllm/model_executor/layers/quantization/__init__.py@v0.32.0)."""
 _REMEDY = "every rank takes its settings from the plan: start all pods from one plan and one image"
 
 Fingerprint = Mapping[str, Any]
@@ -61,7 +69,8 @@ def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
         "revision": model.revision,
         "architecture": ",".join(model.architectures),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": model.quantization,
+        "quantization": quantized_format(model.quantization),
+        **({"state_dtype": cache.mamba_ssm_cache_dtype} if model.is_hybrid else {}),
         "max_model_len": model.max_model_len,
         "seed": model.seed,
         "enforce_eager": model.enforce_eager,
@@ -77,6 +86,14 @@ def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
         "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
         "layer_partition": layer_partition,
     }
+
+
+def quantized_format(method: str | None) -> str | None:
+    """Returns the format that a quantization method reads, which is what ranks must agree in.
+
+    vLLM names a method by its kernels, which differ by device: `awq` on CPUs, `auto_awq` on GPUs.
+    """
+    return None if method is None else _FORMATS.get(method, method)
 
 
 def of_model(directory: Path) -> str:

@@ -1,0 +1,175 @@
+"""A model's KV cache as vLLM allocates it: blocks of one size, shared by groups of alike layers. Pure.
+
+Source: vllm/v1/core/kv_cache_utils.py::get_kv_cache_groups, get_kv_cache_configs@v0.32.0. Layers of one kind
+have one block table. Where a model has several kinds, each kind's layers are dealt into groups of equal size;
+all groups take blocks of one pool, and a block holds the largest group's share of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from heteroinfer_contract.model import AttentionKind, LayerKind
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import EngineSettings
+from heteroinfer_operator.planning.options import option_value
+
+ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+_GROUP_SLACK: Final = 1.5
+"""Kinds whose numbers of layers are closer than that are padded to the larger number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cache:
+    """One cache of one layer.
+
+    Attributes:
+        layer: its number.
+        kind: what its blocks hold; caches of one kind and size share tables.
+        page_bytes: of one block.
+        copies: blocks of a sequence, where their number does not grow with it.
+    """
+
+    layer: int
+    kind: AttentionKind
+    window: int
+    page_bytes: int
+    copies: int = 0
+
+    @property
+    def key(self) -> tuple[AttentionKind, int, int]:
+        return (self.kind, self.window, self.page_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCache:
+    """The KV cache of one rank, by layers.
+
+    Attributes:
+        groups: for each group, the bytes of a block by layer.
+        sequence_blocks: blocks that a sequence of the longest length takes, of all groups.
+        sequence_tokens: its length.
+        block_tokens: of a block, in layers that keep tokens.
+    """
+
+    groups: tuple[Mapping[int, int], ...]
+    sequence_blocks: int
+    sequence_tokens: int
+    block_tokens: int
+
+    def block_bytes(self, first: int, end: int) -> int:
+        """Returns the bytes of one block in layers first..end-1."""
+        return max(
+            (sum(size for layer, size in group.items() if first <= layer < end) for group in self.groups),
+            default=0,
+        )
+
+    @property
+    def least_blocks(self) -> int:
+        """Returns the blocks without which no longest sequence could run; vLLM keeps one for itself."""
+        return self.sequence_blocks + 1
+
+    def tokens(self, blocks: int) -> int:
+        """Returns the tokens that so many blocks hold, in sequences of the longest length."""
+        if len(self.groups) <= 1 and self.sequence_blocks == ceil(self.sequence_tokens / self.block_tokens):
+            return blocks * self.block_tokens
+        return max(blocks - 1, 0) * self.sequence_tokens // max(self.sequence_blocks, 1)
+
+
+def build_kv_cache(profile: ModelProfile, engine: EngineSettings, *, tensor: int, stages: int) -> KvCache:
+    """Returns the KV cache of one rank.
+
+    Args:
+        profile: of the model.
+        engine: the group's settings.
+        tensor: ranks of a stage, which share heads.
+        stages: batches that may be in flight: windows keep their tokens too.
+    """
+    caches = [
+        cache for index, kind in enumerate(profile.layers) for cache in _caches(index, kind, engine, tensor)
+    ]
+    tokens = engine.max_model_len
+    in_flight = engine.max_num_batched_tokens * stages
+    if len({(cache.kind, cache.window) for cache in caches}) <= 1:
+        one: dict[int, int] = {}
+        for cache in caches:
+            one[cache.layer] = one.get(cache.layer, 0) + cache.page_bytes
+        blocks = _blocks(caches[0], engine.block_size, tokens, in_flight) if caches else 0
+        groups: tuple[Mapping[int, int], ...] = (one,) if one else ()
+    else:
+        groups, blocks = _several(caches, engine.block_size, tokens, in_flight)
+    return KvCache(
+        groups=groups, sequence_blocks=blocks, sequence_tokens=tokens, block_tokens=engine.block_size
+    )
+
+
+def _several(
+    caches: Sequence[_Cache], block_tokens: int, tokens: int, in_flight: int
+) -> tuple[tuple[Mapping[int, int], ...], int]:
+    """Returns groups of several kinds of layers, and the blocks of the longest sequence."""
+    page = max(cache.page_bytes for cache in caches)
+    buckets: dict[tuple[AttentionKind, int, int], list[_Cache]] = {}
+    for cache in caches:
+        buckets.setdefault(cache.key, []).append(cache)
+    least, most = min(map(len, buckets.values())), max(map(len, buckets.values()))
+    size = most if most < least * _GROUP_SLACK else least
+    groups: list[Mapping[int, int]] = []
+    blocks = 0
+    for members in buckets.values():
+        number = ceil(len(members) / size)
+        groups += [{cache.layer: page for cache in members[i::number]} for i in range(number)]
+        # Smaller pages get longer blocks where that is a whole number of times, and are padded otherwise.
+        own = members[0].page_bytes
+        longer = page // own if members[0].kind is not AttentionKind.LINEAR and page % own == 0 else 1
+        blocks += number * _blocks(members[0], block_tokens * longer, tokens, in_flight)
+    return tuple(groups), blocks
+
+
+def _blocks(cache: _Cache, block_tokens: int, tokens: int, in_flight: int) -> int:
+    """Returns the blocks of one sequence in one group (`max_memory_usage_bytes` of vLLM's specs)."""
+    match cache.kind:
+        case AttentionKind.LINEAR:
+            return cache.copies
+        case AttentionKind.WINDOW:
+            return ceil(min(cache.window - 1 + in_flight, tokens) / block_tokens) + 1
+        case AttentionKind.CHUNKED:
+            return ceil(min(cache.window + in_flight, tokens) / block_tokens)
+    return ceil(tokens / block_tokens)
+
+
+def _caches(index: int, kind: LayerKind, engine: EngineSettings, tensor: int) -> list[_Cache]:
+    caches = []
+    if kind.kv_heads:
+        attention = AttentionKind.LATENT if kind.attention is AttentionKind.SPARSE else kind.attention
+        page = token_bytes(kind, engine, tensor) * engine.block_size
+        caches.append(_Cache(layer=index, kind=attention, window=kind.window, page_bytes=page))
+    if kind.index_bytes:
+        page = kind.index_bytes * engine.block_size
+        caches.append(_Cache(layer=index, kind=AttentionKind.LATENT, window=0, page_bytes=page))
+    if kind.conv_elements or kind.state_elements:
+        page = state_bytes(kind, engine, tensor)
+        # Padded to a block of attention, whose length is chosen for that (engine_settings).
+        copies = max(kind.state_copies, 1)
+        linear = AttentionKind.LINEAR
+        caches.append(_Cache(layer=index, kind=linear, window=0, page_bytes=page, copies=copies))
+    return caches
+
+
+def token_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
+    """Returns what one rank keeps of a token in a layer, in bytes, without an index."""
+    heads = max(1, kind.kv_heads // tensor)
+    return heads * kind.kv_width * cache_element_bytes(engine.dtype, engine.extra_args)
+
+
+def state_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
+    """Returns what one rank keeps of a sequence in a layer's state, in bytes."""
+    conv = kind.conv_elements * ELEMENT_BYTES[engine.dtype]
+    asked = option_value(engine.extra_args, "--mamba-ssm-cache-dtype") or "float32"
+    return (conv + kind.state_elements * ELEMENT_BYTES.get(asked, 4)) // tensor
+
+
+def cache_element_bytes(dtype: str, extra_args: Sequence[str]) -> int:
+    """Returns the size of one element of the KV cache, in bytes, by `--kv-cache-dtype`."""
+    asked = option_value(extra_args, "--kv-cache-dtype") or "auto"
+    return 1 if asked.startswith(("fp8", "int8")) else ELEMENT_BYTES[dtype]

@@ -1,0 +1,179 @@
+"""How fast one rank works: bytes read a second by what they are, and operations. Pure.
+
+Measured on the machine itself where there is a calibration (`heteroinfer-worker calibrate`); otherwise these
+defaults, each with the machine it was measured on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from heteroinfer_contract.engine_cpus import engine_cpus
+from heteroinfer_contract.model import SchemeName
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import EngineSettings
+from heteroinfer_operator.api import RoleSpec
+from heteroinfer_operator.quantity import parse_quantity
+
+CPU_BYTES_PER_S: Final = 115e9
+"""By all threads of a pod with our bf16 kernels: 110 to 120 GB/s by 14 threads of a 16-core Xeon with
+AVX512-BF16 and AMX (docs/benchmarks.md, 2026-11-21). More cores than that were not measured."""
+CPU_THREAD_BYTES_PER_S: Final = CPU_BYTES_PER_S / 14
+"""By one thread of those 14; fewer threads read less, by about that much each."""
+CPU_OPERATIONS_PER_S: Final = 2e12
+"""In bf16 with AMX by 16 cores (2026-11-20)."""
+GPU_BYTES_PER_S: Final = 3500e9
+"""H200 with CUDA graphs: 13.3 GB in 3.99 ms (vLLM 0.32.0, bf16, 2026-11-20)."""
+GPU_USED: Final = GPU_BYTES_PER_S / 4800e9
+"""Of the memory's nominal rate, as on that H200 (4.8 TB/s)."""
+GPU_OPERATIONS_USED: Final = 0.5
+"""Of the nominal rate of dense bf16, in prefill; not measured by us."""
+GPU_QUANTIZED: Final = 0.7
+"""Of the rate of bf16, for weights that are unpacked on the way; not measured by us."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNominal:
+    """What a data sheet says.
+
+    Attributes:
+        bytes_per_s: of its memory.
+        operations_per_s: of dense bf16, or float16 where it has no bf16.
+    """
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+GPU_NOMINAL: Final[Mapping[str, GpuNominal]] = MappingProxyType(
+    {
+        name: GpuNominal(bytes_per_s=gigabytes * 1e9, operations_per_s=teraflops * 1e12)
+        for name, gigabytes, teraflops in (
+            ("B200", 8000, 2250),
+            ("GH200", 4000, 989),
+            ("H200", 4800, 989),
+            ("H100-NVL", 3900, 835),
+            ("H100-PCIe", 2000, 756),
+            ("H100", 3350, 989),
+            ("A100-SXM4-80GB", 2039, 312),
+            ("A100-80GB-PCIe", 1935, 312),
+            ("A100", 1555, 312),
+            ("L40S", 864, 362),
+            ("L40", 864, 181),
+            ("L4", 300, 121),
+            ("A40", 696, 150),
+            ("A30", 933, 165),
+            ("A10G", 600, 70),
+            ("A10", 600, 125),
+            ("V100", 900, 125),
+            ("T4", 320, 65),
+        )
+    }
+)
+"""By whole words of the product as GPU feature discovery labels it, the first that matches; data sheets."""
+
+CPU_LINEAR: Final[Mapping[SchemeName, float]] = MappingProxyType(
+    {
+        SchemeName.AWQ: 1.3,
+        SchemeName.GPTQ: 1.3,
+        SchemeName.INT4: 1.3,
+        SchemeName.INT8: 1.0,
+        SchemeName.FP8_BLOCK: 1.25,
+        SchemeName.FP8_CHANNEL: 0.015,
+    }
+)
+"""Bytes that a thread reads of linear layers in a format, for each byte that it reads of ours in bf16.
+
+By 2 threads of a Xeon with AMX: ours 32 GB/s; 4-bit with bf16 42 of its own bytes, FP8 in blocks 40, FP8 per
+channel 0.5 through torch (2026-11-22). int8 was not measured."""
+CPU_PLAIN_OTHER: Final = 60 / 115
+"""Of it, for element types other than bf16, through vLLM's oneDNN: 57 to 60 GB/s (2026-11-20)."""
+CPU_INT4_FLOAT16: Final = 0.14
+"""Of it, for 4 bits with float16: 4.5 GB/s, another kernel that vLLM takes by itself."""
+CPU_EXPERTS: Final = 0.6
+"""Of it, for routed experts in any format, through vLLM's kernels; not measured by us without calibration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one rank does in a second while its whole stage computes.
+
+    Attributes:
+        plain: bytes of weights that are not quantized.
+        quantized: of quantized ones that are no routed experts.
+        experts: of routed experts, as they are stored.
+        cache: of KV cache and states.
+        operations: multiplications and additions, two for each weight and token.
+        source: what it was taken from, for people.
+    """
+
+    plain: float
+    quantized: float
+    experts: float
+    cache: float
+    operations: float
+    source: str
+
+
+def cpu_rates(
+    role: RoleSpec, profile: ModelProfile, engine: EngineSettings, *, leads: bool, together: int
+) -> Rates:
+    """Returns the default rates of one CPU rank.
+
+    Args:
+        role: of the rank; its CPUs are what the pods ask for.
+        profile: of the model.
+        engine: the group's settings.
+        leads: whether its pod has the engine and the API server, too.
+        together: ranks of its stage in its pod, which read from the same memory.
+    """
+    pod = CPU_BYTES_PER_S / together
+    threads = compute_threads(role, leads=leads)
+    ours = pod if threads is None else min(pod, threads * CPU_THREAD_BYTES_PER_S)
+    plain = ours if engine.dtype == "bfloat16" else ours * CPU_PLAIN_OTHER
+    factor = CPU_LINEAR.get(profile.scheme.name, CPU_PLAIN_OTHER)
+    four_bits = profile.scheme.name in (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)
+    if four_bits and engine.dtype != "bfloat16":
+        factor = CPU_INT4_FLOAT16
+    cores = 16.0 if threads is None else threads
+    return Rates(
+        plain=plain,
+        quantized=min(ours * factor, pod),
+        experts=ours * CPU_EXPERTS,
+        cache=ours * CPU_PLAIN_OTHER,
+        operations=CPU_OPERATIONS_PER_S * min(cores / 16, 1.0) / (together if threads is None else 1),
+        source="defaults for CPUs",
+    )
+
+
+def gpu_rates(product: str) -> Rates:
+    """Returns the default rates of a GPU.
+
+    Args:
+        product: as GPU feature discovery labels it, or "".
+    """
+    nominal = next(
+        (known for part, known in GPU_NOMINAL.items() if f"-{part}-".lower() in f"-{product}-".lower()), None
+    )
+    rate = GPU_BYTES_PER_S if nominal is None else nominal.bytes_per_s * GPU_USED
+    operations = (nominal or GPU_NOMINAL["H200"]).operations_per_s * GPU_OPERATIONS_USED
+    name = product or "an H200, since the GPU is not known"
+    return Rates(
+        plain=rate,
+        quantized=rate * GPU_QUANTIZED,
+        experts=rate * GPU_QUANTIZED,
+        cache=rate,
+        operations=operations,
+        source=f"defaults for {name}",
+    )
+
+
+def compute_threads(role: RoleSpec, *, leads: bool) -> float | None:
+    """Returns the compute threads of one of a role's ranks, or None if its pod's CPUs are not stated."""
+    for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
+        if amounts and "cpu" in amounts:
+            cpus = float(parse_quantity(amounts["cpu"]))
+            kept = engine_cpus(cpus) if leads else 0
+            return max((cpus - kept) / role.ranks_per_pod, 1.0)
+    return None

@@ -1,0 +1,32 @@
+"""What is recorded of vLLM and transformers is what they say now, in the worker's own environment."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
+from tests.shapes.comparison import recorded
+
+SHAPES = ("gemma-3-27b-it", "DeepSeek-V2-Lite-Chat", "Qwen3-Next-80B-A3B-Instruct", "DeepSeek-V3.2")
+"""One of each attention kind; `make models` asks for all."""
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(WORKER_PYTHON), "-m", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, timeout=400, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(420)
+def test_weights_and_kv_caches_as_recorded() -> None:
+    done = _run("tests.shapes.oracle", *SHAPES)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {name: answer for each in answers for name, answer in each.items()} == {
+        name: recorded("cpu")[name] for name in SHAPES
+    }
+
+
+def test_defaults_of_configs_are_those_of_transformers() -> None:
+    done = _run("tests.shapes.defaults", "--check")
+    assert done.returncode == 0, done.stderr[-2000:]

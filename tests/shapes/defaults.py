@@ -1,0 +1,134 @@
+"""The defaults that config.json files leave out, from transformers' config classes.
+
+    .venv-worker/bin/python -m tests.shapes.defaults          # writes the contract's table
+    .venv-worker/bin/python -m tests.shapes.defaults --check  # exits 1 if it is not current
+
+Imports transformers inside functions only.
+"""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).parents[2] / "worker_image/src/heteroinfer_contract/model/config_defaults.json"
+FIELDS = (
+    "attention_chunk_size",
+    "attn_layer_offset",
+    "attn_layer_period",
+    "conv_L_cache",
+    "conv_kernel",
+    "full_attention_interval",
+    "head_dim",
+    "hidden_size",
+    "hybrid_override_pattern",
+    "index_head_dim",
+    "index_topk",
+    "kv_lora_rank",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "mamba_d_conv",
+    "mamba_d_head",
+    "mamba_d_state",
+    "mamba_expand",
+    "mamba_head_dim",
+    "mamba_n_groups",
+    "mamba_n_heads",
+    "mamba_num_heads",
+    "max_position_embeddings",
+    "max_window_layers",
+    "n_group",
+    "n_groups",
+    "norm_topk_prob",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "qk_rope_head_dim",
+    "scoring_func",
+    "sliding_window",
+    "sliding_window_pattern",
+    "ssm_state_size",
+    "tie_word_embeddings",
+    "topk_method",
+    "use_sliding_window",
+    "vocab_size",
+)
+"""What `heteroinfer_contract.model` reads."""
+
+
+def build_table() -> dict[str, Any]:
+    """Returns the table: defaults by model type, and which text type a model with an encoder has."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    text_types: dict[str, str] = {}
+    wanted = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    for model_type in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        if model_type not in CONFIG_MAPPING_NAMES:
+            continue
+        part = (getattr(CONFIG_MAPPING[model_type], "sub_configs", None) or {}).get("text_config")
+        name: Any = getattr(part, "model_type", None)
+        if name:
+            text_types[model_type] = name
+            wanted.add(name)
+    defaults = {}
+    for model_type in sorted(wanted & set(CONFIG_MAPPING_NAMES)):
+        found = _defaults(CONFIG_MAPPING[model_type])
+        if "num_hidden_layers" in found:
+            defaults[model_type] = found
+    return {
+        "source": f"transformers {transformers.__version__}, by tests/shapes/defaults.py",
+        "text_types": text_types,
+        "defaults": defaults,
+    }
+
+
+def _defaults(config_class: Any) -> dict[str, Any]:
+    """Returns a class's own defaults; not those of an instance, which are computed from each other."""
+    renamed = getattr(config_class, "attribute_map", None) or {}
+    parameters = inspect.signature(config_class.__init__).parameters
+    found: dict[str, Any] = {}
+    for field in FIELDS:
+        name: str = renamed.get(field, field)
+        default: object = parameters[name].default if name in parameters else vars(config_class).get(name)
+        if isinstance(default, bool | int | str):
+            found[field] = default
+    return found
+
+
+def render(table: dict[str, Any]) -> str:
+    """Returns the table as its file has it: a line a model type."""
+    defaults = ",\n".join(
+        f"    {json.dumps(name)}: {json.dumps(value, sort_keys=True)}"
+        for name, value in table["defaults"].items()
+    )
+    texts = json.dumps(table["text_types"], sort_keys=True)
+    return (
+        f'{{\n  "source": {json.dumps(table["source"])},\n  "text_types": {texts},\n'
+        f'  "defaults": {{\n{defaults}\n  }}\n}}\n'
+    )
+
+
+def main() -> int:
+    """Writes or checks the table; returns the exit code."""
+    text = render(build_table())
+    if "--check" not in sys.argv:
+        TABLE.write_text(text)
+        return 0
+    if TABLE.read_text() == text:
+        return 0
+    sys.stderr.write(f"{TABLE}: not what transformers says; run python -m tests.shapes.defaults\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""What vLLM itself says of the shapes: parameters of each stage, KV cache of each layer, on the meta device.
+
+    .venv-worker/bin/python -m tests.shapes.oracle [NAME ...]             # prints JSON, a line a shape
+    .venv-worker/bin/python -m tests.shapes.oracle --record [NAME ...]    # keeps it in recorded/cpu.json
+
+Each shape is built in two stages by vLLM's own model classes, without weights and without a device, so what
+is recorded is true for vLLM's CPU platform. A CUDA build of vLLM answers for its own when it is run there:
+recorded/cuda.json, which nobody has recorded yet.
+
+Imports torch and vLLM inside functions only.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.shapes.corpus import SHAPES, Shape, write_shape
+
+RECORDED = Path(__file__).parent / "recorded"
+LENGTHS = (8192, 131072)
+"""Longest sequences that KV caches are asked for, in tokens; a model's own longest where it is less."""
+BLOCK_TOKENS = 32
+BATCHED_TOKENS = 2048
+LAYOUT = "LBHNC"
+"""That of all our ranks (vllm_heteroinfer.worker.common)."""
+MEMORY_BYTES = 2**40
+"""Of each stage, so that the number of blocks tells bytes to a part in a million."""
+
+
+def stage_layers(layers: int) -> tuple[int, int]:
+    """Returns the layers of the two stages that a shape is built in."""
+    return layers // 3, layers - layers // 3
+
+
+def ask(shape: Shape) -> dict[str, Any]:
+    """Returns what vLLM says of a shape.
+
+    Keys: `weights` parameters' bytes by stage; `encoder` those of its encoder by stage; `layers` runs of
+    equal caches [number, kind, bytes of a block, tokens of it]; `pools` by longest sequence: `bytes` of a
+    block by stage, `sequence` blocks that one such sequence takes, `tokens` of a block.
+    """
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_shape(shape, Path(folder))
+        layers = _num_layers(directory)
+        answer: dict[str, Any] = {"layers": [], "pools": {}}
+        stages = []
+        for stage in (0, 1):
+            config = _config(directory, stage_layers(layers))
+            stages.append((config, *_build(config, stage)))
+        answer["weights"] = [weights for _, weights, _, _ in stages]
+        answer["encoder"] = [encoder for _, _, encoder, _ in stages]
+        specs = [spec for _, _, _, spec in stages]
+        config, longest = stages[0][0], stages[0][0].model_config.max_model_len
+        for length in LENGTHS if any(specs) else ():
+            # Only the sizes of pools depend on it.
+            config.model_config.max_model_len = min(length, longest)
+            found = get_kv_cache_configs(config, [dict(spec) for spec in specs], [MEMORY_BYTES] * 2)
+            answer["pools"][str(config.model_config.max_model_len)] = _pool(config, found)
+        for spec in specs:
+            for each in spec.values():
+                kind = [type(each).__name__, each.page_size_bytes, each.block_size]
+                if answer["layers"] and answer["layers"][-1][1:] == kind:
+                    answer["layers"][-1][0] += 1
+                else:
+                    answer["layers"].append([1, *kind])
+    return answer
+
+
+def _pool(config: Any, found: Sequence[Any]) -> dict[str, Any]:
+    from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups, _pool_bytes_per_block
+
+    bytes_ = [_pool_bytes_per_block(config, each.kv_cache_groups) for each in found]
+    whole = _max_memory_usage_bytes_from_groups(config, found[0].kv_cache_groups)
+    return {
+        "bytes": bytes_,
+        "sequence": whole // bytes_[0],
+        "tokens": config.cache_config.block_size,
+    }
+
+
+def _num_layers(directory: Path) -> int:
+    from heteroinfer_contract.model_files import read_profile
+
+    return read_profile(directory).num_layers
+
+
+def _config(directory: Path, layers: tuple[int, int]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
+    from heteroinfer_contract.model_files import read_profile
+
+    profile = read_profile(directory)
+    config = EngineArgs(
+        model=str(directory),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        max_model_len=min(max(LENGTHS), profile.max_position_embeddings),
+        enforce_eager=True,
+        block_size=BLOCK_TOKENS,
+        max_num_batched_tokens=BATCHED_TOKENS,
+        max_num_seqs=64,
+        mamba_ssm_cache_dtype="float32" if profile.has_state else "auto",
+        trust_remote_code=True,
+    ).create_engine_config()
+    config.cache_config.kv_cache_layout = LAYOUT
+    config.parallel_config.pipeline_parallel_size = 2  # batches at once; the stages are made by hand
+    return config
+
+
+def _one_rank() -> None:
+    """Makes process groups of this process alone, which model classes ask for their sizes."""
+    from vllm.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        parallel_state,
+    )
+
+    init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
+    initialize_model_parallel(1, 1)
+    if parallel_state._EP is None:  # only made for a mixture, and the next shape may be one
+        parallel_state._EP = parallel_state._TP
+
+
+def _build(config: Any, stage: int) -> tuple[int, int, dict[str, Any]]:
+    """Returns bytes of parameters and of the encoder, and the KV specs, of one of two stages."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_current_vllm_config(config):
+        if parallel_state._PP is None:
+            _one_rank()
+        group = parallel_state._PP
+        assert group is not None
+        group.rank_in_group, group.world_size, group.ranks = stage, 2, [0, 1]
+        with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+            model = initialize_model(config)
+        current_platform.update_block_size_for_backend(config)
+        specs = {
+            name: spec
+            for name, layer in config.compilation_config.static_forward_context.items()
+            if isinstance(layer, AttentionLayerBase) and (spec := layer.get_kv_cache_spec(config)) is not None
+        }
+    sizes = {name: each.numel() * each.element_size() for name, each in model.named_parameters()}
+    encoder = sum(size for name, size in sizes.items() if _is_encoder(name))
+    return sum(sizes.values()) - encoder, encoder, specs
+
+
+def _is_encoder(name: str) -> bool:
+    parts = ("visual", "vision_tower", "vision_model", "vision_encoder", "multi_modal_projector", "mlp1")
+    return name.removeprefix("model.").split(".", 1)[0] in parts
+
+
+def ask_all(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the answer for each shape, or `{"refused": reason}`."""
+    for shape in SHAPES:
+        if names and shape.name not in names:
+            continue
+        try:
+            yield shape.name, ask(shape)
+        except Exception as error:  # vLLM's own word on what it can't build, as data
+            yield shape.name, {"refused": f"{type(error).__name__}: {error}"[:300]}
+
+
+def render(answers: dict[str, Any]) -> str:
+    """Returns the answers as their file has them: a line a shape."""
+    lines = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(answers[name], sort_keys=True)}" for name in sorted(answers)
+    )
+    return f"{{\n{lines}\n}}\n"
+
+
+def main() -> int:
+    """Asks for shapes; returns 0."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("names", nargs="*")
+    arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_PLUGINS", "")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vllm.platforms import current_platform
+
+    path = RECORDED / f"{current_platform.device_type}.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    for name, answer in ask_all(arguments.names):
+        sys.stdout.write(json.dumps({name: answer}) + "\n")
+        sys.stdout.flush()
+        kept[name] = answer
+        if arguments.record:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(render(kept))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

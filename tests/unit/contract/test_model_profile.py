@@ -1,0 +1,189 @@
+"""A profile on the wire, what it knows of published models, and the layouts that it is read from."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
+from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme, SchemeName
+from heteroinfer_contract.model_fetch import FetchedModel
+from heteroinfer_contract.model_files import read_profile
+from heteroinfer_contract.model_profile import ModelProfile
+from tests.shapes.corpus import SHAPES, shape
+from tests.shapes.profiles import read_shape, recorded_profiles
+from tests.unit.contract.test_model_files import CONFIG, TENSORS, write_model, write_safetensors
+
+OF_0_1_0: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM",
+    "dtype": "bfloat16",
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "layer_bytes": [1000, 1000],
+    "embedding_bytes": 65536,
+    "head_bytes": 65536,
+    "tied_head": False,
+    "other_bytes": 128,
+    "quantization": "",
+}
+"""What version 0.1.0 writes."""
+
+
+@pytest.mark.parametrize("name", [found.name for found in SHAPES])
+def test_every_profile_fits_a_termination_message(name: str) -> None:
+    profile = recorded_profiles()[name]
+    fetched = FetchedModel(commit="a" * 40, size_bytes=2**50, profile=profile)
+    assert len(fetched.to_json().encode()) <= MAX_TERMINATION_MESSAGE_BYTES
+    assert FetchedModel.from_json(fetched.to_json()) == fetched
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama-3.1-8B-Instruct",
+        "gemma-3-27b-it",
+        "gpt-oss-20b",
+        "DeepSeek-V2-Lite-Chat",
+        "Nemotron-H-8B-Base-8K",
+        "Mistral-7B-Instruct-v0.3 (consolidated)",
+        "Qwen2.5-VL-7B-Instruct",
+        "Qwen3-VL-8B-Instruct",
+        "InternVL3-8B",
+        "Llama-4-Scout-17B-16E-Instruct",
+        "Llama-3.3-70B-Instruct-AWQ",
+    ],
+)
+def test_recorded_profiles_are_what_is_read(name: str) -> None:
+    assert read_shape(shape(name)) == recorded_profiles()[name]
+
+
+def test_a_profile_of_the_released_version_has_full_attention_in_every_layer() -> None:
+    profile = ModelProfile.from_json(json.dumps(OF_0_1_0))
+    assert profile.layers == (LayerKind(kv_heads=2, kv_width=32),) * 2
+    assert profile.active_bytes(0, 8) == 1000
+    assert not profile.has_state
+    assert not profile.is_latent
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"of_a_later_version": {"a": [1]}},
+        {"routing": "by telepathy"},
+        {"scheme": {"name": "qubits", "bits": 2}},
+        {"encoder_bytes": "much"},
+        {"kinds": [{"attention": "Psychic"}], "kind_of_layer": [0, 0]},
+        {"kind_of_layer": [7, 7]},
+    ],
+)
+def test_a_field_that_is_lost_loses_only_itself(field: dict[str, Any]) -> None:
+    known = {**OF_0_1_0, "dropped_bytes": 77}
+    profile = ModelProfile.from_json(json.dumps({**known, **field}))
+    assert profile.dropped_bytes == 77
+    assert profile.layer_bytes == (1000, 1000)
+    assert profile.layer(0).attention is AttentionKind.FULL
+
+
+def test_kinds_of_published_layers() -> None:
+    profiles = recorded_profiles()
+    deepseek = profiles["DeepSeek-V3"].layer(3)
+    assert (deepseek.attention, deepseek.kv_heads, deepseek.kv_width) == (AttentionKind.LATENT, 1, 576)
+    assert (deepseek.experts, deepseek.experts_per_token, deepseek.experts_quantized) == (256, 8, True)
+    assert profiles["DeepSeek-V3"].layer(0).experts == 0
+    assert profiles["DeepSeek-V3"].scheme == Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=128)
+    assert profiles["DeepSeek-V3"].routing is Routing.DEEPSEEK_V3
+    gemma = [kind.attention for kind in profiles["gemma-3-27b-it"].layers[:7]]
+    assert gemma == [*[AttentionKind.WINDOW] * 5, AttentionKind.FULL, AttentionKind.WINDOW]
+    assert profiles["gemma-3-27b-it"].layer(0).window == 1024
+    scout = profiles["Llama-4-Scout-17B-16E-Instruct"]
+    assert [scout.layer(i).attention for i in (0, 3)] == [AttentionKind.CHUNKED, AttentionKind.FULL]
+    state = profiles["Qwen3-Next-80B-A3B-Instruct"].layer(0)
+    assert (state.conv_elements, state.state_elements) == (8192 * 3, 32 * 128 * 128)
+    assert profiles["DeepSeek-V3.2"].layer(0).index_bytes == 132
+    assert profiles["Qwen3-VL-8B-Instruct"].first_stage_layers == 3
+    assert profiles["Qwen2.5-VL-7B-Instruct"].encoder == "images"
+
+
+def test_what_a_step_reads_of_a_mixture_grows_with_its_tokens() -> None:
+    profile = recorded_profiles()["Qwen3-30B-A3B"]
+    kind = profile.layer(0)
+    dense = profile.layer_bytes[0] - kind.routed_bytes
+    assert profile.active_bytes(0, 1) == pytest.approx(dense + 8 * kind.expert_bytes)
+    assert profile.active_bytes(0, 16) == pytest.approx(
+        dense + 128 * (1 - (120 / 128) ** 16) * kind.expert_bytes
+    )
+    assert profile.active_bytes(0, 10_000) == pytest.approx(profile.layer_bytes[0])
+
+
+def _nested(tmp_path: Path, outer: dict[str, Any], key: str, prefix: str) -> ModelProfile:
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    tensors = {f"{prefix}{name}": sizes for name, sizes in TENSORS.items()}
+    return read_profile(write_model(tmp_path, config={**outer, key: text}, tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("key", "prefix"),
+    [("text_config", "language_model."), ("llm_config", "llm."), ("language_config", "language.")],
+)
+def test_nested_configs_and_prefixes(tmp_path: Path, key: str, prefix: str) -> None:
+    profile = _nested(tmp_path, {"architectures": ["Some"]}, key, prefix)
+    plain = read_profile(write_model(tmp_path / "plain"))
+    assert replace(profile, architecture=plain.architecture) == plain
+
+
+def test_the_thinker_of_an_omni_model_is_served_and_its_talker_dropped(tmp_path: Path) -> None:
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    config = {
+        "architectures": ["Qwen2_5OmniModel"],
+        "thinker_config": {"text_config": text},
+        "talker_config": {},
+    }
+    tensors = {f"thinker.{name}": sizes for name, sizes in TENSORS.items()}
+    tensors |= {
+        "talker.model.layers.0.mlp.up_proj.weight": [100],
+        "thinker.audio_tower.layers.0.fc1.weight": [10],
+    }
+    profile = read_profile(write_model(tmp_path, config=config, tensors=tensors))
+    assert profile.num_layers == 3
+    assert (profile.encoder, profile.encoder_bytes, profile.dropped_bytes) == ("audio", 20, 200)
+
+
+def test_consolidated_files_are_taken_where_both_are_there(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    params = {"dim": 8, "n_layers": 1, "head_dim": 4, "hidden_dim": 8, "n_heads": 2, "n_kv_heads": 1}
+    (tmp_path / "params.json").write_text(json.dumps({**params, "vocab_size": 16, "max_seq_len": 64}))
+    tensors = {
+        "layers.0.attention.wq.weight": [8, 8],
+        "output.weight": [16, 8],
+        "tok_embeddings.weight": [16, 8],
+    }
+    write_safetensors(tmp_path / "consolidated.safetensors", tensors)
+    profile = read_profile(tmp_path)
+    assert (profile.architecture, profile.num_layers, profile.layer_bytes) == (
+        "MistralForCausalLM",
+        1,
+        (128,),
+    )
+    assert (profile.head_bytes, profile.embedding_bytes, profile.max_position_embeddings) == (256, 256, 64)
+
+
+def test_layers_for_speculation_are_dropped(tmp_path: Path) -> None:
+    tensors = {**TENSORS, "mtp.layers.0.mlp.up_proj.weight": [50], "model.layers.3.eh_proj.weight": [50]}
+    profile = read_profile(write_model(tmp_path, tensors=tensors))
+    assert profile.dropped_bytes == 200
+    assert profile.total_bytes == read_profile(write_model(tmp_path / "without")).total_bytes
+
+
+def test_null_is_an_answer_and_no_field_left_out(tmp_path: Path) -> None:
+    config = {**CONFIG, "model_type": "mistral", "max_position_embeddings": 128}
+    windows = read_profile(write_model(tmp_path / "left out", config=config))
+    assert windows.layer(0).attention is AttentionKind.WINDOW, "4096 in transformers' MistralConfig"
+    full = read_profile(write_model(tmp_path / "null", config={**config, "sliding_window": None}))
+    assert full.layer(0).attention is AttentionKind.FULL

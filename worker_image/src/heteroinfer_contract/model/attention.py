@@ -1,0 +1,247 @@
+"""What each layer keeps of earlier tokens, from a language model's config. Stdlib only; pure.
+
+vLLM's own answer, `get_kv_cache_spec` of every layer, is what the tests compare with.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from heteroinfer_contract.model.layer_kind import AttentionKind, LayerKind
+
+_LATENT_TYPES: Final = frozenset(
+    {
+        "axk1",
+        "bailing_hybrid",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "kimi_k2",
+        "kimi_linear",
+        "longcat_flash",
+        "pangu_ultra_moe",
+    }
+)
+"""vllm/transformers_utils/model_arch_config_convertor.py::is_deepseek_mla@v0.32.0."""
+_KINDS: Final[Mapping[str, AttentionKind]] = {
+    "full_attention": AttentionKind.FULL,
+    "attention": AttentionKind.FULL,
+    "sliding_attention": AttentionKind.WINDOW,
+    "chunked_attention": AttentionKind.CHUNKED,
+    "linear_attention": AttentionKind.LINEAR,
+    "mamba": AttentionKind.LINEAR,
+    "mamba2": AttentionKind.LINEAR,
+    "conv": AttentionKind.LINEAR,
+    "moe": AttentionKind.NONE,
+    "mlp": AttentionKind.NONE,
+}
+"""Entries of `layer_types` in config.json."""
+_NEMOTRON: Final = {
+    "M": AttentionKind.LINEAR,
+    "*": AttentionKind.FULL,
+    "-": AttentionKind.NONE,
+    "E": AttentionKind.NONE,
+}
+_EVERY_NTH_IS_FULL: Final[Mapping[str, tuple[str, int, AttentionKind]]] = {
+    "gemma2": ("", 2, AttentionKind.WINDOW),
+    "gemma3_text": ("sliding_window_pattern", 6, AttentionKind.WINDOW),
+    "gemma3": ("sliding_window_pattern", 6, AttentionKind.WINDOW),
+    "cohere2": ("sliding_window_pattern", 4, AttentionKind.WINDOW),
+    "exaone4": ("sliding_window_pattern", 4, AttentionKind.WINDOW),
+    "gpt_oss": ("", 2, AttentionKind.WINDOW),
+    "qwen3_next": ("full_attention_interval", 4, AttentionKind.LINEAR),
+    "qwen3_5_text": ("full_attention_interval", 4, AttentionKind.LINEAR),
+    "qwen3_5_moe_text": ("full_attention_interval", 4, AttentionKind.LINEAR),
+    "olmo3": ("", 4, AttentionKind.WINDOW),
+}
+"""By model type: the field with the interval, its default, and what the other layers are."""
+
+
+def layer_attention(text: Mapping[str, Any]) -> tuple[LayerKind, ...]:
+    """Returns what each layer keeps of earlier tokens; experts and bytes are left at 0.
+
+    Args:
+        text: a language model's config, with defaults (`model.config.text_config`).
+    """
+    return tuple(_kind(attention, text) for attention in _attention_kinds(text))
+
+
+def _attention_kinds(text: Mapping[str, Any]) -> Sequence[AttentionKind]:
+    number = int(text["num_hidden_layers"])
+    for read in (_listed, _latent, _patterned, _every_nth):
+        kinds = read(text, number)
+        if kinds is not None:
+            return kinds
+    return [_plain(text, index) for index in range(number)]
+
+
+def _listed(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+    """Returns the kinds of a config with one word a layer."""
+    types = text.get("layer_types") or text.get("layers_block_type")
+    if not isinstance(types, list) or len(types) < number:
+        return None
+    return [_windowed(_KINDS.get(str(name), AttentionKind.FULL), text) for name in types[:number]]
+
+
+def _latent(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+    if not is_latent(text):
+        return None
+    latent = AttentionKind.SPARSE if text.get("index_topk") else AttentionKind.LATENT
+    linear = text.get("linear_attn_config")
+    if isinstance(linear, Mapping):  # Kimi-Linear counts layers from 1
+        full = set(linear.get("full_attn_layers") or ())
+        return [latent if i + 1 in full else AttentionKind.LINEAR for i in range(number)]
+    return [latent] * number
+
+
+def _patterned(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+    """Returns the kinds of a config with one letter or number a layer, or a list of layers."""
+    full, linear = AttentionKind.FULL, AttentionKind.LINEAR
+    match text:
+        case {"hybrid_override_pattern": str(pattern)}:  # Nemotron-H
+            return [_NEMOTRON.get(letter, full) for letter in pattern[:number]]
+        case {"hybrid_layer_pattern": list(hybrid)}:  # MiMo-V2: 1 is a window
+            return [AttentionKind.WINDOW if entry else full for entry in hybrid[:number]]
+        case {"attn_layer_indices": list(indices)}:  # Bamba
+            return [full if i in indices else linear for i in range(number)]
+        case {"attn_layer_period": int(period)}:  # Jamba
+            offset = int(text.get("attn_layer_offset") or 0)
+            return [full if i % period == offset else linear for i in range(number)]
+        case {"model_type": "mamba" | "mamba2" | "falcon_mamba"}:
+            return [linear] * number
+    return None
+
+
+def _every_nth(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+    kind = str(text.get("model_type", ""))
+    if kind in ("llama4_text", "llama4"):
+        return [_llama4(text, i) for i in range(number)]
+    if kind not in _EVERY_NTH_IS_FULL:
+        return None
+    field, default, other = _EVERY_NTH_IS_FULL[kind]
+    every = int(text.get(field) or default) if field else default
+    kinds = [AttentionKind.FULL if (i + 1) % every == 0 else other for i in range(number)]
+    return [_windowed(each, text) for each in kinds]
+
+
+def _plain(text: Mapping[str, Any], index: int) -> AttentionKind:
+    """Returns the kind of a layer of a model that says no more than a window for all layers."""
+    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
+        return AttentionKind.FULL
+    if "use_sliding_window" in text and index < int(text.get("max_window_layers") or 0):
+        return AttentionKind.FULL
+    return AttentionKind.WINDOW
+
+
+def _windowed(kind: AttentionKind, text: Mapping[str, Any]) -> AttentionKind:
+    return AttentionKind.FULL if kind is AttentionKind.WINDOW and not text.get("sliding_window") else kind
+
+
+def _llama4(text: Mapping[str, Any], index: int) -> AttentionKind:
+    rope = text.get("no_rope_layers")
+    if isinstance(rope, list) and len(rope) > index:
+        chunked = bool(rope[index])
+    else:
+        chunked = (index + 1) % int(text.get("no_rope_layer_interval") or 4) != 0
+    return AttentionKind.CHUNKED if chunked and text.get("attention_chunk_size") else AttentionKind.FULL
+
+
+def is_latent(text: Mapping[str, Any]) -> bool:
+    """Returns whether vLLM keeps latents in place of keys and values."""
+    return text.get("model_type") in _LATENT_TYPES and text.get("kv_lora_rank") is not None
+
+
+def _kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
+    match attention:
+        case AttentionKind.LINEAR:
+            return _linear(text)
+        case AttentionKind.LATENT | AttentionKind.SPARSE:
+            return _latent_kind(attention, text)
+        case AttentionKind.WINDOW:
+            window = int(text["sliding_window"])
+            return replace(_cached(text, prefix="swa_"), attention=attention, window=window)
+        case AttentionKind.CHUNKED:
+            chunk = int(text["attention_chunk_size"])
+            return replace(_cached(text), attention=attention, window=chunk)
+        case AttentionKind.FULL:
+            kind, state = _cached(text), LayerKind()
+            if text.get("model_type") == "falcon_h1":  # attention and a state in each layer
+                state = _linear(text)
+            return replace(
+                kind,
+                conv_elements=state.conv_elements,
+                state_elements=state.state_elements,
+                state_copies=state.state_copies,
+            )
+    return LayerKind(attention=attention)
+
+
+def _latent_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
+    width = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
+    index_bytes = 0
+    if attention is AttentionKind.SPARSE:
+        # One byte an element and a float32 scale for each 128 (vllm/models/deepseek_v32@v0.32.0).
+        index_width = int(text.get("index_head_dim") or 128)
+        index_bytes = index_width + index_width // 128 * 4
+    return LayerKind(attention=attention, kv_heads=1, kv_width=width, index_bytes=index_bytes)
+
+
+def _cached(text: Mapping[str, Any], prefix: str = "") -> LayerKind:
+    """Returns a layer with keys and values; MiMo's windows have sizes of their own, with a prefix."""
+    heads = int(text["num_attention_heads"])
+    own = {
+        name: text.get(f"{prefix}{name}") or text.get(name) for name in ("num_key_value_heads", "head_dim")
+    }
+    head_dim = int(own["head_dim"] or int(text["hidden_size"]) // heads)
+    value_dim = head_dim
+    if text.get("model_type") in ("mimo_v2_flash", "mimo_v2"):
+        value_dim = int(text.get(f"{prefix}v_head_dim") or text.get("v_head_dim") or head_dim)
+    return LayerKind(kv_heads=int(own["num_key_value_heads"] or heads), kv_width=head_dim + value_dim)
+
+
+def _linear(text: Mapping[str, Any]) -> LayerKind:
+    """Returns a layer with a state of fixed size.
+
+    Source: vllm/model_executor/layers/mamba/mamba_utils.py::MambaStateShapeCalculator@v0.32.0.
+    """
+    conv, state = _linear_sizes(text)
+    # Mamba 2 keeps one more, at which a prefill can go on (vllm/.../mamba/mamba_mixer2.py@v0.32.0).
+    is_mamba2 = bool(text.get("mamba_num_heads") or text.get("mamba_n_heads"))
+    return LayerKind(
+        attention=AttentionKind.LINEAR,
+        conv_elements=conv,
+        state_elements=state,
+        state_copies=3 if is_mamba2 else 2,
+    )
+
+
+def _linear_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the elements of a sequence's convolution state and of its recurrent state."""
+
+    def number(*names: str, default: int = 0) -> int:
+        return next((int(text[name]) for name in names if text.get(name)), default)
+
+    hidden = int(text["hidden_size"])
+    if text.get("linear_num_value_heads"):  # gated delta net
+        keys = number("linear_num_key_heads") * number("linear_key_head_dim")
+        values = number("linear_num_value_heads") * number("linear_value_head_dim")
+        kernel = number("linear_conv_kernel_dim", default=4)
+        return (2 * keys + values) * (kernel - 1), values * number("linear_key_head_dim")
+    linear = text.get("linear_attn_config")
+    if isinstance(linear, Mapping):  # Kimi's delta attention
+        width = int(linear["num_heads"]) * int(linear["head_dim"])
+        kernel = int(linear.get("short_conv_kernel_size") or 4)
+        return 3 * width * (kernel - 1), width * int(linear["head_dim"])
+    if text.get("conv_L_cache"):  # LFM2's short convolution
+        return hidden * (number("conv_L_cache") - 1), 0
+    kernel = number("conv_kernel", "mamba_d_conv", default=4)
+    state = number("ssm_state_size", "mamba_d_state", "state_size", default=16)
+    heads = number("mamba_num_heads", "mamba_n_heads")
+    if not heads:  # Mamba 1
+        inner = number("mamba_expand", "expand", default=2) * hidden
+        return inner * (kernel - 1), inner * state
+    inner = heads * number("mamba_head_dim", "mamba_d_head", default=64)
+    groups = number("n_groups", "mamba_n_groups", default=1)
+    return (inner + 2 * groups * state) * (kernel - 1), inner * state

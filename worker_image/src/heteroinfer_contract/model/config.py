@@ -1,0 +1,139 @@
+"""The language model's part of a config.json, with what it leaves out. Stdlib only; pure.
+
+Defaults are those of transformers' config classes, as vLLM reads them too; the table beside this module is
+made by `python -m tests.shapes.defaults`, and a test keeps it current.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, Final
+
+_TEXT_KEYS: Final = ("text_config", "llm_config", "language_config")
+"""Under which models with an encoder keep their language model's config."""
+_WRAPPER_KEYS: Final = ("thinker_config",)
+"""Under which models with more than one part keep the one that vLLM serves."""
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
+    "vocab_size": ("padded_vocab_size",),
+    "num_experts": ("n_routed_experts", "num_local_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"),
+}
+"""Names in config.json; after those of the table vLLM's own
+(vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0)."""
+
+
+def whole_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the part that vLLM serves (Qwen-Omni's thinker), or the config itself."""
+    for key in _WRAPPER_KEYS:
+        inner = config.get(key)
+        if isinstance(inner, Mapping):
+            return {**inner, "architectures": config.get("architectures"), "dtype": _dtype(config, inner)}
+    return config
+
+
+def _dtype(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Any:
+    keys = ("dtype", "torch_dtype")
+    return next((source[key] for source in (inner, config) for key in keys if source.get(key)), None)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the language model's part with its defaults, under transformers' usual names.
+
+    What only the whole says (the dtype, whether the head is tied) is taken over.
+
+    Args:
+        config: a parsed config.json, or what `from_params` makes of a params.json.
+    """
+    whole = whole_model(config)
+    nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
+    text = dict(whole) if nested is None else {**whole, **nested}
+    text["architectures"] = config.get("architectures") or text.get("architectures")
+    own = whole if nested is None else nested
+    defaults = _defaults().get(str(own.get("model_type") or _text_type(whole)), {})
+    for name, value in defaults.items():
+        if name not in text:  # `null` is an answer, too: no window
+            text[name] = value
+    for name, others in _ALIASES.items():
+        if text.get(name) is None:
+            text[name] = next((text[other] for other in others if text.get(other) is not None), None)
+    # Some configs keep a list with one entry a layer that are all equal.
+    for name in ("num_experts", "num_experts_per_tok"):
+        if isinstance(text[name], list) and text[name]:
+            text[name] = max(text[name])
+    return {name: value for name, value in text.items() if value is not None}
+
+
+def _text_type(whole: Mapping[str, Any]) -> str:
+    """Returns the type of a nested config that names none."""
+    return str(_text_types().get(str(whole.get("model_type")), whole.get("model_type", "")))
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = resources.files("heteroinfer_contract.model").joinpath("config_defaults.json").read_text()
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def _defaults() -> dict[str, dict[str, Any]]:
+    defaults: dict[str, dict[str, Any]] = _table()["defaults"]
+    return defaults
+
+
+def _text_types() -> dict[str, str]:
+    types: dict[str, str] = _table()["text_types"]
+    return types
+
+
+def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a config.json would say in place of Mistral's own params.json.
+
+    Source: vllm/transformers_utils/configs/mistral.py::adapt_config_dict@v0.32.0.
+    """
+    names = {
+        "dim": "hidden_size",
+        "norm_eps": "rms_norm_eps",
+        "n_kv_heads": "num_key_value_heads",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "hidden_dim": "intermediate_size",
+    }
+    config: dict[str, Any] = {names.get(name, name): value for name, value in params.items()}
+    config.setdefault("tie_word_embeddings", config.pop("tied_embeddings", False))
+    longest = config.get("max_position_embeddings") or 128_000  # vLLM's own, where no config.json says more
+    config["max_position_embeddings"] = min(longest, config.get("max_seq_len") or longest)
+    moe = config.pop("moe", None)
+    architecture = "MistralForCausalLM"
+    if isinstance(moe, Mapping):
+        architecture = "MistralLarge3ForCausalLM" if moe.get("num_shared_experts") else "MixtralForCausalLM"
+        config["num_experts"] = moe.get("num_experts")
+        config["num_experts_per_tok"] = moe.get("num_experts_per_tok")
+        if architecture == "MistralLarge3ForCausalLM":
+            config |= {"model_type": "deepseek_v3", "scoring_func": moe.get("routing_method", "softmax")}
+    config["architectures"] = [architecture]
+    quantization = config.pop("quantization", None)
+    if isinstance(quantization, Mapping) and quantization:
+        config["quantization_config"] = _params_quantization(quantization)
+    multimodal = config.pop("multimodal", None) or {}
+    vision = multimodal.get("vision_encoder_args") or config.pop("vision_encoder", None)
+    if vision:
+        return {
+            "model_type": "pixtral",
+            "architectures": ["PixtralForConditionalGeneration"],
+            "text_config": config,
+            "vision_config": vision,
+            "quantization_config": config.get("quantization_config"),
+        }
+    return config
+
+
+def _params_quantization(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    if quantization.get("qformat_weight") == "fp8_e4m3":
+        return {"quant_method": "fp8"}
+    return dict(quantization)

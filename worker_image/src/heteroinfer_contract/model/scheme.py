@@ -1,0 +1,186 @@
+"""How a model's weights are quantized, and how its routers choose. Stdlib only; pure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+
+class SchemeName(StrEnum):
+    """A format of weights, as kernels tell them apart."""
+
+    NONE = "None"
+    FP8_TENSOR = "FP8 per tensor"
+    FP8_CHANNEL = "FP8 per channel"
+    FP8_BLOCK = "FP8 in blocks"
+    INT8 = "int8"
+    AWQ = "AWQ"
+    GPTQ = "GPTQ"
+    INT4 = "int4"
+    """compressed-tensors' packed integers, 4 or 8 bits."""
+    MXFP4 = "MXFP4"
+    NVFP4 = "NVFP4"
+    BITSANDBYTES = "bitsandbytes"
+    GGUF = "GGUF"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """The format of a model's quantized weights.
+
+    Attributes:
+        name: of the format.
+        bits: of one weight.
+        group: weights that share a scale; 0 where a channel or tensor does.
+    """
+
+    name: SchemeName = SchemeName.NONE
+    bits: int = 16
+    group: int = 0
+
+    def __str__(self) -> str:
+        """Returns it for people."""
+        group = f", groups of {self.group}" if self.group and self.name is not SchemeName.FP8_BLOCK else ""
+        bits = f"{self.bits}-bit " if self.name in (SchemeName.AWQ, SchemeName.GPTQ) else ""
+        return f"{bits}{self.name}{group}"
+
+
+class Routing(StrEnum):
+    """How a router turns its logits into experts and their weights.
+
+    Source: vllm/model_executor/layers/fused_moe/config.py::RoutingMethodType@v0.32.0.
+    """
+
+    NONE = "None"
+    SOFTMAX = "Default"
+    TOP_K_SOFTMAX = "Renormalize"
+    SOFTMAX_NORMALIZED = "RenormalizeNaive"
+    SIGMOID = "Sigmoid"
+    SIGMOID_NORMALIZED = "SigmoidRenorm"
+    DEEPSEEK_V3 = "DeepSeekV3"
+    LLAMA4 = "Llama4"
+    MINIMAX = "MiniMax2"
+    UNKNOWN = "Unspecified"
+
+
+def read_scheme(config: Mapping[str, Any], text: Mapping[str, Any]) -> Scheme:
+    """Returns the format that a config.json names.
+
+    Args:
+        config: of the whole model.
+        text: of its language model.
+    """
+    quantization = next(
+        (
+            found
+            for source in (config, text)
+            for key in ("quantization_config", "compression_config")
+            if isinstance(found := source.get(key), Mapping)
+        ),
+        None,
+    )
+    if quantization is None:
+        return Scheme()
+    method = str(quantization.get("quant_method", "")).lower().replace("_", "-")
+    read = _READERS.get(method)
+    return Scheme(name=SchemeName.OTHER, bits=0) if read is None else read(quantization)
+
+
+def _fp8(quantization: Mapping[str, Any]) -> Scheme:
+    block = quantization.get("weight_block_size")
+    if block:
+        return Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=int(block[-1]))
+    return Scheme(name=SchemeName.FP8_TENSOR, bits=8)
+
+
+def _grouped(name: SchemeName) -> Callable[[Mapping[str, Any]], Scheme]:
+    def read(quantization: Mapping[str, Any]) -> Scheme:
+        group = int(quantization.get("group_size", quantization.get("q_group_size", 128)))
+        bits = int(quantization.get("bits", quantization.get("w_bit", 4)))
+        return Scheme(name=name, bits=bits, group=max(group, 0))
+
+    return read
+
+
+def _compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
+    groups = quantization.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = first.get("weights") if isinstance(first, Mapping) else None
+    if first is None or not isinstance(weights, Mapping):
+        return Scheme(name=SchemeName.OTHER, bits=0)
+    bits, group = int(weights.get("num_bits", 0)), max(int(weights.get("group_size") or 0), 0)
+    match weights.get("type"), bits, weights.get("strategy"):
+        case "float", 8, "block":
+            group = int(weights["block_structure"][-1])
+            return Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=group)
+        case "float", 8, strategy:
+            name = SchemeName.FP8_TENSOR if strategy == "tensor" else SchemeName.FP8_CHANNEL
+        case "float", 4, _:
+            return Scheme(name=SchemeName.NVFP4 if group == 16 else SchemeName.MXFP4, bits=4, group=group)
+        case "int", 8, _ if isinstance(first.get("input_activations"), Mapping):
+            name = SchemeName.INT8
+        case "int", _, _:
+            return Scheme(name=SchemeName.INT4, bits=bits, group=group)
+        case _:
+            name = SchemeName.OTHER
+    return Scheme(name=name, bits=bits)
+
+
+def _modelopt(quantization: Mapping[str, Any]) -> Scheme:
+    inner = quantization.get("quantization")
+    algorithm = str((inner if isinstance(inner, Mapping) else quantization).get("quant_algo", "")).upper()
+    if "NVFP4" in algorithm:
+        return Scheme(name=SchemeName.NVFP4, bits=4, group=16)
+    if "PB_WO" in algorithm:
+        return Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=128)
+    if "PER_CHANNEL" in algorithm:
+        return Scheme(name=SchemeName.FP8_CHANNEL, bits=8)
+    return Scheme(name=SchemeName.FP8_TENSOR if algorithm == "FP8" else SchemeName.OTHER, bits=8)
+
+
+_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
+    "": _compressed_tensors,
+    "awq": _grouped(SchemeName.AWQ),
+    "bitsandbytes": lambda _: Scheme(name=SchemeName.BITSANDBYTES, bits=4),
+    "compressed-tensors": _compressed_tensors,
+    "fbgemm-fp8": lambda _: Scheme(name=SchemeName.FP8_CHANNEL, bits=8),
+    "fp8": _fp8,
+    "gguf": lambda _: Scheme(name=SchemeName.GGUF, bits=0),
+    "gptq": _grouped(SchemeName.GPTQ),
+    "modelopt": _modelopt,
+    "modelopt-fp4": _modelopt,
+    "mxfp4": lambda _: Scheme(name=SchemeName.MXFP4, bits=4, group=32),
+}
+"""By `quant_method` of config.json."""
+_SIGMOID_WITH_BIAS: Final = ("Glm4Moe", "MiniMaxM2", "NemotronH")
+"""Architectures whose config.json does not say so."""
+
+
+def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
+    """Returns how a mixture's routers choose.
+
+    Source: vllm/model_executor/layers/fused_moe/config.py::get_routing_method_type@v0.32.0, and
+    what each architecture gives it.
+
+    Args:
+        architecture: of the model.
+        text: the language model's config, with defaults.
+    """
+    if architecture.startswith("Llama4"):
+        return Routing.LLAMA4
+    if architecture.startswith("GptOss"):
+        return Routing.TOP_K_SOFTMAX
+    scoring = str(text.get("scoring_func") or "softmax")
+    has_bias = text.get("topk_method") == "noaux_tc"
+    if architecture.startswith(_SIGMOID_WITH_BIAS):
+        scoring, has_bias = "sigmoid", True
+    normalized = bool(text.get("norm_topk_prob", not architecture.startswith("Deepseek")))
+    match scoring, has_bias, normalized:
+        case "sigmoid", True, True:
+            return Routing.DEEPSEEK_V3 if (text.get("n_group") or 0) > 0 else Routing.MINIMAX
+        case "sigmoid", False, _:
+            return Routing.SIGMOID_NORMALIZED if normalized else Routing.SIGMOID
+        case "softmax", False, _:
+            return Routing.SOFTMAX_NORMALIZED if normalized else Routing.SOFTMAX
+    return Routing.UNKNOWN

@@ -1,0 +1,158 @@
+"""Which part of a model each tensor is, by its name. Stdlib only; pure.
+
+Names are those of published checkpoints: with prefixes (`backbone.`, `llm.`, `thinker.`), with an encoder's
+tensors among them, and Mistral's own.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+_LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_ENCODERS: Final = frozenset(
+    {
+        "aligner",
+        "audio",
+        "audio_projector",
+        "audio_tower",
+        "connector",
+        "embed_audio",
+        "embed_vision",
+        "image_newline",
+        "mlp1",
+        "mm_projector",
+        "modality_projection",
+        "multi_modal_projector",
+        "patch_merger",
+        "pre_mm_projector_norm",
+        "resampler",
+        "vision",
+        "vision_embed_tokens",
+        "vision_encoder",
+        "vision_language_adapter",
+        "vision_model",
+        "vision_projection",
+        "vision_tower",
+        "visual",
+        "vpm",
+    }
+)
+"""Parts of a name that only an encoder or its projection has."""
+_AUDIO: Final = frozenset({"audio", "audio_projector", "audio_tower", "embed_audio"})
+_DROPPED: Final = frozenset({"mtp", "mtp_block", "talker", "token2wav", "code2wav"})
+"""What vLLM leaves out when it serves text: layers for speculation, and speech (Qwen-Omni's talker)."""
+_EMBEDDING: Final = re.compile(
+    r"(?:^|\.)(?:embed_tokens|word_embeddings|wte|tok_embeddings|embed_in)\.weight$|^backbone\.embeddings\.weight$"
+)
+_HEAD: Final = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.|^(?:model\.)?output\.(?:weight|qweight)$")
+_EXPERT: Final = re.compile(r"\.experts\.|block_sparse_moe\.(?:input|output)_linear\.")
+"""Of routed experts; shared ones are called `shared_expert(s)`."""
+_COMPUTED: Final = re.compile(r"(?:rotary_emb|rope)\.(?:inv_freq|freqs)$|\.weight_shape$|\.g_idx$")
+"""Stored by some, and computed or not read by vLLM. `g_idx` without act-order is emptied at load."""
+_QUANTIZED_TYPES: Final = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4", "F8_E8M0", "I64"})
+_SCALES: Final = re.compile(r"(?:scale|scales|scale_inv|zeros|zero_point|weight_scale_2|g_idx|blocks)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor of a checkpoint, as its header says.
+
+    Attributes:
+        name: in the checkpoint.
+        dtype: safetensors' name: `BF16`, `F8_E4M3`, `I32`.
+        size_bytes: its size.
+    """
+
+    name: str
+    dtype: str
+    size_bytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        """Returns whether it is a quantized weight, or belongs to one."""
+        return self.dtype in _QUANTIZED_TYPES or bool(_SCALES.search(self.name))
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerBytes:
+    """Bytes of one layer.
+
+    Attributes:
+        total: of all its weights.
+        quantized: of those that are quantized, without routed experts.
+        routed: of its routed experts.
+        routed_quantized: of these, quantized ones.
+    """
+
+    total: int = 0
+    quantized: int = 0
+    routed: int = 0
+    routed_quantized: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Weights:
+    """A model's weights by part, in bytes.
+
+    Attributes:
+        layers: by number; of those that are served.
+        embedding: the input embedding.
+        head: the output head.
+        encoder: of images or audio, with its projection.
+        hears: whether an encoder is of audio.
+        other: everything else (final norm).
+        dropped: what vLLM does not load.
+    """
+
+    layers: dict[int, LayerBytes] = field(default_factory=dict)
+    embedding: int = 0
+    head: int = 0
+    encoder: int = 0
+    hears: bool = False
+    other: int = 0
+    dropped: int = 0
+
+
+def sum_weights(tensors: Iterable[Tensor], num_layers: int) -> Weights:
+    """Returns a model's weights by part.
+
+    Args:
+        tensors: of all its files.
+        num_layers: layers that are served; later ones are for speculation (multi-token prediction).
+    """
+    weights = Weights()
+    for tensor in tensors:
+        _add(weights, tensor, num_layers)
+    return weights
+
+
+def _add(weights: Weights, tensor: Tensor, num_layers: int) -> None:
+    name, size = tensor.name, tensor.size_bytes
+    parts = set(name.split("."))
+    if parts & _DROPPED or _COMPUTED.search(name):
+        weights.dropped += size
+    elif parts & _ENCODERS:
+        weights.encoder += size
+        weights.hears |= bool(parts & _AUDIO)
+    elif match := _LAYER.search(name):
+        if int(match[1]) >= num_layers:
+            weights.dropped += size
+        else:
+            _add_to_layer(weights.layers.setdefault(int(match[1]), LayerBytes()), tensor)
+    elif _EMBEDDING.search(name):
+        weights.embedding += size
+    elif _HEAD.search(name):
+        weights.head += size
+    else:
+        weights.other += size
+
+
+def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
+    size = tensor.size_bytes
+    layer.total += size
+    if _EXPERT.search(tensor.name):
+        layer.routed += size
+        layer.routed_quantized += size if tensor.is_quantized else 0
+    elif tensor.is_quantized:
+        layer.quantized += size
