@@ -56,17 +56,17 @@ class Holdings:
 def observe(supervisors: Sequence[int], folder: Path) -> Holdings:
     """Returns what the processes below `supervisors`, and those that run in `folder`, hold now."""
     stats = dict(_stats())
-    members = {pid for pid in supervisors if pid in stats}
-    members |= {pid for pid in stats if _runs_in(pid, folder)}
-    while below := {pid for pid, (parent, _) in stats.items() if parent in members} - members:
-        members |= below
-    inodes = {inode for pid in members for inode in _socket_inodes(pid)}
+    pids = {pid for pid in supervisors if pid in stats}
+    pids |= {pid for pid in stats if _runs_in(pid, folder)}
+    while below := {pid for pid, (parent, _) in stats.items() if parent in pids} - pids:
+        pids |= below
+    inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
     return Holdings(
-        processes=frozenset(Process(pid=pid, start_ticks=stats[pid][1]) for pid in members),
+        processes=frozenset(Process(pid=pid, start_ticks=stats[pid][1]) for pid in pids),
         ports={inode: port for inode, port in _listening().items() if inode in inodes},
         files=frozenset(
             [
-                *(path for pid in members for path in _shared_memory(pid)),
+                *(path for pid in pids for path in _shared_memory(pid)),
                 *(path for inode, path in _bound().items() if inode in inodes),
             ]
         ),

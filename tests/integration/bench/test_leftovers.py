@@ -50,7 +50,7 @@ def test_all_that_is_left_is_named(tmp_path: Path, shared: Path) -> None:
     children: list[int] = []
     try:
         held = observe_up(process, folder)
-        children = [member.pid for member in held.processes if member.pid != process.pid]
+        children = [child.pid for child in held.processes if child.pid != process.pid]
         process.kill()
         process.wait(TIMEOUT_S)
         (port,) = held.ports.values()
