@@ -52,7 +52,7 @@ class Site:
 class _Running:
     served: Future[Served]
     group: Group | None = None
-    told: bool = False
+    reported: bool = False
     release: threading.Event = field(default_factory=threading.Event)
     stopped: Future[None] | None = None
 
@@ -76,10 +76,10 @@ class Groups:
     def take(self, topology: Topology) -> Served:
         """Returns the group of a topology, once it is ready; raises what kept it from starting."""
         running = self._running[topology.name]
-        assert not running.told, f"{topology.name} did not start; the first test of it says why"
-        running.told = True
+        assert not running.reported, f"{topology.name} did not start; the first test of it says why"
+        running.reported = True
         served = running.served.result(2 * READY_TIMEOUT_S)
-        running.told = False
+        running.reported = False
         return served
 
     def release(self, topology: Topology) -> None:

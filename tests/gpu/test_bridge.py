@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.integration.bridge.bridge_ranks import Group, outcomes, running
 from tests.integration.bridge.calls import DTYPES, OPERATIONS, Call
-from tests.integration.bridge.members import Group, outcomes, running
 from tests.integration.bridge.scenarios import (
     LARGE,
     check_differences,
@@ -54,25 +54,25 @@ def test_a_thousand_random_calls_are_equal_bit_by_bit(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_members_at_different_calls_are_named_on_both_sides(group: Group) -> None:
+def test_ranks_at_different_calls_are_named_on_both_sides(group: Group) -> None:
     check_differences(outcomes(group, "differ", differences=differing_calls(len(group.devices))))
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=PAIR)
 @pytest.mark.parametrize("share_host", [True, False], ids=["shared_memory", "gloo"])
-def test_a_killed_member_is_named_within_the_time_out(share_host: bool, lost: int) -> None:
+def test_a_killed_rank_is_named_within_the_time_out(share_host: bool, lost: int) -> None:
     group = replace(Group(devices=PAIR), share_host=share_host, timeout_s=3.0)
-    with running(group, "until_error", elements=1000) as members:
-        for member in members:
-            while "ready" not in member.next_event():
+    with running(group, "until_error", elements=1000) as ranks:
+        for rank in ranks:
+            while "ready" not in rank.next_event():
                 pass
-        members[lost].kill()
-        told = members[1 - lost].next_event()
-    assert (told["error"], told["peer"]) == ("PeerLostError", lost)
+        ranks[lost].kill()
+        reported = ranks[1 - lost].next_event()
+    assert (reported["error"], reported["peer"]) == ("PeerLostError", lost)
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_announcements_and_tensors_between_two(group: Group) -> None:
-    told = outcomes(group, "announcements", count=200)
-    assert [one["heard"] for one in told[1:]] == [200] * (len(group.devices) - 1)
+    reported = outcomes(group, "announcements", count=200)
+    assert [one["received"] for one in reported[1:]] == [200] * (len(group.devices) - 1)
     assert [one["done"] for one in outcomes(group, "mail")] == [True] * len(group.devices)

@@ -1,4 +1,4 @@
-"""Collectives as data: what members of a test group are told to call; without torch."""
+"""Collectives as data: what ranks of a test group are to call; without torch."""
 
 import random
 from dataclasses import asdict, dataclass, replace
@@ -19,17 +19,17 @@ DTYPES = ("float32", "bfloat16", "float16", "int64", "int32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One collective of one member.
+    """One collective of one rank.
 
     Attributes:
         operation: one of OPERATIONS.
-        shape: of every member's tensor; along `dim` the sum of `sizes` where there are sizes.
+        shape: of every rank's tensor; along `dim` the sum of `sizes` where there are sizes.
         dtype: one of DTYPES.
         dim: of gathers and scatters.
         root: rank in group that sends or gathers.
-        sizes: of the members along `dim`, for those with a v.
-        step: told to the bridge before the call, which starts the count anew.
-        history: told to the bridge before the call.
+        sizes: of the ranks along `dim`, for those with a v.
+        step: given to the bridge before the call, which starts the count anew.
+        history: given to the bridge before the call.
     """
 
     operation: str = "all_reduce"
@@ -50,7 +50,7 @@ class Call:
 
 
 def random_calls(seed: int, count: int, world: int, max_elements: int) -> list[Call]:
-    """Returns calls that every member of a group of `world` makes; mostly small, some empty."""
+    """Returns calls that every rank of a group of `world` makes; mostly small, some empty."""
     draw = random.Random(seed)
     return [_random_call(draw, index, world, max_elements) for index in range(count)]
 

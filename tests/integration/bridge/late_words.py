@@ -1,4 +1,4 @@
-"""Two members of a slab in one process; words of the first are written later, as a GPU's stream does it."""
+"""Two ranks of a slab in one process; words of the first are written later, as a GPU's stream does it."""
 
 import json
 import os
@@ -6,8 +6,8 @@ import threading
 import time
 from typing import Any
 
-from tests.integration.bridge.member import CountingMeter
-from vllm_heteroinfer.distributed.bridge.bridge_link import Members
+from tests.integration.bridge.bridge_rank import CountingMeter
+from vllm_heteroinfer.distributed.bridge.bridge_link import ProcessGroupRanks
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
 from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink
 from vllm_heteroinfer.distributed.bridge.slab import Slab, slab_bytes
@@ -17,7 +17,7 @@ LATE_S = 0.3
 
 
 class LateWords:
-    """A stream that runs when it is told to, or has failed."""
+    """A stream that runs when it is asked to, or has failed."""
 
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
@@ -44,18 +44,18 @@ def links(timeout_s: float) -> tuple[LateWords, list[SharedMemoryLink], list[Cou
     os.posix_fallocate(fd, 0, slab_bytes(2))
     slab = Slab(fd, 2)
     meters = [CountingMeter(), CountingMeter()]
-    members = [Members(group="late", ranks=(0, 1), index=index, listeners=(1,)) for index in range(2)]
+    ranks = [ProcessGroupRanks(group="late", ranks=(0, 1), index=index, listeners=(1,)) for index in range(2)]
     return (
         LateWords(slab),
         [
-            SharedMemoryLink(slab, member, timeout_s=timeout_s, meter=meter)
-            for member, meter in zip(members, meters, strict=True)
+            SharedMemoryLink(slab, rank, timeout_s=timeout_s, meter=meter)
+            for rank, meter in zip(ranks, meters, strict=True)
         ],
         meters,
     )
 
 
-def told(link: SharedMemoryLink) -> str:
+def reported(link: SharedMemoryLink) -> str:
     try:
         list(link.collect())
     except (RuntimeError, TimeoutError) as error:
@@ -64,15 +64,15 @@ def told(link: SharedMemoryLink) -> str:
 
 
 def late(peer_s: float) -> dict[str, Any]:
-    """The first member's word comes after LATE_S, the second member after `peer_s`."""
+    """The first rank's word comes after LATE_S, the second rank after `peer_s`."""
     signal, (first, second), (own, other) = links(timeout_s=30.0)
     first.publish(HEADER, 0, signal)
 
-    def second_member() -> None:
+    def second_rank() -> None:
         second.publish(HEADER, 0)
         list(second.collect())
 
-    timers = [threading.Timer(LATE_S, signal.run), threading.Timer(peer_s, second_member)]
+    timers = [threading.Timer(LATE_S, signal.run), threading.Timer(peer_s, second_rank)]
     start = time.perf_counter()
     for timer in timers:
         timer.start()
@@ -96,7 +96,12 @@ def main() -> None:
     stuck.publish(HEADER, 0, never)
     print(
         json.dumps(
-            {"before": late(0.0), "after": late(2 * LATE_S), "failed": told(first), "stuck": told(stuck)}
+            {
+                "before": late(0.0),
+                "after": late(2 * LATE_S),
+                "failed": reported(first),
+                "stuck": reported(stuck),
+            }
         )
     )
 

@@ -1,4 +1,4 @@
-"""What is asked of every group of members, on CPUs and with a GPU."""
+"""What is asked of every group of ranks, on CPUs and with a GPU."""
 
 from typing import Any
 
@@ -32,15 +32,15 @@ DIFFERENCES: dict[str, Difference] = {
         ("#3 of step 4", "#1 of step 5"),
     ),
 }
-"""By what differs: the calls of all members but the last, those of the last, and how an error says them."""
+"""By what differs: the calls of all ranks but the last, those of the last, and how an error says them."""
 
 
 def check_thousand(done: list[dict[str, Any]]) -> None:
-    """Asserts that each member made a thousand calls, with the same results, and told of its times."""
+    """Asserts that each rank made a thousand calls, with the same results, and reported its times."""
     assert [one["done"] for one in done] == [1000] * len(done)
     assert len({one["digest"] for one in done}) == 1
     assert all(one["transferred_s"] > 0 for one in done)
-    assert sum(one["waited_s"] for one in done) > 0  # a member that always comes last waits for nobody
+    assert sum(one["waited_s"] for one in done) > 0  # a rank that always comes last waits for nobody
 
 
 def every_operation(world: int) -> list[Call]:
@@ -82,19 +82,19 @@ def LARGE(world: int) -> list[Call]:  # noqa: N802 - reads as the constant that 
     ]
 
 
-def differing_calls(members: int) -> dict[str, list[list[dict[str, Any]]]]:
-    """Returns each difference's calls, by member; the last one differs from the others."""
+def differing_calls(ranks: int) -> dict[str, list[list[dict[str, Any]]]]:
+    """Returns each difference's calls, by rank; the last one differs from the others."""
     return {
-        name: [[call.to_json() for call in side] for side in (*[here] * (members - 1), there)]
+        name: [[call.to_json() for call in side] for side in (*[here] * (ranks - 1), there)]
         for name, (here, there, _) in DIFFERENCES.items()
     }
 
 
-def check_differences(told: list[dict[str, Any]]) -> None:
-    """Raises unless every member named both sides of every difference within 2 s."""
-    last = len(told) - 1
+def check_differences(reported: list[dict[str, Any]]) -> None:
+    """Raises unless every rank named both sides of every difference within 2 s."""
+    last = len(reported) - 1
     for name, (*_, words) in DIFFERENCES.items():
-        for rank, events in enumerate(told):
+        for rank, events in enumerate(reported):
             assert name in events, (name, rank, events.get("error"))
             one = events[name]
             context = (name, rank, one)

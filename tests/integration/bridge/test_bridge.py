@@ -1,4 +1,4 @@
-"""The bridge between real processes on CPUs: by shared memory and by gloo, two members and three."""
+"""The bridge between real processes on CPUs: by shared memory and by gloo, two ranks and three."""
 
 import os
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.integration.bridge.members import Group, outcomes, running
+from tests.integration.bridge.bridge_ranks import Group, outcomes, running
 from tests.integration.bridge.scenarios import (
     LARGE,
     check_differences,
@@ -24,9 +24,9 @@ LATE_S = 0.3
 PATHS = {"shared_memory": True, "gloo": False}
 
 GROUPS = [
-    pytest.param(Group(devices=("cpu",) * members, share_host=share), id=f"{path}-{members}")
+    pytest.param(Group(devices=("cpu",) * ranks, share_host=share), id=f"{path}-{ranks}")
     for path, share in PATHS.items()
-    for members in (2, 3)
+    for ranks in (2, 3)
 ]
 
 
@@ -56,79 +56,79 @@ def test_a_thousand_random_calls_are_equal_bit_by_bit(group: Group, seed: int) -
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_members_at_different_calls_are_named_on_both_sides(group: Group) -> None:
+def test_ranks_at_different_calls_are_named_on_both_sides(group: Group) -> None:
     check_differences(outcomes(group, "differ", differences=differing_calls(len(group.devices))))
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_killed_member_is_named_within_the_time_out(group: Group) -> None:
+def test_a_killed_rank_is_named_within_the_time_out(group: Group) -> None:
     group = replace(group, timeout_s=3.0)
-    with running(group, "until_error", elements=1000) as members:
-        for member in members:
-            while "ready" not in member.next_event():
+    with running(group, "until_error", elements=1000) as ranks:
+        for rank in ranks:
+            while "ready" not in rank.next_event():
                 pass
-        members[-1].kill()
-        for member in members[:-1]:
-            told = member.next_event()
-            assert told["error"] == "PeerLostError"
+        ranks[-1].kill()
+        for rank in ranks[:-1]:
+            reported = rank.next_event()
+            assert reported["error"] == "PeerLostError"
             # With three, the first to say so ends, and the others may lose that one.
-            assert told["peer"] in range(len(members))
-    assert told["message"].startswith("waited ")
+            assert reported["peer"] in range(len(ranks))
+    assert reported["message"].startswith("waited ")
 
 
-def test_a_killed_member_is_the_one_that_is_named() -> None:
+def test_a_killed_rank_is_the_one_that_is_named() -> None:
     group = Group(devices=("cpu", "cpu"), timeout_s=2.0)
-    with running(group, "until_error", elements=1000) as members:
-        for member in members:
-            while "ready" not in member.next_event():
+    with running(group, "until_error", elements=1000) as ranks:
+        for rank in ranks:
+            while "ready" not in rank.next_event():
                 pass
-        members[1].kill()
-        told = members[0].next_event()
-    assert (told["error"], told["peer"]) == ("PeerLostError", 1)
+        ranks[1].kill()
+        reported = ranks[0].next_event()
+    assert (reported["error"], reported["peer"]) == ("PeerLostError", 1)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_member_that_closed_is_seen_at_once(group: Group) -> None:
-    told = outcomes(group, "leave")
-    assert [one.get("error") for one in told[:-1]] == ["PeerLostError"] * (len(told) - 1)
-    assert all(one["seconds"] < 2 for one in told[:-1])
+def test_a_rank_that_closed_is_seen_at_once(group: Group) -> None:
+    reported = outcomes(group, "leave")
+    assert [one.get("error") for one in reported[:-1]] == ["PeerLostError"] * (len(reported) - 1)
+    assert all(one["seconds"] < 2 for one in reported[:-1])
 
 
 def test_shared_memory_has_no_name_and_nothing_stays() -> None:
     before = set(os.listdir("/dev/shm"))
-    with running(Group(), "until_error", elements=100_000) as members:
-        for member in members:
-            while "ready" not in member.next_event():
+    with running(Group(), "until_error", elements=100_000) as ranks:
+        for rank in ranks:
+            while "ready" not in rank.next_event():
                 pass
-        for member in members:
-            maps = Path(f"/proc/{member.pid}/maps").read_text()
+        for rank in ranks:
+            maps = Path(f"/proc/{rank.pid}/maps").read_text()
             ours = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "heteroinfer-bridge" in line}
             assert len(ours) == 1
             assert ours.pop().startswith("/memfd:heteroinfer-bridge-")
-        for member in members:
-            member.kill()
+        for rank in ranks:
+            rank.kill()
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "heteroinfer" in name]
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_announcements_come_in_order_and_do_not_wait(group: Group) -> None:
-    told = outcomes(group, "announcements", count=200)
-    assert told[0]["listeners"] == list(range(1, len(group.devices)))
-    assert [one["heard"] for one in told[1:]] == [200] * (len(group.devices) - 1)
+    reported = outcomes(group, "announcements", count=200)
+    assert reported[0]["listeners"] == list(range(1, len(group.devices)))
+    assert [one["received"] for one in reported[1:]] == [200] * (len(group.devices) - 1)
 
 
 @pytest.mark.parametrize("share_host", PATHS.values(), ids=PATHS)
 def test_an_announcement_that_never_comes(share_host: bool) -> None:
     with running(Group(share_host=share_host), "silence") as (first, second):
         second.next_event()
-        told = second.next_event()
+        reported = second.next_event()
         first.release()
-    assert (told["error"], told["peer"]) == ("PeerLostError", 0)
-    assert 0.5 <= told["seconds"] < 2
+    assert (reported["error"], reported["peer"]) == ("PeerLostError", 0)
+    assert 0.5 <= reported["seconds"] < 2
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_tensors_between_two_members(group: Group) -> None:
+def test_tensors_between_two_ranks(group: Group) -> None:
     assert [one["done"] for one in outcomes(group, "mail")] == [True] * len(group.devices)
 
 
@@ -137,12 +137,12 @@ def own_pid_namespace() -> tuple[str, ...]:
     return ("unshare", *user, "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
-def test_shared_memory_that_is_declared_but_not_there_is_refused_on_every_member() -> None:
-    told = outcomes(Group(wrappers=((), own_pid_namespace())), "calls", seed=0, count=1)
-    _check_refusals(told)
+def test_shared_memory_that_is_declared_but_not_there_is_refused_on_every_rank() -> None:
+    reported = outcomes(Group(wrappers=((), own_pid_namespace())), "calls", seed=0, count=1)
+    _check_refusals(reported)
     assert (
-        "not the memory of the group's first rank" in told[0]["message"]
-        or "No such file" in told[0]["message"]
+        "not the memory of the group's first rank" in reported[0]["message"]
+        or "No such file" in reported[0]["message"]
     )
 
 
@@ -155,25 +155,25 @@ def test_another_dev_shm_does_not_matter() -> None:
         'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"',
         "sh",
     )
-    told = outcomes(Group(wrappers=((), wrapper)), "calls", seed=0, count=1)
-    assert [one["path"] for one in told] == ["shared_memory"] * 2
+    reported = outcomes(Group(wrappers=((), wrapper)), "calls", seed=0, count=1)
+    assert [one["path"] for one in reported] == ["shared_memory"] * 2
 
 
-def _check_refusals(told: list[dict[str, Any]]) -> None:
-    for one in told:
+def _check_refusals(reported: list[dict[str, Any]]) -> None:
+    for one in reported:
         assert one["error"] == "ContractError"
         for word in ("share a host's memory", "got: rank 1", "expected one memory", "put them into one pod"):
             assert word in one["message"]
 
 
 def test_a_word_that_the_device_writes_later() -> None:
-    """As a GPU's stream does it: until a member's own word is there it waits for nobody, with a deadline."""
-    told = ask("tests.integration.bridge.late_words", "")
-    before, after = told["before"], told["after"]
+    """As a GPU's stream does it: until a rank's own word is there it waits for nobody, with a deadline."""
+    reported = ask("tests.integration.bridge.late_words", "")
+    before, after = reported["before"], reported["after"]
     assert before["got"] == after["got"] == [1]
     assert before["waited_s"] == 0.0
     assert before["peer_waited_s"] >= LATE_S / 2
     assert after["took_s"] >= 2 * LATE_S
     assert LATE_S / 2 <= after["waited_s"] <= after["took_s"] - LATE_S / 2
-    assert told["failed"] == "the device has failed"
-    assert "device of rank 0 has not finished" in told["stuck"]
+    assert reported["failed"] == "the device has failed"
+    assert "device of rank 0 has not finished" in reported["stuck"]

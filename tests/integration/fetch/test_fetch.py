@@ -154,7 +154,7 @@ def test_a_network_that_breaks_is_waited_out(hub: HubServer, cache: Path) -> Non
     assert sum(hub.seen.sent_bytes.values()) < total + SHARD_BYTES, "what came before a break came again"
 
 
-def test_a_hub_that_is_away_is_told_and_waited_for(hub: HubServer, cache: Path) -> None:
+def test_a_hub_that_is_away_is_reported_and_waited_for(hub: HubServer, cache: Path) -> None:
     hub.refuse_with = 503
     with fetching(hub, cache) as fetch:
         progress = fetch.wait_for(lambda progress: "trying again" in progress.message)
@@ -208,7 +208,7 @@ def test_a_part_that_a_crash_left_wrong_is_found_by_its_hash(hub: HubServer, cac
     check_folder(hub, cache)
 
 
-def test_a_mirror_that_changes_a_file_is_told(hub: HubServer, cache: Path) -> None:
+def test_a_mirror_that_changes_a_file_is_reported(hub: HubServer, cache: Path) -> None:
     hub.corrupt = {SHARDS[0]}
     with fetching(hub, cache) as fetch:
         failure = fetch.failure()
@@ -325,7 +325,7 @@ def test_a_cache_that_cannot_be_written(hub: HubServer, cache: Path) -> None:
     assert failure.reason is FailureReason.MODEL_CACHE_NOT_WRITABLE
 
 
-def test_a_cache_without_room_is_refused_before_it_is_full(hub: HubServer, cache: Path) -> None:
+def test_a_cache_without_space_is_refused_before_it_is_full(hub: HubServer, cache: Path) -> None:
     shard = hub.repositories[MODEL].files[SHARDS[1]]
 
     class Claimed(bytes):

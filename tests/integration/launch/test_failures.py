@@ -1,4 +1,4 @@
-"""A group of real supervisors loses a member: all end within 2 s, and name the same culprit."""
+"""A group of real supervisors loses a rank: all end within 2 s, and name the same culprit."""
 
 import os
 import signal
@@ -158,7 +158,7 @@ def test_silent_supervisor_is_named_and_ends_once_it_goes_on(tmp_path: Path, vic
         assert group.marked() == []
 
 
-def test_rank_stuck_in_a_step_is_told_from_the_one_that_waits(tmp_path: Path) -> None:
+def test_rank_stuck_in_a_step_is_distinguished_from_the_one_that_waits(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={0: "wait", 1: "hang"}, env={names.ENV_STEP_TIMEOUT: "1"}) as group:
         group.start()
         # The deadline counts from the step's start, so readiness may be too short to be seen.

@@ -34,7 +34,7 @@ def test_profile_is_printed_and_left_as_the_termination_message(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere", "no such directory"), (".", "not a model")])
-def test_failure_is_told_in_words(tmp_path: Path, name: str, words: str) -> None:
+def test_failure_is_said_in_words(tmp_path: Path, name: str, words: str) -> None:
     done = inspect(tmp_path / name, tmp_path / "message")
     assert done.returncode == names.EXIT_USAGE
     assert words in done.stderr

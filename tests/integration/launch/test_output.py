@@ -57,7 +57,7 @@ def test_reader_that_stalls_holds_up_the_rank_and_not_the_supervisor(tmp_path: P
         stalled.process.terminate()
         output, _ = stalled.process.communicate(timeout=20)
     numbers = [int(line.split()[3]) for line in output.splitlines() if line.startswith(b"[rank 1] line ")]
-    # Once it is read again the rank may write the rest before it is told to end.
+    # Once it is read again the rank may write the rest before it is asked to end.
     assert len(numbers) > 100
     assert numbers == list(range(len(numbers)))
 

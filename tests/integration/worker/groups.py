@@ -1,6 +1,6 @@
 """Starts a whole group on this machine's processes, and stops it without a trace.
 
-The one place that knows how a group's processes are started; see `start_group`.
+The one module that knows how a group's processes are started; see `start_group`.
 """
 
 import contextlib
@@ -159,7 +159,7 @@ def contiguous_ports(count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Child:
     """One process that was started here: a pod's supervisor, or a rank without one."""
 
     name: str
@@ -184,7 +184,7 @@ class Group:
         self.addresses = addresses
         self.log_dir = log_dir
         self.scratch = scratch or log_dir
-        self.members: list[Member] = []
+        self.members: list[Child] = []
 
     @property
     def url(self) -> str:
@@ -195,13 +195,19 @@ class Group:
         start = time.monotonic()
         url = f"http://{self.addresses[0].host}:{self.addresses[0].health_port}{names.PATH_READYZ}"
         while time.monotonic() - start < timeout_s:
-            for member in self.members:
-                if member.ended():
-                    raise AssertionError(f"{member.name} exited {member.process.returncode}:\n{self.logs()}")
+            for child in self.members:
+                if child.ended():
+                    raise AssertionError(f"{child.name} exited {child.process.returncode}:\n{self.logs()}")
             if fetch(url) is not None:
+                self._check_warnings()
                 return time.monotonic() - start
             time.sleep(0.1)
         raise AssertionError(f"not ready within {timeout_s} s:\n{self.logs()}")
+
+    def _check_warnings(self) -> None:
+        """Fails if vLLM warned of a variable that the supervisor sets."""
+        for child in self.members:
+            assert "Unknown vLLM environment variable" not in child.log.read_text(), self.logs()
 
     def status(self) -> GroupReport:
         """Returns the group as its leader sees it."""
@@ -234,15 +240,15 @@ class Group:
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process of a rank, as its supervisor says in the log."""
-        member = self.members[self.plan.ranks[rank].pod]
-        started = re.search(rf"started rank {rank} as process (\d+)", member.log.read_text())
+        child = self.members[self.plan.ranks[rank].pod]
+        started = re.search(rf"started rank {rank} as process (\d+)", child.log.read_text())
         assert started is not None, self.logs()
         return int(started[1])
 
     def metrics_url(self, rank: int) -> str:
-        place = self.plan.ranks[rank]
-        address = self.addresses[place.pod]
-        return f"http://{address.host}:{address.metrics_port + place.local_rank}"
+        assignment = self.plan.ranks[rank]
+        address = self.addresses[assignment.pod]
+        return f"http://{address.host}:{address.metrics_port + assignment.local_rank}"
 
     def failure(self, pod: int) -> Failure | None:
         """Returns the failure that a pod's supervisor left."""
@@ -254,18 +260,18 @@ class Group:
 
     def terminate(self) -> None:
         """Asks every pod to stop."""
-        for member in self.members:
-            member.process.send_signal(signal.SIGTERM)
+        for child in self.members:
+            child.process.send_signal(signal.SIGTERM)
 
     def stop(self, timeout_s: float = 30.0) -> None:
         self.terminate()
-        for member in self.members:
+        for child in self.members:
             try:
-                member.process.wait(timeout_s)
+                child.process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                os.killpg(member.process.pid, signal.SIGKILL)
-                member.process.wait(timeout_s)
-                raise AssertionError(f"{member.name} did not stop within {timeout_s} s") from None
+                os.killpg(child.process.pid, signal.SIGKILL)
+                child.process.wait(timeout_s)
+                raise AssertionError(f"{child.name} did not stop within {timeout_s} s") from None
 
 
 def fetch(url: str, timeout_s: float = 5.0) -> str | None:
@@ -380,7 +386,7 @@ def _start(
     *,
     cwd: Path,
     fds: Sequence[int] = (),
-) -> Member:
+) -> Child:
     log = log_dir / f"{name}.log"
     env = {**env, "PYTHONPATH": _absolute(env.get("PYTHONPATH", ""))}
     with log.open("wb") as out:
@@ -394,7 +400,7 @@ def _start(
             pass_fds=fds,
             start_new_session=True,
         )
-    return Member(name=name, process=process, log=log)
+    return Child(name=name, process=process, log=log)
 
 
 def _absolute(paths: str) -> str:

@@ -36,7 +36,7 @@ CONFIG = """
 import json, os
 from vllm_heteroinfer.rank import entry
 from vllm_heteroinfer.engine import arguments
-config = arguments.build_config(*entry.place(os.environ))
+config = arguments.build_config(*entry.read_assignment(os.environ))
 """
 
 FAKE_NVML = """
@@ -50,16 +50,19 @@ int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
 
 def environment(plan: Plan, rank: int, **variables: str) -> dict[str, str]:
     """Returns the environment of a rank's process, less its channel."""
-    place = plan.ranks[rank]
+    assignment = plan.ranks[rank]
     launch = PodLaunch(
         group="test/platform/0",
         group_uid="u",
         epoch=1,
-        pod_index=place.pod,
+        pod_index=assignment.pod,
         addresses=build_addresses(plan),
     )
     base = {**os.environ, **plan.to_env(), **launch.to_env(), "OMP_NUM_THREADS": "1", **variables}
-    return {**rank_environment(plan, launch, place, base, observe_host(launch, "127.0.0.1")), **variables}
+    return {
+        **rank_environment(plan, launch, assignment, base, observe_host(launch, "127.0.0.1")),
+        **variables,
+    }
 
 
 def run(

@@ -46,9 +46,9 @@ def test_ranks_of_one_machine_meet_on_loopback_and_nowhere_else(host: str) -> No
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks]
+        reported = [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [json.loads(line) for line in told] == [[["ipv4", LOOPBACK[host]]]] * 2
+    assert [json.loads(line) for line in reported] == [[["ipv4", LOOPBACK[host]]]] * 2

@@ -49,8 +49,6 @@ def test_two_even_stages(model: Path, reference: Reference, tmp_path: Path) -> N
         answer_all(group, reference)  # now from the prefix cache, where it covers a block
         check_staggered(group, reference)
         check_metrics(group)
-        # All processes warned of VLLM_HETEROGENEOUS_DEVICE; --fail-on-environ-validation even ended them.
-        assert not [m for m in group.members if "Unknown vLLM environment variable" in m.log.read_text()]
     # 3 rounds of 4 prompts; the group is stopped, and left no shared memory or process behind
     assert not [path for path in Path("/dev/shm").iterdir() if "cpushm" in path.name]
 

@@ -1,4 +1,4 @@
-"""What members say of the collective that they are at."""
+"""What ranks say of the collective that they are at."""
 
 from typing import Any
 
@@ -88,8 +88,8 @@ def test_what_cannot_be_carried_is_refused(shape: tuple[int, ...], dtype: str) -
         pack_header(Operation.ALL_REDUCE, shape=shape, dtype=dtype, step=0, count=1, history=0)
 
 
-@given(elements=st.integers(0, 2**40), room=st.integers(1, 2**22))
-def test_parts_cover_a_tensor(elements: int, room: int) -> None:
-    parts = num_parts(elements, room)
-    assert parts * room >= elements
-    assert parts == 1 or (parts - 1) * room < elements
+@given(elements=st.integers(0, 2**40), per_part=st.integers(1, 2**22))
+def test_parts_cover_a_tensor(elements: int, per_part: int) -> None:
+    parts = num_parts(elements, per_part)
+    assert parts * per_part >= elements
+    assert parts == 1 or (parts - 1) * per_part < elements

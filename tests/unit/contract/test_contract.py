@@ -65,7 +65,7 @@ def test_failure_always_fits_and_keeps_what_counts(failure: Failure) -> None:
         assert back == failure
 
 
-def test_cut_failure_uses_its_room() -> None:
+def test_cut_failure_uses_its_limit() -> None:
     back = Failure.from_json(
         Failure(reason=FailureReason.RANK_RAISED, message="m" * 9000, last_log="l" * 9000).to_json()
     )
@@ -82,15 +82,15 @@ def test_plan_has_each_rank_once_one_leader_and_all_layers(plan: Plan) -> None:
     assert sum(plan.layers_by_stage) == plan.ranks[-1].end_layer
     assert len(plan.layers_by_stage) == plan.pipeline_parallel_size
     for stage in range(plan.pipeline_parallel_size):
-        members = [rank for rank in plan.ranks if rank.stage == stage]
-        assert [rank.tensor_rank for rank in members] == list(range(plan.tensor_parallel_size))
+        sharing = [rank for rank in plan.ranks if rank.stage == stage]
+        assert [rank.tensor_rank for rank in sharing] == list(range(plan.tensor_parallel_size))
     for pod in plan.pods:
         assert [rank.local_rank for rank in pod.ranks] == list(range(len(pod.ranks)))
 
 
 @given(plans(), st.data())
 @FEW
-def test_rank_out_of_place_is_refused(plan: Plan, data: st.DataObject) -> None:
+def test_rank_out_of_order_is_refused(plan: Plan, data: st.DataObject) -> None:
     number = data.draw(st.integers(0, plan.world_size - 1))
     field = data.draw(st.sampled_from(["rank", "stage", "tensor_rank", "local_rank", "first_layer"]))
     rank = dataclasses.replace(plan.ranks[number], **{field: getattr(plan.ranks[number], field) + 1})

@@ -111,7 +111,7 @@ def test_closed_channel_is_seen(ends: tuple[RankChannel, RankReporter]) -> None:
 
 
 @pytest.mark.parametrize("env", [{}, {names.ENV_RANK_CHANNEL_FD: "x"}, {names.ENV_RANK_CHANNEL_FD: "999"}])
-def test_rank_without_supervisor_is_told_so(env: dict[str, str]) -> None:
+def test_rank_without_supervisor_is_refused_in_words(env: dict[str, str]) -> None:
     with pytest.raises(ContractError, match="ranks are started by `heteroinfer-worker`"):
         RankReporter.from_env(env)
 

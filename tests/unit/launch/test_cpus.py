@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_heteroinfer.launch.cpu_allocation import Cpu, Place, allocate
+from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.launch.host import observe_cpus, parse_id_list
 
 ONE_NODE = tuple(Cpu(id=i, core=i) for i in range(8))
@@ -15,68 +15,68 @@ SMT = tuple(Cpu(id=i, core=i % 8, node=i % 8 // 4) for i in range(16))
 """Two nodes of four cores; hyper-threads 8..15 are the second ones of cores 0..7."""
 
 
-def place(*cpus: int, nodes: tuple[int, ...] = (0,)) -> Place:
-    return Place(cpus=cpus, nodes=nodes)
+def cpu_set(*cpus: int, nodes: tuple[int, ...] = (0,)) -> CpuSet:
+    return CpuSet(cpus=cpus, nodes=nodes)
 
 
 def test_reserved_cpus_are_the_first_ones() -> None:
-    assert allocate(ONE_NODE, ranks=2, reserved=2) == (place(2, 3, 4), place(5, 6, 7))
+    assert allocate(ONE_NODE, ranks=2, reserved=2) == (cpu_set(2, 3, 4), cpu_set(5, 6, 7))
 
 
 def test_what_does_not_divide_is_left_free() -> None:
-    assert allocate(ONE_NODE, ranks=3, reserved=0) == (place(0, 1), place(2, 3), place(4, 5))
+    assert allocate(ONE_NODE, ranks=3, reserved=0) == (cpu_set(0, 1), cpu_set(2, 3), cpu_set(4, 5))
 
 
 def test_each_rank_has_a_node() -> None:
     assert allocate(TWO_NODES, ranks=2, reserved=0) == (
-        place(*range(8), nodes=(0,)),
-        place(*range(8, 16), nodes=(1,)),
+        cpu_set(*range(8), nodes=(0,)),
+        cpu_set(*range(8, 16), nodes=(1,)),
     )
 
 
 def test_reserved_cpus_leave_the_nodes_even() -> None:
     assert allocate(TWO_NODES, ranks=2, reserved=2) == (
-        place(*range(1, 8), nodes=(0,)),
-        place(*range(9, 16), nodes=(1,)),
+        cpu_set(*range(1, 8), nodes=(0,)),
+        cpu_set(*range(9, 16), nodes=(1,)),
     )
 
 
 def test_a_few_threads_less_are_better_than_two_nodes() -> None:
     uneven = TWO_NODES[:6] + TWO_NODES[8:]
     assert allocate(uneven, ranks=2, reserved=0) == (
-        place(*range(6), nodes=(0,)),
-        place(*range(8, 14), nodes=(1,)),
+        cpu_set(*range(6), nodes=(0,)),
+        cpu_set(*range(8, 14), nodes=(1,)),
     )
 
 
 def test_one_rank_spans_nodes_rather_than_leave_half_of_the_machine() -> None:
-    assert allocate(TWO_NODES, ranks=1, reserved=2) == (place(*range(1, 8), *range(9, 16), nodes=(0, 1)),)
+    assert allocate(TWO_NODES, ranks=1, reserved=2) == (cpu_set(*range(1, 8), *range(9, 16), nodes=(0, 1)),)
 
 
 def test_three_ranks_on_two_nodes() -> None:
     """Whole nodes would leave each four of five threads: that is near enough."""
     assert allocate(TWO_NODES, ranks=3, reserved=0) == (
-        place(0, 1, 2, 3, nodes=(0,)),
-        place(4, 5, 6, 7, nodes=(0,)),
-        place(8, 9, 10, 11, nodes=(1,)),
+        cpu_set(0, 1, 2, 3, nodes=(0,)),
+        cpu_set(4, 5, 6, 7, nodes=(0,)),
+        cpu_set(8, 9, 10, 11, nodes=(1,)),
     )
 
 
 def test_one_hyper_thread_of_a_core() -> None:
     assert allocate(SMT, ranks=2, reserved=0) == (
-        place(0, 1, 2, 3, nodes=(0,)),
-        place(4, 5, 6, 7, nodes=(1,)),
+        cpu_set(0, 1, 2, 3, nodes=(0,)),
+        cpu_set(4, 5, 6, 7, nodes=(1,)),
     )
 
 
 def test_reserved_cpus_are_a_whole_core() -> None:
     """Two CPUs are one core here: the rank's threads never share a core with what spins on them."""
-    assert allocate(SMT, ranks=1, reserved=2) == (place(1, 2, 3, 4, 5, 6, 7, nodes=(0, 1)),)
+    assert allocate(SMT, ranks=1, reserved=2) == (cpu_set(1, 2, 3, 4, 5, 6, 7, nodes=(0, 1)),)
 
 
 def test_both_hyper_threads_where_cores_are_too_few() -> None:
     two_cores = (SMT[0], SMT[1], SMT[8], SMT[9])
-    assert allocate(two_cores, ranks=3, reserved=1) == (place(1), place(8), place(9))
+    assert allocate(two_cores, ranks=3, reserved=1) == (cpu_set(1), cpu_set(8), cpu_set(9))
 
 
 def test_too_few_cpus() -> None:
@@ -90,17 +90,17 @@ def test_too_few_cpus() -> None:
 )
 def test_no_cpu_twice(cores: list[tuple[int, int]], ranks: int, reserved: int) -> None:
     cpus = [Cpu(id=i, core=core * 4 + node, node=node) for i, (core, node) in enumerate(cores)]
-    places = allocate(cpus, ranks=ranks, reserved=reserved)
-    if places is None:
+    cpu_sets = allocate(cpus, ranks=ranks, reserved=reserved)
+    if cpu_sets is None:
         assert len(cpus) < ranks + reserved
         return
-    assert len(places) == ranks
-    assert len({len(own.cpus) for own in places}) == 1
-    taken = [cpu for own in places for cpu in own.cpus]
+    assert len(cpu_sets) == ranks
+    assert len({len(own.cpus) for own in cpu_sets}) == 1
+    taken = [cpu for own in cpu_sets for cpu in own.cpus]
     assert len(set(taken)) == len(taken) >= ranks
     assert len(cpus) - len(taken) >= reserved
     nodes = {cpu.id: cpu.node for cpu in cpus}
-    assert all(own.nodes == tuple(sorted({nodes[cpu] for cpu in own.cpus})) for own in places)
+    assert all(own.nodes == tuple(sorted({nodes[cpu] for cpu in own.cpus})) for own in cpu_sets)
 
 
 @pytest.mark.parametrize(("text", "ids"), [("0-2,8\n", [0, 1, 2, 8]), ("5\n", [5]), ("\n", [])])

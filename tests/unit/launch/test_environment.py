@@ -96,7 +96,7 @@ def test_gpu_rank_sees_its_own_device_only(listed: str | None, expected: str) ->
     assert "OMP_NUM_THREADS" not in env
 
 
-def test_pod_with_too_few_gpus_is_told() -> None:
+def test_pod_with_too_few_gpus_is_refused() -> None:
     with pytest.raises(
         ContractError, match=r"got CUDA_VISIBLE_DEVICES='4', expected at least 2 GPUs in pod 1"
     ):
@@ -159,14 +159,18 @@ def test_pods_of_one_machine_share_its_cores() -> None:
         ranks=(*PLAN.ranks[:2], replace(PLAN.ranks[2], local_rank=0), rank(3, 2, 0, Device.CPU, 28, 48)),
     )
     launches = [replace(LEADER, addresses=one, pod_index=pod) for pod in range(3)]
-    places = [
+    cpu_sets = [
         rank_environment(plan, launches[r.pod], r, {}, HOST)["OMP_PLACES"].strip("{}").split(",")
         for r in plan.ranks
         if r.device is Device.CPU
     ]
-    assert [len(place) for place in places] == [4, 4, 4]  # 16 less two of the engine and one of the GPU rank
-    assert len({cpu for place in places for cpu in place}) == 12
-    assert {"0", "1", "2"}.isdisjoint(cpu for place in places for cpu in place)
+    assert [len(cpu_set) for cpu_set in cpu_sets] == [
+        4,
+        4,
+        4,
+    ]  # 16 less 2 of the engine, 1 of the GPU rank
+    assert len({cpu for cpu_set in cpu_sets for cpu in cpu_set}) == 12
+    assert {"0", "1", "2"}.isdisjoint(cpu for cpu_set in cpu_sets for cpu in cpu_set)
     host = replace(HOST, cpus=cpus(64))
     assert threads_per_rank(plan, launches[2], host) == (64 - 3) // 3
 
@@ -185,8 +189,8 @@ def test_more_threads_than_cores_are_not_bound(threads: str, bound: bool) -> Non
 
 
 def test_ranks_of_a_pod_are_pinned_to_different_cpus() -> None:
-    places = [rank_environment(PLAN, LEADER, PLAN.ranks[i], {}, HOST)["OMP_PLACES"] for i in (0, 1)]
-    first, second = (set(place.strip("{}").split(",")) for place in places)
+    cpu_sets = [rank_environment(PLAN, LEADER, PLAN.ranks[i], {}, HOST)["OMP_PLACES"] for i in (0, 1)]
+    first, second = (set(cpu_set.strip("{}").split(",")) for cpu_set in cpu_sets)
     assert not first & second
     assert not {"0", "1"} & (first | second)
 

@@ -64,7 +64,7 @@ def test_every_spelling_of_an_owned_option_is_found(args: list[str]) -> None:
         ["--structured-outputs-config", '{"backend": "xgrammar"}'],
     ],
 )
-def test_other_options_pass(args: list[str]) -> None:
+def test_other_options_are_taken(args: list[str]) -> None:
     assert find_refused(args) is None
 
 

@@ -1,4 +1,4 @@
-"""Ranks that differ are told apart, in words."""
+"""Ranks that differ are distinguished, in words."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ def plan() -> Plan:
     return build_plan(Path("/model"), layers=[1, 1, 1], pods=[2, 1])
 
 
-def test_equal_settings_pass_through_json() -> None:
+def test_equal_settings_go_through_json() -> None:
     other = fingerprint.from_json(fingerprint.to_json(SETTINGS))
     fingerprint.compare(plan(), [SETTINGS, other, other])
 

@@ -21,7 +21,7 @@ from vllm_heteroinfer.rank.entry import failure, is_peer_lost
         (ConnectionResetError(104, "Connection reset by peer"), True),
         (BrokenPipeError(32, "Broken pipe"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-        (MemoryError("got room for 1.0 MiB of KV cache"), False),
+        (MemoryError("got memory for 1.0 MiB of KV cache"), False),
     ],
 )
 def test_rank_and_supervisor_know_a_lost_peer_by_the_same_words(error: Exception, lost: bool) -> None:

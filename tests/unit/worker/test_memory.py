@@ -64,40 +64,42 @@ def test_ranks_share_memory_as_the_plan_shares_out_the_cache() -> None:
     ]
 
 
-def test_host_room() -> None:
-    room = headroom.host_room(available_bytes=1000 * MIB, share=Fraction(1, 4), activations_bytes=30 * MIB)
-    assert room.size_bytes == 220 * MIB
-    assert room.words == (
+def test_host_headroom() -> None:
+    measured_headroom = headroom.host_headroom(
+        available_bytes=1000 * MIB, share=Fraction(1, 4), activations_bytes=30 * MIB
+    )
+    assert measured_headroom.size_bytes == 220 * MIB
+    assert measured_headroom.words == (
         "1000.0 MiB available shared with other ranks (25% of it), less 30.0 MiB that the largest batch takes"
     )
 
 
-def test_gpu_room() -> None:
-    room = headroom.gpu_room(
+def test_gpu_headroom() -> None:
+    measured_headroom = headroom.gpu_headroom(
         free_bytes=5000 * MIB, allocated_bytes=900 * MIB, peak_bytes=1400 * MIB, graphs_bytes=1000 * MIB
     )
-    assert room.size_bytes == 3500 * MIB
-    assert "500.0 MiB that the largest batch takes and 1000.0 MiB for CUDA graphs" in room.words
+    assert measured_headroom.size_bytes == 3500 * MIB
+    assert "500.0 MiB that the largest batch takes and 1000.0 MiB for CUDA graphs" in measured_headroom.words
 
 
 @pytest.mark.parametrize(
     ("measured", "granted", "warned"), [(64, 64, False), (65, 64, False), (63, 63, True), (1, 1, True)]
 )
 def test_a_rank_gets_what_is_planned_or_what_there_is(measured: int, granted: int, warned: bool) -> None:
-    room = headroom.KvHeadroom(size_bytes=measured * MIB, words="as measured")
-    size, warning = headroom.grant(PLAN.ranks[1], 64 * MIB, room)
+    measured_headroom = headroom.KvHeadroom(size_bytes=measured * MIB, words="as measured")
+    size, warning = headroom.grant(PLAN.ranks[1], 64 * MIB, measured_headroom)
     assert size == granted * MIB
     assert bool(warning) is warned
     if warned:
         assert warning == (
-            f"rank 1 (role cpu, CPU): got room for {measured}.0 MiB of KV cache, expected 64.0 MiB as "
+            f"rank 1 (role cpu, CPU): got memory for {measured}.0 MiB of KV cache, expected 64.0 MiB as "
             "planned: as measured; raise resources.limits.memory of the role, or give the rank fewer "
             "layers; until then every rank has only as many blocks as this one"
         )
 
 
-def test_no_room_at_all_is_an_error_in_words() -> None:
-    with pytest.raises(MemoryError, match=r"rank 2 \(role gpu, GPU\): got room for -1.0 MiB.*deviceMemory"):
+def test_no_headroom_at_all_is_an_error_in_words() -> None:
+    with pytest.raises(MemoryError, match=r"rank 2 \(role gpu, GPU\): got memory for -1.0 MiB.*deviceMemory"):
         headroom.grant(PLAN.ranks[2], 64 * MIB, headroom.KvHeadroom(size_bytes=-MIB, words="as measured"))
 
 
@@ -122,10 +124,10 @@ def test_the_limiting_rank_is_named() -> None:
         PLAN,
         blocks=10,
         sizes_bytes=[1000, 1000, 4000, 4000],
-        rooms_bytes=[2000, 1000, 9000, 5000],
+        headrooms_bytes=[2000, 1000, 9000, 5000],
     )
     assert "10 blocks of 32 tokens on every rank; rank 1 (role cpu, CPU) limits it" in line
-    assert "room for 10 blocks; room in blocks: rank 0 20, rank 1 10, rank 2 22, rank 3 12" in line
+    assert "hold 10 blocks; headroom in blocks: rank 0 20, rank 1 10, rank 2 22, rank 3 12" in line
 
 
 @pytest.mark.parametrize("level", [0, 1])

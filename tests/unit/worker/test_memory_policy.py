@@ -22,7 +22,7 @@ def policy(*nodes: str) -> tuple[str, str]:
 def test_one_node_is_preferred_and_several_take_turns() -> None:
     for nodes, expected in ((("0",), "prefer:0"), (("0", "5"), "interleave:0")):
         problem, mapped = policy(*nodes)
-        if problem:  # a sandbox without libnuma, or one that forbids it, must be told in words
+        if problem:  # a sandbox without libnuma, or one that forbids it, must be said in words
             assert "libnuma1" in problem or "set_mempolicy" in problem
         else:
             assert mapped.startswith(expected)

@@ -94,7 +94,7 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
         try:
             return kind(raw)
         except ValueError as error:
-            expected = ", ".join(str(member.value) for member in kind)
+            expected = ", ".join(str(choice.value) for choice in kind)
             raise ContractError(f"{where}: got {_shown(raw)}, expected one of {expected}") from error
     return _decode_scalar(kind, raw, where)
 

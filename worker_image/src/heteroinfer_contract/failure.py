@@ -16,7 +16,7 @@ MAX_TERMINATION_MESSAGE_BYTES = 4096
 
 MESSAGE_BYTES = 2600
 LAST_LOG_BYTES = 1000
-"""Room in it, as JSON; what is left holds the numbers."""
+"""Of it, as JSON; what is left holds the numbers."""
 
 
 _LEFT_OUT = " ... "
@@ -36,7 +36,7 @@ class FailureReason(StrEnum):
     """A rank's process is stopped (SIGSTOP) or makes no progress."""
     API_SERVER_EXITED = "ApiServerExited"
     POD_LOST = "PodLost"
-    """A pod's supervisor fell silent or closed its connection."""
+    """A pod's supervisor turned silent or closed its connection."""
     PLAN_MISMATCH = "PlanMismatch"
     """Hand-shake: group uid, epoch or plan hash differ."""
     CONFIG_MISMATCH = "ConfigMismatch"
@@ -120,18 +120,18 @@ class Failure:
         codec.at_least(0, "Failure", time=self.time)
 
 
-def _fit_ends(text: str, room_bytes: int) -> str:
+def _fit_ends(text: str, limit_bytes: int) -> str:
     """Returns as much of the two ends of `text` as fits as JSON, two thirds of it from the beginning."""
-    if len(json.dumps(text)) <= room_bytes:
+    if len(json.dumps(text)) <= limit_bytes:
         return text
-    front = _fit(text, room_bytes * 2 // 3, keep_end=False)
-    end = _fit(text[len(front) :], room_bytes - len(json.dumps(front)) - len(_LEFT_OUT), keep_end=True)
+    front = _fit(text, limit_bytes * 2 // 3, keep_end=False)
+    end = _fit(text[len(front) :], limit_bytes - len(json.dumps(front)) - len(_LEFT_OUT), keep_end=True)
     return front + _LEFT_OUT + end
 
 
-def _fit(text: str, room_bytes: int, *, keep_end: bool) -> str:
+def _fit(text: str, limit_bytes: int, *, keep_end: bool) -> str:
     """Returns as much of `text` as fits as JSON; escapes make one character 12 bytes long."""
-    while (size_bytes := len(json.dumps(text))) > room_bytes:
-        keep = len(text) * room_bytes // (size_bytes + 1)
+    while (size_bytes := len(json.dumps(text))) > limit_bytes:
+        keep = len(text) * limit_bytes // (size_bytes + 1)
         text = text[len(text) - keep :] if keep_end else text[:keep]
     return text

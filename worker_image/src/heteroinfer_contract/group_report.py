@@ -45,9 +45,9 @@ class RankStatus:
         transfer_s: of which sending and receiving.
         heartbeat_age_s: since the rank was last seen alive, in seconds.
         kv_blocks: KV blocks it has, as many as every other rank; 0 while unknown.
-        kv_room_blocks: KV blocks that its memory had room for when it was measured, whatever
+        kv_room_blocks: KV blocks that its memory could hold when it was measured, whatever
             was planned; 0 while unknown.
-        kv_room_bytes: that room, in bytes.
+        kv_room_bytes: that headroom, in bytes.
     """
 
     rank: int

@@ -35,7 +35,7 @@ KV_BLOCKS: Final = "heteroinfer_rank_kv_blocks"
 WEIGHT_BYTES: Final = "heteroinfer_rank_weight_bytes"
 """Gauge: size of this rank's weights as loaded."""
 HEARTBEAT_AGE_SECONDS: Final = "heteroinfer_rank_heartbeat_age_seconds"
-"""Gauge: since this rank's supervisor heard from the leader's; on the leader, from the oldest follower."""
+"""Gauge: since the last heartbeat of the leader's supervisor; on the leader, of the oldest follower's."""
 PHASE_PREFILL: Final = "prefill"
 PHASE_DECODE: Final = "decode"
 

@@ -1,7 +1,7 @@
 """A model's sizes, read from its own files: config.json and the headers of its safetensors.
 
 Stdlib only. Reads headers, never weights: the first 8 bytes of a safetensors file are
-the length of a JSON header that names every tensor's dtype, shape and place
+the length of a JSON header that names every tensor's dtype, shape and offset
 (https://github.com/huggingface/safetensors, "Format").
 """
 

@@ -37,7 +37,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssignment:
-    """One rank's place and share.
+    """One rank's assignment: its pod, device and share of the model.
 
     Attributes:
         rank: global rank, from 0; ranks number through stages, then within a stage.
@@ -49,7 +49,7 @@ class RankAssignment:
         tensor_rank: rank within its stage's tensor-parallel group, from 0.
         first_layer: first transformer layer it holds.
         end_layer: one past the last layer it holds.
-        kv_cache_bytes: room for its KV cache, in bytes.
+        kv_cache_bytes: size of its KV cache, in bytes.
         weight_bytes: predicted size of its weights, in bytes.
         predicted_step_s: predicted compute time of a decode step of one request, in
             seconds; 0 when unknown.
@@ -144,7 +144,7 @@ class Plan:
         Raises:
             ContractError: ranks are not 0..world_size-1 in order, a pod's ranks are
                 not together, sizes do not multiply to the world size, a rank is not in
-                the place that its number says, or the stages' layers leave a gap.
+                the stage that its number says, or the stages' layers leave a gap.
         """
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
             raise ContractError("Plan.ranks: expected ranks 0..world_size-1 in order")
@@ -157,7 +157,7 @@ class Plan:
             raise ContractError("Plan.ranks: expected pods 0..n-1, each with adjacent ranks")
         for pod in self.pods:
             for local_rank, rank in enumerate(pod.ranks):
-                self._check_place(rank, local_rank)
+                self._check_assignment(rank, local_rank)
 
     @property
     def world_size(self) -> int:
@@ -168,8 +168,8 @@ class Plan:
     def pods(self) -> tuple[PodAssignment, ...]:
         """Returns the pods of the group by index; pod 0 is the leader."""
         return tuple(
-            PodAssignment(index=index, role=members[0].role, device=members[0].device, ranks=members)
-            for index, members in self._by_pod()
+            PodAssignment(index=index, role=ranks[0].role, device=ranks[0].device, ranks=ranks)
+            for index, ranks in self._by_pod()
         )
 
     @property
@@ -217,7 +217,7 @@ class Plan:
             )
         return _parsed(env[names.ENV_PLAN])
 
-    def _check_place(self, rank: RankAssignment, local_rank: int) -> None:
+    def _check_assignment(self, rank: RankAssignment, local_rank: int) -> None:
         stage, tensor_rank = divmod(rank.rank, self.tensor_parallel_size)
         where = f"Plan.ranks[{rank.rank}]"
         if (rank.stage, rank.tensor_rank, rank.local_rank) != (stage, tensor_rank, local_rank):
@@ -234,8 +234,8 @@ class Plan:
             )
 
     def _by_pod(self) -> Iterator[tuple[int, tuple[RankAssignment, ...]]]:
-        for index, members in groupby(self.ranks, key=lambda r: r.pod):
-            yield index, tuple(members)
+        for index, ranks in groupby(self.ranks, key=lambda r: r.pod):
+            yield index, tuple(ranks)
 
 
 @lru_cache(maxsize=1)

@@ -25,10 +25,10 @@ PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "-tp": "set spec.parallelism.tensor",
         "--pipeline-parallel-size": "set spec.parallelism.pipeline",
         "-pp": "set spec.parallelism.pipeline",
-        "--kv-cache-memory-bytes": "set the memory of the role's pods; the plan gives each rank its KV room",
-        "--gpu-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV room",
-        "--device-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV room",
-        "--num-gpu-blocks-override": "set the memory of the role's pods; the plan gives out the KV room",
+        "--kv-cache-memory-bytes": "set the memory of the role's pods; the plan gives each rank its KV cache",
+        "--gpu-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV cache",
+        "--device-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV cache",
+        "--num-gpu-blocks-override": "set the memory of the role's pods; the plan gives out the KV cache",
         "--enforce-eager": "set spec.engine.eager",
         "--no-enforce-eager": "set spec.engine.eager",
         "--distributed-executor-backend": "leave it out: HeteroInfer's executor runs the group",
@@ -191,7 +191,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     Unsupported(
         feature="Ray",
         options=("--ray-workers-use-nsight", "--no-ray-workers-use-nsight"),
-        why="HeteroInfer places and watches the ranks itself",
+        why="HeteroInfer starts and watches the ranks itself",
         remedy="leave it out",
     ),
     Unsupported(

@@ -41,7 +41,7 @@ def take_wait_s() -> float:
 def build_cpu_communicator(**kwargs: Any) -> Any:
     """Returns the communicator of a CPU rank's group, or None for a pipeline group.
 
-    Called by vLLM in place of a communicator class, on every rank of the group.
+    Called by vLLM instead of a communicator class, on every rank of the group.
     """
     if _is_pipeline(kwargs):
         return None

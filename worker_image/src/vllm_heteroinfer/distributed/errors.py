@@ -1,4 +1,4 @@
-"""What goes wrong between ranks, told so that the supervisor can name the culprit."""
+"""What goes wrong between ranks, worded so that the supervisor can name the culprit."""
 
 
 class PeerLostError(RuntimeError):
@@ -16,15 +16,15 @@ class PeerLostError(RuntimeError):
 
 
 class CollectiveMismatchError(RuntimeError):
-    """Two members of a group are at different collectives: what they would combine has no meaning.
+    """Two ranks of a process group are at different collectives: what they would combine has no meaning.
 
     Attributes:
-        peer: global rank of the member that differs from this one.
+        peer: global rank of the one that differs from this one.
     """
 
     def __init__(self, group: str, peer: int, here: str, there: str) -> None:
         self.peer = peer
         super().__init__(
-            f"group {group}: {here}; {there}; every member must call the same collectives in the same "
+            f"group {group}: {here}; {there}; every rank must call the same collectives in the same "
             "order: the forwards of these ranks differ, so the group must start again"
         )

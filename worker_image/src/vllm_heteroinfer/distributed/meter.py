@@ -1,10 +1,10 @@
-"""Who is told what the speaking between ranks costs. Stdlib only."""
+"""What counts the cost of messages between ranks. Stdlib only."""
 
 from typing import Protocol
 
 
 class Meter(Protocol):
-    """Who is told what a hop or a collective cost."""
+    """Counts what a hop or a collective cost."""
 
     def waited(self, seconds: float) -> None:
         """Adds time until what peers send was there."""

@@ -29,7 +29,7 @@ _SLOTS = 2
 
 
 class HopMeter(Meter, Protocol):
-    """Who is told what a hop cost."""
+    """Counts what a hop cost."""
 
     def runs_on(self) -> Callable[[float], None]:
         """Says that the device works on after the step's calls; returns what to call at the end of it."""
@@ -165,7 +165,7 @@ class PipelineTransport:
             max_rows: most rows of a step, padding for CUDA graphs included.
             device: of this rank.
             timeout_s: after which a peer that sends or takes nothing is given up, in seconds.
-            meter: is told times and bytes.
+            meter: gets times and bytes.
             on_error: called by the sending thread of a GPU rank when a send fails.
         """
         self._group = group
@@ -183,7 +183,7 @@ class PipelineTransport:
         self._sender = ThreadPoolExecutor(1, "heteroinfer-send") if on_gpu and sends else None
 
     def attach(self) -> None:
-        """Takes the place of the group's own hops, on this instance only.
+        """Replaces the group's own hops, on this instance only.
 
         Source: vllm/v1/worker/gpu_worker.py::Worker.execute_model@v0.32.0, the only caller.
         """
@@ -201,7 +201,7 @@ class PipelineTransport:
 
         Returns:
             The tensors, the handles to wait for, and what to run after the wait, as
-            vLLM's AsyncIntermediateTensors takes them. Tensors have room for `max_rows`,
+            vLLM's AsyncIntermediateTensors takes them. Tensors are large enough for `max_rows`,
             so that a GPU stage may read its padded size; rows past the step's are old.
         """
         slot = next(self._recv_slots)

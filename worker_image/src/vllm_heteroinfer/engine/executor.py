@@ -1,6 +1,6 @@
 """The executor: calls every rank of the group from the engine's process; starts none of them.
 
-After the shape of vLLM's RayExecutorV2: one node, the plan gives every rank its place. The
+After the shape of vLLM's RayExecutorV2: one node, the plan assigns every rank. The
 supervisors start and watch the ranks; a rank that fails ends the group, this process with it.
 """
 
@@ -190,14 +190,14 @@ class GroupExecutor(MultiprocExecutor):
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
         """Gives every rank its KV cache, as many blocks as the tightest has, and names that one."""
         super().initialize_from_config(kv_cache_configs)
-        rooms_bytes = self.collective_rpc("kv_room_bytes")
+        headrooms_bytes = self.collective_rpc("kv_headroom_bytes")
         _logger.info(
             "%s",
             kv_blocks.describe(
                 self._plan,
                 blocks=kv_cache_configs[0].num_blocks,
                 sizes_bytes=[kv_blocks.size_bytes(config) for config in kv_cache_configs],
-                rooms_bytes=rooms_bytes,
+                headrooms_bytes=headrooms_bytes,
             ),
         )
 
@@ -230,7 +230,7 @@ class GroupExecutor(MultiprocExecutor):
 
 
 def has_news(scheduler_output: Any) -> bool:
-    """Returns whether a rank must hear of a step: it has tokens, requests to forget, or blocks to clear."""
+    """Returns whether a rank must know of a step: it has tokens, requests to forget, or blocks to clear."""
     return any(bool(getattr(scheduler_output, field)) for field in _NEWS)
 
 

@@ -107,13 +107,13 @@ def _answer(job: FetchJob, path: str) -> HealthAnswer:
 
 async def _tell(job: FetchJob) -> None:
     """Logs the progress from time to time, when it moved."""
-    told = ""
+    reported = ""
     while True:
         progress = job.progress()
         line = f"{progress.done_bytes} of {progress.total_bytes} bytes" + (
             f": {progress.message}" if progress.message else ""
         )
-        if line != told:
+        if line != reported:
             logger.info("%s", line)
-            told = line
+            reported = line
         await asyncio.sleep(LOG_EVERY_S)

@@ -19,7 +19,7 @@ def read_hub_profile(hub: HubModel, folder: Path) -> ModelProfile:
     Args:
         hub: the model.
         folder: empty; gets its small files, and a file for each of the weights that has the
-            right header and size, and holes in place of the weights.
+            right header and size, and holes instead of the weights.
 
     Raises:
         FetchError: the hub does not show it.

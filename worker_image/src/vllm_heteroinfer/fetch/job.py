@@ -141,15 +141,15 @@ class FetchJob:
 
     def _fetch_all(self, store: ModelStore, files: Sequence[FetchedFile]) -> Sequence[FetchedFile]:
         describing = describing_files(files)
-        store.check_room(describing)
+        store.check_capacity(describing)
         self._fetch_missing(store, describing)
         weights = weight_files(files, _read_index(store.folder, describing))
         wanted = tuple({file.path: file for file in [*describing, *weights]}.values())
         self._wanted = wanted
-        # Linked before room is counted: what another commit has already takes none.
+        # Linked before free space is counted: what another commit has already takes none.
         for file in store.missing(weights):
             store.adopt(file)
-        store.check_room(wanted)
+        store.check_capacity(wanted)
         self._fetch_missing(store, weights)
         return wanted
 

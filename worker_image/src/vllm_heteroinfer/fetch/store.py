@@ -30,7 +30,7 @@ PARTS: Final = ".parts"
 _LOCK: Final = ".lock"
 _BLOCK_BYTES: Final = 8 * 2**20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_MAKE_ROOM: Final = (
+_FREE_SPACE: Final = (
     "set a larger spec.model.cache.size (a new claim is made), or remove models from the claim"
 )
 _NO_LOCKS: Final = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL})
@@ -112,8 +112,8 @@ class ModelStore:
                     missing.append(file)
         return missing
 
-    def check_room(self, files: Sequence[FetchedFile]) -> None:
-        """Checks that what is missing of these files has room.
+    def check_capacity(self, files: Sequence[FetchedFile]) -> None:
+        """Checks that what is missing of these files fits.
 
         Raises:
             FetchError: it has not; by how much.
@@ -125,7 +125,7 @@ class ModelStore:
             raise FetchError(
                 FailureReason.MODEL_CACHE_FULL,
                 f"the cache has {free_bytes / 2**30:.2f} GiB free, and {needed_bytes / 2**30:.2f} GiB are "
-                f"still to come: {_MAKE_ROOM}",
+                f"still to come: {_FREE_SPACE}",
             )
 
     def open_part(self, file: FetchedFile) -> Path:
@@ -193,7 +193,7 @@ class ModelStore:
         """Tells in words what the cache's file system refuses.
 
         Raises:
-            FetchError: in place of an OSError.
+            FetchError: instead of an OSError.
         """
         try:
             yield
@@ -205,7 +205,7 @@ class ModelStore:
         if error.errno in _FULL:
             return FetchError(
                 FailureReason.MODEL_CACHE_FULL,
-                f"the cache is full ({error.strerror}); what was fetched is kept: {_MAKE_ROOM}",
+                f"the cache is full ({error.strerror}); what was fetched is kept: {_FREE_SPACE}",
             )
         return FetchError(
             FailureReason.MODEL_CACHE_NOT_WRITABLE,

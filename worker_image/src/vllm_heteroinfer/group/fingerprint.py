@@ -127,15 +127,15 @@ def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
     """
     expected = fingerprints[0]
     differences, first = [], None
-    for place, got in zip(plan.ranks, fingerprints, strict=True):
-        same_device = place.device is plan.ranks[0].device
+    for rank, got in zip(plan.ranks, fingerprints, strict=True):
+        same_device = rank.device is plan.ranks[0].device
         for field in sorted(expected.keys() | got.keys()):
             if field == "enforce_eager" and not same_device:
                 continue
             if got.get(field) != expected.get(field):
-                first = place.rank if first is None else first
+                first = rank.rank if first is None else first
                 differences.append(
-                    f"rank {place.rank} (pod {place.pod}, role {place.role}): {field}: got {got.get(field)}, "
+                    f"rank {rank.rank} (pod {rank.pod}, role {rank.role}): {field}: got {got.get(field)}, "
                     f"expected {expected.get(field)} as rank 0 has: {_REMEDIES.get(field, _REMEDY)}"
                 )
     if first is not None:

@@ -14,31 +14,31 @@ def size_bytes(kv_cache_config: Any) -> int:
     return max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
 
 
-def room_blocks(*, blocks: int, size_bytes: int, room_bytes: int) -> int:
-    """Returns how many blocks `room_bytes` hold, where `blocks` take `size_bytes`; 0 without a KV cache."""
-    return room_bytes * blocks // size_bytes if size_bytes else 0
+def headroom_blocks(*, blocks: int, size_bytes: int, headroom_bytes: int) -> int:
+    """Returns how many blocks the headroom holds, where `blocks` take `size_bytes`; 0 without a KV cache."""
+    return headroom_bytes * blocks // size_bytes if size_bytes else 0
 
 
-def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], rooms_bytes: Sequence[int]) -> str:
-    """Returns one line: the group's blocks, the rank with the least room, and what each could hold.
+def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_bytes: Sequence[int]) -> str:
+    """Returns one line: the group's blocks, the rank with the least headroom, and what each could hold.
 
     Args:
         plan: of the group.
         blocks: that every rank has.
         sizes_bytes: of each rank's KV cache.
-        rooms_bytes: that each rank measured for it.
+        headrooms_bytes: that each rank measured for it.
     """
     could = [
-        room_blocks(blocks=blocks, size_bytes=size, room_bytes=room)
-        for size, room in zip(sizes_bytes, rooms_bytes, strict=True)
+        headroom_blocks(blocks=blocks, size_bytes=size, headroom_bytes=headroom)
+        for size, headroom in zip(sizes_bytes, headrooms_bytes, strict=True)
     ]
     tightest = min(plan.ranks, key=lambda rank: could[rank.rank])
-    room = could[tightest.rank]
-    by_plan = f", of which the plan gives {blocks}" if room > blocks else ""
+    headroom = could[tightest.rank]
+    by_plan = f", of which the plan gives {blocks}" if headroom > blocks else ""
     each = ", ".join(f"rank {rank.rank} {could[rank.rank]}" for rank in plan.ranks)
     return (
         f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank; rank {tightest.rank} "
         f"(role {tightest.role}, {tightest.device}) limits it: "
-        f"{rooms_bytes[tightest.rank] / 2**20:.0f} MiB are room for {room} blocks{by_plan}; "
-        f"room in blocks: {each}"
+        f"{headrooms_bytes[tightest.rank] / 2**20:.0f} MiB hold {headroom} blocks{by_plan}; "
+        f"headroom in blocks: {each}"
     )

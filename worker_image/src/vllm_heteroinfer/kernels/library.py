@@ -54,7 +54,7 @@ class KernelLibrary:
 
         Args:
             path: one of PATHS; None for the default.
-            streams: places that a thread reads at once: 1, 2 or 4; -1 for the default.
+            streams: positions that a thread reads at once: 1, 2 or 4; -1 for the default.
             prefetch: distance in units of 2 KiB of a stream; -1 for the default.
 
         Raises:

@@ -104,7 +104,7 @@ def _lazy_product(weight: torch.Tensor) -> Product:
     """Returns the product with an embedding's table, packed when it is first asked for.
 
     Most embeddings are only looked up, and would be kept twice for nothing. A model that uses
-    one as its head does so in the warm-up, before the room for the KV cache is measured.
+    one as its head does so in the warm-up, before the headroom for the KV cache is measured.
     """
     packed: list[torch.Tensor] = []
 

@@ -75,7 +75,7 @@ class ChildProcess:
         label: str,
         command: Sequence[str],
         env: Mapping[str, str],
-        pass_socket: socket.socket | None = None,
+        inherited_socket: socket.socket | None = None,
     ) -> None:
         """Starts it; must be called on a thread that lives as long as the supervisor (PR_SET_PDEATHSIG).
 
@@ -89,7 +89,7 @@ class ChildProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=() if pass_socket is None else (pass_socket.fileno(),),
+            pass_fds=() if inherited_socket is None else (inherited_socket.fileno(),),
             start_new_session=True,
         )
         assert self._popen.stdout is not None

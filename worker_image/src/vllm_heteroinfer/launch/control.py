@@ -1,7 +1,7 @@
 """How the supervisors of a group speak: JSON lines over TCP, followers to the leader.
 
 A follower says who it is and is welcomed or refused in words; then both beat five times
-a second. Whoever falls silent or closes is lost. Evidence of failures goes to the
+a second. Whoever turns silent or closes is lost. Evidence of failures goes to the
 leader, which alone decides who is to blame and tells all. Stdlib and the contract only.
 """
 
@@ -302,7 +302,7 @@ class ControlClient:
             self._link.send(message)
 
     def connected(self) -> bool:
-        """Returns whether the leader has been heard within the heart-beat deadline."""
+        """Returns whether the leader's last heartbeat is within the heart-beat deadline."""
         return self._link is not None and self._link.silent_for_s() <= self._launch.heartbeat_timeout_s
 
     def news_age_s(self) -> float:

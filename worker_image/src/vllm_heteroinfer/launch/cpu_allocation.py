@@ -26,7 +26,7 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CpuSet:
     """What one rank computes on.
 
     Attributes:
@@ -38,8 +38,8 @@ class Place:
     nodes: tuple[int, ...]
 
 
-def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[Place, ...] | None:
-    """Returns the place of each rank: equally many threads, no CPU twice.
+def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet, ...] | None:
+    """Returns the CPUs of each rank: equally many threads, no CPU twice.
 
     A core's hyper-threads share its units, so a rank takes one of each core, and the second
     ones only where there are fewer cores than ranks. A rank has one NUMA node, unless that
@@ -80,7 +80,7 @@ def _without_reserved(units: Sequence[Sequence[Cpu]], reserved: int) -> dict[int
     return {node: [unit[0] for unit in own] for node, own in sorted(nodes.items()) if own}
 
 
-def _share_out(left: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[Place, ...]:
+def _share_out(left: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[CpuSet, ...]:
     on_one_node = _most_on_one_node([len(cpus) for cpus in left.values()], ranks)
     if on_one_node >= WORTH_ONE_NODE * threads:
         threads = on_one_node
@@ -88,7 +88,7 @@ def _share_out(left: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[Pl
     else:
         takes = (_take_evenly(left, threads) for _ in range(ranks))
     return tuple(
-        Place(
+        CpuSet(
             cpus=tuple(sorted(cpu.id for cpu in taken)),
             nodes=tuple(sorted({cpu.node for cpu in taken})),
         )

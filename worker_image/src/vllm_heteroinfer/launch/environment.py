@@ -13,7 +13,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
 from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
-from vllm_heteroinfer.launch.cpu_allocation import Cpu, Place, allocate
+from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.pod.addresses import ENV_OWN_ADDRESS
 
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
@@ -68,12 +68,12 @@ def rank_environment(
         env[CUDA_VISIBLE_DEVICES] = _own_gpu(rank, base_env)
         return env
     env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
-    place = bound_place(plan, launch, rank, host)
-    if place is not None and _more_threads(base_env, place):
-        place = None
-    for name, value in _thread_settings(plan, launch, place, host).items():
+    cpu_set = bound_cpus(plan, launch, rank, host)
+    if cpu_set is not None and _more_threads(base_env, cpu_set):
+        cpu_set = None
+    for name, value in _thread_settings(plan, launch, cpu_set, host).items():
         env.setdefault(name, value)
-    env[names.ENV_MEMORY_NODES] = _memory_nodes(place, host)
+    env[names.ENV_MEMORY_NODES] = _memory_nodes(cpu_set, host)
     return env
 
 
@@ -97,10 +97,10 @@ def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:
     return max(1, (host.usable_cpus - _reserved_cpus(plan, launch, host)) // ranks)
 
 
-def bound_place(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> Place | None:
+def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> CpuSet | None:
     """Returns the CPUs that a CPU rank's threads are bound to, or None if they shall not be bound.
 
-    Every supervisor of a machine comes to the same places, since each counts the CPU ranks of
+    Every supervisor of a machine comes to the same CPUs, since each counts the CPU ranks of
     all pods that have its own address, in rank order.
     """
     if launch.cpu_binding is CpuBinding.NEVER or host.usable_cpus < len(host.cpus):
@@ -108,8 +108,8 @@ def bound_place(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host)
     if launch.cpu_binding is CpuBinding.AUTO and not host.has_whole_cores:
         return None
     ranks = ranks_on_machine(plan, launch, Device.CPU)
-    places = allocate(host.cpus, ranks=len(ranks), reserved=_reserved_cpus(plan, launch, host))
-    return None if places is None else places[ranks.index(rank)]
+    cpu_sets = allocate(host.cpus, ranks=len(ranks), reserved=_reserved_cpus(plan, launch, host))
+    return None if cpu_sets is None else cpu_sets[ranks.index(rank)]
 
 
 def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
@@ -148,29 +148,29 @@ def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
     return devices[rank.local_rank]
 
 
-def _more_threads(base_env: Mapping[str, str], place: Place) -> bool:
-    """Returns whether the user wants more threads than the place has CPUs: they'd wait for each other."""
+def _more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
+    """Returns whether the user wants more threads than the rank has CPUs: they'd wait for each other."""
     asked = base_env.get(OMP_NUM_THREADS, "")
-    return asked.isdecimal() and int(asked) > len(place.cpus)
+    return asked.isdecimal() and int(asked) > len(cpu_set.cpus)
 
 
-def _thread_settings(plan: Plan, launch: PodLaunch, place: Place | None, host: Host) -> dict[str, str]:
-    threads = threads_per_rank(plan, launch, host) if place is None else len(place.cpus)
+def _thread_settings(plan: Plan, launch: PodLaunch, cpu_set: CpuSet | None, host: Host) -> dict[str, str]:
+    threads = threads_per_rank(plan, launch, host) if cpu_set is None else len(cpu_set.cpus)
     settings = {
         OMP_NUM_THREADS: str(threads),
         # vLLM's own binding follows affinity only, never the quota, and refuses more
         # ranks than NUMA nodes (vllm/utils/ompmultiprocessing.py::OMPProcessManager@v0.32.0).
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    if place is not None:
-        # One place for all threads of a rank, so that what its main thread starts later is
-        # not pinned to a single CPU.
-        settings["OMP_PLACES"] = "{" + ",".join(str(cpu) for cpu in place.cpus) + "}"
+    if cpu_set is not None:
+        # One set of CPUs for all threads of a rank, so that what its main thread starts
+        # later is not pinned to a single CPU.
+        settings["OMP_PLACES"] = "{" + ",".join(str(cpu) for cpu in cpu_set.cpus) + "}"
         settings["OMP_PROC_BIND"] = "true"
     return settings
 
 
-def _memory_nodes(place: Place | None, host: Host) -> str:
+def _memory_nodes(cpu_set: CpuSet | None, host: Host) -> str:
     """Returns the NUMA nodes that a rank shall have its memory on, "" where there is one only."""
     nodes = sorted({cpu.node for cpu in host.cpus})
-    return ",".join(map(str, nodes if place is None else place.nodes)) if len(nodes) > 1 else ""
+    return ",".join(map(str, nodes if cpu_set is None else cpu_set.nodes)) if len(nodes) > 1 else ""

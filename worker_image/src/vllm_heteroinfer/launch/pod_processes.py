@@ -51,7 +51,7 @@ class Commands:
 
 
 @dataclass(slots=True, kw_only=True)
-class Member:
+class SupervisedProcess:
     """One process, and what is known of it. `assignment` is None for the API server."""
 
     child: ChildProcess
@@ -59,19 +59,19 @@ class Member:
     assignment: RankAssignment | None
     report: RankReport = field(default_factory=RankReport)
     reported: Failure | None = None
-    heard_at_s: float = field(default_factory=time.monotonic)
+    last_heartbeat_at_s: float = field(default_factory=time.monotonic)
     busy_since_s: float = 0.0
     failing_since_s: float | None = None
     blamed: bool = False
 
-    def hear(self, now_s: float) -> None:
+    def read_channel(self, now_s: float) -> None:
         """Takes in what it has said.
 
         Raises:
             ContractError: it speaks another version of the channel.
         """
         for message in self.channel.read():
-            self.heard_at_s = now_s
+            self.last_heartbeat_at_s = now_s
             if message.report is not None:
                 if message.report.busy != self.report.busy:
                     self.busy_since_s = now_s
@@ -93,7 +93,7 @@ class PodProcesses:
         self._plan = plan
         self._launch = launch
         self._on_evidence = on_evidence
-        self._members: list[Member] = []
+        self._processes: list[SupervisedProcess] = []
         self._draining = False
 
     def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
@@ -116,27 +116,27 @@ class PodProcesses:
         channel, theirs = RankChannel.open_pair()
         with theirs:
             env[names.ENV_RANK_CHANNEL_FD] = str(theirs.fileno())
-            child = ChildProcess(label=label, command=command, env=env, pass_socket=theirs)
-        member = Member(child=child, channel=channel, assignment=rank)
-        self._members.append(member)
-        asyncio.get_running_loop().add_reader(channel.fileno(), self._readable, member)
+            child = ChildProcess(label=label, command=command, env=env, inherited_socket=theirs)
+        process = SupervisedProcess(child=child, channel=channel, assignment=rank)
+        self._processes.append(process)
+        asyncio.get_running_loop().add_reader(channel.fileno(), self._readable, process)
         log.info("started %s as process %d", label, child.pid)
 
     def beats(self) -> tuple[RankBeat, ...]:
         """Returns what is known of each rank of this pod now."""
         now_s = time.monotonic()
-        return tuple(_beat(m, m.assignment, now_s) for m in self._members if m.assignment is not None)
+        return tuple(_beat(m, m.assignment, now_s) for m in self._processes if m.assignment is not None)
 
     def tell_age(self, group_age_s: float) -> None:
         """Tells every rank how old the news of the group is, in seconds."""
         message = SupervisorMessage(group_age_s=group_age_s, drain=self._draining)
-        for member in self._members:
-            member.channel.send(message)
+        for process in self._processes:
+            process.channel.send(message)
 
     def last_log(self, rank: int) -> str:
         """Returns a rank's last line of log, "" if it is of another pod."""
-        own = (m for m in self._members if m.assignment is not None and m.assignment.rank == rank)
-        return next((member.child.output.last_line() for member in own), "")
+        own = (m for m in self._processes if m.assignment is not None and m.assignment.rank == rank)
+        return next((process.child.output.last_line() for process in own), "")
 
     def drain(self) -> None:
         """Has the API server take no more requests from the next beat on; its end is no failure then."""
@@ -144,20 +144,20 @@ class PodProcesses:
 
     def drained(self) -> bool:
         """Returns whether no request is left that could end: no API server runs, or it says so."""
-        servers = [m for m in self._members if m.assignment is None]
+        servers = [m for m in self._processes if m.assignment is None]
         return all(m.report.drained or m.child.observe().life is Life.ENDED for m in servers)
 
     def watch(self) -> None:
         """Looks at every process, and reports each failure once."""
         now_s = time.monotonic()
-        for member in self._members:
-            if not member.blamed and not (self._draining and member.assignment is None):
-                self._watch_one(member, now_s)
-        reap_orphans([member.child for member in self._members])
+        for process in self._processes:
+            if not process.blamed and not (self._draining and process.assignment is None):
+                self._watch_one(process, now_s)
+        reap_orphans([process.child for process in self._processes])
 
     def failing(self) -> bool:
         """Returns whether a process has failed, though its exit code may not be known yet."""
-        return any(m.blamed or m.failing_since_s is not None for m in self._members)
+        return any(m.blamed or m.failing_since_s is not None for m in self._processes)
 
     async def stop(self, hurry: asyncio.Event) -> bool:
         """Ends the API server in its own order, then kills the ranks; `hurry` cuts the first short.
@@ -166,7 +166,7 @@ class PodProcesses:
             whether all processes are gone.
         """
         deadline_s = time.monotonic() + API_STOP_TIMEOUT_S
-        servers = [m.child for m in self._members if m.assignment is None and not m.child.reaped()]
+        servers = [m.child for m in self._processes if m.assignment is None and not m.child.reaped()]
         for server in servers:
             server.terminate()
         while not all(server.reaped() for server in servers) and not hurry.is_set():
@@ -178,46 +178,46 @@ class PodProcesses:
     async def kill(self) -> bool:
         """Kills every process of the pod; returns whether all are gone."""
         loop = asyncio.get_running_loop()
-        for member in self._members:
-            loop.remove_reader(member.channel.fileno())
-        gone = await kill_everything([member.child for member in self._members])
+        for process in self._processes:
+            loop.remove_reader(process.channel.fileno())
+        gone = await kill_everything([process.child for process in self._processes])
         deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
-        for member in self._members:
-            member.child.output.join(max(0.0, deadline_s - time.monotonic()))
-            member.channel.close()
+        for process in self._processes:
+            process.child.output.join(max(0.0, deadline_s - time.monotonic()))
+            process.channel.close()
         return gone
 
-    def _readable(self, member: Member) -> None:
+    def _readable(self, process: SupervisedProcess) -> None:
         try:
-            member.hear(time.monotonic())
+            process.read_channel(time.monotonic())
         except ContractError as error:
-            member.reported = Failure(reason=FailureReason.RANK_RAISED, message=str(error))
-            member.channel.closed = True
-        if member.channel.closed:
-            asyncio.get_running_loop().remove_reader(member.channel.fileno())
+            process.reported = Failure(reason=FailureReason.RANK_RAISED, message=str(error))
+            process.channel.closed = True
+        if process.channel.closed:
+            asyncio.get_running_loop().remove_reader(process.channel.fileno())
 
-    def _watch_one(self, member: Member, now_s: float) -> None:
-        seen = member.child.observe()
+    def _watch_one(self, process: SupervisedProcess, now_s: float) -> None:
+        seen = process.child.observe()
         if seen.life is Life.ENDED:
-            self._readable(member)  # its last words are in the socket already
-        stopped_s = member.child.stopped_for_s(seen, now_s)
-        if stopped_s > STOPPED_LIMIT_S and member.assignment is not None:
-            self._blame(member, seen, now_s)
-        elif seen.life is Life.ENDED or member.reported is not None:
-            if member.failing_since_s is None:
-                member.failing_since_s = now_s
-            if seen.exit_code is not None or now_s - member.failing_since_s > EXIT_CODE_WAIT_S:
-                self._blame(member, seen, now_s)
+            self._readable(process)  # its last words are in the socket already
+        stopped_s = process.child.stopped_for_s(seen, now_s)
+        if stopped_s > STOPPED_LIMIT_S and process.assignment is not None:
+            self._blame(process, seen, now_s)
+        elif seen.life is Life.ENDED or process.reported is not None:
+            if process.failing_since_s is None:
+                process.failing_since_s = now_s
+            if seen.exit_code is not None or now_s - process.failing_since_s > EXIT_CODE_WAIT_S:
+                self._blame(process, seen, now_s)
 
-    def _blame(self, member: Member, seen: ProcessObservation, now_s: float) -> None:
-        member.blamed = True
-        since_s = member.failing_since_s if member.failing_since_s is not None else now_s
-        failure = _failure(member, self._plan, self._launch.pod_index, seen)
+    def _blame(self, process: SupervisedProcess, seen: ProcessObservation, now_s: float) -> None:
+        process.blamed = True
+        since_s = process.failing_since_s if process.failing_since_s is not None else now_s
+        failure = _failure(process, self._plan, self._launch.pod_index, seen)
         self._on_evidence(Evidence(failure=failure, age_s=now_s - since_s))
 
 
-def _beat(member: Member, assignment: RankAssignment, now_s: float) -> RankBeat:
-    report = member.report
+def _beat(process: SupervisedProcess, assignment: RankAssignment, now_s: float) -> RankBeat:
+    report = process.report
     status = RankStatus(
         rank=assignment.rank,
         pod=assignment.pod,
@@ -229,34 +229,34 @@ def _beat(member: Member, assignment: RankAssignment, now_s: float) -> RankBeat:
         compute_s=report.compute_s,
         wait_s=report.wait_s,
         transfer_s=report.transfer_s,
-        heartbeat_age_s=now_s - member.heard_at_s,
+        heartbeat_age_s=now_s - process.last_heartbeat_at_s,
         kv_blocks=report.kv_blocks,
         kv_room_blocks=report.kv_room_blocks,
         kv_room_bytes=report.kv_room_bytes,
     )
-    busy_s = now_s - member.busy_since_s if report.busy is not None else 0.0
+    busy_s = now_s - process.busy_since_s if report.busy is not None else 0.0
     return RankBeat(status=status, busy=report.busy, busy_s=busy_s, waiting_for_rank=report.waiting_for_rank)
 
 
-def _failure(member: Member, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
+def _failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
     """Returns why this process failed: its own word if it gave one, else what the kernel says."""
-    rank = None if member.assignment is None else member.assignment.rank
+    rank = None if process.assignment is None else process.assignment.rank
     known = Failure(
         reason=FailureReason.RANK_EXITED if rank is not None else FailureReason.API_SERVER_EXITED,
         message="",
         pod=pod,
         rank=rank,
         exit_code=seen.exit_code,
-        last_log=member.child.output.last_line(),
+        last_log=process.child.output.last_line(),
         time=time.time(),
     )
     who = f"rank {rank} (pod {pod})" if rank is not None else f"the API server (pod {pod})"
-    if member.reported is not None:
-        return _as_reported(member.reported, known, plan, who)
+    if process.reported is not None:
+        return _as_reported(process.reported, known, plan, who)
     if seen.life is Life.STOPPED:
         message = f"{who} has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
         return replace(known, reason=FailureReason.RANK_STOPPED, message=message)
-    return replace(known, message=f"{who} {describe_exit(seen.exit_code, RankPhase(member.report.phase))}")
+    return replace(known, message=f"{who} {describe_exit(seen.exit_code, RankPhase(process.report.phase))}")
 
 
 def _as_reported(reported: Failure, known: Failure, plan: Plan, who: str) -> Failure:

@@ -45,7 +45,7 @@ FOLLOWERS_DRAIN_LONGER_S = 10.0
 VERDICT_TIMEOUT_S = 1.5
 """A follower waits so long for the leader's verdict, and then decides alone."""
 LATE_POD_S = 1.0
-"""For pods that have not connected yet to come and hear the verdict."""
+"""For pods that have not connected yet to come and get the verdict."""
 LATE_TICK_S = 0.1
 
 log = logging.getLogger(__name__)

@@ -89,7 +89,7 @@ class SupervisorLink:
         self._writer = writer
         self._lines = LineBuffer()
         self._queue: list[str] = []
-        self.heard_at_s = time.monotonic()
+        self.last_heartbeat_at_s = time.monotonic()
         _set_options(writer, timeout_s)
 
     def send(self, message: Message) -> None:
@@ -110,13 +110,13 @@ class SupervisorLink:
                 chunk = b""
             if not chunk:
                 return None
-            self.heard_at_s = time.monotonic()
+            self.last_heartbeat_at_s = time.monotonic()
             self._queue = self._lines.feed(chunk)
         return codec.from_json(Message, self._queue.pop(0))
 
     def silent_for_s(self) -> float:
-        """Returns the time since anything was heard, in seconds."""
-        return time.monotonic() - self.heard_at_s
+        """Returns the time since the last heartbeat or other message, in seconds."""
+        return time.monotonic() - self.last_heartbeat_at_s
 
     async def flush(self) -> None:
         """Waits until what was sent has left this process, for at most FLUSH_TIMEOUT_S."""

@@ -12,11 +12,11 @@ _ORIGINAL = "heteroinfer_original"
 
 
 def replace(patch: Patch, build: Callable[[Any], Callable[..., Any]]) -> None:
-    """Puts `build(original)` in the place of a patch's target; twice is a no-op.
+    """Replaces a patch's target by `build(original)`; twice is a no-op.
 
     Args:
         patch: names the target.
-        build: is given vLLM's own function, and returns what takes its place.
+        build: is given vLLM's own function, and returns what replaces it.
 
     Raises:
         PatchError: this vLLM's function is missing, or another one.

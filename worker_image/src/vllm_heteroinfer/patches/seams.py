@@ -14,7 +14,7 @@ VLLM_VERSION: Final = "0.32.0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
-    """One place of vLLM that is entered.
+    """One point of vLLM that is entered.
 
     Attributes:
         target: `module:attribute` that must exist.
@@ -76,13 +76,13 @@ SEAMS: Final = (
         target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
         kind="worker class",
         used_by="rank/worker/group_worker.py",
-        why="with a planned KV size vLLM measures nothing: a rank with less room would fail later, unnamed",
+        why="with a planned KV size vLLM measures nothing: a rank with less memory would fail later, unnamed",
     ),
     Seam(
         target="vllm.model_executor.model_loader:register_model_loader",
         kind="registry; ModelRunner.load_config",
         used_by="rank/worker/weight_loading.py",
-        why="a load tells how far it is, so that one that moves has no deadline",
+        why="a load reports how far it is, so that one that moves has no deadline",
     ),
     Seam(
         target="vllm.entrypoints.serve.middleware.register:init_entrypoints_middleware",

@@ -1,4 +1,4 @@
-"""What vLLM is told of our own variable; it warns at each start of VLLM_ names that it does not know.
+"""Names our own variable to vLLM; it warns at each start of VLLM_ names that it does not know.
 
 Imports vLLM.
 """

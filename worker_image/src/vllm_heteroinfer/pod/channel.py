@@ -88,8 +88,8 @@ class RankReporter:
         self._state_lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._report = RankReport()
-        self._heard_age_s = 0.0
-        self._heard_at = time.monotonic()
+        self._group_age_s = 0.0
+        self._group_age_at_s = time.monotonic()
         self._drain = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heteroinfer-channel", daemon=True)
@@ -135,11 +135,11 @@ class RankReporter:
                 transfer_s=transfer_s,
             )
 
-    def kv_cache(self, *, blocks: int, room_blocks: int, room_bytes: int) -> None:
-        """Sets the KV blocks that this rank has, and the room that it measured for them."""
+    def kv_cache(self, *, blocks: int, headroom_blocks: int, headroom_bytes: int) -> None:
+        """Sets the KV blocks that this rank has, and the headroom that it measured for them."""
         with self._state_lock:
             self._report = replace(
-                self._report, kv_blocks=blocks, kv_room_blocks=room_blocks, kv_room_bytes=room_bytes
+                self._report, kv_blocks=blocks, kv_room_blocks=headroom_blocks, kv_room_bytes=headroom_bytes
             )
 
     def busy(self, what: str | None, *, waiting_for_rank: int | None = None) -> None:
@@ -177,10 +177,10 @@ class RankReporter:
     def heartbeat_age_s(self) -> float:
         """Returns how long ago the group was last known to be whole, in seconds.
 
-        It grows when a peer's supervisor falls silent, and when this rank's own does.
+        It grows when a peer's supervisor turns silent, and when this rank's own does.
         """
         with self._state_lock:
-            return self._heard_age_s + (time.monotonic() - self._heard_at)
+            return self._group_age_s + (time.monotonic() - self._group_age_at_s)
 
     def close(self) -> None:
         """Ends the thread and closes the channel; the supervisor goes by the process, not by this."""
@@ -207,10 +207,10 @@ class RankReporter:
         if not chunk:
             self._closed.set()
         for line in lines.feed(chunk):
-            heard = codec.from_json(SupervisorMessage, line)
+            message = codec.from_json(SupervisorMessage, line)
             with self._state_lock:
-                self._heard_age_s, self._heard_at = heard.group_age_s, time.monotonic()
-                self._drain = self._drain or heard.drain
+                self._group_age_s, self._group_age_at_s = message.group_age_s, time.monotonic()
+                self._drain = self._drain or message.drain
 
     def _send(self, message: RankMessage) -> None:
         line = (codec.to_json(message) + "\n").encode()

@@ -19,7 +19,7 @@ class RankContext:
     Attributes:
         plan: of the group.
         launch: of its pod.
-        rank: its own place.
+        rank: its own assignment.
         reporter: its channel to the supervisor.
         store: of the group.
         metrics: its meter.

@@ -37,7 +37,7 @@ _READERS_GRACE_S = 10.0
 
 def main() -> NoReturn:
     """Runs a rank until its supervisor ends it, or it fails."""
-    plan, launch, rank = place(os.environ)
+    plan, launch, rank = read_assignment(os.environ)
     preload("vllm_heteroinfer.rank.entry", rank)
     reporter = RankReporter.from_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
@@ -61,7 +61,7 @@ def main() -> NoReturn:
     fail(RuntimeError("the executor's calls ended; did the API server exit?"))
 
 
-def place(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
+def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
     """Returns plan, launch and rank of an environment; raises ContractError naming what is wrong."""
     plan, launch = Plan.from_env(env), PodLaunch.from_env(env)
     text = env.get(names.ENV_RANK, "")

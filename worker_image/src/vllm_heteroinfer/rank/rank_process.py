@@ -48,18 +48,18 @@ class RankProcess(WorkerProc):
     def __init__(self, config: "VllmConfig", context: RankContext) -> None:
         """Joins the process groups and loads the weights."""
         self.context = context
-        place = context.rank
-        self.rank = place.rank
-        wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=place.rank)
+        assignment = context.rank
+        self.rank = assignment.rank
+        wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=assignment.rank)
         wrapper.init_worker(
             [
                 {
                     "vllm_config": config,
                     # A GPU rank sees its own GPU only (launch/environment.py).
-                    "local_rank": place.local_rank if place.device is Device.CPU else 0,
-                    "rank": place.rank,
+                    "local_rank": assignment.local_rank if assignment.device is Device.CPU else 0,
+                    "rank": assignment.rank,
                     "distributed_init_method": world_init_method(context.launch),
-                    "is_driver_worker": place.tensor_rank == 0,
+                    "is_driver_worker": assignment.tensor_rank == 0,
                 }
             ]
         )

@@ -64,7 +64,7 @@ class RankMetrics:
     def __init__(
         self, rank: RankAssignment, launch: PodLaunch, reporter: RankReporter, *, counts: bool = True
     ) -> None:
-        """Makes the metrics; without `counts` none of a step is kept but what the supervisor is told."""
+        """Makes the metrics; without `counts` none of a step is kept but what the supervisor gets."""
         self.registry = CollectorRegistry()
         self.counts = counts
         self._reporter = reporter
@@ -221,14 +221,14 @@ class RankMetrics:
 
 
 def fit_transfer(step: Step) -> None:
-    """Scales a step's transfer down to what its wall time leaves room for.
+    """Scales a step's transfer down to what its wall time leaves.
 
-    Small copies of a GPU are timed by sampling, so that one step may be told more than it had.
+    Small copies of a GPU are timed by sampling, so that one step may be charged more than it had.
     """
-    room_s, transfer_s = max(0.0, step.step_s - step.wait_s), sum(step.transfer_s.values())
-    if transfer_s > room_s:
+    left_s, transfer_s = max(0.0, step.step_s - step.wait_s), sum(step.transfer_s.values())
+    if transfer_s > left_s:
         for direction in step.transfer_s:
-            step.transfer_s[direction] *= room_s / transfer_s
+            step.transfer_s[direction] *= left_s / transfer_s
 
 
 def serve(

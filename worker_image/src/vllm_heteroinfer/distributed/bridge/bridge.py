@@ -1,7 +1,7 @@
 """The collectives of one group of GPU and CPU ranks, over host memory.
 
-Each member publishes its own part and reads all others', and combines them itself in the
-group's order: with the same numbers in the same order every member gets the same bits.
+Each rank publishes its own part and reads all others', and combines them itself in the
+process group's order: with the same numbers in the same order every rank gets the same bits.
 """
 
 import functools
@@ -19,7 +19,7 @@ from vllm_heteroinfer.distributed.bridge.bridge_link import (
     BridgeLink,
     Buffer,
     Form,
-    Members,
+    ProcessGroupRanks,
     form_of,
 )
 from vllm_heteroinfer.distributed.bridge.exchange import Exchange
@@ -43,23 +43,23 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class Bridge:
-    """Collectives of one group; every member calls each of them, in the same order.
+    """Collectives of one process group; every rank calls each of them, in the same order.
 
     Ranks in arguments (`src`, `dst`) are ranks in the group, as in vLLM's
     DeviceCommunicatorBase; errors name global ranks. Calls are made by one thread. Returned
     GPU tensors are ordered on the current stream, and arguments may be overwritten at once.
 
     Every collective raises:
-        CollectiveMismatchError: a member is at another collective, or at the same with
+        CollectiveMismatchError: a rank is at another collective, or at the same with
             another shape, dtype, step, count or history.
-        PeerLostError: a member did not come within the time-out.
+        PeerLostError: a rank did not come within the time-out.
 
     Attributes:
         path: how parts travel, as proven at the start.
-        listeners: global ranks that `announce` reaches: the members on CPUs, without the first.
+        listeners: global ranks that `announce` reaches: the ranks on CPUs, without the first.
     """
 
-    def __init__(  # noqa: PLR0913 - what each member of a group must be told
+    def __init__(  # noqa: PLR0913 - what each rank of a process group must know
         self,
         *,
         group: str,
@@ -71,52 +71,52 @@ class Bridge:
         timeout_s: float,
         meter: Meter,
     ) -> None:
-        """Connects the members; each of them calls it at once.
+        """Connects the ranks; each of them calls it at once.
 
         Args:
             group: its name, for log and errors, as `tp:0`.
-            ranks: global ranks of the members, in the group's order.
+            ranks: global ranks, in the process group's order.
             rank: global rank of this one.
             device: of this rank, with its index if it is a GPU.
             cpu_group: gloo ProcessGroup of exactly these ranks.
-            share_host: the plan says that the members can share memory; proven here.
-            timeout_s: for which a member is waited for, in seconds.
-            meter: is told times and bytes.
+            share_host: the plan says that the ranks can share memory; proven here.
+            timeout_s: for which a rank is waited for, in seconds.
+            meter: gets times and bytes.
 
         Raises:
-            ContractError: the members were not told the same, or do not share memory though
+            ContractError: the ranks were not given the same, or do not share memory though
                 the plan says so.
         """
         hellos = gather_values((share_host, device.type, platform.machine()), cpu_group)
         if len({share for share, _, _ in hellos}) > 1:
             raise ContractError(
                 f"group {group}: got share_host {[share for share, _, _ in hellos]} of ranks {list(ranks)}, "
-                "expected one answer; start every member with the same plan"
+                "expected one answer; start every rank with the same plan"
             )
-        self._members = Members(
+        self._process_group = ProcessGroupRanks(
             group=group,
             ranks=tuple(ranks),
             index=tuple(ranks).index(rank),
             listeners=tuple(i for i, (_, kind, _) in enumerate(hellos) if i and kind == "cpu"),
         )
-        self.listeners = tuple(ranks[i] for i in self._members.listeners)
+        self.listeners = tuple(ranks[i] for i in self._process_group.listeners)
         machines = {machine for _, _, machine in hellos}
         self.path: Literal["shared_memory", "gloo"]
         self.path, why = choose_path(share_host, machines)
         self._device = device
-        self._mail = GlooLink(cpu_group, self._members, device, timeout_s=timeout_s, meter=meter)
+        self._mail = GlooLink(cpu_group, self._process_group, device, timeout_s=timeout_s, meter=meter)
         self._link: BridgeLink = self._mail
         signal, publisher = None, "the host publishes"
         if self.path == "shared_memory":
-            slab = share_slab(self._members, cpu_group, device)
-            self._link = SharedMemoryLink(slab, self._members, timeout_s=timeout_s, meter=meter)
+            slab = share_slab(self._process_group, cpu_group, device)
+            self._link = SharedMemoryLink(slab, self._process_group, timeout_s=timeout_s, meter=meter)
             if device.type == "cuda":
-                proof_word = self._members.index * WORDS + PROOF
+                proof_word = self._process_group.index * WORDS + PROOF
                 signal, publisher = find_signal(slab.words, slab.bytes.data_ptr(), device, proof_word)
         staging: Staging = HostStaging()
         if device.type == "cuda":
-            staging = CudaStaging(device, self._members.peers, self._link.buffers(), signal)
-        self._exchange = Exchange(self._members, self._link, staging, meter)
+            staging = CudaStaging(device, self._process_group.peers, self._link.buffers(), signal)
+        self._exchange = Exchange(self._process_group, self._link, staging, meter)
         self._wide = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
         self._step = self._count = self._history = 0
         self._mailed: dict[tuple[int, int], int] = {}
@@ -124,7 +124,7 @@ class Bridge:
         _logger.info(words, group, list(ranks), self.path, why, staging.way, publisher)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Says for how long a member is waited for from now on, in seconds."""
+        """Says for how long a rank is waited for from now on, in seconds."""
         self._mail.timeout_s = self._link.timeout_s = timeout_s
 
     def begin_step(self, step: int) -> None:
@@ -132,17 +132,17 @@ class Bridge:
         self._step, self._count = step, 0
 
     def set_history(self, digest: int) -> None:
-        """Says what was sampled so far, as a checksum that members compare; 64 bits are kept."""
+        """Says what was sampled so far, as a checksum that ranks compare; 64 bits are kept."""
         self._history = digest & 0xFFFFFFFFFFFFFFFF
 
     def all_reduce(self, x: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
-        """Returns the sum over the members, the same bits on each.
+        """Returns the sum over the ranks, the same bits on each.
 
         bf16 and fp16 are summed in float32 and rounded once.
 
         Args:
-            x: any shape, of the same shape and dtype on each member.
-            in_place: the sum may take the place of `x`, which is then returned.
+            x: any shape, of the same shape and dtype on each rank.
+            in_place: the sum may overwrite `x`, which is then returned.
         """
         if x.nbytes <= PART_BYTES:
             return self._all_reduce_whole(x, x if in_place else None)
@@ -153,7 +153,7 @@ class Bridge:
         self._exchange.run(
             header,
             source.view(-1),
-            [x.numel()] * len(self._members.ranks),
+            [x.numel()] * len(self._process_group.ranks),
             lambda begin, end, parts: self._sum(into[begin:end], parts),
         )
         return target
@@ -171,24 +171,24 @@ class Bridge:
 
     def _sum_whole(self, target: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if target is None:
-            target = torch.empty_like(parts[self._members.index])
+            target = torch.empty_like(parts[self._process_group.index])
         self._sum(target, parts)
         return target
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Returns the members' tensors, concatenated along `dim` in the group's order."""
+        """Returns the ranks' tensors, concatenated along `dim` in the group's order."""
         header = self._header(Operation.ALL_GATHER, x, x.shape)
-        return self._gather(header, x, dim, [x.shape[dim]] * len(self._members.ranks))
+        return self._gather(header, x, dim, [x.shape[dim]] * len(self._process_group.ranks))
 
     def all_gatherv(
         self, x: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: Sequence[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Returns the members' tensors, which may differ in size along `dim`, concatenated along it.
+        """Returns the ranks' tensors, which may differ in size along `dim`, concatenated along it.
 
         Args:
-            x: this member's tensor, or several.
+            x: this rank's tensor, or several.
             dim: along which they are put together.
-            sizes: of each member along `dim`; equal ones if None.
+            sizes: of each rank along `dim`; equal ones if None.
         """
         if isinstance(x, list):
             return [self._gather_one(each, dim, sizes) for each in x]
@@ -203,21 +203,21 @@ class Bridge:
         return self._gather(self._header(Operation.ALL_GATHERV, x, shape, sizes=sizes), x, dim, sizes)
 
     def gather(self, x: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """Returns the members' tensors concatenated along `dim` on `dst`, None on the others."""
+        """Returns the ranks' tensors concatenated along `dim` on `dst`, None on the others."""
         header = self._header(Operation.GATHER, x, x.shape, root=dst)
-        sizes = [x.shape[dim]] * len(self._members.ranks)
-        if self._members.index == dst:
+        sizes = [x.shape[dim]] * len(self._process_group.ranks)
+        if self._process_group.index == dst:
             return self._gather(header, x, dim, sizes)
         self._exchange.run(header, x.movedim(dim, 0).reshape(-1), [x.numel()] * len(sizes), None)
         return None
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Returns this member's share along `dim` of the sum over the members.
+        """Returns this rank's share along `dim` of the sum over the ranks.
 
         Raises:
             ValueError: `x` cannot be cut into equal shares.
         """
-        world, size = len(self._members.ranks), x.shape[dim]
+        world, size = len(self._process_group.ranks), x.shape[dim]
         if size % world:
             raise ValueError(
                 f"reduce_scatter: got {size} rows along dim {dim}, expected a multiple of {world}"
@@ -229,10 +229,10 @@ class Bridge:
     def reduce_scatterv(
         self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Returns this member's share along `dim` of the sum; shares as `sizes` says."""
+        """Returns this rank's share along `dim` of the sum; shares as `sizes` says."""
         if sizes is None:
             return self.reduce_scatter(x, dim)
-        self._check_sizes(sizes, sizes[self._members.index], dim)
+        self._check_sizes(sizes, sizes[self._process_group.index], dim)
         if sum(sizes) != x.shape[dim]:
             raise ValueError(f"reduce_scatterv: got sizes {list(sizes)}, expected a sum of {x.shape[dim]}")
         return self._scatter(self._header(Operation.REDUCE_SCATTERV, x, x.shape, sizes=sizes), x, dim, sizes)
@@ -240,9 +240,9 @@ class Bridge:
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Returns `x`, overwritten with what it is on `src`."""
         header = self._header(Operation.BROADCAST, x, x.shape, root=src)
-        counts = [x.numel() if member == src else 0 for member in range(len(self._members.ranks))]
+        counts = [x.numel() if index == src else 0 for index in range(len(self._process_group.ranks))]
         flat = x.contiguous().view(-1)
-        if self._members.index == src:
+        if self._process_group.index == src:
             self._exchange.run(header, flat, counts, None)
             return x
         self._exchange.run(header, flat, counts, lambda begin, end, parts: flat[begin:end].copy_(parts[src]))
@@ -251,46 +251,46 @@ class Bridge:
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """Sends to one member, which calls `recv`; by gloo on either path."""
+        """Sends to one rank, which calls `recv`; by gloo on either path."""
         flat = x.contiguous().view(-1)
-        header = self._mail_header(self._members.index, dst, x.shape, x.dtype)
-        room = PART_BYTES // x.element_size()
-        for part in range(num_parts(flat.numel(), room)):
-            self._mail.send(dst, header_of_part(header, part), flat[part * room : (part + 1) * room])
+        header = self._mail_header(self._process_group.index, dst, x.shape, x.dtype)
+        per_part = PART_BYTES // x.element_size()
+        for part in range(num_parts(flat.numel(), per_part)):
+            self._mail.send(dst, header_of_part(header, part), flat[part * per_part : (part + 1) * per_part])
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, src: int) -> torch.Tensor:
-        """Returns what one member sends, on this rank's device.
+        """Returns what one rank sends, on this rank's device.
 
         Raises:
             CollectiveMismatchError: it sends another shape or dtype.
         """
         target = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         flat = target.view(-1)
-        header = self._mail_header(src, self._members.index, shape, dtype)
-        room = PART_BYTES // target.element_size()
-        for part in range(num_parts(flat.numel(), room)):
+        header = self._mail_header(src, self._process_group.index, shape, dtype)
+        per_part = PART_BYTES // target.element_size()
+        for part in range(num_parts(flat.numel(), per_part)):
             theirs, bytes_ = self._mail.receive(src)
             self._exchange.compare(header_of_part(header, part), src, theirs)
-            wanted = flat[part * room : (part + 1) * room]
+            wanted = flat[part * per_part : (part + 1) * per_part]
             wanted.copy_(bytes_.elements(dtype, wanted.numel()))
         return target
 
     def announce(self, message: bytes) -> None:
-        """Tells every listener, who calls `listen`; does not wait for them. First member only.
+        """Tells every listener, who calls `listen`; does not wait for them. First rank only.
 
         Raises:
-            ValueError: more than 4096 bytes, or not the first member.
+            ValueError: more than 4096 bytes, or not the first rank.
             PeerLostError: a listener left 16 of them unread for the time-out.
         """
-        if len(message) > MESSAGE_BYTES or self._members.index:
+        if len(message) > MESSAGE_BYTES or self._process_group.index:
             raise ValueError(
-                f"announce: got {len(message)} bytes on rank {self._members.ranks[self._members.index]}, "
-                f"expected at most {MESSAGE_BYTES} on rank {self._members.ranks[0]}"
+                f"announce: got {len(message)} bytes on rank {self._process_group.own_rank}, "
+                f"expected at most {MESSAGE_BYTES} on rank {self._process_group.ranks[0]}"
             )
         self._link.announce(message)
 
     def listen(self, deadline_s: float) -> bytes:
-        """Returns the next announcement of the first member; listeners only.
+        """Returns the next announcement of the first rank; listeners only.
 
         Raises:
             PeerLostError: none came within `deadline_s` seconds.
@@ -298,7 +298,7 @@ class Bridge:
         return self._link.listen(deadline_s)
 
     def close(self) -> None:
-        """Gives everything back; other members that wait for this one see at once that it is gone."""
+        """Gives everything back; other ranks that wait for this one see at once that it is gone."""
         self._exchange.settle()
         self._link.close()
         self._mail.close()
@@ -322,7 +322,7 @@ class Bridge:
     def _scatter(self, header: bytes, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         dim %= x.dim()
         rows = x.movedim(dim, 0).contiguous()
-        here = self._members.index
+        here = self._process_group.index
         share = torch.empty((sizes[here], *rows.shape[1:]), dtype=x.dtype, device=x.device)
         flat = share.view(-1)
         first = sum(sizes[:here]) * _product(x.shape, dim)
@@ -380,10 +380,10 @@ class Bridge:
         )
 
     def _check_sizes(self, sizes: Sequence[int], own: int, dim: int) -> None:
-        if len(sizes) != len(self._members.ranks) or sizes[self._members.index] != own:
+        if len(sizes) != len(self._process_group.ranks) or sizes[self._process_group.index] != own:
             raise ValueError(
-                f"got sizes {list(sizes)} along dim {dim}, expected {len(self._members.ranks)} of them with "
-                f"{own} for member {self._members.index}"
+                f"got sizes {list(sizes)} along dim {dim}, expected {len(self._process_group.ranks)} of them "
+                f"with {own} for rank {self._process_group.index}"
             )
 
 
@@ -400,4 +400,4 @@ def _product(shape: Sequence[int], without: int) -> int:
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
-    return [sum(counts[:member]) for member in range(len(counts))]
+    return [sum(counts[:index]) for index in range(len(counts))]

@@ -1,4 +1,4 @@
-"""What carries parts of tensors between the hosts' memories of a group's members."""
+"""What carries parts of tensors between the hosts' memories of a process group's ranks."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -16,14 +16,14 @@ MESSAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Members:
-    """Who is in the group.
+class ProcessGroupRanks:
+    """The ranks of a process group that a bridge connects.
 
     Attributes:
         group: its name, for errors.
-        ranks: global ranks, in the group's order.
-        index: this rank's place among them (its rank in the group).
-        listeners: rank in group of each member that `announce` reaches.
+        ranks: global ranks, in the process group's order.
+        index: this rank's index among them (its rank in the process group).
+        listeners: rank in the process group of each one that `announce` reaches.
     """
 
     group: str
@@ -32,8 +32,13 @@ class Members:
     listeners: tuple[int, ...]
 
     @property
+    def own_rank(self) -> int:
+        """Returns this process's global rank."""
+        return self.ranks[self.index]
+
+    @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks in group of the other members."""
+        """Returns the other ranks, by their rank in the process group."""
         return tuple(peer for peer in range(len(self.ranks)) if peer != self.index)
 
 
@@ -89,13 +94,13 @@ class Buffer:
 
 
 class BridgeLink(Protocol):
-    """One way between the members; the n-th publish of each belongs together.
+    """One way between the ranks; the n-th publish of each belongs together.
 
-    A member publishes n + 1 only after it has read all that it wants of part n: two
-    buffers of each member then suffice, without a word of who has read what.
+    A rank publishes n + 1 only after it has read all that it wants of part n: two
+    buffers of each rank then suffice, without a word of who has read what.
 
     Attributes:
-        timeout_s: for which a member is waited for, in seconds; may be set between collectives.
+        timeout_s: for which a rank is waited for, in seconds; may be set between collectives.
     """
 
     timeout_s: float
@@ -104,13 +109,13 @@ class BridgeLink(Protocol):
         """Returns every buffer that the link will ever give."""
 
     def outgoing(self) -> Buffer:
-        """Returns where this member puts the part that it publishes next."""
+        """Returns where this rank puts the part that it publishes next."""
 
     def publish(self, header: bytes, num_bytes: int, signal: Signal | None = None) -> None:
         """Lets the others see the outgoing part, of `num_bytes` bytes: now, or when `signal` says so."""
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
-        """Yields (rank in group, header, part) of each other member as they come.
+        """Yields (rank in group, header, part) of each other rank as they come.
 
         Raises:
             PeerLostError: one is gone or did not publish in time.
@@ -131,7 +136,7 @@ class BridgeLink(Protocol):
         """
 
     def finish_sending(self, peer: int) -> None:
-        """Lets one member have what was published, before this one ends."""
+        """Lets one rank have what was published, before this one ends."""
 
     def close(self) -> None:
-        """Gives back what it holds; the others see that this member is gone."""
+        """Gives back what it holds; the others see that this rank is gone."""

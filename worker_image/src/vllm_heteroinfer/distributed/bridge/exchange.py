@@ -1,17 +1,23 @@
-"""Every member's part to every other one, compared and in the group's order; the core of all collectives."""
+"""Every rank's part to every other one, compared and in the group's order; the core of all collectives."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_heteroinfer.distributed.bridge.bridge_link import PART_BYTES, BridgeLink, Form, Members, form_of
+from vllm_heteroinfer.distributed.bridge.bridge_link import (
+    PART_BYTES,
+    BridgeLink,
+    Form,
+    ProcessGroupRanks,
+    form_of,
+)
 from vllm_heteroinfer.distributed.bridge.header import describe, header_of_part, num_parts
 from vllm_heteroinfer.distributed.bridge.staging import Staging
 from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
 from vllm_heteroinfer.distributed.meter import Meter
 
 Take = Callable[[int, int, Sequence[torch.Tensor]], None]
-"""Uses elements [begin, end) of each member's tensor, in the group's order; less of those that end before."""
+"""Uses elements [begin, end) of each rank's tensor, in the group's order; less of those that end before."""
 
 
 class Exchange:
@@ -20,15 +26,17 @@ class Exchange:
     All methods but `compare` raise what collectives raise: see `Bridge`.
     """
 
-    def __init__(self, members: Members, link: BridgeLink, staging: Staging, meter: Meter) -> None:
-        self._members, self._link, self._staging, self._meter = members, link, staging, meter
+    def __init__(
+        self, process_group: ProcessGroupRanks, link: BridgeLink, staging: Staging, meter: Meter
+    ) -> None:
+        self._process_group, self._link, self._staging, self._meter = process_group, link, staging, meter
 
     def put(self, x: torch.Tensor, form: Form) -> None:
         """Starts to copy a tensor of at most PART_BYTES to where the others will see it."""
         self._staging.put(self._link.outgoing(), x, form, first=True)
 
     def swap(self, header: bytes, x: torch.Tensor, form: Form) -> list[torch.Tensor]:
-        """Returns each member's tensor, in the group's order, once `x` was put; valid until `taken`.
+        """Returns each rank's tensor, in the group's order, once `x` was put; valid until `taken`.
 
         A tensor of one part goes in its own shape: `run` would make views of it, which takes
         longer than all else here.
@@ -36,7 +44,7 @@ class Exchange:
         signal = self._staging.in_order()
         self._meter.transferred("send", self._staging.settle() if signal is None else 0.0, form.num_bytes)
         self._link.publish(header, form.num_bytes, signal)
-        parts = [x] * len(self._members.ranks)
+        parts = [x] * len(self._process_group.ranks)
         for peer, theirs, buffer in self._link.collect():
             if theirs != header:
                 self.compare(header, peer, theirs)
@@ -46,7 +54,7 @@ class Exchange:
     def taken(self, form: Form) -> None:
         """Says that the use of what `swap` returned is in the current stream."""
         self._staging.fetched()
-        self._meter.transferred("recv", 0.0, form.num_bytes * (len(self._members.ranks) - 1))
+        self._meter.transferred("recv", 0.0, form.num_bytes * (len(self._process_group.ranks) - 1))
 
     def run(
         self,
@@ -56,26 +64,26 @@ class Exchange:
         take: Take | None,
         window: tuple[int, int] | None = None,
     ) -> None:
-        """Publishes this member's elements part by part, and takes the others'.
+        """Publishes this rank's elements part by part, and takes the others'.
 
         Args:
             header: of the call.
             mine: [n], contiguous.
-            counts: elements that each member gives; this one gives the first of `mine`.
+            counts: elements that each rank gives; this one gives the first of `mine`.
             take: is given every part, unless None; on a GPU in the order of the current stream.
             window: elements that `take` wants; all if None.
         """
-        room = PART_BYTES // mine.element_size()
+        per_part = PART_BYTES // mine.element_size()
         low, high = window or (0, max(counts))
-        for part in range(num_parts(max(counts), room)):
-            offset = part * room
-            own = mine[offset : max(offset, min(offset + room, counts[self._members.index]))]
+        for part in range(num_parts(max(counts), per_part)):
+            offset = part * per_part
+            own = mine[offset : max(offset, min(offset + per_part, counts[self._process_group.index]))]
             if own.numel():
                 self._staging.put(self._link.outgoing(), own, form_of(own.dtype, own.shape), first=part == 0)
             self._meter.transferred("send", self._staging.settle(), own.nbytes)
             ours = header_of_part(header, part)
             self._link.publish(ours, own.nbytes)
-            begin, end = max(offset, low), min(offset + room, high)
+            begin, end = max(offset, low), min(offset + per_part, high)
             if take is None or begin >= end:
                 self._hear(ours)
                 continue
@@ -85,14 +93,14 @@ class Exchange:
             self._meter.transferred("recv", 0.0, sum(part.nbytes for part in parts))
 
     def _hear(self, header: bytes) -> None:
-        """Compares what the members are at, and reads nothing of their parts."""
+        """Compares what the ranks are at, and reads nothing of their parts."""
         for peer, theirs, _ in self._link.collect():
             self.compare(header, peer, theirs)
 
     def _collect(
         self, header: bytes, mine: torch.Tensor, spans: Sequence[tuple[int, int, int]]
     ) -> list[torch.Tensor]:
-        """Returns each member's elements [begin, end) of the part at offset, as `spans` says for each."""
+        """Returns each rank's elements [begin, end) of the part at offset, as `spans` says for each."""
         parts = [mine[:0]] * len(spans)
         for peer, theirs, buffer in self._link.collect():
             self.compare(header, peer, theirs)
@@ -100,12 +108,12 @@ class Exchange:
             if end > begin:
                 whole = self._staging.fetch(peer, buffer, form_of(mine.dtype, torch.Size((end - offset,))))
                 parts[peer] = whole[begin - offset :]
-        _, begin, end = spans[self._members.index]
-        parts[self._members.index] = mine[begin : max(begin, end)]
+        _, begin, end = spans[self._process_group.index]
+        parts[self._process_group.index] = mine[begin : max(begin, end)]
         return parts
 
     def compare(self, ours: bytes, peer: int, theirs: bytes) -> None:
-        """Checks that a member is at the same call.
+        """Checks that a rank is at the same call.
 
         Raises:
             CollectiveMismatchError: it is not; it has what it needs to see that too.
@@ -113,11 +121,11 @@ class Exchange:
         if theirs == ours:
             return
         self._link.finish_sending(peer)
-        ranks = self._members.ranks
+        ranks = self._process_group.ranks
         raise CollectiveMismatchError(
-            self._members.group,
+            self._process_group.group,
             ranks[peer],
-            f"rank {ranks[self._members.index]} is at {describe(ours)}",
+            f"rank {ranks[self._process_group.index]} is at {describe(ours)}",
             f"rank {ranks[peer]} at {describe(theirs)}",
         )
 

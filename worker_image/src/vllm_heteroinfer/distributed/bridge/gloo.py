@@ -1,6 +1,6 @@
-"""The link of members that share no memory: one gloo message a part and pair of members.
+"""The link of ranks that share no memory: one gloo message a part and pair of ranks.
 
-A message is a header and the part's bytes, received into room for the largest part, so that
+A message is a header and the part's bytes, received into a buffer for the largest part, so that
 gloo never sees two sizes that differ and a mismatch is found by comparing headers.
 """
 
@@ -14,7 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vllm_heteroinfer.distributed.bridge.bridge_link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
+from vllm_heteroinfer.distributed.bridge.bridge_link import (
+    MESSAGE_BYTES,
+    PART_BYTES,
+    Buffer,
+    ProcessGroupRanks,
+)
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
 from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
 from vllm_heteroinfer.distributed.errors import PeerLostError
@@ -26,12 +31,12 @@ _PART_TAG, _ANNOUNCE_TAG, _SEND_TAG = range(_TAG, _TAG + 3)
 _PARTS = 2
 _RING = 16
 _FAREWELL_S = 1.0
-"""For which a member that found a mismatch stays, so that the other one finds it too."""
+"""For which a rank that found a mismatch stays, so that the other one finds it too."""
 _LENGTH_BYTES = 8
 
 
 class _Message:
-    """Room for a header and a part, persistent, page-locked on a GPU member."""
+    """Buffer for a header and a part, persistent, page-locked on a GPU rank."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.bytes = torch.zeros(HEADER_BYTES + PART_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -52,19 +57,34 @@ class GlooLink:
     """See `BridgeLink`."""
 
     def __init__(
-        self, cpu_group: Any, members: Members, device: torch.device, *, timeout_s: float, meter: Meter
+        self,
+        cpu_group: Any,
+        process_group: ProcessGroupRanks,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        meter: Meter,
     ) -> None:
-        self._group, self._members, self._meter, self.timeout_s = cpu_group, members, meter, timeout_s
+        self._group, self._process_group, self._meter, self.timeout_s = (
+            cpu_group,
+            process_group,
+            meter,
+            timeout_s,
+        )
         self._pinned = device.type == "cuda"
         self._published = self._announced = 0
         self._out = [_Message(pinned=self._pinned) for _ in range(_PARTS)]
-        self._in = {peer: [_Message(pinned=self._pinned) for _ in range(_PARTS)] for peer in members.peers}
+        self._in = {
+            peer: [_Message(pinned=self._pinned) for _ in range(_PARTS)] for peer in process_group.peers
+        }
         self._ring = torch.zeros((_RING, _LENGTH_BYTES + MESSAGE_BYTES), dtype=torch.uint8)
         self._ring_works: list[list[tuple[int, Any]]] = [[] for _ in range(_RING)]
         self._letter: _Message | None = None
         # gloo's receives can be waited for, but not asked whether they are done.
         self._waiters = (
-            ThreadPoolExecutor(len(members.peers), "heteroinfer-bridge") if len(members.peers) > 1 else None
+            ThreadPoolExecutor(len(process_group.peers), "heteroinfer-bridge")
+            if len(process_group.peers) > 1
+            else None
         )
 
     def buffers(self) -> Iterable[Buffer]:
@@ -77,68 +97,68 @@ class GlooLink:
         return self._out[(self._published + 1) % _PARTS].part
 
     def publish(self, header: bytes, num_bytes: int, signal: Signal | None = None) -> None:
-        """Posts all receives, then all sends, of this member; without a signal only."""
+        """Posts all receives, then all sends, of this rank; without a signal only."""
         if signal is not None:
             raise ValueError("gloo sends what is there: got a signal for later, expected none")
         self._published += 1
-        place = self._published % _PARTS
-        message = self._out[place]
+        slot = self._published % _PARTS
+        message = self._out[slot]
         message.works.clear()  # their readers have since published, so they are done
         message.header = header
-        for peer in self._members.peers:
-            room = self._in[peer][place]
-            room.works = [self._post_receive(room.bytes, peer, _PART_TAG)]
+        for peer in self._process_group.peers:
+            incoming = self._in[peer][slot]
+            incoming.works = [self._post_receive(incoming.bytes, peer, _PART_TAG)]
         sent = message.bytes[: HEADER_BYTES + num_bytes]
-        message.works = [self._post_send(sent, peer, _PART_TAG) for peer in self._members.peers]
+        message.works = [self._post_send(sent, peer, _PART_TAG) for peer in self._process_group.peers]
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
         """Yields each peer's part once its message is there."""
-        place = self._published % _PARTS
+        slot = self._published % _PARTS
         start = time.perf_counter()
-        self._meter.waiting_for(self._members.ranks[self._members.peers[0]])
-        for peer in self._arrivals(place):
+        self._meter.waiting_for(self._process_group.ranks[self._process_group.peers[0]])
+        for peer in self._arrivals(slot):
             self._meter.waited(time.perf_counter() - start)
             self._meter.waiting_for(None)
-            message = self._in[peer][place]
+            message = self._in[peer][slot]
             yield peer, message.header, message.part
             start = time.perf_counter()
 
-    def _arrivals(self, place: int) -> Iterator[int]:
+    def _arrivals(self, slot: int) -> Iterator[int]:
         """Yields the peers in the order in which their messages come."""
 
         def arrived(peer: int) -> int:
-            self._finish(self._in[peer][place].works[0], peer, "a collective's part", self.timeout_s)
+            self._finish(self._in[peer][slot].works[0], peer, "a collective's part", self.timeout_s)
             return peer
 
         if self._waiters is None:
-            yield from map(arrived, self._members.peers)
+            yield from map(arrived, self._process_group.peers)
             return
-        futures = [self._waiters.submit(arrived, peer) for peer in self._members.peers]
+        futures = [self._waiters.submit(arrived, peer) for peer in self._process_group.peers]
         for future in as_completed(futures):
             yield future.result()
 
     def announce(self, message: bytes) -> None:
-        """Sends bytes to each listener; member 0 only."""
+        """Sends bytes to each listener; the first rank only."""
         self._announced += 1
-        place = self._announced % _RING
-        for peer, work in self._ring_works[place]:
+        slot = self._announced % _RING
+        for peer, work in self._ring_works[slot]:
             self._finish(work, peer, "the reading of announcements", self.timeout_s)
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
-        row = self._ring[place, : len(framed)]
+        row = self._ring[slot, : len(framed)]
         row.copy_(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
-        self._ring_works[place] = [
-            (peer, self._post_send(row, peer, _ANNOUNCE_TAG)) for peer in self._members.listeners
+        self._ring_works[slot] = [
+            (peer, self._post_send(row, peer, _ANNOUNCE_TAG)) for peer in self._process_group.listeners
         ]
 
     def listen(self, deadline_s: float) -> bytes:
-        """Returns the next message of member 0."""
+        """Returns the next message of the first rank."""
         row = self._ring[0]
         self._wait(self._post_receive(row, 0, _ANNOUNCE_TAG), 0, "an announcement", deadline_s)
         framed = bytes(row.numpy())
         return framed[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(framed[:_LENGTH_BYTES], "little")]
 
     def send(self, peer: int, header: bytes, part: torch.Tensor) -> None:
-        """Sends one part to one member and waits until it is taken.
+        """Sends one part to one rank and waits until it is taken.
 
         Args:
             peer: rank in group.
@@ -152,16 +172,16 @@ class GlooLink:
         self._wait(self._post_send(sent, peer, _SEND_TAG), peer, "the taking of a tensor", self.timeout_s)
 
     def receive(self, peer: int) -> tuple[bytes, Buffer]:
-        """Returns the header and the part that a member sends; valid until the next call."""
+        """Returns the header and the part that a rank sends; valid until the next call."""
         letter = self._letter = self._letter or _Message(pinned=self._pinned)
         work = self._post_receive(letter.bytes, peer, _SEND_TAG)
         self._wait(work, peer, "a tensor", self.timeout_s)
         return letter.header, letter.part
 
     def finish_sending(self, peer: int) -> None:
-        """Waits until a member has taken this member's last part, for a second at most."""
+        """Waits until a rank has taken this rank's last part, for a second at most."""
         works = self._out[self._published % _PARTS].works
-        for receiver, work in zip(self._members.peers, works, strict=False):
+        for receiver, work in zip(self._process_group.peers, works, strict=False):
             if receiver == peer:
                 with suppress(PeerLostError):
                     self._finish(work, peer, "the taking of a part", _FAREWELL_S)
@@ -178,7 +198,7 @@ class GlooLink:
         return self._post(dist.irecv, message, peer, tag)
 
     def _post(self, post: Any, message: torch.Tensor, peer: int, tag: int) -> Any:
-        rank = self._members.ranks[peer]
+        rank = self._process_group.ranks[peer]
         try:
             return post(message, rank, group=self._group, tag=tag)
         except RuntimeError as error:
@@ -186,7 +206,7 @@ class GlooLink:
 
     def _wait(self, work: Any, peer: int, awaited: str, timeout_s: float) -> None:
         start = time.perf_counter()
-        self._meter.waiting_for(self._members.ranks[peer])
+        self._meter.waiting_for(self._process_group.ranks[peer])
         self._finish(work, peer, awaited, timeout_s)
         self._meter.waiting_for(None)
         self._meter.waited(time.perf_counter() - start)
@@ -197,4 +217,6 @@ class GlooLink:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             waited = time.perf_counter() - start
-            raise PeerLostError(self._members.ranks[peer], waited, str(error), awaited=awaited) from error
+            raise PeerLostError(
+                self._process_group.ranks[peer], waited, str(error), awaited=awaited
+            ) from error

@@ -1,6 +1,6 @@
-"""What a member says of the collective it is at; pure.
+"""What a rank says of the collective it is at; pure.
 
-A header goes ahead of every part of a tensor. Members of a group compare them byte for
+A header goes ahead of every part of a tensor. Ranks of a process group compare them byte for
 byte, so each field is one in which they must agree.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 HEADER_BYTES = 128
-"""Room for a header; a multiple of a cache line, so that no two share one."""
+"""Bytes kept for a header; a multiple of a cache line, so that no two share one."""
 _MAX_DIMS = 8
 _LAYOUT = struct.Struct(f"=BBhiqqQqQ{_MAX_DIMS}q")
 assert _LAYOUT.size <= HEADER_BYTES
@@ -59,13 +59,13 @@ def pack_header(  # noqa: PLR0913 - the fields of a header
 
     Args:
         operation: which collective.
-        shape: of the tensor that each member gives, -1 where they may differ; at most 8 dims.
+        shape: of the tensor that each rank gives, -1 where they may differ; at most 8 dims.
         dtype: of the tensor, as torch writes it: `torch.bfloat16`.
         root: rank in group that sends or gathers, where there is one.
-        step: as `Bridge.begin_step` was told.
+        step: as `Bridge.begin_step` was given it.
         count: collectives since then, this one included.
-        history: as `Bridge.set_history` was told, 64 bits.
-        sizes: of the members along the dim that differs.
+        history: as `Bridge.set_history` was given it, 64 bits.
+        sizes: of the ranks along the dim that differs.
 
     Raises:
         ValueError: a dtype or number of dims that the bridge does not carry.

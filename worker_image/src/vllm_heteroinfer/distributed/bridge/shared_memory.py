@@ -1,6 +1,6 @@
-"""The link of members on one host: each publishes in the slab, the others read there.
+"""The link of ranks on one host: each publishes in the slab, the others read there.
 
-A word of a member's line says how many parts it has published. It is written after the
+A word of a rank's line says how many parts it has published. It is written after the
 part and its header; on x86-64 other CPUs see stores in that order, elsewhere they need not.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Literal
 
-from vllm_heteroinfer.distributed.bridge.bridge_link import Buffer, Members
+from vllm_heteroinfer.distributed.bridge.bridge_link import Buffer, ProcessGroupRanks
 from vllm_heteroinfer.distributed.bridge.slab import (
     ANNOUNCED,
     CLOSED,
@@ -34,16 +34,18 @@ _CHECK_S = 0.1
 class SharedMemoryLink:
     """See `BridgeLink`."""
 
-    def __init__(self, slab: Slab, members: Members, *, timeout_s: float, meter: Meter) -> None:
-        self._slab, self._members, self._meter, self.timeout_s = slab, members, meter, timeout_s
+    def __init__(
+        self, slab: Slab, process_group: ProcessGroupRanks, *, timeout_s: float, meter: Meter
+    ) -> None:
+        self._slab, self._process_group, self._meter, self.timeout_s = slab, process_group, meter, timeout_s
         self._published = self._announced = self._read = 0
         self._signal: Signal | None = None
-        self._line = members.index * WORDS
-        self._own = slab.parts[members.index]
-        self._own_headers = slab.headers[members.index]
+        self._line = process_group.index * WORDS
+        self._own = slab.parts[process_group.index]
+        self._own_headers = slab.headers[process_group.index]
 
     def buffers(self) -> Iterable[Buffer]:
-        """Returns the buffers of all members."""
+        """Returns the buffers of all ranks."""
         return (part for parts in self._slab.parts for part in parts)
 
     def outgoing(self) -> Buffer:
@@ -63,8 +65,8 @@ class SharedMemoryLink:
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
         """Yields each peer's part once its word says that it is there."""
         words, published = self._slab.words, self._published
-        place = published % PARTS
-        pending = self._members.peers
+        slot = published % PARTS
+        pending = self._process_group.peers
         while pending:
             there = [peer for peer in pending if words[peer * WORDS + WRITTEN] >= published]
             if not there:
@@ -73,11 +75,11 @@ class SharedMemoryLink:
                 self._wait_for_any(pending, published)
                 continue
             for peer in there:
-                yield peer, bytes(self._slab.headers[peer][place]), self._slab.parts[peer][place]
+                yield peer, bytes(self._slab.headers[peer][slot]), self._slab.parts[peer][slot]
             pending = tuple(peer for peer in pending if peer not in there)
 
     def _wait_for_own(self, signal: Signal, published: int) -> None:
-        """Returns when this member's own device has come as far: until then it waits for no peer.
+        """Returns when this rank's own device has come as far: until then it waits for no peer.
 
         Raises:
             TimeoutError: it has not, in a time in which the peers give up.
@@ -87,10 +89,10 @@ class SharedMemoryLink:
         while not wait_until(lambda: words[word] >= published, _CHECK_S):
             signal.check()
             if time.perf_counter() - start > self.timeout_s:
-                rank = self._members.ranks[self._members.index]
+                rank = self._process_group.own_rank
                 raise TimeoutError(
-                    f"group {self._members.group}: the device of rank {rank} has not finished what its part "
-                    f"is made of within {self.timeout_s:.0f} s"
+                    f"group {self._process_group.group}: the device of rank {rank} has not finished what its "
+                    f"part is made of within {self.timeout_s:.0f} s"
                 )
 
     def _wait_for_any(self, pending: tuple[int, ...], published: int) -> None:
@@ -107,31 +109,36 @@ class SharedMemoryLink:
         for peer, line in zip(pending, lines, strict=True):
             if words[line + CLOSED] and words[line + WRITTEN] < published:
                 raise PeerLostError(
-                    self._members.ranks[peer], 0.0, "it has closed its bridge", awaited="a collective's part"
+                    self._process_group.ranks[peer],
+                    0.0,
+                    "it has closed its bridge",
+                    awaited="a collective's part",
                 )
 
     def _wait(
         self, ready: Callable[[], bool], peer: int, awaited: str, timeout_s: float | None = None
     ) -> None:
-        rank = self._members.ranks[peer]
+        rank = self._process_group.ranks[peer]
         start = time.perf_counter()
         came = wait_until(ready, SPIN_S)
-        told = not came
-        if told:  # telling of a wait costs as much as a short one takes
+        reported = not came
+        if reported:  # reporting a wait costs as much as a short one takes
             self._meter.waiting_for(rank)
             came = wait_until(ready, self.timeout_s if timeout_s is None else timeout_s)
         waited = time.perf_counter() - start
         if not came:
-            raise PeerLostError(rank, waited, f"group {self._members.group}: no sign of it", awaited=awaited)
-        if told:
+            raise PeerLostError(
+                rank, waited, f"group {self._process_group.group}: no sign of it", awaited=awaited
+            )
+        if reported:
             self._meter.waiting_for(None)
         self._meter.waited(waited)
 
     def announce(self, message: bytes) -> None:
-        """Puts bytes into the ring; member 0 only."""
+        """Puts bytes into the ring; rank 0 only."""
         announced = self._announced + 1
         words = self._slab.words
-        for peer in self._members.listeners:
+        for peer in self._process_group.listeners:
             word = peer * WORDS + READ
             if words[word] <= announced - 1 - RING:
                 self._wait(
@@ -151,7 +158,7 @@ class SharedMemoryLink:
             )
             if words[ANNOUNCED] < wanted:
                 raise PeerLostError(
-                    self._members.ranks[0], 0.0, "it has closed its bridge", awaited="an announcement"
+                    self._process_group.ranks[0], 0.0, "it has closed its bridge", awaited="an announcement"
                 )
         entry = self._slab.ring[wanted % RING]
         message = bytes(entry[8 : 8 + int.from_bytes(entry[:8], "little")])
@@ -159,7 +166,7 @@ class SharedMemoryLink:
         return message
 
     def finish_sending(self, peer: int) -> None:
-        """Does nothing: what was published stays for as long as a member has the slab mapped."""
+        """Does nothing: what was published stays for as long as a rank has the slab mapped."""
 
     def close(self) -> None:
         """Says so to the others; the memory goes with the last process that maps it."""
@@ -172,7 +179,7 @@ def _exceeds(words: "memoryview[int]", word: int, value: int) -> bool:
 
 
 def choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_memory", "gloo"], str]:
-    """Returns how members reach each other, and why.
+    """Returns how ranks reach each other, and why.
 
     Args:
         share_host: whether the plan says so.

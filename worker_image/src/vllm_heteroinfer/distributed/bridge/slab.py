@@ -1,8 +1,8 @@
-"""Host memory that all members of a group have mapped, and the proof that they have.
+"""Host memory that all ranks of a process group have mapped, and the proof that they have.
 
-The memory is a memfd of the first member, which the others open through /proc: it has no
+The memory is a memfd of the first rank, which the others open through /proc: it has no
 name in any file system, so however processes end, nothing stays behind, and it takes no
-room of /dev/shm (64 MiB in a container unless asked for). The members must share a PID
+share of /dev/shm (64 MiB in a container unless asked for). The ranks must share a PID
 namespace: one pod, or one machine under `heteroinfer up`.
 """
 
@@ -19,19 +19,24 @@ import torch
 import torch.distributed as dist
 
 from heteroinfer_contract.errors import ContractError
-from vllm_heteroinfer.distributed.bridge.bridge_link import MESSAGE_BYTES, PART_BYTES, Buffer, Members
+from vllm_heteroinfer.distributed.bridge.bridge_link import (
+    MESSAGE_BYTES,
+    PART_BYTES,
+    Buffer,
+    ProcessGroupRanks,
+)
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
 
 PARTS = 2
-"""Buffers of each member: see `BridgeLink`."""
+"""Buffers of each rank: see `BridgeLink`."""
 RING = 16
 """Announcements that may be unread."""
 WORDS = 16
-"""Words of 8 bytes of each member's line."""
+"""Words of 8 bytes of each rank's line."""
 WRITTEN, CLOSED, READ, ANNOUNCED, PROOF = range(5)
-"""Words of a member's line: parts published, 1 when it is gone, announcements read, made; for a trial."""
+"""Words of a rank's line: parts published, 1 when it is gone, announcements read, made; for a trial."""
 _NONCE = 8
-"""Words of a line from here on hold the member's nonce."""
+"""Words of a line from here on hold the rank's nonce."""
 _NONCE_BYTES = 16
 _RING_ENTRY_BYTES = 8 + MESSAGE_BYTES
 _PAGE_BYTES = 4096
@@ -39,70 +44,70 @@ _T = TypeVar("_T")
 
 
 class Slab:
-    """The shared memory of a group, as one member sees it.
+    """The shared memory of a process group, as one rank sees it.
 
     Attributes:
-        words: int64 view of the members' lines, WORDS each.
-        parts: by rank in group, the PARTS buffers of that member.
+        words: int64 view of the ranks' lines, WORDS each.
+        parts: by rank in group, the PARTS buffers of that rank.
         headers: by rank in group, the headers of these.
-        ring: the announcements of the first member: length in 8 bytes, then the bytes.
+        ring: the announcements of the first rank: length in 8 bytes, then the bytes.
         unlock: takes `lock_pages` back; the second call and later ones do nothing.
     """
 
     unlock: Callable[[], object] = staticmethod(lambda: None)
 
-    def __init__(self, fd: int, members: int) -> None:
-        self._memory = mmap.mmap(fd, slab_bytes(members), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    def __init__(self, fd: int, num_ranks: int) -> None:
+        self._memory = mmap.mmap(fd, slab_bytes(num_ranks), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         view = memoryview(self._memory)
-        lines = members * WORDS * 8
+        lines = num_ranks * WORDS * 8
         self.words = view[:lines].cast("q")
-        headers = members * PARTS * HEADER_BYTES
+        headers = num_ranks * PARTS * HEADER_BYTES
         self.headers = [
-            [view[start : start + HEADER_BYTES] for start in _starts(lines, member, PARTS, HEADER_BYTES)]
-            for member in range(members)
+            [view[start : start + HEADER_BYTES] for start in _starts(lines, index, PARTS, HEADER_BYTES)]
+            for index in range(num_ranks)
         ]
         self.ring = [
             view[start : start + _RING_ENTRY_BYTES]
             for start in _starts(lines + headers, 0, RING, _RING_ENTRY_BYTES)
         ]
-        first = _parts_offset(members)
+        first = _parts_offset(num_ranks)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.parts = [
             [
                 Buffer(self.bytes[start : start + PART_BYTES])
-                for start in _starts(first, member, PARTS, PART_BYTES)
+                for start in _starts(first, index, PARTS, PART_BYTES)
             ]
-            for member in range(members)
+            for index in range(num_ranks)
         ]
 
-    def write_nonce(self, member: int, nonce: bytes) -> None:
-        """Puts a member's nonce where the others look for it."""
-        start = (member * WORDS + _NONCE) * 8
+    def write_nonce(self, index: int, nonce: bytes) -> None:
+        """Puts a rank's nonce where the others look for it."""
+        start = (index * WORDS + _NONCE) * 8
         self._memory[start : start + _NONCE_BYTES] = nonce
 
-    def read_nonce(self, member: int) -> bytes:
-        """Returns what is where a member's nonce should be."""
-        start = (member * WORDS + _NONCE) * 8
+    def read_nonce(self, index: int) -> bytes:
+        """Returns what is where a rank's nonce should be."""
+        start = (index * WORDS + _NONCE) * 8
         return self._memory[start : start + _NONCE_BYTES]
 
 
-def _starts(offset: int, member: int, count: int, size: int) -> list[int]:
-    return [offset + (member * count + place) * size for place in range(count)]
+def _starts(offset: int, index: int, count: int, size: int) -> list[int]:
+    return [offset + (index * count + slot) * size for slot in range(count)]
 
 
-def _parts_offset(members: int) -> int:
-    control = members * (WORDS * 8 + PARTS * HEADER_BYTES) + RING * _RING_ENTRY_BYTES
+def _parts_offset(num_ranks: int) -> int:
+    control = num_ranks * (WORDS * 8 + PARTS * HEADER_BYTES) + RING * _RING_ENTRY_BYTES
     return -(-control // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def slab_bytes(members: int) -> int:
+def slab_bytes(num_ranks: int) -> int:
     """Returns the size of the shared memory of a group."""
-    return _parts_offset(members) + members * PARTS * PART_BYTES
+    return _parts_offset(num_ranks) + num_ranks * PARTS * PART_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Offer:
-    """Where the first member's memory is, or why there is none."""
+    """Where the first rank's memory is, or why there is none."""
 
     name: str = ""
     pid: int = 0
@@ -112,73 +117,74 @@ class _Offer:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What a member got of the hand-shake so far."""
+    """What a rank got of the hand-shake so far."""
 
     slab: Slab | None = None
     error: str = ""
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
 
 
-def share_slab(members: Members, cpu_group: Any, device: torch.device) -> Slab:
-    """Returns the group's shared memory, proven to be one and the same for all members.
+def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.device) -> Slab:
+    """Returns the group's shared memory, proven to be one and the same for all ranks.
 
-    Every member calls it at once. On a GPU member it is page-locked, so that the device
+    Every rank calls it at once. On a GPU rank it is page-locked, so that the device
     copies from and to it.
 
     Raises:
-        ContractError: on every member, when one of them does not see it.
+        ContractError: on every rank, when one of them does not see it.
     """
     fd, offer = -1, _Offer()
     try:
-        if members.index == 0:
-            fd, offer = _create(len(members.ranks))
+        if process_group.index == 0:
+            fd, offer = _create(len(process_group.ranks))
         offer = gather_values(offer, cpu_group)[0]
-        attempt = _attempt(offer, members, device)
+        attempt = _attempt(offer, process_group, device)
         seen = gather_values((attempt.nonce, attempt.error), cpu_group)
-        verdicts = gather_values(_verdict(attempt, seen, members), cpu_group)
+        verdicts = gather_values(_verdict(attempt, seen, process_group), cpu_group)
     finally:
         if fd >= 0:
             os.close(fd)
     failures = [verdict for verdict in verdicts if verdict]
     if failures or attempt.slab is None:
         raise ContractError(
-            f"group {members.group}: the plan says that ranks {list(members.ranks)} share a host's memory; "
-            f"got: {'; '.join(failures)}; expected one memory that each of them maps; put them into one "
-            "pod (or one PID namespace of one machine), or let the plan say that they don't share a host"
+            f"group {process_group.group}: the plan says that ranks {list(process_group.ranks)} share a "
+            f"host's memory; got: {'; '.join(failures)}; expected one memory that each of them maps; put "
+            "them into one pod (or one PID namespace of one machine), or let the plan say that they don't "
+            "share a host"
         )
     return attempt.slab
 
 
-def _create(members: int) -> tuple[int, _Offer]:
+def _create(num_ranks: int) -> tuple[int, _Offer]:
     name = f"heteroinfer-bridge-{secrets.token_hex(16)}"
     try:
         fd = os.memfd_create(name)
     except OSError as error:
         return -1, _Offer(error=f"no shared memory: {error}")
     try:
-        os.posix_fallocate(fd, 0, slab_bytes(members))
+        os.posix_fallocate(fd, 0, slab_bytes(num_ranks))
     except OSError as error:
         os.close(fd)
-        return -1, _Offer(error=f"no {slab_bytes(members)} bytes of shared memory: {error}")
+        return -1, _Offer(error=f"no {slab_bytes(num_ranks)} bytes of shared memory: {error}")
     return fd, _Offer(name=name, pid=os.getpid(), fd=fd)
 
 
-def _attempt(offer: _Offer, members: Members, device: torch.device) -> _Attempt:
+def _attempt(offer: _Offer, process_group: ProcessGroupRanks, device: torch.device) -> _Attempt:
     attempt = _Attempt(error=offer.error)
     if offer.error:
         return attempt
     try:
-        attempt.slab = _open(offer, len(members.ranks))
+        attempt.slab = _open(offer, len(process_group.ranks))
         if device.type == "cuda":
             lock_pages(attempt.slab, device)
     except OSError as error:
         attempt.error = str(error)
     else:
-        attempt.slab.write_nonce(members.index, attempt.nonce)
+        attempt.slab.write_nonce(process_group.index, attempt.nonce)
     return attempt
 
 
-def _open(offer: _Offer, members: int) -> Slab:
+def _open(offer: _Offer, num_ranks: int) -> Slab:
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     # In another PID namespace this is another process: its file must not be written to.
     target = os.readlink(path)
@@ -186,20 +192,20 @@ def _open(offer: _Offer, members: int) -> Slab:
         raise OSError(f"{path} is {target}, not the memory of the group's first rank")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return Slab(fd, members)
+        return Slab(fd, num_ranks)
     finally:
         os.close(fd)
 
 
-def _verdict(attempt: _Attempt, seen: list[tuple[bytes, str]], members: Members) -> str:
-    """Returns what is wrong as this member sees it, empty when it reads every member's nonce."""
-    here = f"rank {members.ranks[members.index]}"
+def _verdict(attempt: _Attempt, seen: list[tuple[bytes, str]], process_group: ProcessGroupRanks) -> str:
+    """Returns what is wrong as this rank sees it, empty when it reads every rank's nonce."""
+    here = f"rank {process_group.own_rank}"
     if attempt.error or attempt.slab is None:
         return f"{here}: {attempt.error}"
     unseen = [
-        members.ranks[member]
-        for member, (nonce, error) in enumerate(seen)
-        if not error and attempt.slab.read_nonce(member) != nonce
+        process_group.ranks[index]
+        for index, (nonce, error) in enumerate(seen)
+        if not error and attempt.slab.read_nonce(index) != nonce
     ]
     return f"{here} does not see what ranks {unseen} wrote" if unseen else ""
 
@@ -223,7 +229,7 @@ def lock_pages(slab: Slab, device: torch.device) -> None:
 
 
 def gather_values(value: _T, cpu_group: Any) -> list[_T]:
-    """Returns every member's value, in the group's order."""
+    """Returns every rank's value, in the group's order."""
     values: list[Any] = [None] * dist.get_world_size(cpu_group)
     dist.all_gather_object(values, value, group=cpu_group)
     return values

@@ -1,4 +1,4 @@
-"""Copies between a member's tensors and the host memory that the link shows to others."""
+"""Copies between a rank's tensors and the host memory that the link shows to others."""
 
 import time
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _SAMPLE = 16
 
 
 class Staging(Protocol):
-    """The copies of one member; for each part the calls are put, in_order or settle, fetch, fetched."""
+    """The copies of one rank; for each part the calls are put, in_order or settle, fetch, fetched."""
 
     way: str
     """How it copies, for the log."""
@@ -35,14 +35,14 @@ class Staging(Protocol):
         """Returns when nothing that was put or fetched is still under way; the seconds it took."""
 
     def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
-        """Returns what a peer put, on this member's device, in the order of its stream."""
+        """Returns what a peer put, on this rank's device, in the order of its stream."""
 
     def fetched(self) -> None:
         """Says that the last use of what was fetched is in the stream."""
 
 
 class HostStaging:
-    """A CPU member's: plain copies; peers' parts are read where they are."""
+    """A CPU rank's: plain copies; peers' parts are read where they are."""
 
     way = "used in place"
 
@@ -78,7 +78,7 @@ class HostStaging:
 
 
 class CudaStaging:
-    """A GPU member's: kernels over mapped host memory for small parts, asynchronous copies for others.
+    """A GPU rank's: kernels over mapped host memory for small parts, asynchronous copies for others.
 
     The first part of a tensor leaves on the stream that computed it; the others on a stream
     of their own, while what came in before is copied in and combined on the first.
@@ -216,7 +216,7 @@ _ONES: dict[torch.dtype, torch.Tensor] = {}
 
 
 class _HostMemory:
-    """Page-locked host memory, told to torch as memory of the device that maps it."""
+    """Page-locked host memory, shown to torch as memory of the device that maps it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory

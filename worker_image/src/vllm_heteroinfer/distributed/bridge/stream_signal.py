@@ -1,6 +1,6 @@
 """Words of host memory that a GPU's stream writes by itself, in its order.
 
-A host that waits for the stream to write the word instead is told late: on the H200 a
+A host that waits for the stream to write the word instead knows late: on the H200 a
 synchronize takes 5 us longer than the word (2026-11-21).
 """
 

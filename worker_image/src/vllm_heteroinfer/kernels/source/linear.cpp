@@ -25,8 +25,8 @@ constexpr long kAmxRows = 4;             // from here on tiles beat vectors
 constexpr long kSerialBytes = 64 << 10;  // of weights: below, waking the team takes longer
 constexpr long kChunkUnits = 16;         // of weights that several groups of rows read in turn: 32 KiB
 constexpr long kSharedChunkUnits = 8;    // where they prefetch the next chunk meanwhile: half of the first cache
-constexpr long kManyRows = 256;          // that share one pass over a chunk of weights
-constexpr long kManyBlocks = 4;          // blocks of columns that share one pass over the inputs
+constexpr long kManyRows = 256;          // that share one read of a chunk of weights
+constexpr long kManyBlocks = 4;          // blocks of columns that share one read of the inputs
 constexpr long kHugePage = 2 << 20;
 
 int available = 0;  // bits of Path
@@ -150,7 +150,7 @@ void multiply_piece(const Call& call, const Piece& piece, const Piece& next, flo
     }
 }
 
-// A thread's first and last piece may be part of a block; each has a place in `parts`.
+// A thread's first and last piece may be part of a block; each has a slot in `parts`.
 float* part(float* parts, const Call& call, long thread, bool first) {
   return parts + (thread * 2 + (first ? 0 : 1)) * call.rows.m * kColumns;
 }

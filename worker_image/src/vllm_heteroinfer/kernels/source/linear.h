@@ -7,7 +7,7 @@
 //     of a block along k too. Both edges are padded with zeros (n to 32, k to 32).
 //   - A unit is 32 columns x 32 k (2 KiB). Threads take equal runs of units, whatever the shape;
 //     a block that is split between threads is summed up at the end.
-//   - A thread reads several places of a block at once (streams) and prefetches each: one
+//   - A thread reads several positions of a block at once (streams) and prefetches each: one
 //     contiguous stream a thread does not fill the memory controllers.
 //   - x is repacked so that the rows which are computed together lie together.
 //
@@ -25,7 +25,7 @@ constexpr long kUnit = 32;                 // k of a unit
 constexpr long kUnitElements = kColumns * kUnit;
 constexpr int kMaxStreams = 4;
 
-// One place that a thread reads from.
+// One position that a thread reads from.
 struct Stream {
   const uint16_t* w;      // packed weights
   const uint16_t* ahead;  // what to prefetch while w is read: as long as w; w itself for nothing

@@ -30,7 +30,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         nodes = self.context.memory_nodes
         if nodes and (problem := prefer_nodes(nodes)):
             _logger.warning(
-                "memory is not placed on NUMA nodes %s, but where it is touched: %s", nodes, problem
+                "memory is not allocated on NUMA nodes %s, but where it is touched: %s", nodes, problem
             )
         super().init_device()
 
@@ -53,13 +53,13 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
             self.model_runner.warming_up_model()
         return self.context.rank.kv_cache_bytes
 
-    def measure_room(self) -> headroom.KvHeadroom:
+    def measure_headroom(self) -> headroom.KvHeadroom:
         """Returns this rank's share of what its pod and machine have left."""
         context = self.context
         available = available_memory(
             Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text(), Path("/proc/meminfo").read_text()
         )
-        return headroom.host_room(
+        return headroom.host_headroom(
             available_bytes=available,
             share=headroom.share_of_memory(context.plan, context.launch, context.rank),
             activations_bytes=self._peak.above_rest_bytes(),

@@ -22,7 +22,7 @@ class DeviceTimer:
         Args:
             runner: of this rank.
             tell: gets, for each forward pass, a function that returns its seconds on the device.
-                It waits for the pass, so it is called when the step is over anyway.
+                It waits for the forward pass, so it is called when the step is over anyway.
         """
         self._forward = runner._model_forward
         self._tell = tell

@@ -25,7 +25,7 @@ class Event(IntEnum):
     """What a leader announces."""
 
     FORWARD = 1
-    """One pass through the model; the value is its tokens."""
+    """One forward pass; the value is its tokens."""
     LOGITS = 2
     """One computation of logits; the value is its rows."""
     END = 3
@@ -131,7 +131,7 @@ def follow(
 
 @contextlib.contextmanager
 def _watching(model: "torch.nn.Module", tell: Callable[[int], None]) -> Iterator[None]:
-    """Tells the tokens of each pass through the model just before it.
+    """Tells the tokens of each forward pass just before it.
 
     Around `forward` and not by a hook of torch's: vLLM's decorated models, those of the Transformers backend,
     call it past the hooks (vllm/compilation/decorators.py::_support_torch_compile@v0.32.0).
@@ -139,11 +139,11 @@ def _watching(model: "torch.nn.Module", tell: Callable[[int], None]) -> Iterator
     forward: Callable[..., Any] = model.forward
 
     @functools.wraps(forward)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def announced(*args: Any, **kwargs: Any) -> Any:
         tell(num_tokens(args, kwargs))
         return forward(*args, **kwargs)
 
-    model.forward = told
+    model.forward = announced
     try:
         yield
     finally:

@@ -43,14 +43,14 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         """Forgets torch's peak so far."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def measure_room(self) -> headroom.KvHeadroom:
+    def measure_headroom(self) -> headroom.KvHeadroom:
         """Returns what the GPU has left."""
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         gc.collect()
         torch.cuda.empty_cache()
         captures = self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-        return headroom.gpu_room(
+        return headroom.gpu_headroom(
             free_bytes=torch.cuda.mem_get_info(self.device)[0],
             allocated_bytes=torch.cuda.memory_allocated(self.device),
             peak_bytes=peak,

@@ -88,23 +88,23 @@ class GroupWorkerMixin:
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Returns the size of this rank's KV cache: as planned, or what room is left after the largest batch.
+        """Returns the size of this rank's KV cache: as planned, or the headroom after the largest batch.
 
         Raises:
-            MemoryError: there is no room at all.
+            MemoryError: there is no headroom at all.
         """
         self.context.reporter.phase(RankPhase.WARMING_UP, self._loaded_bytes, self._loaded_bytes)
         self.begin_profile()
         with self._warming_up("memory profile"):
             self.warm_up()
             planned = self.run_profile()
-        self._room = self.measure_room()
-        granted, warning = headroom.grant(self.context.rank, planned, self._room)
+        self._headroom = self.measure_headroom()
+        granted, warning = headroom.grant(self.context.rank, planned, self._headroom)
         if warning:
             _logger.warning("%s", warning)
         return granted
 
-    _room: headroom.KvHeadroom
+    _headroom: headroom.KvHeadroom
 
     def begin_profile(self) -> None:
         """Forgets the most memory that this process has taken so far."""
@@ -114,13 +114,13 @@ class GroupWorkerMixin:
         """Runs the largest batch as vLLM's worker does; returns the KV cache's planned size, in bytes."""
         return int(super().determine_available_memory())  # type: ignore[misc]
 
-    def measure_room(self) -> headroom.KvHeadroom:
+    def measure_headroom(self) -> headroom.KvHeadroom:
         """Returns what this rank could give to its KV cache, whatever is planned."""
         raise NotImplementedError
 
-    def kv_room_bytes(self) -> int:
+    def kv_headroom_bytes(self) -> int:
         """Returns what was measured, in bytes; the executor asks each rank."""
-        return self._room.size_bytes
+        return self._headroom.size_bytes
 
     def _warming_up(self, phase: str) -> AbstractContextManager[None]:
         if self.tensor_group is None:
@@ -131,7 +131,7 @@ class GroupWorkerMixin:
         """Runs what this device's worker does not run by itself before the first step."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocates the KV cache: as many blocks as the rank with the least room has."""
+        """Allocates the KV cache: as many blocks as the rank with the least headroom has."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         if self.tensor_group is not None:
             self.tensor_group.agree_on_order(self.model_runner)  # type: ignore[attr-defined]
@@ -139,11 +139,13 @@ class GroupWorkerMixin:
         size = kv_blocks.size_bytes(kv_cache_config)
         self.context.metrics.kv_blocks.set(blocks)
         self.context.metrics.kv_cache_bytes.set(size)
-        room = self._room.size_bytes
+        headroom_bytes = self._headroom.size_bytes
         self.context.reporter.kv_cache(
             blocks=blocks,
-            room_blocks=kv_blocks.room_blocks(blocks=blocks, size_bytes=size, room_bytes=room),
-            room_bytes=room,
+            headroom_blocks=kv_blocks.headroom_blocks(
+                blocks=blocks, size_bytes=size, headroom_bytes=headroom_bytes
+            ),
+            headroom_bytes=headroom_bytes,
         )
 
     def compile_or_warm_up_model(self) -> Any:

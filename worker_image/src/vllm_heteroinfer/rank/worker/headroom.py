@@ -1,4 +1,4 @@
-"""What room a rank has for its KV cache: measured after the largest batch has run once.
+"""What memory a rank has for its KV cache: measured after the largest batch has run once.
 
 Arithmetic, and the reading of what the kernel says. Stdlib only.
 """
@@ -33,21 +33,21 @@ class KvHeadroom:
     words: str
 
 
-def grant(rank: RankAssignment, planned_bytes: int, room: KvHeadroom) -> tuple[int, str]:
+def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tuple[int, str]:
     """Returns the bytes of a rank's KV cache and a warning, "" if it has all that was planned.
 
     Raises:
-        MemoryError: there is no room at all.
+        MemoryError: there is no headroom at all.
     """
-    if room.size_bytes >= planned_bytes:
+    if headroom.size_bytes >= planned_bytes:
         return planned_bytes, ""
     got = (
-        f"rank {rank.rank} (role {rank.role}, {rank.device}): got room for {_mib(room.size_bytes)} of KV "
-        f"cache, expected {_mib(planned_bytes)} as planned: {room.words}; {_remedy(rank.device)}"
+        f"rank {rank.rank} (role {rank.role}, {rank.device}): got memory for {_mib(headroom.size_bytes)} of "
+        f"KV cache, expected {_mib(planned_bytes)} as planned: {headroom.words}; {_remedy(rank.device)}"
     )
-    if room.size_bytes <= 0:
+    if headroom.size_bytes <= 0:
         raise MemoryError(got)
-    return room.size_bytes, f"{got}; until then every rank has only as many blocks as this one"
+    return headroom.size_bytes, f"{got}; until then every rank has only as many blocks as this one"
 
 
 def _remedy(device: Device) -> str:
@@ -56,8 +56,8 @@ def _remedy(device: Device) -> str:
     return "raise resources.limits.memory of the role, or give the rank fewer layers"
 
 
-def gpu_room(*, free_bytes: int, allocated_bytes: int, peak_bytes: int, graphs_bytes: int) -> KvHeadroom:
-    """Returns a GPU's room.
+def gpu_headroom(*, free_bytes: int, allocated_bytes: int, peak_bytes: int, graphs_bytes: int) -> KvHeadroom:
+    """Returns a GPU's headroom.
 
     Args:
         free_bytes: of the device now, with nothing kept in torch's cache.
@@ -73,8 +73,8 @@ def gpu_room(*, free_bytes: int, allocated_bytes: int, peak_bytes: int, graphs_b
     )
 
 
-def host_room(*, available_bytes: int, share: Fraction, activations_bytes: int) -> KvHeadroom:
-    """Returns a CPU rank's room.
+def host_headroom(*, available_bytes: int, share: Fraction, activations_bytes: int) -> KvHeadroom:
+    """Returns a CPU rank's headroom.
 
     Args:
         available_bytes: to all ranks that share this memory (`available_memory`).
@@ -105,7 +105,7 @@ class PeakOfRun:
     def __init__(self, process: Path = Path("/proc/self")) -> None:
         self._process = process
         # Where the kernel cannot reset it the peak of loading counts: more than the batch takes, so
-        # that the room comes out smaller than it is, never larger.
+        # that the headroom comes out smaller than it is, never larger.
         with contextlib.suppress(OSError), (process / "clear_refs").open("w") as file:
             file.write(_RESET_PEAK)
 

@@ -25,7 +25,7 @@ class Group(Protocol):
 
 
 class SharedSamples:
-    """Takes the place of one runner's `_sample`: the group's first rank samples, all get its tokens.
+    """Replaces one runner's `_sample`: the group's first rank samples, all get its tokens.
 
     Every step of the last stage ends with this broadcast, also where all of its tokens will be
     thrown away (a prompt's first chunks), so that ranks which disagree on what a step

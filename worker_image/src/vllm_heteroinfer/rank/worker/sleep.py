@@ -33,7 +33,7 @@ class SleepMixin:
     _asleep: frozenset[str] = frozenset()
 
     def sleep(self, level: int = 1) -> None:
-        """Gives back the KV cache, and on a GPU the weights' place, which move to host memory.
+        """Gives back the KV cache, and on a GPU that of the weights, which move to host memory.
 
         Raises:
             ValueError: the level is one that a group does not have.

@@ -1,6 +1,6 @@
-"""One member of a test group: makes a bridge, does what its scenario says, and tells of it in JSON lines.
+"""One rank of a test group: makes a bridge, does what its scenario says, and tells of it in JSON lines.
 
-python -m tests.integration.bridge.member '{"rank": 0, "world": 2, …}'
+python -m tests.integration.bridge.bridge_rank '{"rank": 0, "world": 2, …}'
 """
 
 import hashlib
@@ -45,12 +45,12 @@ def tell(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
-def part_of(call: Call, member: int, seed: int) -> torch.Tensor:
-    """Returns what a member gives to a call; every member can make all of them."""
+def part_of(call: Call, rank: int, seed: int) -> torch.Tensor:
+    """Returns what a rank gives to a call; every rank can make all of them."""
     shape = list(call.shape)
     if call.operation == "all_gatherv":
-        shape[call.dim] = call.sizes[member]
-    generator = torch.Generator().manual_seed(seed * 100 + member)
+        shape[call.dim] = call.sizes[rank]
+    generator = torch.Generator().manual_seed(seed * 100 + rank)
     dtype = getattr(torch, call.dtype)
     if dtype.is_floating_point:
         return (torch.randn(shape, generator=generator) * 4).to(dtype)
@@ -66,8 +66,8 @@ def summed(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-def expected(call: Call, parts: list[torch.Tensor], member: int) -> torch.Tensor | None:
-    """Returns what torch says that a member should get."""
+def expected(call: Call, parts: list[torch.Tensor], rank: int) -> torch.Tensor | None:
+    """Returns what torch says that a rank should get."""
     world = len(parts)
     match call.operation:
         case "all_reduce" | "all_reduce_in_place":
@@ -75,13 +75,13 @@ def expected(call: Call, parts: list[torch.Tensor], member: int) -> torch.Tensor
         case "all_gather" | "all_gatherv":
             return torch.cat(parts, call.dim)
         case "gather":
-            return torch.cat(parts, call.dim) if member == call.root else None
+            return torch.cat(parts, call.dim) if rank == call.root else None
         case "broadcast":
             return parts[call.root]
         case "reduce_scatter":
-            return summed(parts).chunk(world, call.dim)[member] if parts[0].shape[call.dim] else summed(parts)
+            return summed(parts).chunk(world, call.dim)[rank] if parts[0].shape[call.dim] else summed(parts)
         case "reduce_scatterv":
-            return summed(parts).split(call.sizes, call.dim)[member]
+            return summed(parts).split(call.sizes, call.dim)[rank]
     raise AssertionError(call.operation)
 
 
@@ -103,7 +103,7 @@ def perform(bridge: Bridge, call: Call, x: torch.Tensor) -> Any:
     return calls[call.operation]()
 
 
-class Member:
+class BridgeRank:
     """Runs scenarios: methods named by the configuration."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class Member:
         )
         digest = hashlib.sha256()
         for index, call in enumerate(calls):
-            parts = [part_of(call, member, index) for member in range(self.world)]
+            parts = [part_of(call, rank, index) for rank in range(self.world)]
             x = parts[self.rank].to(self.device, copy=True)
             if index % 3 == 2 and x.dim() > 1:  # not contiguous
                 x = x.transpose(0, 1).contiguous().transpose(0, 1)
@@ -167,21 +167,21 @@ class Member:
 
     def differ(self) -> None:
         """Makes calls that are not those of the others, each on a group of its own, and tells the errors."""
-        for name, members in self.arguments["differences"].items():
+        for name, ranks in self.arguments["differences"].items():
             bridge = self.connect(dist.new_group())
             start = time.monotonic()
             try:
-                for call in map(Call.from_json, members[self.rank]):
+                for call in map(Call.from_json, ranks[self.rank]):
                     perform(bridge, call, part_of(call, self.rank, 0).to(self.device))
             except CollectiveMismatchError as error:
-                told = {"message": str(error), "seconds": time.monotonic() - start, "peer": error.peer}
+                reported = {"message": str(error), "seconds": time.monotonic() - start, "peer": error.peer}
             else:
-                told = {"message": "no error"}
-            tell(**{name: told})
+                reported = {"message": "no error"}
+            tell(**{name: reported})
             dist.barrier()
 
     def until_error(self) -> None:
-        """Sums again and again until a member is lost."""
+        """Sums again and again until a rank is lost."""
         x = torch.ones(self.arguments["elements"], device=self.device)
         self.bridge.all_reduce(x)
         tell(ready=True)
@@ -189,7 +189,7 @@ class Member:
             self.bridge.all_reduce(x)
 
     def leave(self) -> None:
-        """The last member closes its bridge; the others go on."""
+        """The last rank closes its bridge; the others go on."""
         x = torch.ones(8, device=self.device)
         self.bridge.all_reduce(x)
         if self.rank == self.world - 1:
@@ -199,20 +199,20 @@ class Member:
         self.bridge.all_reduce(x)
 
     def announcements(self) -> None:
-        """The first member tells; the listeners say what they heard."""
+        """The first rank tells; the listeners say what they received."""
         messages = [bytes([index % 256]) * (index * 97 % 4097) for index in range(self.arguments["count"])]
         if self.rank == 0:
             for message in messages:
                 self.bridge.announce(message)
         elif self.rank in self.bridge.listeners:
-            heard = [self.bridge.listen(20) for _ in messages]
-            assert heard == messages
-            tell(heard=len(heard))
+            received = [self.bridge.listen(20) for _ in messages]
+            assert received == messages
+            tell(received=len(received))
         self.bridge.all_reduce(torch.ones(3, device=self.device))
         tell(done=True)
 
     def silence(self) -> None:
-        """Listens to a first member that says nothing, until it is told that all are done."""
+        """Listens to a first rank that says nothing, until it gets a line that all are done."""
         if self.rank == 0:
             sys.stdin.readline()
         else:
@@ -243,17 +243,17 @@ def main() -> None:
     )
     start = time.monotonic()
     try:
-        member = Member(config)
-        member.start()
+        rank = BridgeRank(config)
+        rank.start()
         start = time.monotonic()
-        getattr(member, config["scenario"])()
+        getattr(rank, config["scenario"])()
     except (CollectiveMismatchError, PeerLostError, ContractError, ValueError) as error:
         seconds = time.monotonic() - start
         tell(
             error=type(error).__name__, message=str(error), seconds=seconds, peer=getattr(error, "peer", None)
         )
         os._exit(3)
-    member.bridge.close()
+    rank.bridge.close()
     tell(closed=True)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Starts the members of a test group, and ends them without a trace."""
+"""Starts the ranks of a test group, and ends them without a trace."""
 
 import json
 import os
@@ -21,10 +21,10 @@ class Group:
     """A test group.
 
     Attributes:
-        devices: of its members, as torch names them.
-        share_host: what the members are told.
+        devices: of its ranks, as torch names them.
+        share_host: what the ranks are given.
         timeout_s: for which they wait for one another.
-        wrappers: by member, a command that runs its command.
+        wrappers: by rank, a command that runs its command.
     """
 
     devices: tuple[str, ...] = ("cpu", "cpu")
@@ -34,7 +34,7 @@ class Group:
 
 
 class Process:
-    """One member's process."""
+    """One rank's process."""
 
     def __init__(self, command: Sequence[str], errors: Path) -> None:
         self._errors = errors
@@ -53,21 +53,21 @@ class Process:
         self.pid = self._popen.pid
 
     def next_event(self) -> dict[str, Any]:
-        """Returns what the member tells next; it ends by itself, or by pytest's time limit."""
+        """Returns what the rank tells next; it ends by itself, or by pytest's time limit."""
         assert self._popen.stdout is not None
         line = self._popen.stdout.readline()
-        assert line, f"a member ended with {self._popen.wait(DEADLINE_S)}:\n{self._errors.read_text()}"
+        assert line, f"a rank ended with {self._popen.wait(DEADLINE_S)}:\n{self._errors.read_text()}"
         event: dict[str, Any] = json.loads(line)
         return event
 
     def release(self) -> None:
-        """Lets a member go on that waits for a line."""
+        """Lets a rank go on that waits for a line."""
         assert self._popen.stdin is not None
         self._popen.stdin.write("\n")
         self._popen.stdin.flush()
 
     def kill(self) -> None:
-        """Ends the member, and whatever its wrapper started, at once."""
+        """Ends the rank, and whatever its wrapper started, at once."""
         if self._popen.poll() is None:
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait(DEADLINE_S)
@@ -81,7 +81,7 @@ class Process:
 
 @contextmanager
 def running(group: Group, scenario: str, **arguments: Any) -> Iterator[list[Process]]:
-    """Gives the members of a group that runs a scenario; none of them is left afterwards."""
+    """Gives the ranks of a group that runs a scenario; none of them is left afterwards."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         processes: list[Process] = []
         try:
@@ -101,7 +101,7 @@ def running(group: Group, scenario: str, **arguments: Any) -> Iterator[list[Proc
                     *wrapper,
                     str(WORKER_PYTHON),
                     "-m",
-                    "tests.integration.bridge.member",
+                    "tests.integration.bridge.bridge_rank",
                     json.dumps(config),
                 ]
                 processes.append(Process(command, Path(folder) / f"stderr-{rank}"))
@@ -112,7 +112,7 @@ def running(group: Group, scenario: str, **arguments: Any) -> Iterator[list[Proc
 
 
 def outcomes(group: Group, scenario: str, **arguments: Any) -> list[dict[str, Any]]:
-    """Runs a scenario and returns what each member told, up to its error or its end."""
+    """Runs a scenario and returns what each rank reported, up to its error or its end."""
     with running(group, scenario, **arguments) as processes:
         return [_outcome(process) for process in processes]
 
