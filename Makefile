@@ -37,9 +37,10 @@ test: check integration e2e  ## what CI runs
 check: setup  ## the inner loop: lint, types, imports, unit; within a minute
 	@./.ci/lanes unit static
 
-lint: setup  ## ruff: rules and format
+lint: setup  ## ruff: rules and format; words that docs/glossary.md retired
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.words
 
 types: setup  ## mypy, strict
 	$(BIN)/mypy

@@ -150,17 +150,17 @@ def end(group: Group, ending: Ending) -> float:
         group.terminate()
     else:
         os.kill(victim(group, ending), signal.SIGKILL)
-    for member in group.members:
+    for child in group.children:
         try:
-            member.process.wait(max(0.1, start + END_TIMEOUT_S - time.monotonic()))
+            child.process.wait(max(0.1, start + END_TIMEOUT_S - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"{member.name} still runs {END_TIMEOUT_S} s after {ending.value}:\n{group.logs()}"
+                f"{child.name} still runs {END_TIMEOUT_S} s after {ending.value}:\n{group.logs()}"
             ) from None
     left = wait_gone(held, group.log_dir, group.scratch, start + END_TIMEOUT_S)
     assert not left, f"left after {ending.value}: {'; '.join(left)}\n{group.logs()}"
     ended_s = time.monotonic() - start
-    codes = [member.process.returncode for member in group.members]
+    codes = [child.process.returncode for child in group.children]
     if ending is Ending.TERM:
         assert codes == [names.EXIT_STOPPED] * len(codes), f"got exit codes {codes}\n{group.logs()}"
     else:
@@ -170,7 +170,7 @@ def end(group: Group, ending: Ending) -> float:
 
 def hold(group: Group) -> Holdings:
     """Returns what a group holds; raises AssertionError if that is less than it must be."""
-    held = observe([member.process.pid for member in group.members], group.log_dir)
+    held = observe([child.process.pid for child in group.children], group.log_dir)
     ports = set(held.ports.values())
     api, health = group.addresses[0].api_port, {address.health_port for address in group.addresses}
     assert {api, *health} <= ports, f"expected ports {api} and {health} among the listening {ports}"
@@ -182,9 +182,9 @@ def hold(group: Group) -> Holdings:
 def victim(group: Group, ending: Ending) -> int:
     """Returns the process that is killed."""
     if ending is Ending.LEADER:
-        return group.members[0].process.pid
+        return group.children[0].process.pid
     if ending is Ending.FOLLOWER:
-        return group.members[1].process.pid
+        return group.children[1].process.pid
     return group.rank_pid(0 if ending is Ending.RANK_0 else 1)
 
 

@@ -77,7 +77,7 @@ def test_way_of_the_bridge(served: Served) -> None:
         ranks = plan.stage(stage)
         line = f"ranks {[rank.rank for rank in ranks]}: {way}, because"
         for rank in ranks:
-            assert line in served.group.members[rank.pod].log.read_text(), served.group.logs()
+            assert line in served.group.children[rank.pod].log.read_text(), served.group.logs()
             seen = scrape(served.group, rank.rank)
             assert seen.total(names.TRANSPORT_INFO, between="ranks", path=way) == 1, seen.text
 
@@ -136,7 +136,7 @@ def test_metrics_of_every_rank(served: Served, references: References) -> None:
         transfer = seen.total(names.TRANSFER_SECONDS + "_sum")
         assert min(*step.values(), *compute.values()) > 0, seen.text
         spent = sum(compute.values()) + sum(wait.values()) + transfer
-        # In tensor mode the first step is told what the warm-up's last collective cost.
+        # In tensor mode the first step is given what the warm-up's last collective cost.
         exact = 1e-6 if served.topology.mode is Mode.PIPELINE else 0.02
         assert spent == pytest.approx(sum(step.values()), rel=exact), seen.text
         timed = seen.total(names.DEVICE_SECONDS + "_count")
@@ -169,7 +169,7 @@ def test_sleep_and_wake(served: Served, references: References) -> None:
     for rank in group.plan.ranks:
         if rank.device is Device.GPU:
             # As the allocator counts it: others use the same GPU meanwhile.
-            log = group.members[rank.pod].log.read_text()
+            log = group.children[rank.pod].log.read_text()
             freed = re.findall(r"CuMemAllocator: sleep freed ([\d.]+) GiB", log)
             assert freed, log[-6000:]
             assert float(freed[-1]) > 0.9 * SLEEPERS_KV_BYTES / 2**30
@@ -202,13 +202,13 @@ def test_a_killed_rank_is_named(served: Served, references: References, report: 
     }
     with ThreadPoolExecutor(len(asked)) as pool:
         requests = death.ask(group, asked, pool)
-        held = observe([member.process.pid for member in group.members], group.log_dir)
+        held = observe([child.process.pid for child in group.children], group.log_dir)
         killed_at = time.time()
         os.kill(group.rank_pid(rank), signal.SIGKILL)
         death.wait_not_ready(group, killed_at)
         report.row(served.topology).ended_s = time.time() - killed_at
-        for index, member in enumerate(group.members):
-            code = member.process.wait(death.ENDED_WITHIN_S)
+        for index, child in enumerate(group.children):
+            code = child.process.wait(death.ENDED_WITHIN_S)
             failure = group.failure(index)
             assert failure is not None, group.logs()
             death.check_failure(failure, rank, killed_at)

@@ -52,7 +52,7 @@ def test_kernels_serve_bf16(
     with start_group(plan, tmp_path, env=ONE_THREAD) as group:
         group.wait_ready()
         found = gaps(group, flat_model)
-        logs = "".join(member.log.read_text() for member in group.members)
+        logs = "".join(child.log.read_text() for child in group.children)
     serves = SERVED if of_this_cpu() else REFUSED
     assert logs.count(serves) == len(plan.ranks), "each rank says once what serves"
     within = sum(gap <= GAP for gap in found) / len(found)
@@ -64,6 +64,6 @@ def test_onednn_serves_if_asked(flat_model: Path, tmp_path: Path) -> None:
     with start_group(plan, tmp_path, env={**ONE_THREAD, names.ENV_CPU_LINEAR: "onednn"}) as group:
         group.wait_ready()
         group.choice(PROMPTS[0], max_tokens=4)
-        logs = group.members[0].log.read_text()
+        logs = group.children[0].log.read_text()
     assert SERVED not in logs
     assert "CPU linear layers: oneDNN, as HETEROINFER_CPU_LINEAR=onednn says" in logs

@@ -184,7 +184,7 @@ class Group:
         self.addresses = addresses
         self.log_dir = log_dir
         self.scratch = scratch or log_dir
-        self.members: list[Child] = []
+        self.children: list[Child] = []
 
     @property
     def url(self) -> str:
@@ -195,7 +195,7 @@ class Group:
         start = time.monotonic()
         url = f"http://{self.addresses[0].host}:{self.addresses[0].health_port}{names.PATH_READYZ}"
         while time.monotonic() - start < timeout_s:
-            for child in self.members:
+            for child in self.children:
                 if child.ended():
                     raise AssertionError(f"{child.name} exited {child.process.returncode}:\n{self.logs()}")
             if fetch(url) is not None:
@@ -206,7 +206,7 @@ class Group:
 
     def _check_warnings(self) -> None:
         """Fails if vLLM warned of a variable that the supervisor sets."""
-        for child in self.members:
+        for child in self.children:
             assert "Unknown vLLM environment variable" not in child.log.read_text(), self.logs()
 
     def status(self) -> GroupReport:
@@ -240,7 +240,7 @@ class Group:
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process of a rank, as its supervisor says in the log."""
-        child = self.members[self.plan.ranks[rank].pod]
+        child = self.children[self.plan.ranks[rank].pod]
         started = re.search(rf"started rank {rank} as process (\d+)", child.log.read_text())
         assert started is not None, self.logs()
         return int(started[1])
@@ -256,16 +256,16 @@ class Group:
         return Failure.from_json(path.read_text()) if path.exists() else None
 
     def logs(self) -> str:
-        return "\n".join(f"--- {m.name}\n{m.log.read_text(errors='replace')[-6000:]}" for m in self.members)
+        return "\n".join(f"--- {m.name}\n{m.log.read_text(errors='replace')[-6000:]}" for m in self.children)
 
     def terminate(self) -> None:
         """Asks every pod to stop."""
-        for child in self.members:
+        for child in self.children:
             child.process.send_signal(signal.SIGTERM)
 
     def stop(self, timeout_s: float = 30.0) -> None:
         self.terminate()
-        for child in self.members:
+        for child in self.children:
             try:
                 child.process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -322,7 +322,7 @@ def start_group(
             }
             command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.launch.cli", "run"]
             where = (directories or {}).get(pod.index, log_dir)
-            group.members.append(_start(f"pod-{pod.index}", command, environment, log_dir, cwd=where))
+            group.children.append(_start(f"pod-{pod.index}", command, environment, log_dir, cwd=where))
         yield group
     finally:
         group.stop()
@@ -353,7 +353,7 @@ def start_ranks(plans: Mapping[int, Plan], log_dir: Path, *, startup_timeout_s: 
             environment = rank_environment(plans[rank.pod], own, plans[rank.pod].ranks[rank.rank], base, host)
             environment[names.ENV_RANK_CHANNEL_FD] = str(theirs.fileno())
             command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.rank.entry"]
-            group.members.append(
+            group.children.append(
                 _start(f"rank-{rank.rank}", command, environment, log_dir, cwd=log_dir, fds=[theirs.fileno()])
             )
             theirs.close()

@@ -30,9 +30,9 @@ def test_other_settings(
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     other = replace(plan, engine=replace(plan.engine, **change))
     with start_ranks({0: plan, 1: other}, tmp_path, startup_timeout_s=EXIT_TIMEOUT_S) as group:
-        for member in group.members:
-            assert member.process.wait(EXIT_TIMEOUT_S) == names.EXIT_RANK_FAILED, group.logs()
-            text = member.log.read_text()
+        for child in group.children:
+            assert child.process.wait(EXIT_TIMEOUT_S) == names.EXIT_RANK_FAILED, group.logs()
+            text = child.log.read_text()
             assert f"rank 1 (pod 1, role role-1): {field}: got {got}, expected {expected}" in text
             assert "as rank 0 has: every rank takes its settings from the plan" in text
 
@@ -44,8 +44,8 @@ def test_other_model_at_the_same_path(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, volumes[0] / "weights")
     make(volumes[1] / "weights", "--seed", "1")
     with start_group(plan, tmp_path / "logs", directories=volumes) as group:
-        for member in group.members:
-            assert member.process.wait(EXIT_TIMEOUT_S) == names.EXIT_REFUSED, group.logs()
+        for child in group.children:
+            assert child.process.wait(EXIT_TIMEOUT_S) == names.EXIT_REFUSED, group.logs()
         for pod in (0, 1):
             failure = group.failure(pod)
             assert failure is not None

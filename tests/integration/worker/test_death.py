@@ -42,8 +42,8 @@ def check_death(group: Group, rank: int, requests: "Sequence[Future[list[int]]]"
     killed_at = time.time()
     os.kill(group.rank_pid(rank), signal.SIGKILL)
     wait_not_ready(group, killed_at)
-    for pod, member in enumerate(group.members):
-        code = member.process.wait(ENDED_WITHIN_S)
+    for pod, child in enumerate(group.children):
+        code = child.process.wait(ENDED_WITHIN_S)
         failure = group.failure(pod)
         assert failure is not None, group.logs()
         check_failure(failure, rank, killed_at)
@@ -91,7 +91,7 @@ def session_pids(group: Group) -> list[int]:
         pid, parent = map(int, line.split())
         children.setdefault(parent, []).append(pid)
     found: list[int] = []
-    todo = [member.process.pid for member in group.members]
+    todo = [child.process.pid for child in group.children]
     while todo:
         below = children.get(todo.pop(), [])
         found += below

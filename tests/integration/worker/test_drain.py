@@ -74,7 +74,7 @@ def test_a_stream_under_way_gets_all_of_its_tokens(model: Path, reference: Refer
         assert parts[-1][1] == "length"
         assert len(tokens) == LONG
         assert tokens[:32] == expected["token_ids"]
-        stopped = [member.process.wait(STOP_LIMIT_S) for member in group.members]
+        stopped = [child.process.wait(STOP_LIMIT_S) for child in group.children]
     assert stopped == [names.EXIT_STOPPED] * 2, group.logs()
 
 
@@ -105,6 +105,6 @@ def test_past_the_drain_timeout_the_group_ends_anyway(
         with contextlib.suppress(OSError, ValueError):  # it may be cut off in the middle of an event
             reasons += (reason for _, reason in stream)
         assert "length" not in reasons, "it ended before the time was up"
-        stopped = [member.process.wait(STOP_LIMIT_S) for member in group.members]
+        stopped = [child.process.wait(STOP_LIMIT_S) for child in group.children]
         assert time.monotonic() - asked < DRAIN_S + STOP_LIMIT_S
     assert stopped == [names.EXIT_STOPPED] * 2, group.logs()

@@ -238,7 +238,7 @@ def test_threads_of_a_rank_have_its_cores(model: Path, reference: Reference, tmp
         assert sorted(os.sched_getaffinity(pid)) == own  # of the main thread, which computes
         bound = [task for task in tasks(pid) if sorted(os.sched_getaffinity(task)) == own]
         assert len(bound) >= int(expected["OMP_NUM_THREADS"])
-        assert sorted(os.sched_getaffinity(group.members[0].process.pid)) == cpus
+        assert sorted(os.sched_getaffinity(group.children[0].process.pid)) == cpus
 
 
 def tasks(pid: int) -> list[int]:

@@ -118,7 +118,7 @@ def test_three_uneven_stages_on_pods_of_two_and_one(
         group.wait_ready()
         answer_all(group, reference)
         # Rank 1 found its metrics port taken, said so, and serves all the same.
-        assert f"metrics port {taken.getsockname()[1]}" in group.members[0].log.read_text()
+        assert f"metrics port {taken.getsockname()[1]}" in group.children[0].log.read_text()
         assert fetch(group.metrics_url(0) + "/metrics") is not None
         assert fetch(group.metrics_url(2) + "/metrics") is not None
 

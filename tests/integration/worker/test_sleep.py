@@ -27,7 +27,7 @@ def test_sleep_gives_memory_back_and_wake_answers_as_before(
     assert {rank.kv_cache_bytes for rank in plan.ranks} == {KV_BYTES}
     with start_group(plan, tmp_path, env=ENV) as group:
         group.wait_ready()
-        check_kv_room(group)
+        check_kv_headroom(group)
         fill_kv_cache(group)
         answer_all(group, reference)
         awake = [resident_bytes(pid) for pid in rank_pids(group)]
@@ -51,8 +51,8 @@ def test_sleep_gives_memory_back_and_wake_answers_as_before(
         answer_all(group, reference)
 
 
-def check_kv_room(group: Group) -> None:
-    """Each rank tells its room, and the engine's log names the one with the least."""
+def check_kv_headroom(group: Group) -> None:
+    """Each rank tells its headroom, and the engine's log names the one with the least."""
     statuses = group.status().ranks
     assert [status.kv_blocks for status in statuses] == [512, 512]
     assert all(status.kv_room_blocks > 512 and status.kv_room_bytes > KV_BYTES for status in statuses)
@@ -60,7 +60,7 @@ def check_kv_room(group: Group) -> None:
     role = group.plan.ranks[tightest.rank].role
     assert (
         f"KV cache: 512 blocks of 32 tokens on every rank; rank {tightest.rank} (role {role}, CPU) limits it"
-        in group.members[0].log.read_text()
+        in group.children[0].log.read_text()
     )
 
 
@@ -97,8 +97,8 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
 def rank_pids(group: Group) -> list[int]:
     """Returns the process of each rank, by rank, as its supervisor's log tells it."""
     pids = {}
-    for member in group.members:
-        for line in member.log.read_text().splitlines():
+    for child in group.children:
+        for line in child.log.read_text().splitlines():
             words = line.rsplit("started rank ", 1)
             if len(words) == 2:
                 rank, pid = words[1].split(" as process ")

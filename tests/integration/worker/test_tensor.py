@@ -46,7 +46,7 @@ def test_two_ranks_split_every_layer(
         check_schema(group)
         check_metrics(group)
         check_warm_up(group)
-        logs = "".join(member.log.read_text() for member in group.members)
+        logs = "".join(child.log.read_text() for child in group.children)
         assert way in logs, "which way the bridge takes is logged"
 
 
@@ -128,7 +128,7 @@ def check_schema(group: Group) -> None:
 
 
 def check_metrics(group: Group) -> None:
-    """Collectives are told apart from compute, and the warm-up's are in no step."""
+    """Collectives are kept apart from compute, and the warm-up's are in no step."""
     for rank in (0, 1):
         text = fetch(group.metrics_url(rank) + "/metrics")
         assert text is not None
@@ -143,13 +143,13 @@ def check_metrics(group: Group) -> None:
         )
         assert compute > 0
         assert wait > 0
-        # What the warm-up's last collective cost is told with the first step's first one.
+        # What the warm-up's last collective cost is reported with the first step's first one.
         assert math.isclose(compute + wait + transfer, step, rel_tol=0.02)
 
 
 def check_warm_up(group: Group) -> None:
     """Followers ran what the leaders announced: the logs agree, by rank and phase."""
-    logs = "".join(member.log.read_text() for member in group.members)
+    logs = "".join(child.log.read_text() for child in group.children)
     assert logs.count("memory profile: announced 2") + logs.count("memory profile: announced 1") >= 1
     assert logs.count("announced") == logs.count("followed")
 
@@ -206,8 +206,8 @@ def test_a_skipped_collective_is_named_by_both_sides(
         requests = ask(group, reference, pool)
         skipped_at = time.time()
         trigger.touch()
-        for pod, member in enumerate(group.members):
-            code = member.process.wait(ENDED_WITHIN_S)
+        for pod, child in enumerate(group.children):
+            code = child.process.wait(ENDED_WITHIN_S)
             failure = group.failure(pod)
             assert failure is not None, group.logs()
             assert failure.reason is FailureReason.RANK_RAISED

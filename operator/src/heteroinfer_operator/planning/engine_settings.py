@@ -75,7 +75,7 @@ def engine_settings(
 def _extra_args(spec: HeteroInferenceSpec, profile: ModelProfile) -> tuple[str, ...]:
     """Returns the user's arguments, and the type of recurrent states, which vLLM chooses by device.
 
-    CPU kernels of gated delta nets have float32 unless told otherwise, GPUs the model's type
+    CPU kernels of gated delta nets have float32 unless set otherwise, GPUs the model's type
     (vllm/platforms/cpu.py::check_and_update_config@v0.32.0), and blocks are then of other sizes.
     """
     args = spec.engine.args

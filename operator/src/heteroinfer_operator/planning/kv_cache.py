@@ -116,13 +116,13 @@ def _several(
     size = most if most < least * _GROUP_SLACK else least
     groups: list[Mapping[int, int]] = []
     blocks = 0
-    for members in buckets.values():
-        number = ceil(len(members) / size)
-        groups += [{cache.layer: page for cache in members[i::number]} for i in range(number)]
+    for layers in buckets.values():
+        number = ceil(len(layers) / size)
+        groups += [{cache.layer: page for cache in layers[i::number]} for i in range(number)]
         # Smaller pages get longer blocks where that is a whole number of times, and are padded otherwise.
-        own = members[0].page_bytes
-        longer = page // own if members[0].kind is not AttentionKind.LINEAR and page % own == 0 else 1
-        blocks += number * _blocks(members[0], block_tokens * longer, tokens, in_flight)
+        own = layers[0].page_bytes
+        longer = page // own if layers[0].kind is not AttentionKind.LINEAR and page % own == 0 else 1
+        blocks += number * _blocks(layers[0], block_tokens * longer, tokens, in_flight)
     return tuple(groups), blocks
 
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
@@ -33,6 +33,8 @@ EXIT_CODE_WAIT_S = 0.15
 API_STOP_TIMEOUT_S = 3.0
 """For the API server to close its connections before it is killed."""
 STOP_INTERVAL_S = 0.02
+_OF_REPORT = tuple({each.name for each in fields(RankReport)} & {each.name for each in fields(RankStatus)})
+"""What the status of a rank takes over from its report, by name."""
 
 log = logging.getLogger(__name__)
 
@@ -221,18 +223,8 @@ def _beat(process: SupervisedProcess, assignment: RankAssignment, now_s: float) 
     status = RankStatus(
         rank=assignment.rank,
         pod=assignment.pod,
-        phase=report.phase,
-        loaded_bytes=report.loaded_bytes,
-        total_bytes=report.total_bytes,
-        steps=report.steps,
-        step_s=report.step_s,
-        compute_s=report.compute_s,
-        wait_s=report.wait_s,
-        transfer_s=report.transfer_s,
         heartbeat_age_s=now_s - process.last_heartbeat_at_s,
-        kv_blocks=report.kv_blocks,
-        kv_room_blocks=report.kv_room_blocks,
-        kv_room_bytes=report.kv_room_bytes,
+        **{name: getattr(report, name) for name in _OF_REPORT},
     )
     busy_s = now_s - process.busy_since_s if report.busy is not None else 0.0
     return RankBeat(status=status, busy=report.busy, busy_s=busy_s, waiting_for_rank=report.waiting_for_rank)
