@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from tests.watching.board import GRID, Board, Kind, Panel, Place, Query, Row
+from charts.dashboards.board import GRID, Board, Kind, Panel, Place, Query, Row
 from tests.watching.watched import Series, Watched
 
 _WIDTH_IN: Final = 15.0

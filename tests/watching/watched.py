@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from tests.watching.board import Kind, Panel, Query
+from charts.dashboards.board import Kind, Panel, Query
 from tests.watching.monitoring import Prometheus
 
 STEP_S = 1.0

@@ -5,12 +5,12 @@ import re
 import pytest
 import yaml
 
+from charts.dashboards import BOARDS
+from charts.dashboards.board import Board, Query
 from heteroinfer_contract import metric_names as contract
 from tests.cluster import processes
 from tests.integration.watching.stack import CHART, GROUP, NAMESPACE, Stack, metrics_of, watch
 from tests.integration.worker.groups import fetch
-from tests.watching.board import Board, Query
-from tests.watching.boards import BOARDS
 from tests.watching.watched import Watched
 
 pytestmark = pytest.mark.timeout(600)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from charts.dashboards import BOARDS
+from charts.dashboards.__main__ import FOLDER
+from charts.dashboards.board import GRID, Board, Kind, render
 from heteroinfer_contract import metric_names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_operator.api import GroupPhase
 from tests.cluster.folders import REPOSITORY
-from tests.watching.__main__ import FOLDER
-from tests.watching.board import GRID, Board, Kind, render
-from tests.watching.boards import BOARDS
 
 RULES = yaml.safe_load((REPOSITORY / "charts/heteroinfer/rules/heteroinfer.yaml").read_text())
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
@@ -22,7 +22,9 @@ of_each_board = pytest.mark.parametrize("board", BOARDS, ids=[board.uid for boar
 
 def test_the_chart_has_the_dashboards_as_they_are_defined() -> None:
     files = {path.name: path.read_text() for path in FOLDER.glob("*.json")}
-    assert files == {f"{board.uid}.json": render(board) for board in BOARDS}, "run: python -m tests.watching"
+    assert files == {f"{board.uid}.json": render(board) for board in BOARDS}, (
+        "run: python -m charts.dashboards"
+    )
 
 
 @of_each_board

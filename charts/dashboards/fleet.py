@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from heteroinfer_contract import metric_names as m
-from tests.watching.board import Board, Kind, Panel, Query, Row
-from tests.watching.boards.queries import (
+from charts.dashboards.board import Board, Kind, Panel, Query, Row
+from charts.dashboards.queries import (
     DECODE,
     GENERATED,
     IN_NAMESPACE,
@@ -21,6 +20,7 @@ from tests.watching.boards.queries import (
     rate,
     stat,
 )
+from heteroinfer_contract import metric_names as m
 
 FLEET: Final = Board(
     uid="heteroinfer-fleet",

@@ -2,8 +2,8 @@
 
 from typing import Final
 
+from charts.dashboards.board import Kind, Panel, Query, Variable
 from heteroinfer_contract import metric_names as m
-from tests.watching.board import Kind, Panel, Query, Variable
 
 IN_NAMESPACE: Final = 'namespace=~"$namespace"'
 OF_GROUP: Final = 'group="$group"'

@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from heteroinfer_contract import metric_names as m
-from tests.watching.board import Board, Kind, Panel, Query, Row
-from tests.watching.boards.queries import (
+from charts.dashboards.board import Board, Kind, Panel, Query, Row
+from charts.dashboards.queries import (
     ANSWERED,
     DECODE,
     E2E,
@@ -29,6 +28,7 @@ from tests.watching.boards.queries import (
     rate,
     stat,
 )
+from heteroinfer_contract import metric_names as m
 
 GROUP: Final = Board(
     uid="heteroinfer-group",

@@ -2,9 +2,8 @@
 
 from typing import Final
 
-from heteroinfer_contract import metric_names as m
-from tests.watching.board import Board, Kind, Panel, Query, Row, Variable
-from tests.watching.boards.queries import (
+from charts.dashboards.board import Board, Kind, Panel, Query, Row, Variable
+from charts.dashboards.queries import (
     DECODE,
     GROUPS,
     OF_GROUP,
@@ -17,6 +16,7 @@ from tests.watching.boards.queries import (
     rate,
     stat,
 )
+from heteroinfer_contract import metric_names as m
 
 RANK: Final = Board(
     uid="heteroinfer-rank",
