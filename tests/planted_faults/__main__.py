@@ -1,0 +1,122 @@
+"""Shows that the tests catch faults: `python -m tests.planted_faults [WORD...] [--list]`.
+
+Each fault of `faults.py` is planted in a copy of the working tree, and its tests run there, in the
+environments of this tree. If they all pass, the tests no longer catch it, and the exit code is 1.
+Not part of `make test`: it is for changes of the tests themselves, before and after.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.planted_faults.faults import FAULTS, PlantedFault
+
+REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENTS = (".venv", ".venv-worker")
+COMPILED = "worker_image/src/vllm_heteroinfer/kernels/compiled"
+TIMEOUT_S = 900.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plants the faults whose names have one of the words, or all; prints a row of a table for each."""
+    parser = argparse.ArgumentParser(prog="python -m tests.planted_faults", description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="of the faults' names; all by default")
+    parser.add_argument("--list", action="store_true", help="say only what would be planted")
+    chosen = parser.parse_args(arguments)
+    faults = [
+        fault for fault in FAULTS if not chosen.words or any(word in fault.name for word in chosen.words)
+    ]
+    if chosen.list:
+        for fault in faults:
+            print(f"{fault.name}: {' '.join(fault.tests)}")
+        return 0
+    print("| fault | caught by | after |\n|---|---|---|", flush=True)
+    missed = [fault.name for fault in faults if not try_fault(fault)]
+    return 1 if missed else 0
+
+
+def try_fault(fault: PlantedFault) -> bool:
+    """Returns whether the tests catch a fault; prints its row."""
+    with tempfile.TemporaryDirectory(prefix="hi-fault-") as scratch:
+        tree = Path(scratch) / "tree"
+        copy(tree)
+        plant(fault, tree)
+        start = time.monotonic()
+        failed = run(fault, tree)
+    by = ", ".join(failed) or "**nothing**"
+    print(f"| {fault.name} | {by} | {time.monotonic() - start:.0f} s |", flush=True)
+    return bool(failed)
+
+
+def copy(tree: Path) -> None:
+    """Makes a copy of the files that git knows here, with the environments of this tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        source, target = REPOSITORY / name, tree / name
+        if source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+    shutil.copytree(REPOSITORY / COMPILED, tree / COMPILED)  # compiled anew only where a source is changed
+    for name in ENVIRONMENTS:
+        (tree / name).symlink_to(REPOSITORY / name)
+
+
+def plant(fault: PlantedFault, tree: Path) -> None:
+    """Changes one file of a tree.
+
+    Raises:
+        ValueError: the file no longer holds the text exactly once.
+    """
+    path = tree / fault.path
+    text = path.read_text()
+    if text.count(fault.right) != 1:
+        raise ValueError(
+            f"{fault.path} has {text.count(fault.right)} times {fault.right!r}, expected once: mend "
+            f"'{fault.name}' in tests/planted_faults/faults.py"
+        )
+    path.write_text(text.replace(fault.right, fault.wrong))
+
+
+def run(fault: PlantedFault, tree: Path) -> list[str]:
+    """Returns the tests that fail in a tree.
+
+    Raises:
+        RuntimeError: pytest could not run them, or they did not end.
+    """
+    python = str(tree / ".venv/bin/python")
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree / "operator/src"), str(tree / "worker_image/src")]),
+    }
+    subprocess.run(
+        [python, "-m", "vllm_heteroinfer.kernels.build"],
+        cwd=tree,
+        env=env,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    done = subprocess.run(
+        [python, "-m", "pytest", "-q", *fault.tests],
+        cwd=tree, env=env, check=False, capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    if done.returncode not in (0, 1):
+        raise RuntimeError(
+            f"{fault.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}"
+        )
+    rows = [
+        line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))
+    ]
+    return [row.rsplit("::", 1)[-1] for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

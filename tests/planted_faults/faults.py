@@ -1,0 +1,172 @@
+"""Twenty small faults of product code, and for each the tests that must fail once it is there."""
+
+from dataclasses import dataclass
+from typing import Final
+
+_WORKER: Final = "worker_image/src/vllm_heteroinfer"
+_OPERATOR: Final = "operator/src/heteroinfer_operator"
+_GROUPS: Final = "tests/integration/worker"
+_KERNELS: Final = "tests/integration/kernels"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlantedFault:
+    """One change that makes the product wrong.
+
+    Attributes:
+        name: what is wrong then.
+        path: of the file.
+        right: text that is in it exactly once.
+        wrong: what is put there instead.
+        tests: what pytest is given; at least one test of them must fail, and all pass without the fault.
+    """
+
+    name: str
+    path: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+FAULTS: Final = (
+    PlantedFault(
+        name="transfer bytes are counted twice",
+        path=f"{_WORKER}/rank/step_metrics.py",
+        right="self._step.transfer_bytes[direction] += num_bytes",
+        wrong="self._step.transfer_bytes[direction] += 2 * num_bytes",
+        tests=(f"{_GROUPS}/test_two_stages.py", "-k", "metrics"),
+    ),
+    PlantedFault(
+        name="two halves of decoding requests stay apart for good",
+        path=f"{_WORKER}/engine/scheduler.py",
+        right="if len(self._decodes_in_flight) >= self._limit:",
+        wrong="if len(self._decodes_in_flight) > 9:",
+        tests=(f"{_GROUPS}/test_two_stages.py", "-k", "metrics"),
+    ),
+    PlantedFault(
+        name="a group that drains refuses nothing",
+        path=f"{_WORKER}/engine/draining.py",
+        right="        elif not DRAIN.refuses():",
+        wrong="        elif DRAIN is not None:",
+        tests=(f"{_GROUPS}/test_two_stages.py", "-k", "stream_under_way"),
+    ),
+    PlantedFault(
+        name="the drain timeout never comes",
+        path=f"{_WORKER}/launch/supervisor.py",
+        right="                loop.call_later(timeout_s, self._end_drain)",
+        wrong="                loop.call_later(timeout_s + 99, self._end_drain)",
+        tests=(f"{_GROUPS}/test_sleep.py", "-k", "drain_timeout"),
+    ),
+    PlantedFault(
+        name="a rank that sleeps keeps its KV cache",
+        path=f"{_WORKER}/rank/worker/sleep.py",
+        right="        freed = release_pages(self.model_runner.kv_caches)",
+        wrong="        freed = 0",
+        tests=(f"{_GROUPS}/test_sleep.py", "-k", "sleep_gives"),
+    ),
+    PlantedFault(
+        name="a level of sleep that drops the weights is taken",
+        path=f"{_WORKER}/group/sleep_levels.py",
+        right="LEVELS = (0, 1)",
+        wrong="LEVELS = (0, 1, 2)",
+        tests=(f"{_GROUPS}/test_sleep.py", "-k", "sleep_gives"),
+    ),
+    PlantedFault(
+        name="ranks with other block sizes go on",
+        path=f"{_WORKER}/group/fingerprint.py",
+        right='        "block_size": cache.block_size,\n',
+        wrong="",
+        tests=(f"{_GROUPS}/test_agreement.py", "-k", "other_settings"),
+    ),
+    PlantedFault(
+        name="ranks with other weights go on",
+        path=f"{_WORKER}/group/fingerprint.py",
+        right="of_model(Path(model.model)) if Path(model.model).is_dir() else model.model",
+        wrong="str(model.model)",
+        tests=(f"{_GROUPS}/test_agreement.py", "-k", "other_model"),
+    ),
+    PlantedFault(
+        name="every tensor-parallel rank goes on with its own sample",
+        path=f"{_WORKER}/rank/worker/sampling.py",
+        right="        runner._sample = self\n",
+        wrong="",
+        tests=(f"{_GROUPS}/test_tensor.py", "-k", "of_one_pod"),
+    ),
+    PlantedFault(
+        name="collectives of one shape are not kept apart",
+        path=f"{_WORKER}/distributed/bridge/header.py",
+        right="_LAYOUT.pack(*fields, *shape, *(0,) * (_MAX_DIMS - dims))",
+        wrong="_LAYOUT.pack(*fields, *(0,) * _MAX_DIMS)",
+        tests=("tests/unit/bridge",),
+    ),
+    PlantedFault(
+        name="a collective that a rank skipped is not seen",
+        path=f"{_WORKER}/distributed/bridge/header.py",
+        right="        return self._head + _COUNTS.pack(step, count, history) + self._tail",
+        wrong="        return self._head + _COUNTS.pack(0, 0, 0) + self._tail",
+        tests=(f"{_GROUPS}/test_tensor.py", "-k", "skipped and shared_memory"),
+    ),
+    PlantedFault(
+        name="a follower does not look at what it ran",
+        path=f"{_WORKER}/rank/worker/following.py",
+        right="            if ran != expected:",
+        wrong="            if not ran and expected:",
+        tests=(f"{_GROUPS}/test_following.py",),
+    ),
+    PlantedFault(
+        name="the load of weights tells each tensor by itself, not their sum",
+        path=f"{_WORKER}/rank/worker/weight_loading.py",
+        right="                self.done_bytes += tensor.nbytes",
+        wrong="                self.done_bytes = tensor.nbytes",
+        tests=(f"{_GROUPS}/test_loading.py",),
+    ),
+    PlantedFault(
+        name="threads of a bound rank go where they like",
+        path=f"{_WORKER}/launch/environment.py",
+        right='        settings["OMP_PLACES"] = ',
+        wrong='        settings["OMP_NOWHERE"] = ',
+        tests=(f"{_GROUPS}/test_platform.py", "-k", "threads_of_a_rank"),
+    ),
+    PlantedFault(
+        name="a killed rank passes for one that lost a peer",
+        path=f"{_WORKER}/launch/culprit.py",
+        right="            if killed:\n                return Weight.OWN_END\n",
+        wrong="            if killed:\n                return Weight.LOST_PEER\n",
+        tests=("tests/unit/launch", "tests/integration/launch/test_failures.py", "-k", "killed or culprit"),
+    ),
+    PlantedFault(
+        name="parts of a block that threads share are not added up",
+        path=f"{_WORKER}/kernels/source/linear.cpp",
+        right="total[i] += c[i];",
+        wrong="total[i] += 0 * c[i];",
+        tests=(f"{_KERNELS}/test_linear.py", "-k", "by_default"),
+    ),
+    PlantedFault(
+        name="AMX leaves out what is beyond whole units of k",
+        path=f"{_WORKER}/kernels/source/linear_amx.cpp",
+        right="take = left < kUnit ? left : kUnit;",
+        wrong="take = left < kUnit ? 0 : kUnit;",
+        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_path and amx"),
+    ),
+    PlantedFault(
+        name="AVX512-BF16 swaps the two halves of a pair",
+        path=f"{_WORKER}/kernels/source/linear_avx512_bf16.cpp",
+        right="static_cast<uint32_t>(odd) << 16 | even",
+        wrong="static_cast<uint32_t>(even) << 16 | odd",
+        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_path and avx512_bf16"),
+    ),
+    PlantedFault(
+        name="a NaN is stored as infinity",
+        path=f"{_WORKER}/kernels/source/linear_avx512.cpp",
+        right="_mm512_set1_epi32(0x7fc0)",
+        wrong="_mm512_set1_epi32(0x7f80)",
+        tests=(f"{_KERNELS}/test_linear.py", "-k", "infinities"),
+    ),
+    PlantedFault(
+        name="a dashboard asks for a metric that nobody serves",
+        path="charts/dashboards/queries.py",
+        right='"vllm:num_requests_waiting"',
+        wrong='"vllm:num_requests_queueing"',
+        tests=("tests/unit/watching",),
+    ),
+)
