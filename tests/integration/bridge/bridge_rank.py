@@ -233,8 +233,8 @@ class BridgeRank:
         tell(done=True)
 
 
-def main() -> None:
-    config = json.loads(sys.argv[1])
+def main(text: str) -> None:
+    config = json.loads(text)
     torch.set_num_threads(1)
     if config["device"].startswith("cuda"):
         torch.cuda.set_device(config["device"])
@@ -260,4 +260,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.integration.forking import ForkedProcess, forks
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 
 DEADLINE_S = 120.0
+MODULE = "tests.integration.bridge.bridge_rank"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,49 +37,76 @@ class Group:
 
 
 class Process:
-    """One rank's process."""
+    """One rank's process.
+
+    Args:
+        config: of the rank.
+        errors: file for its stderr.
+        wrapper: a command that runs its command; without one it is forked, with torch imported.
+    """
+
+    def __init__(self, config: str, errors: Path, wrapper: Sequence[str] = ()) -> None:
+        self._errors = errors
+        if not wrapper:
+            parent = forks(WORKER_PYTHON, MODULE)
+            self._process: ForkedProcess | Wrapped = parent.start(
+                MODULE, config, errors=errors, env=ENVIRONMENT
+            )
+        else:
+            self._process = Wrapped([*wrapper, str(WORKER_PYTHON), "-m", MODULE, config], errors)
+        self.pid = self._process.pid
+
+    def next_event(self) -> dict[str, Any]:
+        """Returns what the rank tells next; it ends by itself, or by pytest's time limit."""
+        line = self._process.stdout.readline()
+        assert line, f"a rank ended:\n{self._errors.read_text()}"
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+    def release(self) -> None:
+        """Lets a rank go on that waits for a line."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """Ends the rank, and whatever its wrapper started, at once."""
+        self._process.kill()
+        self._process.wait(DEADLINE_S)
+
+    def end(self) -> None:
+        self.kill()
+        self._process.close()
+
+
+class Wrapped:
+    """A rank's process that a wrapper starts; as a ForkedProcess otherwise."""
 
     def __init__(self, command: Sequence[str], errors: Path) -> None:
-        self._errors = errors
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with errors.open("w") as stderr:
             self._popen = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env=environment,
+                env={**os.environ, **ENVIRONMENT},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
                 start_new_session=True,
             )
-        self.pid = self._popen.pid
-
-    def next_event(self) -> dict[str, Any]:
-        """Returns what the rank tells next; it ends by itself, or by pytest's time limit."""
-        assert self._popen.stdout is not None
-        line = self._popen.stdout.readline()
-        assert line, f"a rank ended with {self._popen.wait(DEADLINE_S)}:\n{self._errors.read_text()}"
-        event: dict[str, Any] = json.loads(line)
-        return event
-
-    def release(self) -> None:
-        """Lets a rank go on that waits for a line."""
         assert self._popen.stdin is not None
-        self._popen.stdin.write("\n")
-        self._popen.stdin.flush()
+        assert self._popen.stdout is not None
+        self.pid, self.stdin, self.stdout = self._popen.pid, self._popen.stdin, self._popen.stdout
+
+    def wait(self, timeout_s: float) -> None:
+        self._popen.wait(timeout_s)
 
     def kill(self) -> None:
-        """Ends the rank, and whatever its wrapper started, at once."""
         if self._popen.poll() is None:
             os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait(DEADLINE_S)
 
-    def end(self) -> None:
-        self.kill()
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            if pipe is not None:
-                pipe.close()
+    def close(self) -> None:
+        self.stdin.close()
+        self.stdout.close()
 
 
 @contextmanager
@@ -97,14 +127,8 @@ def running(group: Group, scenario: str, **arguments: Any) -> Iterator[list[Proc
                     "arguments": arguments,
                 }
                 wrapper = group.wrappers[rank] if group.wrappers else ()
-                command = [
-                    *wrapper,
-                    str(WORKER_PYTHON),
-                    "-m",
-                    "tests.integration.bridge.bridge_rank",
-                    json.dumps(config),
-                ]
-                processes.append(Process(command, Path(folder) / f"stderr-{rank}"))
+                errors = Path(folder) / f"stderr-{rank}"
+                processes.append(Process(json.dumps(config), errors, wrapper))
             yield processes
         finally:
             for process in processes:

@@ -150,15 +150,16 @@ def onednn_alone() -> Any:
 QUESTIONS = {f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone)}
 
 
-def main(name: str, library: str | None = None) -> None:
-    """Answers in a process that is a rank of its own."""
+def main(arguments: str) -> None:
+    """Answers in a process that is a rank of its own; `arguments` are words, as JSON."""
+    name, *libraries = json.loads(arguments)
     import tempfile
 
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.platforms import current_platform
 
-    if library is not None:
+    for library in libraries:
         linear.prepare(Path(library))
     current_platform.import_kernels()
     with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(VllmConfig()):
@@ -169,4 +170,4 @@ def main(name: str, library: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(json.dumps(sys.argv[1:]))

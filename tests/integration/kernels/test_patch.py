@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.kernels.asking import ask
+from tests.integration.kernels.asking import ask, ask_forked
 from tests.integration.kernels.instructions import SETS, of_this_cpu
 from vllm_heteroinfer.kernels import build
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PATCHES
@@ -24,7 +24,7 @@ def kernels() -> None:
 
 
 def test_it_applies_once_and_goes() -> None:
-    answer = ask(PROBE, "patch")
+    answer = ask_forked(PROBE, "patch")
     assert answer["applied"]
     assert answer["twice"]
     assert answer["reverted"]
@@ -35,7 +35,7 @@ def test_it_applies_once_and_goes() -> None:
 
 
 def test_linear_layers(usable: list[str]) -> None:
-    answer = ask(PROBE, "linear_layers", *usable)
+    answer = ask_forked(PROBE, "linear_layers", *usable)
     assert answer["served"] == [True, True, False, False]
     assert max(answer["gaps"]) < ROUNDING
     served, left = answer["said"]  # once each, whatever the number of layers
@@ -45,7 +45,7 @@ def test_linear_layers(usable: list[str]) -> None:
 
 
 def test_heads_and_embeddings_are_kept_once(usable: list[str]) -> None:
-    answer = ask(PROBE, "heads", *usable)
+    answer = ask_forked(PROBE, "heads", *usable)
     assert max(answer["gaps"]) < ROUNDING
     assert answer["lookup"], "an embedding's table is still there to be looked up"
     assert answer["packed"] == [False, True, True]
@@ -67,12 +67,12 @@ def test_without_compiled_kernels_onednn_serves_and_says_so(tmp_path: Path) -> N
 
 def test_setting_is_checked() -> None:
     with pytest.raises(AssertionError, match="got HETEROINFER_CPU_LINEAR='fast', expected auto or onednn"):
-        ask(PROBE, "without", env={"HETEROINFER_CPU_LINEAR": "fast"})
+        ask_forked(PROBE, "without", env={"HETEROINFER_CPU_LINEAR": "fast"})
 
 
 def test_vllm_still_needs_it() -> None:
     """Fails once vLLM no longer empties linear weights and keeps a head beside its packed form."""
-    answer = ask(PROBE, "onednn_alone")
+    answer = ask_forked(PROBE, "onednn_alone")
     assert answer == {"linear": [0], "head": [128, 64]}, f"is the patch {CPU_LINEAR.id} still needed?"
 
 
