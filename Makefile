@@ -32,7 +32,8 @@ setup:  ## everything into .venv and .venv-worker; nothing to do when nothing ch
 quickstart: setup  ## a small model on this machine, from a file to served tokens
 	@$(BIN)/python -m tests.quickstart
 
-test: check integration e2e  ## what CI runs
+test: check  ## what CI runs
+	@./.ci/lanes computing nodes
 
 check: setup  ## the inner loop: lint, types, imports, unit; within a minute
 	@./.ci/lanes unit static
@@ -54,9 +55,26 @@ imports: setup  ## import-linter: the direction of imports
 unit: setup  ## pure tests, seconds
 	$(PYTEST) tests/unit
 
+# Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
+COMPUTING := $(addprefix tests/integration/,worker kernels bridge up bench fetch)
+
 integration: setup  ## a real API server; real vLLM groups on the CPU
+	@./.ci/lanes computing waiting
+
+computing: setup  ## those of them that start vLLM or compile
+	$(PYTEST) $(COMPUTING)
+
+waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
 	@$(BIN)/python -m tests.cluster build
-	$(PYTEST) tests/integration -m "not gang_schedulers"
+	$(PYTEST) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%)
+
+cluster-tests: setup  ## the test cluster's own tests, once for each state of tests/cluster; root
+	@$(BIN)/python -m tests.cluster tested || { \
+	  $(BIN)/python -m tests.cluster build && $(BIN)/python -m tests.cluster images && \
+	  $(PYTEST) tests/cluster/tests && $(BIN)/python -m tests.cluster tested --record; }
+
+nodes: cluster-tests waiting e2e
+.PHONY: computing waiting cluster-tests nodes
 
 gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-scheduler, which it builds; root
 	@$(BIN)/python -m tests.cluster build
@@ -128,9 +146,9 @@ specs: setup  ## 10,000 random resources against models, CRD, planner, manifests
 .PHONY: scale specs
 
 dashboards: setup  ## the chart's dashboards from their definitions, and their pictures of a group that serves
-	$(BIN)/python -m tests.watching dashboards
+	$(BIN)/python -m charts.dashboards
 	@$(BIN)/python -m tests.cluster build
-	$(BIN)/python -m tests.watching pictures
+	$(BIN)/python -m tests.watching
 .PHONY: dashboards
 
 lock: setup  ## newest allowed versions into the pinned files

@@ -1,11 +1,11 @@
-"""The command line: build, images, up, down, env."""
+"""The command line: build, images, up, down, env, tested."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.cluster import images, tools
+from tests.cluster import images, tested, tools
 from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.cluster.errors import ClusterError
 from tests.cluster.node import attach, start_node_cluster
@@ -17,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, or 1 with the reason on stderr."""
     chosen = _parser().parse_args(arguments)
     try:
+        if chosen.command == "tested":
+            return _tested(record=chosen.record)
         _run(chosen)
     except ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -46,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     down = commands.add_parser("down", help="stop clusters: those named, or all that `up` started")
     down.add_argument("names", nargs="*", metavar="NAME")
+    passed = commands.add_parser("tested", help="fails unless this test cluster has passed its own tests")
+    passed.add_argument("--record", action="store_true", help="it just has: remember it")
     env = commands.add_parser("env", help="print the lines that make a shell use a running cluster")
     env.add_argument("name", nargs="?", metavar="NAME")
     return parser
@@ -62,6 +66,16 @@ def _run(chosen: argparse.Namespace) -> None:
         _down(chosen.names)
     elif chosen.command == "env":
         _print_environment(Cluster(state=_named(chosen.name, "")))
+
+
+def _tested(*, record: bool) -> int:
+    if record:
+        tested.record()
+    elif not tested.is_tested():
+        print("tests/cluster has changed, or was never tested here: its own tests run", file=sys.stderr)
+        return 1
+    print("tests/cluster is as it was when it passed its own tests")
+    return 0
 
 
 def _images(targets: Sequence[str], load: bool) -> None:

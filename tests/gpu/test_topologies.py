@@ -21,7 +21,7 @@ from tests.gpu.report import Report
 from tests.gpu.scrape import Scrape, scrape
 from tests.gpu.serving import Served
 from tests.gpu.topologies import SLEEPERS_KV_BYTES, TOPOLOGIES, Topology
-from tests.integration.worker import test_death as death
+from tests.integration.worker import deaths as death
 from tests.integration.worker.groups import Group, fetch
 
 FLOAT32_GAP = 0.01
@@ -136,7 +136,7 @@ def test_metrics_of_every_rank(served: Served, references: References) -> None:
         transfer = seen.total(names.TRANSFER_SECONDS + "_sum")
         assert min(*step.values(), *compute.values()) > 0, seen.text
         spent = sum(compute.values()) + sum(wait.values()) + transfer
-        # In tensor mode the first step is given what the warm-up's last collective cost.
+        # In tensor mode the first step counts what the warm-up's last collective cost.
         exact = 1e-6 if served.topology.mode is Mode.PIPELINE else 0.02
         assert spent == pytest.approx(sum(step.values()), rel=exact), seen.text
         timed = seen.total(names.DEVICE_SECONDS + "_count")

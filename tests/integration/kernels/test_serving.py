@@ -9,6 +9,7 @@ from heteroinfer_contract import names
 from tests.integration.kernels.asking import ask
 from tests.integration.kernels.instructions import of_this_cpu
 from tests.integration.worker.conftest import make
+from tests.integration.worker.deaths import check_death
 from tests.integration.worker.groups import Group, build_plan, start_group
 
 pytestmark = pytest.mark.timeout(600)
@@ -53,6 +54,10 @@ def test_kernels_serve_bf16(
         group.wait_ready()
         found = gaps(group, flat_model)
         logs = "".join(child.log.read_text() for child in group.children)
+        if tensor == 1:
+            check_death(
+                group, 0, []
+            )  # idle in the first stage: the other deaths are in worker/test_shapes.py
     serves = SERVED if of_this_cpu() else REFUSED
     assert logs.count(serves) == len(plan.ranks), "each rank says once what serves"
     within = sum(gap <= GAP for gap in found) / len(found)

@@ -1,7 +1,7 @@
 """A leader's warm-up and a follower's, on a small torch module; run by the worker's Python.
 
-`python -m tests.integration.worker.following [MISTAKE]` prints what both ran, as JSON; the
-follower's forward makes the mistake: `twice`, `short`, or the leader's end says `more`.
+`python -m tests.integration.worker.following MISTAKE...` prints what both ran, as JSON by mistake: the
+follower's forward makes it (`twice`, `short`), or the leader's end says `more`; with `none` nothing is wrong.
 """
 
 import json
@@ -39,7 +39,8 @@ class Announced:
         self.messages.append(message)
 
 
-def main(mistake: str) -> None:
+def follow(mistake: str) -> Any:
+    """Returns what leader and follower ran, and what was said about it."""
     leader, follower, announced = Model(), Model(), Announced()
     with following.leading(announced, leader, "warm-up"):
         hidden = leader(input_ids=None, positions=torch.zeros(3, 5))  # as of models with three positions
@@ -68,8 +69,8 @@ def main(mistake: str) -> None:
         )
     except following.FollowError as raised:
         error = str(raised)
-    print(json.dumps({"leader": leader.ran[:-1], "follower": follower.ran, "error": error}))
+    return {"leader": leader.ran[:-1], "follower": follower.ran, "error": error}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or [""])
+    print(json.dumps({mistake: follow(mistake) for mistake in sys.argv[1:]}))

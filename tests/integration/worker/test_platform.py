@@ -15,10 +15,9 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
+from tests.integration.worker.answers import answer_all, rank_pids
 from tests.integration.worker.conftest import Reference
 from tests.integration.worker.groups import WORKER_PYTHON, build_addresses, build_plan, start_group
-from tests.integration.worker.test_serving import answer_all
-from tests.integration.worker.test_sleep import rank_pids
 from vllm_heteroinfer.launch.environment import rank_environment
 from vllm_heteroinfer.launch.host import observe_host
 

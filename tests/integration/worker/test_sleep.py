@@ -1,58 +1,70 @@
-"""A group sleeps and wakes: memory given back, not Ready meanwhile, the same tokens after."""
+"""A group sleeps and wakes: memory given back, not Ready meanwhile, the same tokens after. Then it stops."""
 
 import time
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_report import RankPhase
+from tests.integration.worker.answers import ONE_THREAD, answer_all, rank_pids
 from tests.integration.worker.conftest import Reference
+from tests.integration.worker.draining import check_drain_timeout
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
-from tests.integration.worker.test_serving import ONE_THREAD, answer_all
 
 pytestmark = pytest.mark.timeout(600)
 
-ENV = {**ONE_THREAD, "VLLM_SERVER_DEV_MODE": "1"}
+DRAIN_S = 1.5
+ENV = {**ONE_THREAD, "VLLM_SERVER_DEV_MODE": "1", names.ENV_DRAIN_TIMEOUT: str(DRAIN_S)}
 KV_BYTES = 64 << 20
 """Of each rank, as build_plan gives it."""
 
 
-def test_sleep_gives_memory_back_and_wake_answers_as_before(
-    model: Path, reference: Reference, tmp_path: Path
-) -> None:
-    plan = build_plan(model, layers=[4, 4], pods=[1, 1], extra_args=("--enable-sleep-mode",))
+@pytest.fixture(scope="module")
+def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    plan = build_plan(
+        model, layers=[4, 4], pods=[1, 1], extra_args=("--enable-sleep-mode",), max_model_len=2048
+    )
     assert {rank.kv_cache_bytes for rank in plan.ranks} == {KV_BYTES}
-    with start_group(plan, tmp_path, env=ENV) as group:
+    with start_group(plan, tmp_path_factory.mktemp("group"), env=ENV) as group:
         group.wait_ready()
-        check_kv_headroom(group)
-        fill_kv_cache(group)
-        answer_all(group, reference)
-        awake = [resident_bytes(pid) for pid in rank_pids(group)]
+        yield group
 
-        group.post("/sleep?level=1", {})
-        wait_until(lambda: phases(group) == {RankPhase.SLEEPING})
-        asleep = [resident_bytes(pid) for pid in rank_pids(group)]
-        for before, after in zip(awake, asleep, strict=True):
-            assert before - after > 0.9 * KV_BYTES
-        assert not ready(group, 0)
-        wait_until(lambda: not ready(group, 1))
-        status = group.status()
-        assert not status.ready
-        assert status.message == "asleep: rank 0, 1; POST /wake_up to the leader's API wakes the group"
 
-        group.post("/wake_up", {})
-        wait_until(lambda: ready(group, 0) and ready(group, 1))
-        assert phases(group) == {RankPhase.READY}
-        answer_all(group, reference)
-        refuse_level_2(group)
-        answer_all(group, reference)
+def test_sleep_gives_memory_back_and_wake_answers_as_before(group: Group, reference: Reference) -> None:
+    check_kv_headroom(group)
+    fill_kv_cache(group)
+    answer_all(group, reference)
+    awake = [resident_bytes(pid) for pid in rank_pids(group)]
+
+    group.post("/sleep?level=1", {})
+    wait_until(lambda: phases(group) == {RankPhase.SLEEPING})
+    asleep = [resident_bytes(pid) for pid in rank_pids(group)]
+    for before, after in zip(awake, asleep, strict=True):
+        assert before - after > 0.9 * KV_BYTES
+    assert not ready(group, 0)
+    wait_until(lambda: not ready(group, 1))
+    status = group.status()
+    assert not status.ready
+    assert status.message == "asleep: rank 0, 1; POST /wake_up to the leader's API wakes the group"
+
+    group.post("/wake_up", {})
+    wait_until(lambda: ready(group, 0) and ready(group, 1))
+    assert phases(group) == {RankPhase.READY}
+    answer_all(group, reference)
+    refuse_level_2(group)
+    answer_all(group, reference)
+
+
+def test_past_the_drain_timeout_the_group_ends_anyway(group: Group, reference: Reference) -> None:
+    """The last test of the group."""
+    check_drain_timeout(group, next(iter(reference.values()))["prompt_token_ids"], DRAIN_S)
 
 
 def check_kv_headroom(group: Group) -> None:
-    """Each rank tells its headroom, and the engine's log names the one with the least."""
+    """Each rank reports its KV headroom, and the engine's log names the one with the least."""
     statuses = group.status().ranks
     assert [status.kv_blocks for status in statuses] == [512, 512]
     assert all(status.kv_room_blocks > 512 and status.kv_room_bytes > KV_BYTES for status in statuses)
@@ -92,18 +104,6 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
         time.sleep(0.05)
-
-
-def rank_pids(group: Group) -> list[int]:
-    """Returns the process of each rank, by rank, as its supervisor's log tells it."""
-    pids = {}
-    for child in group.children:
-        for line in child.log.read_text().splitlines():
-            words = line.rsplit("started rank ", 1)
-            if len(words) == 2:
-                rank, pid = words[1].split(" as process ")
-                pids[int(rank)] = int(pid)
-    return [pid for _, pid in sorted(pids.items())]
 
 
 def resident_bytes(pid: int) -> int:

@@ -4,8 +4,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +15,117 @@ import pytest
 from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.plan import Mode, Plan
+from tests.integration.worker.answers import ONE_THREAD, samples
 from tests.integration.worker.conftest import Reference, make, refer
+from tests.integration.worker.deaths import ENDED_WITHIN_S, NAMED_WITHIN_S, ask, check_death
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
-from tests.integration.worker.test_death import ENDED_WITHIN_S, NAMED_WITHIN_S, ask, check_death
-from tests.integration.worker.test_serving import ONE_THREAD, samples
 
 pytestmark = pytest.mark.timeout(600)
 
-CHUNK = 32
-"""Most tokens of a step: longer prompts are read in chunks, whose samples are thrown away."""
+SMALL_STEPS = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
+"""Longer prompts are read in chunks, whose samples are thrown away."""
 
 
 def tensor_plan(model: Path, *, layers: list[int], pods: list[int], **engine: Any) -> Plan:
     return build_plan(model, layers=layers, pods=pods, tensor=2, mode=Mode.TENSOR, **engine)
 
 
-@pytest.mark.parametrize(
-    ("pods", "env", "way"),
-    [([2], {}, "shared_memory"), ([1, 1], {}, "shared_memory"), ([1, 1], {names.ENV_BRIDGE: "gloo"}, "gloo")],
-    ids=["one pod", "two pods", "gloo"],
-)
-def test_two_ranks_split_every_layer(
-    model: Path, reference: Reference, tmp_path: Path, pods: list[int], env: Mapping[str, str], way: str
-) -> None:
-    plan = tensor_plan(model, layers=[8], pods=pods, max_num_batched_tokens=CHUNK, max_num_seqs=8)
-    with start_group(plan, tmp_path, env={**ONE_THREAD, **env}) as group:
+def test_two_ranks_of_one_pod_split_every_layer(model: Path, reference: Reference, tmp_path: Path) -> None:
+    plan = tensor_plan(model, layers=[8], pods=[2], **SMALL_STEPS)
+    with start_group(plan, tmp_path, env=ONE_THREAD) as group:
         group.wait_ready()
-        check_greedy(group, reference)
-        check_greedy(group, reference)  # now from the prefix cache, where it covers a block
-        check_seeds(group, reference)
-        check_schema(group)
-        check_metrics(group)
-        check_warm_up(group)
-        logs = "".join(child.log.read_text() for child in group.children)
-        assert way in logs, "which way the bridge takes is logged"
+        check_all(group, reference, "shared_memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipping:
+    """A group whose second rank skips one collective once a file is there, and the way its bridge takes."""
+
+    group: Group
+    way: str
+    trigger: Path
+
+
+@pytest.fixture(scope="module", params=["shared_memory", "gloo"])
+def skipping(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Skipping]:
+    """Two pods of a rank each; shared memory is what the bridge takes by itself on one machine."""
+    folder = tmp_path_factory.mktemp("skipping")
+    way, trigger = request.param, folder / "skip"
+    plan = tensor_plan(model, layers=[8], pods=[1, 1], **SMALL_STEPS)
+    env = {**ONE_THREAD, **({names.ENV_BRIDGE: way} if way == "gloo" else {})}
+    plugin = plugin_env(folder / "plugin", trigger)
+    with start_group(plan, folder / "group", env=env, pod_env={1: plugin}) as group:
+        group.wait_ready()
+        yield Skipping(group=group, way=way, trigger=trigger)
+
+
+def test_two_pods_split_every_layer(skipping: Skipping, reference: Reference) -> None:
+    check_all(skipping.group, reference, skipping.way)
+
+
+def test_a_skipped_collective_is_named_by_both_sides(skipping: Skipping, reference: Reference) -> None:
+    """Without headers the ranks would add up rows of different layers, or wait for each other.
+
+    The last test of the group.
+    """
+    group, trigger = skipping.group, skipping.trigger
+    with ThreadPoolExecutor(4) as pool:
+        requests = ask(group, reference, pool)
+        skipped_at = time.time()
+        trigger.touch()
+        for pod, child in enumerate(group.children):
+            code = child.process.wait(ENDED_WITHIN_S)
+            failure = group.failure(pod)
+            assert failure is not None, group.logs()
+            assert failure.reason is FailureReason.RANK_RAISED
+            assert "CollectiveMismatchError: group tp:0" in failure.message
+            assert "rank 0" in failure.message
+            assert "rank 1" in failure.message
+            assert 0 <= failure.time - skipped_at < NAMED_WITHIN_S
+            assert code == (names.EXIT_RANK_FAILED if pod == failure.pod else names.EXIT_PEER_FAILED)
+        assert not trigger.exists(), "one collective was skipped"
+        for request in requests:
+            assert request.exception(30) is not None, "a request was answered by a group that has ended"
 
 
 def test_two_stages_of_two_ranks(model: Path, reference: Reference, tmp_path: Path) -> None:
-    plan = tensor_plan(model, layers=[3, 5], pods=[2, 2], max_num_batched_tokens=CHUNK, max_num_seqs=8)
-    with start_group(plan, tmp_path, env=ONE_THREAD) as group:
+    """The first of four ranks is killed while decoding: named by all."""
+    plan = tensor_plan(model, layers=[3, 5], pods=[2, 2], **SMALL_STEPS)
+    with start_group(plan, tmp_path, env=ONE_THREAD) as group, ThreadPoolExecutor(4) as pool:
         group.wait_ready()
         check_greedy(group, reference)
         check_seeds(group, reference)
         check_warm_up(group)
+        check_death(group, 0, ask(group, reference, pool))
 
 
 def test_compiled_ranks(tmp_path: Path) -> None:
-    """A follower compiles while its leader waits in a collective; the compiler does not see the bridge."""
+    """A follower compiles while its leader waits in a collective; the compiler does not see the bridge.
+
+    The second rank is killed while decoding: named by both.
+    """
     small = make(tmp_path / "model", "--layers", "2")
     plan = tensor_plan(small, layers=[2], pods=[1, 1], eager_cpu=False)
-    with start_group(plan, tmp_path / "group", env=ONE_THREAD) as group:
+    env = {**ONE_THREAD, names.ENV_BRIDGE: "shared_memory"}  # what it would take by itself
+    with start_group(plan, tmp_path / "group", env=env) as group, ThreadPoolExecutor(4) as pool:
         group.wait_ready()
-        check_greedy(group, refer(small))
+        reference = refer(small)
+        check_greedy(group, reference)
+        check_death(group, 1, ask(group, reference, pool))
+
+
+def check_all(group: Group, reference: Reference, way: str) -> None:
+    """Checks a group that has answered nothing before; `way` is what its bridge takes."""
+    check_greedy(group, reference)
+    check_greedy(group, reference)  # now from the prefix cache, where it covers a block
+    check_seeds(group, reference)
+    check_schema(group)
+    check_metrics(group)
+    check_warm_up(group)
+    logs = "".join(child.log.read_text() for child in group.children)
+    assert way in logs, "which way the bridge takes is logged"
 
 
 def check_greedy(group: Group, reference: Reference) -> None:
@@ -143,7 +203,7 @@ def check_metrics(group: Group) -> None:
         )
         assert compute > 0
         assert wait > 0
-        # What the warm-up's last collective cost is reported with the first step's first one.
+        # What the warm-up's last collective cost counts with the first step's first one.
         assert math.isclose(compute + wait + transfer, step, rel_tol=0.02)
 
 
@@ -184,48 +244,3 @@ def plugin_env(directory: Path, trigger: Path) -> dict[str, str]:
     (directory / "skipping.py").write_text(SKIPPING)
     path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "SKIP_ONE_WHEN": str(trigger)}
-
-
-@pytest.mark.parametrize("way", ["shared_memory", "gloo"])
-def test_a_skipped_collective_is_named_by_both_sides(
-    model: Path, reference: Reference, tmp_path: Path, way: str
-) -> None:
-    """Without headers the ranks would add up rows of different layers, or wait for each other."""
-    plan = tensor_plan(model, layers=[8], pods=[1, 1])
-    trigger = tmp_path / "skip"
-    with (
-        start_group(
-            plan,
-            tmp_path,
-            env={**ONE_THREAD, names.ENV_BRIDGE: way},
-            pod_env={1: plugin_env(tmp_path / "plugin", trigger)},
-        ) as group,
-        ThreadPoolExecutor(4) as pool,
-    ):
-        group.wait_ready()
-        requests = ask(group, reference, pool)
-        skipped_at = time.time()
-        trigger.touch()
-        for pod, child in enumerate(group.children):
-            code = child.process.wait(ENDED_WITHIN_S)
-            failure = group.failure(pod)
-            assert failure is not None, group.logs()
-            assert failure.reason is FailureReason.RANK_RAISED
-            assert "CollectiveMismatchError: group tp:0" in failure.message
-            assert "rank 0" in failure.message
-            assert "rank 1" in failure.message
-            assert 0 <= failure.time - skipped_at < NAMED_WITHIN_S
-            assert code == (names.EXIT_RANK_FAILED if pod == failure.pod else names.EXIT_PEER_FAILED)
-        assert not trigger.exists(), "one collective was skipped"
-        for request in requests:
-            assert request.exception(30) is not None, "a request was answered by a group that has ended"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_while_decoding(
-    model: Path, reference: Reference, tmp_path: Path, *, rank: int
-) -> None:
-    plan = tensor_plan(model, layers=[8], pods=[1, 1])
-    with start_group(plan, tmp_path, env=ONE_THREAD) as group, ThreadPoolExecutor(4) as pool:
-        group.wait_ready()
-        check_death(group, rank, ask(group, reference, pool))

@@ -7,8 +7,8 @@ from tests.cluster.errors import ClusterError
 from tests.cluster.image_store import PAUSE
 from tests.cluster.joined_node import TAINT, joined_node
 from tests.cluster.node import NodeCluster
+from tests.cluster.tests.test_node import build_pod
 from tests.cluster.traces import observe_traces
-from tests.e2e.test_node import build_pod
 
 WAIT = "--for=jsonpath={.status.phase}=Running"
 

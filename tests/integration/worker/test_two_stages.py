@@ -1,0 +1,181 @@
+"""Two even stages, one started group: tokens, batches, metrics, vLLM's features, and a stop amid a request.
+
+A feature of vLLM works here, or is refused in words (tests/unit/worker).
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import metric_names as names
+from tests.integration.worker.answers import ONE_THREAD, answer_all, samples, shared_memory
+from tests.integration.worker.conftest import Reference
+from tests.integration.worker.draining import check_drain
+from tests.integration.worker.groups import Group, build_plan, fetch, start_group
+
+pytestmark = pytest.mark.timeout(600)
+
+LONG = 128
+"""Tokens of an answer that takes longer than requests need to arrive."""
+HOP_BYTES = 2 * 256 * 4
+"""Of a token: hidden states and residual, 256 wide, float32."""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "device": {"enum": ["CPU", "GPU"]},
+        "ready": {"type": "boolean"},
+        "ranks": {"type": "array", "items": {"enum": [0, 1, 2, 3]}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["device", "ready", "ranks"],
+    "additionalProperties": False,
+}
+CHOICES = ["pipeline", "tensor", "one rank after another"]
+
+
+@pytest.fixture(scope="module")
+def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    # Compact, so that a model that knows nothing ends its object within the tokens it has.
+    compact = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1], extra_args=compact, max_model_len=2048)
+    with start_group(plan, tmp_path_factory.mktemp("group"), env=ONE_THREAD) as group:
+        group.wait_ready()
+        yield group
+
+
+def test_tokens_batches_and_metrics(group: Group, reference: Reference) -> None:
+    """Of a group that has answered nothing before."""
+    answer_all(group, reference)
+    answer_all(group, reference)  # now from the prefix cache, where it covers a block
+    check_staggered(group, reference)
+    check_metrics(group)
+
+
+def check_staggered(group: Group, reference: Reference) -> None:
+    """Requests that come one step apart soon go as one batch; stock vLLM keeps two halves for good."""
+    before = decode_steps(group)
+    with ThreadPoolExecutor(len(reference)) as pool:
+        futures = []
+        for answer in reference.values():
+            steps = group.status().ranks[0].steps
+            futures.append(pool.submit(group.complete, answer["prompt_token_ids"], LONG))
+            deadline = time.monotonic() + 30
+            while group.status().ranks[0].steps == steps and time.monotonic() < deadline:
+                time.sleep(0.01)
+        got = [future.result()[:32] for future in futures]
+    assert got == [answer["token_ids"] for answer in reference.values()]
+    # From the first request's first step to the last one's last: two halves would need twice LONG.
+    assert LONG - 1 <= decode_steps(group) - before < 1.6 * LONG
+
+
+def decode_steps(group: Group) -> int:
+    """Returns how many decode steps the first rank has run."""
+    text = fetch(group.metrics_url(0) + "/metrics")
+    assert text is not None
+    return int(samples(text, names.STEP_SECONDS + "_count").get(names.PHASE_DECODE, 0))
+
+
+def check_metrics(group: Group) -> None:
+    """Every rank's times and counts add up."""
+    for rank in (0, 1):
+        text = fetch(group.metrics_url(rank) + "/metrics")
+        assert text is not None
+        step = samples(text, names.STEP_SECONDS + "_sum")
+        compute = samples(text, names.COMPUTE_SECONDS + "_sum")
+        wait = samples(text, names.WAIT_SECONDS + "_sum")
+        transfer = samples(text, names.TRANSFER_SECONDS + "_sum")
+        assert set(step) == {names.PHASE_PREFILL, names.PHASE_DECODE}
+        total = sum(compute.values()) + sum(wait.values()) + sum(transfer.values())
+        assert total == pytest.approx(sum(step.values()), rel=1e-6)
+        assert all(value > 0 for value in compute.values())
+        tokens = samples(text, names.TOKENS_TOTAL)
+        # The first new token comes of the prompt's last step; 8 answers of 32 tokens, 4 of LONG.
+        assert tokens[names.PHASE_DECODE] == 8 * 31 + 4 * (LONG - 1)
+        direction = "send" if rank == 0 else "recv"
+        sent = samples(text, names.TRANSFER_BYTES_TOTAL)
+        assert sent == {direction: sum(tokens.values()) * HOP_BYTES}
+        weight_bytes = samples(text, names.WEIGHT_BYTES)[""]
+        assert weight_bytes == pytest.approx(4 * 3.15e6 + 512 * 256 * 4, rel=0.05)
+        assert samples(text, names.KV_BLOCKS)[""] == 512  # 64 MiB / (4 layers x 32 KiB a block)
+        assert samples(text, names.HEARTBEAT_AGE_SECONDS)[""] < 2
+        assert fetch(group.metrics_url(rank) + "/healthz") == "ok\n"
+    # The last stage waits for the first one; the first waits for nobody but a free buffer.
+    waits = [status.wait_s for status in group.status().ranks]
+    assert waits[0] < waits[1]
+
+
+def test_structured_output(group: Group) -> None:
+    """JSON of a schema and one of a list, all at once, greedy and not: the last stage masks."""
+    questions = [(kind, sampling) for kind in ("json", "choice") for sampling in (0, 1, 2, 3)]
+    with ThreadPoolExecutor(len(questions)) as pool:
+        answers = list(pool.map(lambda question: ask(group, *question), questions))
+    for (kind, _), answer in zip(questions, answers, strict=True):
+        if kind == "choice":
+            assert answer in CHOICES
+            continue
+        value = json.loads(answer)
+        assert set(value) == {"device", "ready", "ranks"}
+        assert value["device"] in {"CPU", "GPU"}
+        assert isinstance(value["ready"], bool)
+        assert 2 <= len(value["ranks"]) <= 3
+        assert set(value["ranks"]) <= {0, 1, 2, 3}
+    assert ask(group, "json", 0) == answers[0]  # greedy is the same whatever runs beside it
+    assert ask(group, "json", 1) == answers[1]  # and so is a seed
+
+
+def ask(group: Group, kind: str, seed: int) -> str:
+    """Returns an answer: greedy for seed 0, else at temperature 1 with that seed."""
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Which rank is it?"}],
+        "max_tokens": 100,
+        "temperature": 1 if seed else 0,
+        "seed": seed,
+    }
+    if kind == "json":
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "rank", "schema": SCHEMA, "strict": True},
+        }
+    else:
+        body["structured_outputs"] = {"choice": CHOICES}
+    text: str = group.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    return text
+
+
+def test_prefix_caching(group: Group) -> None:
+    """A prompt that was read before is taken from the KV cache of every stage, with the same tokens."""
+    prompt = [3 + i * 7 % 500 for i in range(200)]
+    first = group.complete(prompt)
+    before, tokens = cached_tokens(group), [prompt_tokens(group, rank) for rank in (0, 1)]
+    assert group.complete(prompt) == first
+    assert cached_tokens(group) - before == 192  # six whole blocks of 32
+    assert [prompt_tokens(group, rank) - old for rank, old in zip((0, 1), tokens, strict=True)] == [8, 8]
+
+
+def cached_tokens(group: Group) -> float:
+    """Returns how many prompt tokens the engine has found in its cache."""
+    text = fetch(group.url + "/metrics")
+    assert text is not None
+    (value,) = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE)
+    return float(value)
+
+
+def prompt_tokens(group: Group, rank: int) -> float:
+    """Returns how many prompt tokens have passed through a rank."""
+    text = fetch(group.metrics_url(rank) + "/metrics")
+    assert text is not None
+    return samples(text, names.TOKENS_TOTAL).get(names.PHASE_PREFILL, 0.0)
+
+
+def test_a_stream_under_way_gets_all_of_its_tokens(group: Group, reference: Reference) -> None:
+    """The last test of the group: it stops, and leaves no shared memory behind."""
+    expected = next(iter(reference.values()))
+    before = shared_memory()
+    check_drain(group, expected["prompt_token_ids"], expected["token_ids"])
+    assert not shared_memory() - before
