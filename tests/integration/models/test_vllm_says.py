@@ -5,6 +5,8 @@ import subprocess
 
 import pytest
 
+from heteroinfer_contract.model import Routing, SchemeName
+from heteroinfer_operator.planning.support import CPU_EXPERTS
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 from tests.shapes.comparison import recorded
 
@@ -30,3 +32,13 @@ def test_weights_and_kv_caches_as_recorded() -> None:
 def test_defaults_of_configs_are_those_of_transformers() -> None:
     done = _run("tests.shapes.defaults", "--check")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_kernels_for_experts_take_the_routing_methods_of_the_table() -> None:
+    done = _run("tests.shapes.kernels")
+    assert done.returncode == 0, done.stderr[-2000:]
+    known = {routing.value for routing in Routing}
+    for scheme, methods in json.loads(done.stdout.splitlines()[-1]).items():
+        ours = CPU_EXPERTS[SchemeName(scheme)].routing
+        assert ours is not None
+        assert {routing.value for routing in ours} == known & set(methods), scheme

@@ -46,7 +46,8 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, model, planning=CPU_ONLY)
     assert main(["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi"]) == 0
-    head, columns, first, last, step, cache, every, note, *rest = capsys.readouterr().out.splitlines()
+    head, columns, first, last, *account, every, note = capsys.readouterr().out.splitlines()
+    made_of, step, load, rates, tokens, cache, cheaper, faster = account
     assert head.startswith("llama: mode Pipeline, 2 stages of 1 ranks, 2 pods, plan ")
     assert columns.split() == [
         "RANK",
@@ -62,13 +63,22 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     ]
     assert first.split()[:7] == ["0", "0", "cpu", "CPU", "0", "1", "(0-0)"]
     assert last.split()[:7] == ["1", "1", "gpu", "GPU", "1", "3", "(1-3)"]
+    assert made_of.startswith("model: LlamaForCausalLM, float32: layers 0.1 MiB (4 Full); embedding 0.1 MiB")
+    assert load.startswith("predicted step by requests of 256 tokens: 1: ")
+    assert "64: " in load
+    assert "; first token: " in load
+    assert rates == (
+        "rates: role cpu: defaults for CPUs, role gpu: defaults for an H200, since the GPU is not known"
+    )
+    assert tokens.endswith("a step has 64 requests at most")
+    assert cheaper.startswith("cheaper: with one longest sequence at a time it needs ")
+    assert faster.startswith("faster: a layer that GPUs take over from role cpu saves ")
     assert step.startswith("predicted decode step of one request: ")
     assert cache.startswith("KV cache of a rank: ")
     assert cache.endswith("layers; the memory of some ranks is unknown; the first that lacks it limits it")
     assert "dtype float32" in every
     assert "max_model_len 512" in every
     assert note.startswith("note: hybrid not needed: the model takes ")
-    assert rest == []
 
 
 @pytest.mark.parametrize(("output", "parse"), [("json", json.loads), ("yaml", yaml.safe_load)])

@@ -96,7 +96,10 @@ def test_kinds_of_published_layers() -> None:
     deepseek = profiles["DeepSeek-V3"].layer(3)
     assert (deepseek.attention, deepseek.kv_heads, deepseek.kv_width) == (AttentionKind.LATENT, 1, 576)
     assert (deepseek.experts, deepseek.experts_per_token, deepseek.experts_quantized) == (256, 8, True)
-    assert profiles["DeepSeek-V3"].layer(0).experts == 0
+    assert profiles["DeepSeek-V3"].layer(0).experts == deepseek.mlp_bytes == 0
+    assert profiles["Llama-3.1-8B-Instruct"].layer(0).mlp_bytes == 3 * 4096 * 14336 * 2
+    assert profiles["Mistral-7B-Instruct-v0.3 (consolidated)"].layer(0).mlp_bytes == 3 * 4096 * 14336 * 2
+    assert profiles["phi-4"].layer(0).mlp_bytes == 3 * 5120 * 17920 * 2
     assert profiles["DeepSeek-V3"].scheme == Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=128)
     assert profiles["DeepSeek-V3"].routing is Routing.DEEPSEEK_V3
     gemma = [kind.attention for kind in profiles["gemma-3-27b-it"].layers[:7]]

@@ -106,6 +106,7 @@ def _kinds(
             # Scales and biases of a bf16 expert may be named like a quantized one's.
             experts_quantized=layer.routed_quantized * 2 > layer.routed > 0,
             quantized_bytes=layer.quantized,
+            mlp_bytes=layer.mlp,
         )
         if kind not in kinds:
             kinds.append(kind)

@@ -20,6 +20,12 @@ from heteroinfer_operator.commands.plan_nodes import load_free_nodes
 from heteroinfer_operator.errors import HeteroInferError, ModelError
 from heteroinfer_operator.local.hub_profile import read_hub_profile
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
+from heteroinfer_operator.planning.account import (
+    describe_capacity,
+    describe_choices,
+    describe_model,
+    describe_speed,
+)
 from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction import STEP_OVERHEAD_S, predict
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
@@ -168,8 +174,12 @@ def _table(planned: Planned, name: str) -> str:
             head,
             *lines,
             *_placed(planned),
+            describe_model(planned.sizes.profile),
             step,
+            *describe_speed(planned),
+            describe_capacity(planned),
             _kv_cache(planned),
+            *describe_choices(planned),
             every,
             *(f"note: {note}" for note in planned.notes),
             "",

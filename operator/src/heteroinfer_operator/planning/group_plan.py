@@ -15,7 +15,7 @@ from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.inventory import AMX, Inventory
 from heteroinfer_operator.planning.memory import GPU_USABLE
 from heteroinfer_operator.planning.placement import (
     FreeNode,
@@ -30,6 +30,7 @@ from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.role_demand import role_demand
 
+_CPUID: Final = "feature.node.kubernetes.io/cpu-cpuid."
 INSUFFICIENT_CAPACITY: Final = "InsufficientCapacity"
 """Reason of a Shortage of anything but GPUs."""
 
@@ -154,29 +155,47 @@ def _inventory(
     demands: Sequence[tuple[RoleSpec, PodDemand]],
     found: Placement | None,
 ) -> Inventory:
-    """Returns what node labels say of the GPUs: those of the placement, or else of any node that is open."""
+    """Returns what node labels say of devices: those of the placement, or else of any node that is open."""
+    features: dict[str, frozenset[str]] = {}
     memory: dict[str, int] = {}
     product: dict[str, str] = {}
     chosen: dict[str, set[str]] = {}
     for (role, _), node in zip(demands, found.nodes if found else (), strict=bool(found)):
         chosen.setdefault(role.name, set()).add(node)
     for role, demand in {role.name: (role, demand) for role, demand in demands}.values():
-        if role.device is not Device.GPU:
-            continue
-        resource = role.gpu_resource
         nodes = [
             free_node.node
             for free_node in free_nodes
             if (free_node.node.name in chosen[role.name] if found else not obstacle(demand, free_node.node))
-            and free_node.node.allocatable.get(resource, 0) > 0
         ]
+        # Of the role's pods that compute on CPUs, whether they were meant to or not.
+        if nodes and all(_has_cpu_labels(node) for node in nodes):
+            features[role.name] = frozenset.intersection(*map(_cpu_features, nodes))
+        if role.device is not Device.GPU:
+            continue
+        resource = role.gpu_resource
+        nodes = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
         sizes = [size for node in nodes if (size := device_memory_mib(node, resource)) is not None]
         if sizes and len(sizes) == len(nodes):
             memory[role.name] = min(sizes) * 2**20
         products = sorted({node.labels.get(f"{resource}.product", "") for node in nodes})
         if len(products) == 1:
             product[role.name] = products[0]
-    return Inventory(gpu_memory_bytes=memory, gpu_product=product)
+    return Inventory(gpu_memory_bytes=memory, gpu_product=product, cpu_features=features)
+
+
+def _has_cpu_labels(node: NodeView) -> bool:
+    return any(label.startswith(_CPUID) for label in node.labels)
+
+
+def _cpu_features(node: NodeView) -> frozenset[str]:
+    """Returns what a node's labels say of its CPUs, as node-feature-discovery writes them."""
+    needed = ("AMXTILE", "AMXBF16")
+    return (
+        frozenset({AMX})
+        if all(node.labels.get(f"{_CPUID}{name}") == "true" for name in needed)
+        else frozenset()
+    )
 
 
 def _short_roles(spec: HeteroInferenceSpec, free_nodes: Sequence[FreeNode]) -> dict[str, str]:

@@ -3,6 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Final
+
+AMX: Final = "AMX"
+"""Of `Inventory.cpu_features`: tiles and bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,10 +17,12 @@ class Inventory:
         on_cpus: GPU roles that have no GPUs and compute on CPUs, with why.
         gpu_memory_bytes: memory of one GPU, by role; used where the role has no deviceMemory.
         gpu_product: product of the GPUs as labelled, by role.
+        cpu_features: what the CPUs of every node of a role can do, by role, where nodes say so.
         host_memory_bytes: memory of one pod, by role; used where the role's resources say none.
     """
 
     on_cpus: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     gpu_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     gpu_product: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    cpu_features: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
     host_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))

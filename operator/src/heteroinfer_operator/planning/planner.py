@@ -17,6 +17,7 @@ from heteroinfer_operator.planning.layers import check_explicit, explicit_layers
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
 from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
+from heteroinfer_operator.planning.support import check_support
 from heteroinfer_operator.planning.topology import Topology, lay_out
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
@@ -92,6 +93,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         served_name=request.served_name,
         model_path=request.model_path,
     )
+    warnings = check_support(profile, engine, topology, inventory)
     sizes = Sizes.of(profile, engine, topology.tensor, stages=len(topology.stages))
     budgets = stage_budgets(topology.stages, sizes, inventory)
     min_tokens = longest_sequence_tokens(engine)
@@ -111,7 +113,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     advice = advise(topology, plan, profile, inventory)
     return Planned(
         plan=plan,
-        notes=(*topology.notes, *advice.notes),
+        notes=(*topology.notes, *warnings, *advice.notes),
         limiting_rank=_limiting_rank(topology, layers, budgets, sizes),
         hybrid_not_needed=advice.hybrid_not_needed,
         on_cpus="; ".join(topology.notes),

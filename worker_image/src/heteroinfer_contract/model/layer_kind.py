@@ -44,6 +44,7 @@ class LayerKind:
         expert_bytes: weights of one routed expert, in bytes.
         experts_quantized: whether these are in the model's scheme.
         quantized_bytes: weights other than routed experts that are in the model's scheme, in bytes.
+        mlp_bytes: the dense feed-forward part, in bytes; 0 of a layer with experts, shared or routed.
     """
 
     attention: AttentionKind = AttentionKind.FULL
@@ -59,6 +60,7 @@ class LayerKind:
     expert_bytes: int = 0
     experts_quantized: bool = False
     quantized_bytes: int = 0
+    mlp_bytes: int = 0
 
     def check(self) -> None:
         """Checks that no number is one that there cannot be; raises ContractError naming it."""

@@ -48,6 +48,10 @@ _EMBEDDING: Final = re.compile(
 _HEAD: Final = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.|^(?:model\.)?output\.(?:weight|qweight)$")
 _EXPERT: Final = re.compile(r"\.experts\.|block_sparse_moe\.(?:input|output)_linear\.")
 """Of routed experts; shared ones are called `shared_expert(s)`."""
+_MLP: Final = re.compile(
+    r"\.(?:mlp|feed_forward|mixer)\.(?:gate|up|down|gate_up)_proj\.|\.feed_forward\.w[123]\."
+)
+"""Of a dense feed-forward part; a mixture's tensors have `experts` or `shared` in between."""
 _COMPUTED: Final = re.compile(r"(?:rotary_emb|rope)\.(?:inv_freq|freqs)$|\.weight_shape$|\.g_idx$")
 """Stored by some, and computed or not read by vLLM. `g_idx` without act-order is emptied at load."""
 _QUANTIZED_TYPES: Final = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4", "F8_E8M0", "I64"})
@@ -83,12 +87,14 @@ class LayerBytes:
         quantized: of those that are quantized, without routed experts.
         routed: of its routed experts.
         routed_quantized: of these, quantized ones.
+        mlp: of its dense feed-forward part.
     """
 
     total: int = 0
     quantized: int = 0
     routed: int = 0
     routed_quantized: int = 0
+    mlp: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,6 +157,7 @@ def _add(weights: Weights, tensor: Tensor, num_layers: int) -> None:
 def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
     size = tensor.size_bytes
     layer.total += size
+    layer.mlp += size if _MLP.search(tensor.name) else 0
     if _EXPERT.search(tensor.name):
         layer.routed += size
         layer.routed_quantized += size if tensor.is_quantized else 0

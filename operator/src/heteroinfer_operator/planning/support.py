@@ -1,0 +1,227 @@
+"""What CPU ranks can run, as data: format x routing x attention x type x instructions. Pure.
+
+tests/integration/models asks vLLM's own kernels for it, so that it stays true. What vLLM would refuse at
+load, or serve wrong, is refused here, with what to do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from heteroinfer_contract.model import AttentionKind, Routing, Scheme, SchemeName
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, EngineSettings
+from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.architectures import IMAGES_ATTEND_BOTH_WAYS, UNGATED_EXPERTS
+from heteroinfer_operator.planning.engine_settings import FOUR_BITS
+from heteroinfer_operator.planning.inventory import AMX, Inventory
+from heteroinfer_operator.planning.memory import serves_text_only
+from heteroinfer_operator.planning.options import option_value
+from heteroinfer_operator.planning.topology import Topology
+
+REASON: Final = "UnsupportedModel"
+_AMX_NODES: Final = (
+    "put CPU roles on nodes that have it (template.spec.nodeSelector: "
+    "feature.node.kubernetes.io/cpu-cpuid.AMXTILE: 'true')"
+)
+_SOFTMAX: Final = frozenset({Routing.SOFTMAX, Routing.TOP_K_SOFTMAX, Routing.SOFTMAX_NORMALIZED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearKernel:
+    """A kernel of CPUs for linear layers in one format.
+
+    Attributes:
+        bits: of a weight that it takes; empty for any.
+        needs_amx: whether it runs on no other CPUs.
+        warning: what users should know of it, or "".
+    """
+
+    bits: frozenset[int] = frozenset()
+    needs_amx: bool = False
+    warning: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsKernel:
+    """A kernel of CPUs for routed experts in one format.
+
+    Attributes:
+        routing: what routers it is written for; None for any.
+        group: weights that share a scale; 0 for any.
+        needs_amx: whether it runs on no other CPUs.
+    """
+
+    routing: frozenset[Routing] | None
+    group: int = 0
+    needs_amx: bool = True
+
+
+CPU_LINEAR: Final[Mapping[SchemeName, LinearKernel]] = MappingProxyType(
+    {
+        SchemeName.NONE: LinearKernel(),
+        SchemeName.AWQ: LinearKernel(bits=frozenset({4})),
+        SchemeName.GPTQ: LinearKernel(bits=frozenset({4})),
+        SchemeName.INT4: LinearKernel(bits=frozenset({4})),
+        SchemeName.INT8: LinearKernel(),
+        SchemeName.FP8_BLOCK: LinearKernel(needs_amx=True),
+        SchemeName.FP8_CHANNEL: LinearKernel(
+            warning="CPU ranks read FP8 per channel through torch, 60 times slower than bf16 (0.5 GB/s by 2 "
+            "threads, 2026-11-22); take the model in bf16, in FP8 in blocks of 128, or in 4 bits (AWQ, GPTQ)"
+        ),
+    }
+)
+"""What is not here fails at load (vllm/model_executor/kernels/linear@v0.32.0)."""
+CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
+    {
+        SchemeName.NONE: ExpertsKernel(routing=None, needs_amx=False),
+        SchemeName.FP8_BLOCK: ExpertsKernel(routing=_SOFTMAX | {Routing.DEEPSEEK_V3}, group=128),
+        SchemeName.MXFP4: ExpertsKernel(routing=_SOFTMAX),
+        SchemeName.AWQ: ExpertsKernel(routing=_SOFTMAX, group=128),
+        SchemeName.GPTQ: ExpertsKernel(routing=_SOFTMAX, group=128),
+        SchemeName.INT4: ExpertsKernel(routing=_SOFTMAX, group=128),
+        SchemeName.INT8: ExpertsKernel(routing=_SOFTMAX),
+    }
+)
+"""vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0."""
+
+
+def check_support(
+    profile: ModelProfile, engine: EngineSettings, topology: Topology, inventory: Inventory
+) -> tuple[str, ...]:
+    """Returns what users should know of a model on CPU ranks, one line each.
+
+    Raises:
+        PlanError: CPU ranks cannot run it, or not here; the message says what can be done.
+    """
+    if not topology.has_cpu:
+        return ()
+    _check_attention(profile)
+    _check_encoder(profile, engine, topology)
+    warnings = (*_check_linear(profile, engine), *_check_experts(profile))
+    needs = _needs_amx(profile)
+    return (*warnings, *_check_amx(needs, topology, inventory)) if needs else warnings
+
+
+def _refuse(what: str, why: str, remedy: str) -> PlanError:
+    return PlanError(f"model: got {what}, which CPU ranks cannot run: {why}; {remedy}", reason=REASON)
+
+
+def _check_attention(profile: ModelProfile) -> None:
+    if any(kind.attention is AttentionKind.SPARSE for kind in profile.layers):
+        raise _refuse(
+            f"{profile.architecture} with sparse attention",
+            "vLLM has it on GPUs only",
+            "use GPU roles only, or a model of the family without it (DeepSeek-V3, V3.1)",
+        )
+
+
+def _check_encoder(profile: ModelProfile, engine: EngineSettings, topology: Topology) -> None:
+    if not profile.encoder or serves_text_only(engine.extra_args):
+        return
+    text_only = "or serve text alone: add --language-model-only to engine.args"
+    if profile.architecture in IMAGES_ATTEND_BOTH_WAYS:
+        raise _refuse(
+            f"{profile.architecture} with images",
+            "its image tokens attend to each other in both directions, and attention on CPUs would give "
+            "wrong answers without an error",
+            f"use GPU roles only, {text_only}",
+        )
+    if topology.stages[0][0].placed.device is Device.CPU:
+        raise PlanError(
+            f"model: got {MULTIMODAL_CPU_FIRST.feature} ({profile.architecture}, {profile.encoder}), but "
+            f"{MULTIMODAL_CPU_FIRST.why}; list a GPU role first and set parallelism.stageOrder: AsListed, "
+            f"{text_only}",
+            reason=REASON,
+        )
+
+
+def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
+    scheme = profile.scheme
+    online = option_value(engine.extra_args, "--quantization", "-q")
+    if online and scheme.name is SchemeName.NONE and profile.kinds:
+        raise _refuse(
+            f"engine.args --quantization {online}",
+            "vLLM's kernels for weights that are quantized at load are not for CPUs, or slower than bf16",
+            "leave it out, or take a model that is published in 4 bits (AWQ, GPTQ)",
+        )
+    if scheme.name is SchemeName.NONE or not any(kind.quantized_bytes for kind in profile.layers):
+        return ()
+    kernel = CPU_LINEAR.get(scheme.name)
+    if kernel is None or (kernel.bits and scheme.bits not in kernel.bits):
+        raise _refuse(f"{scheme} weights", "vLLM has no such kernel", _other_format(scheme))
+    if scheme.name in FOUR_BITS and engine.dtype == "float16":
+        raise _refuse(
+            f"{scheme} weights with engine.dtype float16",
+            "vLLM takes a kernel that is ten times slower than that for bfloat16, without a word",
+            "set engine.dtype: bfloat16, or Auto",
+        )
+    return (kernel.warning,) if kernel.warning else ()
+
+
+def _other_format(scheme: Scheme) -> str:
+    if scheme.name is SchemeName.FP8_TENSOR:
+        return "take it in FP8 with blocks of 128, in 4 bits (AWQ, GPTQ) or in bf16, or use GPU roles only"
+    return "take the same model in 4 bits (AWQ, GPTQ) or in bf16, or use GPU roles only"
+
+
+def _check_experts(profile: ModelProfile) -> tuple[str, ...]:
+    kinds = [kind for kind in profile.layers if kind.experts]
+    if not kinds:
+        return ()
+    if profile.architecture in UNGATED_EXPERTS:
+        raise _refuse(
+            f"{profile.architecture} with experts", "its experts have no gate", "use GPU roles only"
+        )
+    if not any(kind.experts_quantized for kind in kinds):
+        return ()
+    kernel, scheme = CPU_EXPERTS.get(profile.scheme.name), profile.scheme
+    plain = "take the same model in bf16, or use GPU roles only"
+    if kernel is None:
+        raise _refuse(f"experts in {scheme}", "vLLM has no such kernel", plain)
+    if kernel.group and scheme.group != kernel.group:
+        raise _refuse(f"experts in {scheme}", f"its kernel is for groups of {kernel.group}", plain)
+    if kernel.routing is not None and profile.routing not in kernel.routing:
+        raise _refuse(
+            f"experts in {scheme} that are chosen by {profile.routing} routing",
+            f"its kernel is for {', '.join(sorted(kernel.routing))}",
+            plain,
+        )
+    return ()
+
+
+def _needs_amx(profile: ModelProfile) -> str:
+    """Returns what of a model needs AMX on CPU ranks, or ""."""
+    scheme = profile.scheme
+    if profile.is_latent:
+        # Without it vLLM sets blocks of 16 tokens and no chunked prefill on CPU ranks alone.
+        return "multi-head latent attention"
+    linear, experts = CPU_LINEAR.get(scheme.name), CPU_EXPERTS.get(scheme.name)
+    if linear and linear.needs_amx and any(kind.quantized_bytes for kind in profile.layers):
+        return f"weights in {scheme}"
+    if experts and experts.needs_amx and any(kind.experts_quantized for kind in profile.layers):
+        return f"experts in {scheme}"
+    return ""
+
+
+def _check_amx(needs: str, topology: Topology, inventory: Inventory) -> tuple[str, ...]:
+    roles = {
+        seat.placed.role.name
+        for stage in topology.stages
+        for seat in stage
+        if seat.placed.device is Device.CPU
+    }
+    for role in sorted(roles):
+        features = inventory.cpu_features.get(role)
+        if features is not None and AMX not in features:
+            raise PlanError(
+                f"role {role}: {needs} on CPUs needs AMX, which its nodes do not have; {_AMX_NODES}, or use "
+                "GPU roles only",
+                reason=REASON,
+            )
+    if all(role in inventory.cpu_features for role in roles):
+        return ()
+    unknown = "Intel Xeon of the 4th generation or later), and the nodes do not say whether they have it"
+    return (f"{needs} on CPUs needs AMX ({unknown}; {_AMX_NODES}",)

@@ -1,0 +1,157 @@
+"""What is refused at plan time, of published shapes as their users bring them, and what is said."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.model import SchemeName
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.cluster import NodeView
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, build_free_nodes, plan_group
+from heteroinfer_operator.planning.inventory import AMX
+from tests.shapes.profiles import recorded_profiles
+from tests.unit.planning.models import cpu, gpu, plan, spec
+
+HUGE = {"memory": "4Ti", "pods": 2}
+MIXED = (gpu(deviceMemory="80Gi"), cpu(**HUGE))
+TEXT_ONLY = {"engine": {"args": ["--language-model-only"]}}
+
+
+def refusal(name: str, parsed: HeteroInferenceSpec, inventory: Inventory | None = None) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan(parsed, recorded_profiles()[name], inventory)
+    assert caught.value.reason == "UnsupportedModel"
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "remedy"),
+    [
+        ("DeepSeek-V3.2", "sparse attention", "DeepSeek-V3, V3.1"),
+        ("Kimi-K2-Thinking", "its kernel is for groups of 128", "in bf16, or use GPU roles only"),
+        ("MiniMax-M2", "chosen by MiniMax2 routing", "in bf16, or use GPU roles only"),
+        ("Nemotron-3-Nano-30B-A3B", "have no gate", "use GPU roles only"),
+        ("Llama-3.3-70B-Instruct-NVFP4", "NVFP4, groups of 16 weights", "AWQ, GPTQ"),
+        ("Llama-3.1-8B-Instruct-FP8", "FP8 per tensor weights", "blocks of 128"),
+        ("gemma-3-27b-it", "in both directions", "--language-model-only"),
+        ("Qwen2.5-VL-7B-Instruct", "first stage is on a CPU", "stageOrder: AsListed"),
+        ("Mistral-Small-3.2-24B-Instruct", "first stage is on a CPU", "--language-model-only"),
+    ],
+)
+def test_what_cpu_ranks_cannot_run_says_what_to_do(name: str, why: str, remedy: str) -> None:
+    message = refusal(name, spec(*MIXED))
+    assert why in message
+    assert remedy in message
+
+
+@pytest.mark.parametrize("name", sorted(recorded_profiles()))
+def test_gpus_alone_are_not_refused_for_what_cpus_cannot(name: str) -> None:
+    alone = spec(gpu(deviceMemory="141Gi", pods=16))
+    assert plan(alone, recorded_profiles()[name]).plan.engine.block_size >= 32
+
+
+@pytest.mark.parametrize("name", ["gemma-3-27b-it", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"])
+def test_text_alone_is_planned_without_the_encoder(name: str) -> None:
+    profile = recorded_profiles()[name]
+    text = plan(spec(*MIXED, **TEXT_ONLY), profile).plan
+    listed = spec(*MIXED, parallelism={"stageOrder": "AsListed"})
+    assert text.ranks[-1].weight_bytes > 0
+    if name != "gemma-3-27b-it":
+        first = plan(listed, profile).plan.ranks[0]
+        assert first.num_layers >= profile.first_stage_layers
+        without = replace(profile, encoder="", encoder_bytes=0)
+        assert first.weight_bytes - plan(listed, without).plan.ranks[0].weight_bytes == profile.encoder_bytes
+
+
+def test_a_first_stage_with_too_few_layers_for_an_encoder_is_refused() -> None:
+    few = spec(gpu(layers=[2]), cpu(layers=[34]), parallelism={"stageOrder": "AsListed"})
+    with pytest.raises(PlanError, match="the first stage has 2 layers, expected at least 3"):
+        plan(few, recorded_profiles()["Qwen3-VL-8B-Instruct"])
+
+
+def test_four_bits_run_in_bfloat16_and_float16_is_refused() -> None:
+    awq = "Llama-3.3-70B-Instruct-AWQ"
+    assert plan(spec(*MIXED), recorded_profiles()[awq]).plan.engine.dtype == "bfloat16"
+    assert plan(spec(gpu()), recorded_profiles()[awq]).plan.engine.dtype == "float16"
+    assert "set engine.dtype: bfloat16" in refusal(awq, spec(*MIXED, engine={"dtype": "float16"}))
+
+
+def test_a_scheme_of_eight_bits_in_gptq_has_no_kernel() -> None:
+    profile = recorded_profiles()["Llama-3.1-8B-Instruct-GPTQ-INT4"]
+    eight = replace(profile, scheme=replace(profile.scheme, name=SchemeName.GPTQ, bits=8))
+    with pytest.raises(PlanError, match="8-bit GPTQ, groups of 128 weights"):
+        plan(spec(*MIXED), eight)
+
+
+def test_what_needs_amx_is_refused_where_nodes_have_none_and_said_where_they_do_not_tell() -> None:
+    for name in ("DeepSeek-V3", "gpt-oss-20b", "Qwen3-235B-A22B-FP8"):
+        profile = recorded_profiles()[name]
+        without = Inventory(cpu_features={"cpu": frozenset()})
+        assert "feature.node.kubernetes.io/cpu-cpuid.AMXTILE" in refusal(name, spec(*MIXED), without)
+        assert any("do not say whether" in note for note in plan(spec(*MIXED), profile).notes)
+        known = plan(spec(*MIXED), profile, Inventory(cpu_features={"cpu": frozenset({AMX})}))
+        assert not any("AMX" in note for note in known.notes)
+    assert not any("AMX" in note for note in plan(spec(*MIXED), recorded_profiles()["Qwen3-30B-A3B"]).notes)
+
+
+def test_features_are_read_from_the_labels_of_the_nodes() -> None:
+    def node(name: str, **labels: str) -> NodeView:
+        found = {f"feature.node.kubernetes.io/cpu-cpuid.{key}": value for key, value in labels.items()}
+        return NodeView(name=name, allocatable={"cpu": 64.0, "memory": 2.0**43, "pods": 110.0}, labels=found)
+
+    request = GroupRequest(
+        spec=spec(cpu(memory="900Gi", pods=2)),
+        profile=recorded_profiles()["DeepSeek-V3"],
+        served_name="m",
+        model_path="/model",
+    )
+
+    def on(*nodes: NodeView) -> tuple[str, ...]:
+        return plan_group(request, Capacity(free_nodes=build_free_nodes(nodes))).notes
+
+    with_amx = node("a", AMXTILE="true", AMXBF16="true", AVX512F="true")
+    assert not on(with_amx, replace(with_amx, name="b"))
+    assert any("do not say" in note for note in on(node("a"), node("b")))
+    with pytest.raises(PlanError, match="needs AMX, which its nodes do not have"):
+        on(node("a", AVX2="true"), node("b", AVX2="true"))
+
+
+def test_slow_formats_are_planned_with_a_warning_and_a_true_step() -> None:
+    slow, bf16 = (
+        plan(spec(cpu(**HUGE)), recorded_profiles()[name])
+        for name in ("Llama-3.3-70B-Instruct-FP8-dynamic", "Llama-3.1-70B-Instruct")
+    )
+    assert any("60 times slower" in note for note in slow.notes)
+    steps = [sum(rank.predicted_step_s for rank in planned.plan.ranks) for planned in (slow, bf16)]
+    assert steps[0] > 20 * steps[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "least", "most"),
+    [(["--kv-cache-dtype", "fp8"], 0.49, 0.51), (["--kv-cache-dtype=fp8_e4m3"], 0.49, 0.51), ([], 1, 1)],
+)
+def test_the_type_of_the_kv_cache_counts(args: list[str], least: float, most: float) -> None:
+    asked: Any = {"args": args}
+    profile = recorded_profiles()["Llama-3.1-8B-Instruct"]
+    plain, smaller = (
+        plan(spec(gpu(), **fields), profile).plan.ranks[0] for fields in ({}, {"engine": asked})
+    )
+    assert least <= smaller.kv_cache_bytes / plain.kv_cache_bytes <= most
+
+
+def test_quantization_at_load_halves_layers_on_gpus_and_is_refused_on_cpus() -> None:
+    engine: dict[str, Any] = {"args": ["--quantization", "fp8"]}
+    profile = recorded_profiles()["Llama-3.1-8B-Instruct"]
+    plain, smaller = (
+        plan(spec(gpu(), **fields), profile).plan.ranks[0] for fields in ({}, {"engine": engine})
+    )
+    assert plain.weight_bytes - smaller.weight_bytes == pytest.approx(sum(profile.layer_bytes) / 2, rel=0.01)
+    assert "--quantization fp8" in refusal("Llama-3.1-8B-Instruct", spec(*MIXED, engine=engine))
+
+
+def test_states_have_one_type_on_every_rank_and_blocks_are_as_long_as_they_need() -> None:
+    planned = plan(spec(*MIXED), recorded_profiles()["Qwen3-Next-80B-A3B-Instruct"]).plan
+    assert planned.engine.block_size == 1056
+    assert planned.engine.extra_args == ("--mamba-ssm-cache-dtype", "float32")
