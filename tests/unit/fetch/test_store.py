@@ -1,6 +1,7 @@
 """A model's folder in a cache: what may be taken for complete, and what the file system's refusals mean."""
 
 import errno
+import fcntl
 import hashlib
 from pathlib import Path
 
@@ -118,3 +119,25 @@ def test_progress_is_as_strict_as_every_message() -> None:
     assert FetchProgress.from_json(progress.to_json()) == progress
     with pytest.raises(ContractError, match="done_bytes"):
         FetchProgress.from_json('{"done_bytes": "1"}')
+
+
+def test_two_fetches_without_locks_do_not_take_each_others_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no locks on this file system")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    first, second = (ModelStore(tmp_path, "acme/tiny", "abc") for _ in range(2))
+    with first.try_lock() as one, second.try_lock() as other:
+        assert (one, other) == (True, True)
+        slow = second.open_part(FILE)
+        slow.write_bytes(CONTENT[:10])
+        first.open_part(FILE).write_bytes(CONTENT)
+        assert first.keep(FILE)
+        first.mark_complete([FILE])
+        slow.write_bytes(CONTENT)
+        assert second.keep(FILE), "it is not the volume's fault that another was faster"
+        second.mark_complete([FILE])
+    assert second.complete() is not None
+    assert {path.name for path in second.folder.iterdir()} == {MARKER_FILE, "sub", ".lock"}

@@ -3,6 +3,7 @@
 import pytest
 
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import FailureReason
 from tests.unit.launch.test_environment import PLAN
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.launch.culprit import is_communication_error
@@ -25,11 +26,19 @@ from vllm_heteroinfer.rank.entry import failure, is_peer_lost
     ],
 )
 def test_rank_and_supervisor_know_a_lost_peer_by_the_same_words(error: Exception, lost: bool) -> None:
-    seen = failure(error, PLAN.ranks[0])
+    seen = failure(error, PLAN.ranks[0], starting=True)
     assert (is_peer_lost(seen), is_communication_error(seen)) == (lost, lost)
 
 
 def test_wrong_settings_are_reported_at_once_though_they_name_gloo() -> None:
     error = ContractError("got HETEROINFER_BRIDGE='tcp', expected auto, shared_memory or gloo")
-    seen = failure(error, PLAN.ranks[0])
+    seen = failure(error, PLAN.ranks[0], starting=True)
     assert (is_peer_lost(seen), is_communication_error(seen)) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("starting", "reason"), [(True, FailureReason.STARTUP_TIMEOUT), (False, FailureReason.RANK_RAISED)]
+)
+def test_a_timeout_while_serving_is_not_one_of_the_start(starting: bool, reason: FailureReason) -> None:
+    seen = failure(TimeoutError("rank 1 sent nothing"), PLAN.ranks[0], starting=starting)
+    assert (seen.reason, "rank 1 sent nothing" in seen.message) == (reason, True)

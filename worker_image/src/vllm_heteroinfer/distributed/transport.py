@@ -231,8 +231,18 @@ class PipelineTransport:
         self._wait_for(slot)
         start = time.perf_counter()
         rows = self._rows
+        if unknown := set(tensor_dict) - set(slot.columns):
+            raise RuntimeError(
+                f"it sends {', '.join(sorted(unknown))}, for which the next one has no buffer (not in "
+                "make_empty_intermediate_tensors): this model cannot be split into stages"
+            )
         for name, column in slot.columns.items():
-            column[:rows].copy_(tensor_dict[name][:rows])
+            # A column that a step leaves out (Granite4Vision's features, where there is no image, or where
+            # this stage has used them up) reads as zeros, as the next stage's own buffer does at first.
+            if name in tensor_dict:
+                column[:rows].copy_(tensor_dict[name][:rows])
+            else:
+                column[:rows].zero_()
         peer = self._group.next_rank
         if self._sender is None:
             work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)

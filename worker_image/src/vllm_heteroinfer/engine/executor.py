@@ -6,7 +6,7 @@ supervisors start and watch the ranks; a rank that fails ends the group, this pr
 
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -55,6 +55,8 @@ class GroupExecutor(MultiprocExecutor):
     on one node (vllm/engine/arg_utils.py::EngineArgs._check_feature_supported@v0.32.0).
     """
 
+    _unread: "Counter[int]"
+    """By rank: replies to calls that failed before they were read."""
     uses_ray = False
     supports_pp = True
 
@@ -72,6 +74,7 @@ class GroupExecutor(MultiprocExecutor):
         """
         die_with_parent(os.getppid())
         engine_pause.apply()
+        self._unread = Counter()
         self.is_failed = False
         self.failure_callback = None
         self.shutting_down = False
@@ -167,7 +170,10 @@ class GroupExecutor(MultiprocExecutor):
         return future if non_block else future.result()
 
     def _read_replies(self, method: Any, ranks: Any, deadline: Deadline) -> list[Any]:
-        """Returns the replies of `ranks`, read as they come, so that an error is seen at once."""
+        """Returns the replies of `ranks`, read as they come, so that an error is seen at once.
+
+        What a call that failed has not read comes before the replies of the next one, and is passed over.
+        """
         pending, got = list(ranks), {}
         while pending:
             for rank in tuple(pending):
@@ -176,11 +182,17 @@ class GroupExecutor(MultiprocExecutor):
                     status, result = self.response_mqs[rank].dequeue(timeout=wait_s)
                 except TimeoutError:
                     continue
+                if self._unread[rank]:
+                    self._unread[rank] -= 1
+                    continue
                 if status is not WorkerProc.ResponseStatus.SUCCESS:
+                    pending.remove(rank)
+                    self._unread.update(pending)
                     raise RuntimeError(f"rank {rank} failed in {method}: {result}")
                 got[rank] = result
                 pending.remove(rank)
             if pending and deadline.left_s == 0:
+                self._unread.update(pending)
                 raise TimeoutError(
                     f"got no reply to {method} from rank {', '.join(map(str, pending))} within "
                     f"{deadline.total_s:.0f} s; look at its log, and at its busy time on /group"

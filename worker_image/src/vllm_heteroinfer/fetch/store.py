@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -54,6 +55,7 @@ class ModelStore:
         self._repository = repository
         self._commit = commit
         self._parts = self.folder / PARTS
+        self._alone = uuid.uuid4().hex
         with self.in_words():
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -75,7 +77,9 @@ class ModelStore:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            # Two fetches may do the same work here; each file is verified before it gets its name.
+            # Two fetches may do the same work here, each in a folder of its own; each file is verified
+            # before it gets its name.
+            self._parts = self.folder / PARTS / self._alone
         return True
 
     def complete(self) -> CompleteModel | None:
@@ -182,6 +186,8 @@ class ModelStore:
                 os.fsync(file.fileno())
             unfinished.rename(self.folder / MARKER_FILE)
             shutil.rmtree(self._parts, ignore_errors=True)
+            with contextlib.suppress(OSError):  # of another fetch, or gone
+                (self.folder / PARTS).rmdir()
         return marker
 
     def _part(self, file: FetchedFile) -> Path:

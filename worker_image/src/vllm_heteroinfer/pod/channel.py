@@ -123,6 +123,11 @@ class RankReporter:
                 self._report, phase=phase, loaded_bytes=loaded_bytes, total_bytes=total_bytes
             )
 
+    def starting(self) -> bool:
+        """Returns whether this rank has not been ready yet."""
+        with self._state_lock:
+            return self._report.phase not in {RankPhase.READY, RankPhase.SLEEPING}
+
     def step(self, steps: int, step_s: float, compute_s: float, wait_s: float, transfer_s: float) -> None:
         """Sets the number of steps since warm-up and a step's moving averages, in seconds."""
         with self._state_lock:

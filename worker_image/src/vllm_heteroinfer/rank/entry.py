@@ -46,7 +46,7 @@ def main() -> NoReturn:
 
     def fail(error: BaseException) -> NoReturn:
         traceback.print_exception(error)
-        ours = failure(error, rank)
+        ours = failure(error, rank, starting=reporter.starting())
         if is_peer_lost(ours):
             # The peer's own supervisor names the culprit, and ours then ends this process.
             time.sleep(launch.heartbeat_timeout_s + _PEER_LOST_GRACE_S)
@@ -172,15 +172,15 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
             _logger.error("%s", error)
 
 
-def failure(error: BaseException, rank: RankAssignment) -> Failure:
-    """Returns what to tell the supervisor of an error in a rank."""
+def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Failure:
+    """Returns what to report of an error in a rank; one that is not `starting` has been ready before."""
     from vllm_heteroinfer.group.fingerprint import ConfigMismatchError
 
     if isinstance(error, ConfigMismatchError):
         reason, culprit = FailureReason.CONFIG_MISMATCH, error.rank
     elif isinstance(error, ContractError):
         reason, culprit = FailureReason.BAD_SETTINGS, rank.rank
-    elif isinstance(error, TimeoutError):
+    elif isinstance(error, TimeoutError) and starting:
         reason, culprit = FailureReason.STARTUP_TIMEOUT, rank.rank
     else:
         reason, culprit = FailureReason.RANK_RAISED, rank.rank
