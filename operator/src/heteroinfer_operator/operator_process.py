@@ -116,7 +116,7 @@ class Operator:
         self._health.waits_for = f"the resource {names.PLURAL}.{names.API_GROUP}"
         await wait_for_resource(server)
         operator_key = await self._read_key(server)
-        groups = LeaderClient()
+        groups = LeaderClient(operator_key)
         try:
             cluster_state, queue = self._build_queue(server, groups, self._build_decide(operator_key))
             group.create_task(cluster_state.run(), name="caches")

@@ -18,13 +18,16 @@ from pathlib import Path
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.group_key import KEY_BYTES, GroupKey
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
+from heteroinfer_contract.report_access import ReportReader
 
 SUPERVISOR = str(Path(__file__).parent / "tiny_supervisor.py")
 MARK = "TINY_MARK"
 START_TIMEOUT_S = 60.0
+KEY = GroupKey.of_group(b"o" * KEY_BYTES, "uid-1")
 
 
 def pipeline_plan(ranks_by_pod: Sequence[int]) -> Plan:
@@ -161,7 +164,15 @@ class TinyGroup:
 
     def status(self) -> GroupReport:
         """Returns what the leader says of the group."""
-        return GroupReport.from_json(self.pods[0].get(names.PATH_GROUP)[1])
+        reader = ReportReader(KEY.of_epoch(self.launches[0].epoch) if self.env[names.ENV_GROUP_KEY] else None)
+        url = f"http://127.0.0.1:{self.pods[0].address.health_port}{names.PATH_GROUP}"
+        for _ in range(2):
+            request = urllib.request.Request(url, headers=reader.headers())
+            with urllib.request.urlopen(request, timeout=2) as answer:
+                body = reader.read(answer.headers, answer.read().decode())
+            if body is not None:
+                return GroupReport.from_json(body)
+        raise AssertionError("the leader does not take the group's key")
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process id of a rank."""
@@ -220,8 +231,12 @@ def tiny_group(
     env: Mapping[str, str] | None = None,
     startup_timeout_s: float = 60.0,
     drain_timeout_s: float = 60.0,
+    key: GroupKey | None = KEY,
 ) -> Iterator[TinyGroup]:
-    """Yields a group that is not started; at the end kills what still runs."""
+    """Yields a group that is not started; at the end kills what still runs.
+
+    Without a `key` it is as groups of versions that had none.
+    """
     plan = pipeline_plan(ranks_by_pod)
     hosts = addresses(len(ranks_by_pod))
     launches = [
@@ -241,6 +256,7 @@ def tiny_group(
         "TINY_PORTS": json.dumps(free_ports(plan.world_size)),
         "TINY_DO": json.dumps({str(rank): what for rank, what in (do or {}).items()}),
         "TINY_TRIGGER": str(directory / "trigger"),
+        names.ENV_GROUP_KEY: "" if key is None else key.text,
         **(env or {}),
     }
     group = TinyGroup(plan, launches, directory, own)

@@ -111,7 +111,7 @@ def test_follower_with_another_plan_is_refused_by_all(tmp_path: Path) -> None:
 def test_stray_pod_is_sent_away_and_the_group_lives_on(
     tmp_path: Path, epoch: int, group_uid: str, difference: str
 ) -> None:
-    with tiny_group(tmp_path) as group:
+    with tiny_group(tmp_path, key=None) as group:  # with keys, only who has the epoch's gets an answer
         group.start()
         group.wait_ready()
         beside = with_free_health_port(group.launches[1])
@@ -234,3 +234,19 @@ def with_free_health_port(launch: PodLaunch) -> PodLaunch:
     own = dataclasses.replace(launch.address, health_port=port)
     hosts = tuple(own if i == launch.pod_index else host for i, host in enumerate(launch.addresses))
     return dataclasses.replace(launch, addresses=hosts)
+
+
+def test_sigterm_ends_a_worker_before_it_has_loaded_anything() -> None:
+    """PID 1 has no default for it: until there is a handler it is lost, and the pod waits its whole grace."""
+    worker = subprocess.Popen([sys.executable, "-m", "vllm_heteroinfer.launch.entry", "run"], env={})
+    bit = 1 << (signal.SIGTERM - 1)
+
+    def handles() -> bool:
+        status = Path(f"/proc/{worker.pid}/status").read_text()
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) & bit)
+
+    wait_until(handles, 20)
+    maps = Path(f"/proc/{worker.pid}/maps").read_text()
+    worker.terminate()
+    assert worker.wait(5) == names.EXIT_STOPPED
+    assert "_asyncio" not in maps, "the handler is there before what takes long"

@@ -6,17 +6,24 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from http import HTTPStatus
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_contract.group_report import GroupReport, RankStatus
 from heteroinfer_contract.plan import MAX_WORLD_SIZE
+from heteroinfer_contract.report_access import CHALLENGE_HEADER, CODE_HEADER, SCHEME, ReportGuard
 from heteroinfer_operator.cluster import PodView, ResourceKey
 from heteroinfer_operator.kube.leader_client import KEEP_S, MOST_BYTES, UNREADY_TIMEOUT_S, LeaderClient
 from heteroinfer_operator.kube.trim import PodRecord
+from heteroinfer_operator.manifests.group_key import group_key_secret
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from tests.integration.launch.groups import free_ports
+from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
 
 SAID = GroupReport(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message="", ranks=())
 
@@ -70,6 +77,42 @@ async def test_a_ready_leader_is_asked_at_most_once_in_a_while(leader: Leader) -
         assert leader.asked == 3
     finally:
         await client.close()
+
+
+async def test_a_leader_with_a_key_tells_its_operator_whose_it_is() -> None:
+    """And nobody else: without the key, or with another, its report names no group, epoch or plan."""
+    operator_key, said = b"k" * 32, replace(SAID, group_uid="o/3")
+    owner = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="o")
+    group = GroupRef(owner=owner, index=3)
+    key = GroupKey.of_group(operator_key, group.uid)
+    guard, now = ReportGuard(key.of_epoch(7)), time.monotonic
+
+    def answer(request: HealthRequest) -> HealthAnswer:
+        challenge = guard.admits(request.credentials, now())
+        headers = {CHALLENGE_HEADER: f"{SCHEME} {guard.challenge(now())}"}
+        if challenge is None:
+            body = replace(said, group_uid="", epoch=0, plan_hash="").to_json()
+            return HealthAnswer(status=HTTPStatus.OK, body=body, headers=headers)
+        headers[CODE_HEADER] = guard.vouch(challenge, said.to_json() + "\n")
+        return HealthAnswer(status=HTTPStatus.OK, body=said.to_json(), headers=headers)
+
+    server, (port,) = HealthServer(answer), free_ports(1)
+    await server.start("127.0.0.1", port)
+    leader = pod(port)
+    labels = {**leader.view.labels, names.LABEL_EPOCH: "7"}
+    leader = replace(
+        leader, view=replace(leader.view, labels=labels), key_secret=group_key_secret(group, key)
+    )
+    try:
+        for own, whole in ((operator_key, True), (b"x" * 32, False), (None, False)):
+            client = LeaderClient(own)
+            for _ in range(2):
+                unready = replace(leader, view=replace(leader.view, ready=False))
+                (report,) = (await client.observe([unready])).values()
+                assert (report == said, report.epoch) == (whole, 1 if whole else 0)
+            await client.close()
+    finally:
+        server.close()
 
 
 async def test_a_leader_that_makes_no_sense_gives_nothing(leader: Leader) -> None:

@@ -18,17 +18,17 @@ HELLO = Hello(group_uid="u", epoch=1, plan_hash=PLAN.hash, pod=1)
 @pytest.mark.parametrize(
     ("hello", "connected", "difference", "ends_group"),
     [
-        (HELLO, set(), "", False),
-        (replace(HELLO, group_uid="v"), set(), "got group uid v, expected u", False),
-        (replace(HELLO, epoch=0), set(), "got epoch 0, expected 1", False),
-        (replace(HELLO, epoch=2), set(), "got epoch 2, expected 1", True),
-        (replace(HELLO, plan_hash="0"), set(), f"got plan 0, expected {PLAN.hash}", True),
-        (replace(HELLO, pod=0), set(), "got pod index 0, expected 1..1", True),
-        (replace(HELLO, pod=2), set(), "got pod index 2, expected 1..1", True),
-        (HELLO, {1}, "pod 1 is connected already", False),
+        (HELLO, {}, "", False),
+        (replace(HELLO, group_uid="v"), {}, "got group uid v, expected u", False),
+        (replace(HELLO, epoch=0), {}, "got epoch 0, expected 1", False),
+        (replace(HELLO, epoch=2), {}, "got epoch 2, expected 1", True),
+        (replace(HELLO, plan_hash="0"), {}, f"got plan 0, expected {PLAN.hash}", True),
+        (replace(HELLO, pod=0), {}, "got pod index 0, expected 1..1", True),
+        (replace(HELLO, pod=2), {}, "got pod index 2, expected 1..1", True),
+        (HELLO, {1: "another"}, "pod 1 is connected already", False),
     ],
 )
-def test_hello(hello: Hello, connected: set[int], difference: str, ends_group: bool) -> None:
+def test_hello(hello: Hello, connected: dict[int, str], difference: str, ends_group: bool) -> None:
     assert check_hello(hello, plan=PLAN, launch=LEADER, connected=connected) == (difference, ends_group)
 
 

@@ -7,7 +7,7 @@ proves who wrote a text, when (by the reader's nonce), and that nobody changed i
 
 import hashlib
 import hmac
-import secrets
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -22,12 +22,12 @@ _FINGERPRINT_CHARS: Final = 10
 
 def new_key() -> bytes:
     """Returns a random key."""
-    return secrets.token_bytes(KEY_BYTES)
+    return os.urandom(KEY_BYTES)
 
 
 def new_nonce() -> str:
     """Returns a number that was never used before, as hex."""
-    return secrets.token_hex(NONCE_BYTES)
+    return os.urandom(NONCE_BYTES).hex()
 
 
 @dataclass(frozen=True, slots=True)

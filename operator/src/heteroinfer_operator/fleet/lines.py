@@ -152,7 +152,9 @@ def build_line(
 
 
 def _group(group: GroupStatus, live: Live) -> GroupLine:
-    report = live.report if live.report is not None and live.report.epoch == group.epoch else None
+    # Without the group's key a leader does not say which epoch it is of; its pod's name did.
+    fits = live.report is not None and live.report.epoch in {0, group.epoch}
+    report = live.report if fits else None
     reported = {rank.rank: rank for rank in report.ranks} if report is not None else {}
     return GroupLine(
         index=group.index,

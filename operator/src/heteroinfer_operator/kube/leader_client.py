@@ -3,18 +3,23 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import aiohttp
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_key import EpochKey
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
+from heteroinfer_contract.report_access import CHALLENGE_LIFE_S, ReportReader
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.trim import PodRecord
+from heteroinfer_operator.manifests.group_key import group_key_secret, key_of
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,7 @@ KEEP_S: Final = 10.0
 SAY_AGAIN_S: Final = 600.0
 """A leader that makes no sense is reported of so often."""
 MOST_BYTES: Final = 2**20
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 
 
@@ -44,11 +50,16 @@ class LeaderClient:
     progress and step times.
 
     Args:
+        operator_key: of which groups' keys are made; without it leaders do not say whose they are.
         clock: seconds that never go back.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, operator_key: bytes | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._operator_key = operator_key
         self._clock = clock
+        self._readers: dict[str, tuple[float, ReportReader]] = {}
         self._answers: dict[str, _Answer] = {}
         self._ignored: dict[str, float] = {}
         self._nonsense: list[tuple[ResourceKey, str]] = []
@@ -83,6 +94,11 @@ class LeaderClient:
     def _forget_old(self) -> None:
         oldest = self._clock() - KEEP_S
         self._answers = {uid: answer for uid, answer in self._answers.items() if answer.at_s > oldest}
+        self._readers = {
+            uid: (at_s, reader)
+            for uid, (at_s, reader) in self._readers.items()
+            if at_s > self._clock() - CHALLENGE_LIFE_S
+        }
         recent = self._clock() - SAY_AGAIN_S
         self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
@@ -101,20 +117,43 @@ class LeaderClient:
             fetches = pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
             if fetches and pod.view.started and not pod.view.ended and pod.ip and pod.health_port:
                 try:
-                    return FetchProgress.from_json(await self._get(pod, names.PATH_FETCH, TIMEOUT_S))
+                    return FetchProgress.from_json((await self._get(pod, names.PATH_FETCH, TIMEOUT_S))[0])
                 except _NO_ANSWER as error:
                     logger.debug("%s: pod %s gave no progress: %r", pod.key, pod.view.name, error)
         return None
 
     async def _fetch(self, pod: PodRecord, timeout_s: float) -> _Answer:
         try:
-            text = await self._get(pod, names.PATH_GROUP, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                text = await self._get_report(pod, timeout_s)
             return _Answer(self._clock(), GroupReport.from_json(text), silent=False)
         except _NO_ANSWER as error:
             logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
             if isinstance(error, ContractError | UnicodeDecodeError):
                 self._note_nonsense(pod, error)
             return _Answer(self._clock(), None, silent=isinstance(error, TimeoutError))
+
+    async def _get_report(self, pod: PodRecord, timeout_s: float) -> str:
+        """Returns what a leader says, whole if it takes its group's key; raises one of _NO_ANSWER."""
+        _, reader = self._readers.get(pod.view.uid, (0.0, None))
+        reader = reader or ReportReader(self._key_of(pod))
+        self._readers[pod.view.uid] = (self._clock(), reader)
+        text = ""
+        for _ in range(2):
+            text, headers = await self._get(pod, names.PATH_GROUP, timeout_s, reader.headers())
+            whole = reader.read(headers, text)
+            if whole is not None:
+                return whole
+        return text
+
+    def _key_of(self, pod: PodRecord) -> EpochKey | None:
+        index, epoch = _group(pod), pod.view.labels.get(names.LABEL_EPOCH, "")
+        if not pod.key_secret or not index.isdigit() or not epoch.isdigit():
+            return None
+        group = GroupRef(owner=Owner(key=pod.key, uid=pod.owner_uid), index=int(index))
+        key = key_of(self._operator_key, group)
+        # Another operator's, if this one's own was made anew: that group says less until its next epoch.
+        return key.of_epoch(int(epoch)) if key and group_key_secret(group, key) == pod.key_secret else None
 
     def _note_nonsense(self, pod: PodRecord, error: Exception) -> None:
         if pod.view.uid not in self._ignored:
@@ -128,22 +167,26 @@ class LeaderClient:
         self._nonsense = [(of, text) for of, text in self._nonsense if of != key]
         return found
 
-    async def _get(self, pod: PodRecord, path: str, timeout_s: float) -> str:
-        """Returns what a pod's health port answers; raises one of _NO_ANSWER."""
+    async def _get(
+        self, pod: PodRecord, path: str, timeout_s: float, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> tuple[str, Mapping[str, str]]:
+        """Returns what a pod's health port answers, and its headers; raises one of _NO_ANSWER."""
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         if self._session is None:
             # Pods are reached directly: no proxy of the environment, and no redirects below.
             self._session = aiohttp.ClientSession(trust_env=False)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         url = f"http://{host}:{pod.health_port}{path}"
-        async with self._session.get(url, allow_redirects=False, timeout=timeout) as response:
+        async with self._session.get(
+            url, headers=headers, allow_redirects=False, timeout=timeout
+        ) as response:
             response.raise_for_status()
             body = bytearray()
             async for piece in response.content.iter_any():  # read(n) gives what has arrived, not n bytes
                 body += piece
                 if len(body) > MOST_BYTES:
                     raise ContractError(f"got more than {MOST_BYTES} bytes, expected the report of a group")
-            return body.decode()
+            return body.decode(), response.headers
 
 
 def _group(pod: PodRecord) -> str:

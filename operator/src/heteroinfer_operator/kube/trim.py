@@ -40,6 +40,7 @@ class PodRecord:
         owner_uid: uid of the controlling owner, or "".
         ip: or "" while it has none.
         health_port: of its supervisor, or 0.
+        key_secret: name of the Secret with its group's key, or "" for a pod without one.
     """
 
     view: PodView
@@ -47,6 +48,7 @@ class PodRecord:
     owner_uid: str
     ip: str
     health_port: int
+    key_secret: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,17 @@ def pod_record(stored: Manifest) -> PodRecord | None:
         owner_uid=owner_uid(stored),
         ip=(stored.get("status") or {}).get("podIP", ""),
         health_port=ports.get(names.PORT_HEALTH, 0),
+        key_secret=_key_secret(stored),
     )
+
+
+def _key_secret(stored: Manifest) -> str:
+    for container in stored["spec"].get("containers", ()):
+        for variable in container.get("env") or ():
+            if variable["name"] == names.ENV_GROUP_KEY:
+                reference = (variable.get("valueFrom") or {}).get("secretKeyRef") or {}
+                return str(reference.get("name", ""))
+    return ""
 
 
 def pod_view(stored: Manifest) -> PodView:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_key import EpochKey, GroupKey
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.cluster import ContainerTermination, Manifest, PodView
@@ -48,6 +49,12 @@ class StoredPod:
         """Returns the index of its group, or None for an inspect pod."""
         index = self.manifest["metadata"].get("labels", {}).get(names.LABEL_GROUP)
         return None if index is None else int(index)
+
+    @property
+    def key(self) -> EpochKey | None:
+        """Returns the key of its epoch, or None for a pod without one."""
+        key, epoch = GroupKey.from_env(self.running.pod.env), self.running.pod.env.get(names.ENV_EPOCH)
+        return None if key is None or epoch is None else key.of_epoch(int(epoch))
 
     @property
     def fetches(self) -> bool:

@@ -85,7 +85,7 @@ def fetch_model(options: FetchOptions) -> int:
 async def _run(job: FetchJob, options: FetchOptions) -> str:
     # A process that is PID 1 has no default for SIGTERM; what was fetched is kept as it is.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os._exit(_TERMINATED))
-    server = HealthServer(lambda path: _answer(job, path))
+    server = HealthServer(lambda request: _answer(job, request.path))
     await server.start(options.health_host, options.health_port)
     telling = asyncio.ensure_future(_tell(job))
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_contract.model_fetch import HUB_SCHEME, ModelIncompleteError, check_complete
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
@@ -150,6 +151,7 @@ def supervise(env: Mapping[str, str], commands: Commands) -> int:
             commands=commands,
             termination_message_path=path,
             step_timeout_s=_step_timeout_s(env),
+            key=None if (key := GroupKey.from_env(env)) is None else key.of_epoch(launch.epoch),
         )
         _check(plan, launch)
         if env.get(names.ENV_MODEL_FETCHED) == "1":

@@ -20,11 +20,15 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_key import EpochKey
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_contract.report_access import CHALLENGE_HEADER, CODE_HEADER, SCHEME, ReportGuard
 from vllm_heteroinfer.launch import culprit
 from vllm_heteroinfer.launch.api_probe import probe_api
-from vllm_heteroinfer.launch.control import ControlClient, ControlServer, Handlers, Refused
+from vllm_heteroinfer.launch.control import Handlers
+from vllm_heteroinfer.launch.control_client import ControlClient, Refused
+from vllm_heteroinfer.launch.control_server import ControlServer
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.host import find_own_address, observe_host
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
@@ -32,7 +36,7 @@ from vllm_heteroinfer.launch.readiness import GroupView
 from vllm_heteroinfer.launch.start_clock import StartClock
 from vllm_heteroinfer.launch.supervisor_link import Message
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
-from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
+from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
 
 WATCH_INTERVAL_S = 0.05
 GATHER_S = 0.25
@@ -47,6 +51,7 @@ VERDICT_TIMEOUT_S = 1.5
 LATE_POD_S = 1.0
 """For pods that have not connected yet to come and get the verdict."""
 LATE_TICK_S = 0.1
+_ENDING = "the group is ending"
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +65,14 @@ class SupervisorSettings:
         commands: what to run.
         termination_message_path: where a failure is written.
         step_timeout_s: longest time a rank may be busy with one step, in seconds.
+        key: of the epoch; None where the operator gave the group none.
     """
 
     base_env: Mapping[str, str]
     commands: Commands
     termination_message_path: Path
     step_timeout_s: float = names.DEFAULT_STEP_TIMEOUT_S
+    key: EpochKey | None = None
 
 
 class Supervisor:
@@ -82,10 +89,11 @@ class Supervisor:
             on_verdict=self._on_verdict,
         )
         leads = launch.pod_index == 0
-        self._server = ControlServer(plan, launch, handlers) if leads else None
-        self._client = None if leads else ControlClient(plan, launch, handlers)
+        self._server = ControlServer(plan, launch, handlers, settings.key) if leads else None
+        self._client = None if leads else ControlClient(plan, launch, handlers, settings.key)
         self._pod = PodProcesses(plan, launch, self._on_evidence)
         self._health = HealthServer(self._answer)
+        self._guard = None if settings.key is None else ReportGuard(settings.key)
         self._api_healthy = not (leads and settings.commands.api_server)
         self._was_ready = False
         self._start = StartClock(launch.startup_timeout_s)
@@ -364,7 +372,7 @@ class Supervisor:
         if self._outcome.done() or self._pod.failing() or self._evidence or self._draining:
             verdict = self._outcome.result() if self._outcome.done() else None
             words = verdict.message if verdict else ", ".join(e.failure.message for _, e in self._evidence)
-            return f"the group is ending: {words or 'asked to stop'}"
+            return f"{_ENDING}: {words or 'asked to stop'}"
         if self._server is not None:
             return self._view().message
         assert self._client is not None
@@ -374,18 +382,41 @@ class Supervisor:
         view = GroupView(plan=self._plan, beats=self._pod.beats(), only_pod=own.index)
         return view.message
 
-    def _answer(self, path: str) -> HealthAnswer:
+    def _answer(self, request: HealthRequest) -> HealthAnswer:
+        path = request.path
         if path == names.PATH_HEALTHZ:
             return HealthAnswer(status=HTTPStatus.OK, body="ok")
         if path == names.PATH_READYZ:
             reason = self._not_ready_because()
             status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
+            if self._guard is not None:
+                reason = _for_strangers(reason)
             return HealthAnswer(status=status, body=reason or "ready")
         if path == names.PATH_GROUP and self._server is not None:
-            status_json = self._view().status(self._launch, self._not_ready_because()).to_json()
-            return HealthAnswer(status=HTTPStatus.OK, body=status_json, content_type="application/json")
+            return self._report(request.credentials)
         return HealthAnswer(
             status=HTTPStatus.NOT_FOUND,
             body=f"no {path} here; {names.PATH_HEALTHZ}, {names.PATH_READYZ}"
             f", and {names.PATH_GROUP} on the leader's pod only",
         )
+
+    def _report(self, credentials: str) -> HealthAnswer:
+        """Returns the group's report: whole for who has its key, else without what tells which group."""
+        report = self._view().status(self._launch, self._not_ready_because())
+        kind = "application/json"
+        if self._guard is None:
+            return HealthAnswer(status=HTTPStatus.OK, body=report.to_json(), content_type=kind)
+        now_s = time.monotonic()
+        challenge = self._guard.admits(credentials, now_s)
+        headers = {CHALLENGE_HEADER: f"{SCHEME} {self._guard.challenge(now_s)}"}
+        if challenge is None:
+            message = _for_strangers(report.message)
+            report = replace(report, group_uid="", epoch=0, plan_hash="", message=message)
+        else:
+            headers[CODE_HEADER] = self._guard.vouch(challenge, f"{report.to_json()}\n")
+        return HealthAnswer(status=HTTPStatus.OK, body=report.to_json(), content_type=kind, headers=headers)
+
+
+def _for_strangers(words: str) -> str:
+    """Returns what anybody may hear of why a pod is not ready: not how its group ends."""
+    return _ENDING if words.startswith(_ENDING) else words

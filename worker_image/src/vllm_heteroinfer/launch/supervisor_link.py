@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from heteroinfer_contract import codec
 from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.group_key import EpochKey
 from heteroinfer_contract.group_report import RankStatus
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.culprit import Evidence
+from vllm_heteroinfer.launch.handshake import Seal, build_opening, check_reply, reply_to
 from vllm_heteroinfer.pod.channel import LineBuffer
 
 FLUSH_TIMEOUT_S = 0.5
@@ -20,12 +23,17 @@ FLUSH_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Who a follower is; everything must agree with the leader."""
+    """Who a follower is; everything must agree with the leader.
+
+    Attributes:
+        instance: tells this process from any other that says it is the pod.
+    """
 
     group_uid: str
     epoch: int
     plan_hash: str
     pod: int
+    instance: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +71,13 @@ class Message:
     verdict: Failure | None = None
 
 
-def check_hello(hello: Hello, *, plan: Plan, launch: PodLaunch, connected: set[int]) -> tuple[str, bool]:
+def check_hello(
+    hello: Hello, *, plan: Plan, launch: PodLaunch, connected: Mapping[int, str]
+) -> tuple[str, bool]:
     """Returns what differs in words ("" if nothing), and whether that ends the leader's group. PURE.
 
-    A pod of another group, or of an earlier epoch of this one, is only sent away.
+    A pod of another group, or of an earlier epoch of this one, is only sent away. A process that
+    is connected may connect again.
     """
     if hello.group_uid != launch.group_uid:
         return f"got group uid {hello.group_uid}, expected {launch.group_uid}", False
@@ -76,7 +87,7 @@ def check_hello(hello: Hello, *, plan: Plan, launch: PodLaunch, connected: set[i
         return f"got plan {hello.plan_hash}, expected {plan.hash}", True
     if not 0 < hello.pod < len(plan.pods):
         return f"got pod index {hello.pod}, expected 1..{len(plan.pods) - 1}", True
-    if hello.pod in connected:
+    if connected.get(hello.pod, hello.instance) != hello.instance:
         return f"pod {hello.pod} is connected already", False
     return "", False
 
@@ -89,13 +100,43 @@ class SupervisorLink:
         self._writer = writer
         self._lines = LineBuffer()
         self._queue: list[str] = []
+        self._seal: Seal | None = None
         self.last_heartbeat_at_s = time.monotonic()
+        self.peer_host = str((writer.get_extra_info("peername") or ("",))[0])
         _set_options(writer, timeout_s)
+
+    async def prove_as_leader(self, key: EpochKey) -> None:
+        """Proves to a follower that this is its leader, if it has the key; seals every line after.
+
+        Raises:
+            ContractError: it has not; it got no answer.
+        """
+        reply, seal = reply_to(key, await self._receive_line() or "")
+        self._send_line(codec.to_json(reply))
+        self._seal = seal
+
+    async def prove_as_follower(self, key: EpochKey, pod: int) -> None:
+        """Proves to the leader that this is its pod, and has it prove itself; seals every line after.
+
+        Raises:
+            ContractError: it is not the leader.
+            OSError: it closed the connection.
+        """
+        opening = build_opening(key, pod)
+        self._send_line(codec.to_json(opening))
+        line = await self._receive_line()
+        if line is None:
+            raise OSError("the leader closed the connection without an answer")
+        self._seal = check_reply(key, opening, line)
 
     def send(self, message: Message) -> None:
         """Queues one line; a connection that is gone is noticed by receive()."""
+        line = codec.to_json(message)
+        self._send_line(line if self._seal is None else self._seal.seal(line))
+
+    def _send_line(self, line: str) -> None:
         if not self._writer.is_closing():
-            self._writer.write((codec.to_json(message) + "\n").encode())
+            self._writer.write(f"{line}\n".encode())
 
     async def receive(self) -> Message | None:
         """Returns the next message, or None at the end of the connection.
@@ -103,6 +144,12 @@ class SupervisorLink:
         Raises:
             ContractError: what came is not of this protocol.
         """
+        line = await self._receive_line()
+        if line is None:
+            return None
+        return codec.from_json(Message, line if self._seal is None else self._seal.open(line))
+
+    async def _receive_line(self) -> str | None:
         while not self._queue:
             try:
                 chunk = await self._reader.read(65536)
@@ -112,7 +159,7 @@ class SupervisorLink:
                 return None
             self.last_heartbeat_at_s = time.monotonic()
             self._queue = self._lines.feed(chunk)
-        return codec.from_json(Message, self._queue.pop(0))
+        return self._queue.pop(0)
 
     def silent_for_s(self) -> float:
         """Returns the time since the last heartbeat or other message, in seconds."""
@@ -127,6 +174,15 @@ class SupervisorLink:
     def close(self) -> None:
         """Closes the connection after what was sent."""
         self._writer.close()
+
+    def send_end(self) -> None:
+        """Says that nothing more comes; what the other end says is still received."""
+        with contextlib.suppress(OSError, RuntimeError):  # it is closed already
+            self._writer.write_eof()
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        self._writer.transport.abort()
 
 
 def _set_options(writer: asyncio.StreamWriter, timeout_s: float) -> None:

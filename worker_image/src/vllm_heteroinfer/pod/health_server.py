@@ -6,31 +6,49 @@ and its answers must come from the loop that knows. GET only, one request a conn
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.pod.addresses import bind_host
+from vllm_heteroinfer.pod.connection_limit import ConnectionLimit
 
 REQUEST_TIMEOUT_S = 5.0
+MOST_CONNECTIONS = 64
+MOST_REQUEST_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthRequest:
+    """What is asked for.
+
+    Attributes:
+        path: without its query.
+        credentials: the header `Authorization`, "" without one.
+    """
+
+    path: str
+    credentials: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthAnswer:
-    """What is sent for a path; `body` is text, or JSON if `content_type` says so."""
+    """What is sent for a request; `body` is text, or JSON if `content_type` says so."""
 
     status: HTTPStatus
     body: str
     content_type: str = "text/plain; charset=utf-8"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class HealthServer:
-    """Answers GET requests through `answer`, a function of the path, until closed."""
+    """Answers GET requests through `answer` until closed."""
 
-    def __init__(self, answer: Callable[[str], HealthAnswer]) -> None:
+    def __init__(self, answer: Callable[[HealthRequest], HealthAnswer]) -> None:
         self._answer = answer
+        self._connections = ConnectionLimit(MOST_CONNECTIONS)
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> None:
@@ -40,7 +58,9 @@ class HealthServer:
             ContractError: the port cannot be taken.
         """
         try:
-            self._server = await asyncio.start_server(self._serve, host=bind_host(host), port=port)
+            self._server = await asyncio.start_server(
+                self._serve, host=bind_host(host), port=port, limit=MOST_REQUEST_BYTES
+            )
         except OSError as error:
             raise ContractError(
                 f"health port {port} cannot be used: {error}; end the process that has it, or set another "
@@ -53,7 +73,11 @@ class HealthServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError, asyncio.LimitOverrunError):
+        end = writer.transport.abort
+        with (
+            contextlib.suppress(OSError, TimeoutError, asyncio.LimitOverrunError),
+            self._connections.holding(end),
+        ):
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 try:
                     request = await reader.readuntil(b"\r\n\r\n")
@@ -65,16 +89,20 @@ class HealthServer:
                     writer.close()
 
     def _route(self, request: bytes) -> HealthAnswer:
-        line = request.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
+        first, *rest = request.decode("latin-1").split("\r\n")
+        line = first.split(" ")
         if len(line) != 3 or line[0] not in ("GET", "HEAD"):
             return HealthAnswer(status=HTTPStatus.METHOD_NOT_ALLOWED, body="GET only")
-        return self._answer(line[1].split("?", 1)[0])
+        headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in rest)}
+        path = line[1].split("?", 1)[0]
+        return self._answer(HealthRequest(path=path, credentials=headers.get("authorization", "")))
 
 
 def _response(answer: HealthAnswer) -> bytes:
     body = (answer.body + "\n").encode()
+    more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
     )
     return head.encode() + body

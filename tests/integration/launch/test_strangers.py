@@ -1,0 +1,245 @@
+"""A stranger on the network ends no group, stands in for no pod and learns nothing; a reset ends no epoch."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import codec, names
+from heteroinfer_contract.group_key import GroupKey
+from tests.integration.launch.groups import (
+    TinyGroup,
+    tiny_group,
+    wait_until,
+)
+from vllm_heteroinfer.launch import control_client
+from vllm_heteroinfer.launch.control import Handlers
+from vllm_heteroinfer.launch.control_client import ControlClient
+from vllm_heteroinfer.launch.control_server import ControlServer
+from vllm_heteroinfer.launch.handshake import build_opening
+from vllm_heteroinfer.launch.supervisor_link import Hello, Message
+
+IDLE = 300
+LONGER_THAN_A_HEARTBEAT_S = 2.0
+STRANGER = GroupKey.of_group(b"s" * 32, "uid-1")
+
+
+class Wire:
+    """A connection on its way: what passes is recorded, and it can be cut as a network does."""
+
+    def __init__(self, port: int) -> None:
+        self.sent: list[bytes] = []
+        self._target = port
+        self._ends: list[socket.socket] = []
+        self._all: list[socket.socket] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        self._closed = False
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                if self._closed:
+                    near.close()
+                    return
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    near.close()
+                    continue
+                self._ends = [near, far]
+                self._all += self._ends
+                threading.Thread(target=self._copy, args=(near, far, self.sent), daemon=True).start()
+                threading.Thread(target=self._copy, args=(far, near, []), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket, record: list[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(65536):
+                record.append(chunk)
+                target.sendall(chunk)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def reset(self) -> None:
+        """Cuts the connection: both ends get a RST."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RD)
+                end.close()
+
+    def close(self) -> None:
+        """Ends the thread that accepts, and closes all that passed."""
+        self._closed = True
+        socket.create_connection(("127.0.0.1", self.port)).close()
+        self._accepting.join(5)
+        self._server.close()
+        for end in self._all:
+            end.close()
+
+
+@contextlib.contextmanager
+def wired(group: TinyGroup) -> Iterator[Wire]:
+    """Starts the group with a wire between follower and leader."""
+    group.start_pod(0)
+    leader = group.launches[0].address
+    wire = Wire(leader.control_port)
+    through = dataclasses.replace(leader, control_port=wire.port)
+    launch = dataclasses.replace(group.launches[1], addresses=(through, group.launches[1].addresses[1]))
+    group.start_pod(1, launch=launch)
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
+def answer_to(port: int, said: bytes, timeout_s: float = 10.0) -> bytes:
+    """Returns all that somebody gets who says this on a port, until it is closed."""
+    got = b""
+    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        stranger.sendall(said)
+        stranger.settimeout(timeout_s)
+        with contextlib.suppress(ConnectionResetError):
+            while chunk := stranger.recv(65536):
+                got += chunk
+    return got
+
+
+def lives_on(group: TinyGroup) -> None:
+    assert all(pod.is_ready() for pod in group.pods), group.logs()
+    assert [pod.process.poll() for pod in group.pods] == [None, None]
+
+
+def test_idle_connections_forged_and_replayed_hellos_end_nothing(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group, wired(group) as wire, contextlib.ExitStack() as idle:
+        group.wait_ready()
+        control, health = group.launches[0].leader.control_port, group.launches[0].leader.health_port
+        started = time.monotonic()
+        for port in (control, health, group.launches[1].address.health_port):
+            for _ in range(IDLE):
+                idle.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+        wait_until(lambda: time.monotonic() - started > LONGER_THAN_A_HEARTBEAT_S, 10)
+        lives_on(group)
+        launch = group.launches[1]
+        hello = Hello(group_uid="uid-1", epoch=launch.epoch, plan_hash=group.plan.hash, pod=1)
+        plain = codec.to_json(Message(hello=hello)).encode() + b"\n"
+        forged = codec.to_json(build_opening(STRANGER.of_epoch(launch.epoch), 1)).encode() + b"\n"
+        for said in (plain, forged, b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 5000 + b"\n", b"\n"):
+            assert answer_to(control, said) == b""
+        recorded = b"".join(wire.sent)
+        answer = json.loads(answer_to(control, recorded))
+        assert set(answer) == {"code", "nonce"}, (
+            "what was recorded opens no connection: only a fresh challenge"
+        )
+        lives_on(group)
+        assert "connected again" not in group.pods[0].log.read_text()
+
+
+def test_the_open_ports_do_not_tell_whose_group_it_is(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        said = group.pods[0].get(names.PATH_GROUP)[1]
+        report = json.loads(said)
+        assert (report["group_uid"], report["epoch"], report["plan_hash"]) == ("", 0, "")
+        assert group.plan.hash not in said
+        assert len(report["ranks"]) == 2, "progress and step times are open, as the metrics are"
+        whole = group.status()
+        assert (whole.group_uid, whole.epoch, whole.plan_hash) == ("uid-1", 2, group.plan.hash)
+
+
+def test_a_group_without_a_key_is_as_before(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, key=None) as group:
+        group.start()
+        group.wait_ready()
+        assert json.loads(group.pods[0].get(names.PATH_GROUP)[1])["group_uid"] == "uid-1"
+
+
+def test_a_pod_with_another_key_waits_and_the_group_lives_on(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start_pod(0)
+        group.env[names.ENV_GROUP_KEY] = STRANGER.text
+        stray = group.start_pod(1)
+        wait_until(lambda: "without an answer" in stray.log.read_text(), 20, group.logs)
+        assert "does not have this epoch's key" in group.pods[0].log.read_text()
+        assert (group.pods[0].process.poll(), stray.process.poll()) == (None, None)
+
+
+def test_a_reset_connection_ends_no_epoch(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do=dict.fromkeys(range(2), "compute")) as group, wired(group) as wire:
+        group.wait_ready()
+        log = group.pods[1].log
+        for _ in range(3):
+            before = log.read_text().count("connected to the leader again")
+            wire.reset()
+            wait_until(lambda: log.read_text().count("connected to the leader again") > before, 5, group.logs)  # noqa: B023 - called at once
+            wait_until(lambda: all(pod.is_ready() for pod in group.pods), 2, group.logs)
+        started = time.monotonic()
+        wait_until(lambda: time.monotonic() - started > LONGER_THAN_A_HEARTBEAT_S, 10)
+        lives_on(group)
+
+
+async def pair(key: GroupKey | None, lost: list[Any]) -> tuple[ControlServer, ControlClient]:
+    """Returns the two ends of a group of two, on this loop."""
+    with tiny_launches() as (plan, launches):
+        ends = []
+        for launch in launches:
+            handlers = Handlers(
+                on_evidence=lost.append, on_stopping=lost.append, on_left=lost.append, on_verdict=lost.append
+            )
+            kind = ControlServer if launch.pod_index == 0 else ControlClient
+            ends.append(kind(plan, launch, handlers, None if key is None else key.of_epoch(2)))
+    server, client = ends
+    assert isinstance(server, ControlServer)
+    assert isinstance(client, ControlClient)
+    await server.start()
+    return server, client
+
+
+@contextlib.contextmanager
+def tiny_launches() -> Iterator[tuple[Any, Any]]:
+    with tiny_group(Path("/nowhere")) as group:
+        yield group.plan, group.launches
+
+
+async def test_a_dns_answer_of_5_seconds_ends_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver asks again after 5 s when an answer is lost; the leader's name is asked for once."""
+    asked: list[float] = []
+    resolve = ControlClient._resolve
+
+    async def slow(client: ControlClient) -> str:
+        asked.append(time.monotonic())
+        await asyncio.sleep(control_client.CONNECT_TIMEOUT_S + 1.0)
+        return await resolve(client)
+
+    monkeypatch.setattr(ControlClient, "_resolve", slow)
+    lost: list[Any] = []
+    server, client = await pair(STRANGER, lost)
+    await asyncio.wait_for(client.connect(), 10)
+    listening = asyncio.create_task(client.listen())
+    assert client._link is not None
+    for _ in range(5):
+        client._link.abort()
+        link = client._link
+        deadline = time.monotonic() + 1.5
+        while client._link is link and time.monotonic() < deadline:
+            server.beat()
+            await asyncio.sleep(0.05)
+        assert client._link is not link
+    assert (len(asked), lost) == (1, [])
+    listening.cancel()
+    await client.end()
+    await server.end(None, 0.0)

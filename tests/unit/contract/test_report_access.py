@@ -1,0 +1,67 @@
+"""A whole report is for who has the key, once for each challenge."""
+
+import pytest
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_key import EpochKey
+from heteroinfer_contract.report_access import (
+    CHALLENGE_HEADER,
+    CHALLENGE_LIFE_S,
+    CODE_HEADER,
+    CREDENTIALS_HEADER,
+    SCHEME,
+    ReportGuard,
+    ReportReader,
+)
+
+KEY, OTHER = EpochKey(b"k" * 32), EpochKey(b"o" * 32)
+
+
+def answer(guard: ReportGuard, headers: dict[str, str], now_s: float) -> dict[str, str]:
+    """Returns the headers with which a leader answers `whole` or `part`."""
+    challenge = guard.admits(headers.get(CREDENTIALS_HEADER, ""), now_s)
+    said = {CHALLENGE_HEADER: f"{SCHEME} {guard.challenge(now_s)}"}
+    return said if challenge is None else {**said, CODE_HEADER: guard.vouch(challenge, "whole")}
+
+
+def test_the_key_gives_the_report_and_from_then_on_at_once() -> None:
+    guard, reader = ReportGuard(KEY), ReportReader(KEY)
+    assert reader.read(answer(guard, reader.headers(), 100.0), "part") is None
+    for now_s in (100.1, 110.0, 139.0):
+        assert reader.read(answer(guard, reader.headers(), now_s), "whole") == "whole"
+    late = 139.0 + CHALLENGE_LIFE_S + 0.1
+    assert reader.read(answer(guard, reader.headers(), late), "part") is None
+    assert reader.read(answer(guard, reader.headers(), late), "whole") == "whole"
+
+
+def test_no_key_another_key_and_an_old_version_give_what_everybody_gets() -> None:
+    guard = ReportGuard(KEY)
+    assert ReportReader(None).read(answer(guard, {}, 1.0), "part") == "part"
+    assert ReportReader(KEY).read({}, "of 0.1.0") == "of 0.1.0"
+    stranger = ReportReader(OTHER)
+    for _ in range(3):
+        assert stranger.read(answer(guard, stranger.headers(), 1.0), "part") is None
+
+
+def test_credentials_are_good_once_and_at_their_leader_only() -> None:
+    guard, reader = ReportGuard(KEY), ReportReader(KEY)
+    reader.read(answer(guard, {}, 1.0), "part")
+    credentials = reader.headers()[CREDENTIALS_HEADER]
+    assert ReportGuard(KEY).admits(credentials, 1.0) is None
+    assert guard.admits(credentials, 1.0) is not None
+    assert guard.admits(credentials, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "HeteroInfer", "HeteroInfer a/b/c/d", "Basic x", "HeteroInfer ///", "ä/ö/ü/ß"]
+)
+def test_nonsense_is_not_admitted(text: str) -> None:
+    assert ReportGuard(KEY).admits(text, 1.0) is None
+
+
+def test_an_answer_of_somebody_else_is_refused() -> None:
+    guard, reader = ReportGuard(KEY), ReportReader(KEY)
+    reader.read(answer(guard, {}, 1.0), "part")
+    said = answer(guard, reader.headers(), 1.0)
+    with pytest.raises(ContractError, match="has not signed"):
+        reader.read(said, "changed on its way")

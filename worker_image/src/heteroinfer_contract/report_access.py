@@ -1,0 +1,94 @@
+"""Who may read a group's whole report: whoever proves the group's key, by a challenge. Stdlib only; no I/O.
+
+A reader without the key gets a report that does not say which group it is of, and a challenge.
+With the code of that challenge it gets the whole one, with a code of its text.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_key import EpochKey, new_key, new_nonce
+
+CHALLENGE_HEADER: Final = "WWW-Authenticate"
+CREDENTIALS_HEADER: Final = "Authorization"
+CODE_HEADER: Final = "X-HeteroInfer-Code"
+SCHEME: Final = "HeteroInfer"
+CHALLENGE_LIFE_S: Final = 30.0
+"""A reader that comes more seldom is challenged anew, which takes one request more."""
+
+
+class ReportGuard:
+    """The answering side. Challenges are not kept, so that no number of strangers takes memory.
+
+    Args:
+        key: of the epoch.
+    """
+
+    def __init__(self, key: EpochKey) -> None:
+        self._key = key
+        self._own = EpochKey(new_key())
+        self._used: dict[str, float] = {}
+
+    def challenge(self, now_s: float) -> str:
+        """Returns a challenge; good once, for CHALLENGE_LIFE_S."""
+        at, nonce = f"{now_s:.3f}", new_nonce()
+        return f"{at}/{nonce}/{self._own.code('challenge', at, nonce)}"
+
+    def admits(self, credentials: str, now_s: float) -> str | None:
+        """Returns the challenge that was answered rightly, for the first time; None in any other case."""
+        scheme, _, answer = credentials.partition(" ")
+        challenge, _, code = answer.rpartition("/")
+        at, _, rest = challenge.partition("/")
+        nonce, _, own = rest.partition("/")
+        self._used = {used: until_s for used, until_s in self._used.items() if until_s > now_s}
+        if scheme != SCHEME or not self._own.vouches(own, "challenge", at, nonce):
+            return None
+        if now_s - float(at) > CHALLENGE_LIFE_S or challenge in self._used:
+            return None
+        if not self._key.vouches(code, "read", challenge):
+            return None
+        self._used[challenge] = now_s + CHALLENGE_LIFE_S
+        return challenge
+
+    def vouch(self, challenge: str, body: str) -> str:
+        """Returns the code that tells the reader who wrote the answer to its challenge."""
+        return self._key.code("report", challenge, body)
+
+
+class ReportReader:
+    """The asking side, of one leader.
+
+    Args:
+        key: of the epoch; None reads what everybody may.
+    """
+
+    def __init__(self, key: EpochKey | None) -> None:
+        self._key = key
+        self._challenge = ""
+
+    def headers(self) -> dict[str, str]:
+        """Returns what to send with the next request."""
+        if self._key is None or not self._challenge:
+            return {}
+        return {CREDENTIALS_HEADER: f"{SCHEME} {self._challenge}/{self._key.code('read', self._challenge)}"}
+
+    def read(self, headers: Mapping[str, str], body: str) -> str | None:
+        """Returns the body if it is the whole report, or all that this reader may have; None to ask again.
+
+        Raises:
+            ContractError: who answered does not have the key.
+        """
+        answered, self._challenge = self._challenge, ""
+        _, _, challenge = headers.get(CHALLENGE_HEADER, "").partition(" ")
+        if self._key is None or not challenge:
+            return body
+        self._challenge = challenge
+        code = headers.get(CODE_HEADER)
+        if code is None:
+            return None
+        if not self._key.vouches(code, "report", answered, body):
+            raise ContractError(
+                "got a report that its leader has not signed; who else answers at its address?"
+            )
+        return body

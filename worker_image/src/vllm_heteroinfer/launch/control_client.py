@@ -1,0 +1,198 @@
+"""A follower's side of the control port: one link to the leader. Stdlib and the contract only."""
+
+import asyncio
+import logging
+import socket
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.group_key import EpochKey, new_nonce
+from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.launch.control import HELLO_TIMEOUT_S, REFUSALS, RETURN_POLL_S, Handlers, pod_lost
+from vllm_heteroinfer.launch.culprit import Evidence
+from vllm_heteroinfer.launch.supervisor_link import Hello, Message, SupervisorLink
+
+CONNECT_TIMEOUT_S = 2.0
+RETRY_INTERVAL_S = 0.2
+RECONNECT_TIMEOUT_S = 0.4
+"""For one try of a connection that was there: a lost packet is sent again only after a second."""
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):  # noqa: N818 - a decision of the leader, not an error of ours
+    """The leader doesn't take this pod in; `failure` says what differs."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class ControlClient:
+    """Connects to the leader, and again when the connection ends.
+
+    Args:
+        plan: of the group.
+        launch: of this pod.
+        handlers: get the news.
+        key: of the epoch; None proves nothing and asks for no proof.
+    """
+
+    def __init__(self, plan: Plan, launch: PodLaunch, handlers: Handlers, key: EpochKey | None) -> None:
+        self._plan = plan
+        self._launch = launch
+        self._handlers = handlers
+        self._key = key
+        self._instance = new_nonce()
+        self._address = ""
+        self._link: SupervisorLink | None = None
+        self._group_age_s = 0.0
+        self._leader_stopping = False
+        self._kept: list[Message] = []
+
+    async def connect(self) -> None:
+        """Returns once the leader has welcomed this pod.
+
+        Tries again for ever: the leader may be waiting for its node to pull the image, and only
+        the operator sees that.
+
+        Raises:
+            Refused: the leader says what differs.
+        """
+        leader = self._launch.leader
+        complaint = ""
+        while self._link is None:
+            try:
+                # Without a limit: a resolver that asks twice takes 5 s (resolv.conf(5)).
+                self._address = await self._resolve()
+                self._link = await self._try_connect(CONNECT_TIMEOUT_S)
+            except (OSError, TimeoutError, ContractError) as error:
+                if str(error) != complaint:
+                    complaint = str(error)
+                    log.info("waiting for the leader at %s:%d: %s", leader.host, leader.control_port, error)
+                await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _resolve(self) -> str:
+        """Returns the leader's IP address: its pod has one as long as it lives, so it is asked for once."""
+        leader = self._launch.leader
+        found = await asyncio.get_running_loop().getaddrinfo(
+            leader.host, leader.control_port, type=socket.SOCK_STREAM
+        )
+        return str(found[0][4][0])
+
+    async def _try_connect(self, timeout_s: float) -> SupervisorLink:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(self._address, self._launch.leader.control_port)
+        link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s)
+        hello = Hello(
+            group_uid=self._launch.group_uid,
+            epoch=self._launch.epoch,
+            plan_hash=self._plan.hash,
+            pod=self._launch.pod_index,
+            instance=self._instance,
+        )
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                if self._key is not None:
+                    await link.prove_as_follower(self._key, self._launch.pod_index)
+                link.send(Message(hello=hello))
+                answer = await link.receive()
+        except BaseException:
+            link.close()
+            raise
+        if answer is not None and answer.welcome:
+            return link
+        link.close()
+        if answer is not None and answer.refused is not None:
+            raise Refused(answer.refused)
+        raise OSError("the leader closed the connection without an answer")
+
+    async def listen(self) -> None:
+        """Handles what the leader says until the group ends or the leader is lost."""
+        assert self._link is not None
+        while True:
+            how = "closed its connection"
+            try:
+                while (message := await self._link.receive()) is not None:
+                    if message.verdict is not None:
+                        self._handlers.on_verdict(message.verdict)
+                        return
+                    self._take(message)
+            except ContractError as error:
+                how = f"spoke another protocol: {error}"
+            if self._leader_stopping or not await self._connect_again(self._link):
+                self._lost(how)
+                return
+
+    def _take(self, message: Message) -> None:
+        if message.group_age_s is not None:
+            self._group_age_s = message.group_age_s
+        if message.stopping:
+            self._leader_stopping = True
+            self._handlers.on_stopping(0)
+
+    async def _connect_again(self, cut: SupervisorLink) -> bool:
+        """Returns whether the leader has welcomed this pod again while its last news is young enough.
+
+        A leader whose process has ended is not waited for: nobody listens on its port then.
+        """
+        cut.close()
+        refusals = 0
+        while (left_s := self._launch.heartbeat_timeout_s - cut.silent_for_s()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    link = await self._try_connect(RECONNECT_TIMEOUT_S)
+            except ConnectionRefusedError:
+                refusals += 1
+                if refusals == REFUSALS:
+                    return False
+                await asyncio.sleep(RETURN_POLL_S / 2)
+            except (OSError, TimeoutError, ContractError):
+                refusals = 0
+                await asyncio.sleep(RETURN_POLL_S)
+            except Refused:
+                return False
+            else:
+                log.info("connected to the leader again after %.1f s", cut.silent_for_s())
+                self._link = link
+                for message in self._kept:  # it may have been on its way when the connection ended
+                    link.send(message)
+                return True
+        return False
+
+    def send(self, message: Message) -> None:
+        """Tells the leader; what must not be lost is said again on a new connection."""
+        if message.evidence is not None or message.stopping:
+            self._kept.append(message)
+        if self._link is not None:
+            self._link.send(message)
+
+    def connected(self) -> bool:
+        """Returns whether the leader had its last heartbeat within the heart-beat deadline."""
+        return self._link is not None and self._link.silent_for_s() <= self._launch.heartbeat_timeout_s
+
+    def news_age_s(self) -> float:
+        """Returns the age of the oldest news of the group, in seconds."""
+        return 0.0 if self._link is None else self._group_age_s + self._link.silent_for_s()
+
+    def check_silence(self, excused_s: float) -> None:
+        """Reports the leader if it was silent for too long; `excused_s` as in ControlServer."""
+        link, limit_s = self._link, self._launch.heartbeat_timeout_s
+        if link is not None and link.silent_for_s() > limit_s + excused_s:
+            self._lost(
+                f"was silent for {link.silent_for_s():.1f} s, expected at most {limit_s:g} s "
+                "(spec.timeouts.heartbeat)"
+            )
+
+    async def end(self) -> None:
+        """Closes the link once everything said has left."""
+        if self._link is not None:
+            await self._link.flush()
+            self._link.close()
+
+    def _lost(self, how: str) -> None:
+        if self._leader_stopping:
+            self._handlers.on_left(0)
+        else:
+            self._handlers.on_evidence(Evidence(failure=pod_lost(self._launch, 0, how)))

@@ -1,0 +1,263 @@
+"""The leader's side of the control port: one link for each other pod. Stdlib and the contract only."""
+
+import asyncio
+import logging
+import time
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_key import EpochKey
+from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.launch.control import (
+    HELLO_TIMEOUT_S,
+    REFUSALS,
+    RETURN_POLL_S,
+    Handlers,
+    is_refused,
+    pod_lost,
+)
+from vllm_heteroinfer.launch.culprit import Evidence
+from vllm_heteroinfer.launch.supervisor_link import Hello, Message, RankBeat, SupervisorLink, check_hello
+from vllm_heteroinfer.pod.addresses import bind_host
+from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
+from vllm_heteroinfer.pod.connection_limit import ConnectionLimit
+
+MOST_STRANGERS = 64
+"""Connections that have not proved who they are."""
+LAST_READ_S = 0.2
+"""For followers to read the last word, and to close."""
+SAY_AGAIN_S = 10.0
+"""The log names strangers so often."""
+
+log = logging.getLogger(__name__)
+
+
+class ControlServer:
+    """Welcomes the followers, and tells of each that is lost.
+
+    Args:
+        plan: of the group.
+        launch: of this pod.
+        handlers: get the news.
+        key: of the epoch; None takes a follower at its word, as pods without a key do.
+    """
+
+    def __init__(self, plan: Plan, launch: PodLaunch, handlers: Handlers, key: EpochKey | None) -> None:
+        self._plan = plan
+        self._launch = launch
+        self._handlers = handlers
+        self._key = key
+        self._links: dict[int, SupervisorLink] = {}
+        self._instances: dict[int, str] = {}
+        self._away: set[int] = set()
+        self._stopping: set[int] = set()
+        self._ranks: dict[int, tuple[RankBeat, ...]] = {}
+        self._server: asyncio.Server | None = None
+        self._verdict: Failure | None = None
+        self._said_stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = ConnectionLimit(MOST_STRANGERS)
+        self._sent_away = 0
+        self._said_at_s = -SAY_AGAIN_S
+
+    async def start(self) -> None:
+        """Listens for the followers.
+
+        Raises:
+            ContractError: the port cannot be taken.
+        """
+        host, port = self._launch.address.host, self._launch.address.control_port
+        try:
+            self._server = await asyncio.start_server(self._serve, host=bind_host(host), port=port)
+        except OSError as error:
+            raise ContractError(
+                f"control port {port} cannot be used: {error}; end the process that has it, or set another "
+                f"control_port in {names.ENV_ADDRESSES}"
+            ) from error
+
+    def missing_pods(self) -> list[int]:
+        """Returns the pods that have not connected."""
+        return [pod.index for pod in self._plan.pods[1:] if pod.index not in self._links]
+
+    def ranks(self) -> list[RankBeat]:
+        """Returns the last word on each rank of the other pods that have spoken."""
+        return [rank for ranks in self._ranks.values() for rank in ranks]
+
+    def news_age_s(self) -> float:
+        """Returns the age of the oldest news of a connected pod, in seconds."""
+        return max((link.silent_for_s() for link in self._links.values()), default=0.0)
+
+    def beat(self) -> None:
+        """Tells every follower that this pod lives, and how old its news of the others is."""
+        self._tell_all(Message(group_age_s=self.news_age_s()))
+
+    def tell_stopping(self) -> None:
+        """Tells every follower that this pod was asked to stop."""
+        self._said_stopping = True
+        self._tell_all(Message(stopping=True))
+
+    def check_silence(self, excused_s: float) -> None:
+        """Reports each follower that was silent for too long.
+
+        Args:
+            excused_s: how long this process itself was held up just now; others may
+                have spoken meanwhile.
+        """
+        limit_s = self._launch.heartbeat_timeout_s
+        for pod, link in self._links.items():
+            if pod not in self._away and link.silent_for_s() > limit_s + excused_s:
+                self._lost(
+                    pod, f"was silent for {link.silent_for_s():.1f} s, expected at most {limit_s:g} s "
+                    "(spec.timeouts.heartbeat)",
+                )  # fmt: skip
+
+    async def end(self, verdict: Failure | None, late_s: float) -> None:
+        """Tells everybody the verdict, if there is one, and closes.
+
+        Args:
+            verdict: who ended the group; None when this pod just stops.
+            late_s: how long to wait for pods that have not connected yet, in seconds:
+                they would otherwise try until their start-up deadline.
+        """
+        if verdict is not None:
+            self._verdict = verdict
+            self._tell_all(Message(verdict=verdict))
+            deadline_s = time.monotonic() + late_s
+            while self.missing_pods() and time.monotonic() < deadline_s:
+                await asyncio.sleep(BEAT_INTERVAL_S / 4)
+        await asyncio.gather(*(link.flush() for link in self._links.values()))
+        if self._server is not None:
+            self._server.close()
+        # Closed with beats unread, a connection is reset, and the verdict may be lost (RFC 1122, 4.2.2.13).
+        for link in self._links.values():
+            link.send_end()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_READ_S)
+        for task in self._tasks:
+            task.cancel()
+        for link in self._links.values():
+            link.close()
+
+    def _tell_all(self, message: Message) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s)
+        except OSError:
+            writer.close()  # it is gone already
+            return
+        try:
+            with self._strangers.holding(link.abort):
+                pod = await self._welcome(link)
+            if pod is not None:
+                await self._follow(pod, link)
+        except asyncio.CancelledError:
+            pass  # end() closes the links itself, and asyncio would log the cancellation as an error
+        finally:
+            link.close()
+
+    async def _welcome(self, link: SupervisorLink) -> int | None:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                if self._key is not None:
+                    await link.prove_as_leader(self._key)
+                message = await link.receive()
+        except (TimeoutError, ContractError) as error:
+            self._note_stranger(error)
+            return None
+        if message is None or message.hello is None:
+            return None
+        hello = message.hello
+        difference, ends_group = check_hello(
+            hello, plan=self._plan, launch=self._launch, connected=self._instances
+        )
+        if difference:
+            await self._refuse(link, hello, difference, ends_group=ends_group)
+            return None
+        self._take_in(hello, link)
+        return hello.pod
+
+    def _note_stranger(self, error: Exception) -> None:
+        """Tells of strangers in the log, but does not let them fill it."""
+        self._sent_away += 1
+        if time.monotonic() - self._said_at_s > SAY_AGAIN_S:
+            self._said_at_s = time.monotonic()
+            log.warning("sent away %d strangers on the control port; the last: %s", self._sent_away, error)
+
+    def _take_in(self, hello: Hello, link: SupervisorLink) -> None:
+        old = self._links.get(hello.pod)
+        self._links[hello.pod], self._instances[hello.pod] = link, hello.instance
+        self._away.discard(hello.pod)
+        log.info("pod %d connected%s", hello.pod, "" if old is None else " again")
+        if old is not None:
+            old.close()
+        link.send(Message(welcome=True))
+        if self._said_stopping:
+            link.send(Message(stopping=True))
+        if self._verdict is not None:
+            link.send(Message(verdict=self._verdict))
+
+    async def _refuse(self, link: SupervisorLink, hello: Hello, difference: str, *, ends_group: bool) -> None:
+        failure = Failure(
+            reason=FailureReason.PLAN_MISMATCH,
+            message=(
+                f"pod {hello.pod} was refused by the leader of {self._launch.group}: {difference}; "
+                "start all pods of a group from one plan and one epoch"
+            ),
+            pod=hello.pod,
+            time=time.time(),
+        )
+        log.warning("%s", failure.message)
+        link.send(Message(refused=failure))
+        await link.flush()
+        if ends_group:
+            self._handlers.on_evidence(Evidence(failure=failure))
+
+    async def _follow(self, pod: int, link: SupervisorLink) -> None:
+        """Handles what a follower says; once it is cut off, waits for it to come again."""
+        how = "closed its connection"
+        try:
+            while (message := await link.receive()) is not None:
+                if message.ranks is not None:
+                    self._ranks[pod] = message.ranks
+                if message.stopping:
+                    self._stopping.add(pod)
+                    self._handlers.on_stopping(pod)
+                if message.evidence is not None:
+                    self._handlers.on_evidence(message.evidence)
+        except ContractError as error:
+            how = f"spoke another protocol: {error}"
+        if self._links.get(pod) is link:
+            self._away.add(pod)
+            if not await self._comes_again(pod, link):
+                self._lost(pod, how)
+
+    async def _comes_again(self, pod: int, link: SupervisorLink) -> bool:
+        """Returns whether a follower connects again while its last news is young enough.
+
+        One whose process has ended is not waited for: nobody listens on its health port then.
+        """
+        refusals = 0
+        while pod not in self._stopping and link.silent_for_s() < self._launch.heartbeat_timeout_s:
+            if self._links[pod] is not link:
+                return True
+            refused = await is_refused(link.peer_host, self._launch.addresses[pod].health_port)
+            refusals = refusals + 1 if refused else 0
+            if refusals == REFUSALS:
+                return self._links[pod] is not link
+            await asyncio.sleep(RETURN_POLL_S / 2 if refused else RETURN_POLL_S)
+        return self._links[pod] is not link
+
+    def _lost(self, pod: int, how: str) -> None:
+        if pod in self._stopping:
+            self._handlers.on_left(pod)
+        else:
+            self._handlers.on_evidence(Evidence(failure=pod_lost(self._launch, pod, how)))
