@@ -27,7 +27,7 @@ LENGTHS = (8192, 131072)
 BLOCK_TOKENS = 32
 BATCHED_TOKENS = 2048
 LAYOUT = "LBHNC"
-"""That of all our ranks (vllm_heteroinfer.worker.common)."""
+"""That of all our ranks (vllm_heteroinfer.rank.worker.group_worker)."""
 MEMORY_BYTES = 2**40
 """Of each stage, so that the number of blocks tells bytes to a part in a million."""
 
