@@ -56,17 +56,18 @@ unit: setup  ## pure tests, seconds
 	$(PYTEST) tests/unit
 
 # Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
+LONGEST := --durations=100 --durations-min=5
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge up bench fetch)
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
 	@./.ci/lanes computing waiting
 
 computing: setup  ## those of them that start vLLM or compile
-	$(PYTEST) $(COMPUTING)
+	$(PYTEST) $(LONGEST) $(COMPUTING)
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
 	@$(BIN)/python -m tests.cluster build
-	$(PYTEST) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%)
+	$(PYTEST) $(LONGEST) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%)
 
 cluster-tests: setup  ## the test cluster's own tests, once for each state of tests/cluster; root
 	@$(BIN)/python -m tests.cluster tested || { \
@@ -87,7 +88,7 @@ e2e: setup  ## a real Kubernetes node with images of this tree; root
 	  echo "run it as root, or run the rest with: make lint types imports unit integration" >&2; exit 1; fi
 	@$(BIN)/python -m tests.cluster build
 	@$(BIN)/python -m tests.cluster images
-	$(PYTEST) tests/e2e -m "not every_fault"
+	$(PYTEST) $(LONGEST) tests/e2e -m "not every_fault"
 
 faults: setup  ## every row of the fault matrix, on two real nodes; OUT=DIR keeps what was measured; root
 	@$(BIN)/python -m tests.cluster build
