@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from heteroinfer_contract import names
 from tests.integration.worker.groups import WORKER_PYTHON
 from tests.ports import free_port
 
@@ -52,3 +53,44 @@ def test_ranks_of_one_machine_meet_on_loopback_and_nowhere_else(host: str) -> No
             rank.kill()
             rank.wait()
     assert [json.loads(line) for line in reported] == [[["ipv4", LOOPBACK[host]]]] * 2
+
+
+STORE = """
+import os, sys
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
+from vllm_heteroinfer.group.rendezvous import Deadline, GroupStore
+
+launch = PodLaunch(
+    group="ns/x/0", group_uid="u", epoch=3, pod_index=0,
+    addresses=(PodAddress(host="127.0.0.1", executor_port=int(sys.argv[1])),),
+)
+own = GroupStore.host(launch, Deadline.after(20))
+key = os.environ.pop("HETEROINFER_GROUP_KEY")
+stranger = GroupStore.connect(launch, Deadline.after(20))
+os.environ["HETEROINFER_GROUP_KEY"] = key
+rank = GroupStore.connect(launch, Deadline.after(20))
+own.put("executor", "tcp://10.0.0.1:5")
+assert rank.get("executor", Deadline.after(5), what="queue") == "tcp://10.0.0.1:5"
+signed = stranger.get("executor", Deadline.after(5), what="queue")
+for name, value in (("executor", "tcp://10.6.6.6:5"), ("rank/1", signed)):
+    stranger.put(name, value)
+    try:
+        rank.get(name, Deadline.after(5), what="queue")
+    except ContractError as refusal:
+        print(refusal)
+"""
+
+
+def test_a_strangers_queue_address_is_refused() -> None:
+    """And so is one of the group's own under another name."""
+    done = subprocess.run(
+        [str(WORKER_PYTHON), "-c", STORE, str(free_port())],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, names.ENV_GROUP_KEY: "ab" * 32},
+    )
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["executor", "rank/1"]
+    assert done.stdout.count("no process of this epoch has signed") == 2

@@ -4,6 +4,7 @@ Rank 0 hosts it, so that ranks meet and load without waiting for the API server'
 Every wait has a deadline. Imports torch.
 """
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch.distributed import TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group.deadline import Deadline
 from vllm_heteroinfer.pod import addresses
@@ -88,6 +90,8 @@ class GroupStore:
     """Keys of one epoch of one group, on the leader's executor port."""
 
     def __init__(self, store: TCPStore, launch: PodLaunch) -> None:
+        key = GroupKey.from_env(os.environ)
+        self._key = None if key is None else key.of_epoch(launch.epoch)
         self._store = store
         self._launch = launch
         self._prefix = f"{launch.group_uid}/{launch.epoch}/"
@@ -141,7 +145,13 @@ class GroupStore:
         return cls(store, launch)
 
     def put(self, key: str, value: str) -> None:
-        """Stores text under a key; every process of the group can read it."""
+        """Stores text under a key, signed; every process of the group can read it.
+
+        Queue addresses are among them, and what comes out of a queue is unpickled: the port of
+        the store is open to whoever reaches it.
+        """
+        if self._key is not None:
+            value = self._key.sign("store", key, value)
         self._store.set(self._prefix + key, value)
 
     def get(self, key: str, deadline: Deadline, *, what: str) -> str:
@@ -155,6 +165,7 @@ class GroupStore:
         Raises:
             TimeoutError: it was not there by the deadline.
             RuntimeError: rank 0, which serves the store, is gone.
+            ContractError: no process of the epoch has stored what is there.
         """
         full = self._prefix + key
         while not self._store.check([full]):
@@ -163,4 +174,5 @@ class GroupStore:
                     f"got no {what} within {deadline.total_s:.0f} s; look at that process's log"
                 )
             time.sleep(min(0.02, deadline.left_s))
-        return str(self._store.get(full).decode())
+        value = str(self._store.get(full).decode())
+        return value if self._key is None else self._key.read_signed("store", key, value)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 
+from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.group_key import EpochKey, new_nonce
@@ -182,7 +183,7 @@ class ControlClient:
         if link is not None and link.silent_for_s() > limit_s + excused_s:
             self._lost(
                 f"was silent for {link.silent_for_s():.1f} s, expected at most {limit_s:g} s "
-                "(spec.timeouts.heartbeat)"
+                f"({names.ENV_HEARTBEAT_TIMEOUT})"
             )
 
     async def end(self) -> None:

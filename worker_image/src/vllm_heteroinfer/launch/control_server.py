@@ -110,7 +110,7 @@ class ControlServer:
             if pod not in self._away and link.silent_for_s() > limit_s + excused_s:
                 self._lost(
                     pod, f"was silent for {link.silent_for_s():.1f} s, expected at most {limit_s:g} s "
-                    "(spec.timeouts.heartbeat)",
+                    f"({names.ENV_HEARTBEAT_TIMEOUT})",
                 )  # fmt: skip
 
     async def end(self, verdict: Failure | None, late_s: float) -> None:
