@@ -19,6 +19,7 @@ from tests.cluster.control_plane import SCHEDULER, api_server_down
 from tests.cluster.node import node_cgroup
 from tests.cluster.programs import Program
 from tests.integration.operator.support import end_rank
+from tests.worker_processes import is_rank
 
 AWAY_MOST_S = 20.0
 GONE = 404
@@ -115,6 +116,6 @@ def real_ranks(cluster: Cluster) -> list[int]:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if any(entry.startswith(mark) for entry in environment):
+        if is_rank(pid) and any(entry.startswith(mark) for entry in environment):
             found.append(pid)
     return found

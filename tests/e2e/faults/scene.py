@@ -14,6 +14,7 @@ from tests.cluster.joined_node import JoinedNode
 from tests.cluster.node import NodeCluster, node_cgroup
 from tests.e2e.serving import Resource
 from tests.e2e.watching import Watch
+from tests.worker_processes import is_rank
 
 _PF_EXITING = 0x4
 """A process's flag (`include/linux/sched.h`)."""
@@ -109,7 +110,7 @@ class Scene:
         wanted = {names.ENV_RANK: str(rank), names.ENV_EPOCH: str(self.group["epoch"])}
         groups = (node_cgroup(self.cluster.state), self.second.cgroup)
         pids = [pid for group in groups for pid in cgroups.pids(group)]
-        return next(pid for pid in pids if wanted.items() <= variables(pid).items())
+        return next(pid for pid in pids if is_rank(pid) and wanted.items() <= variables(pid).items())
 
     def events(self, resource: str) -> list[Mapping[str, Any]]:
         """Returns the operator's events on a resource."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,8 @@ from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAs
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from heteroinfer_contract.report_access import ReportReader
 
-SUPERVISOR = str(Path(__file__).parent / "tiny_supervisor.py")
+SUPERVISOR = "tests.integration.launch.tiny_supervisor"
+REPOSITORY = Path(__file__).parents[3]
 MARK = "TINY_MARK"
 START_TIMEOUT_S = 60.0
 KEY = GroupKey.of_group(b"o" * KEY_BYTES, "uid-1")
@@ -146,7 +148,11 @@ class TinyGroup:
         }
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, SUPERVISOR], env=env, stdout=stdout or output, stderr=output
+                [sys.executable, "-m", SUPERVISOR],
+                cwd=REPOSITORY,
+                env=env,
+                stdout=stdout or output,
+                stderr=output,
             )
         pod = Pod(process, launch.address, log, message)
         self.pods.append(pod)
@@ -176,9 +182,13 @@ class TinyGroup:
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process id of a rank."""
-        found = [pid for pid in self.marked() if f"{names.ENV_RANK}={rank}" in environ(pid)]
-        assert len(found) == 1, found
-        return found[0]
+        return self.child_pid(f"rank {rank}", self.plan.ranks[rank].pod)
+
+    def child_pid(self, label: str, pod: int) -> int:
+        """Returns the process id of `rank N` or `api`, as the pod's supervisor says in its log."""
+        found = re.search(rf"started {label} as process (\d+)", self.pods[pod].log.read_text())
+        assert found is not None, self.logs()
+        return int(found[1])
 
     def wait_exits(self, deadline: float) -> list[int]:
         """Returns every supervisor's exit code; fails if one runs past `deadline` (monotonic)."""

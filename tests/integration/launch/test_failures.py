@@ -116,10 +116,7 @@ def test_killed_api_server(tmp_path: Path) -> None:
         group.start()
         group.wait_ready()
         death = time.monotonic()
-        (api,) = [
-            pid for pid in group.marked() if b"tiny_api.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        os.kill(api, signal.SIGKILL)
+        os.kill(group.child_pid("api", 0), signal.SIGKILL)
         end_of(group, death)
     failure = group.pods[1].failure()
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)

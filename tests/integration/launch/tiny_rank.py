@@ -8,6 +8,7 @@ Environment:
     TINY_DO: JSON object from rank to what it does once ready: `idle` (default), `compute`,
         `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `crawl` (reads
         until the trigger), `grandchild`, `allocate`, `chat`.
+    TINY_IMPORT: what the first rank of a pod does before it forks: `exit3`, `hang`, or `refuse` the forks.
     TINY_TRIGGER: path of a file; `raise`, `exit3` and `accuse` act when it exists.
 """
 
@@ -21,9 +22,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from heteroinfer_contract import codec, names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.pod.channel import RankReporter
+from vllm_heteroinfer.pod.forking import MAX_MESSAGE_BYTES, ForkAnswer, run_or_fork
 
 
 def main() -> None:
@@ -173,5 +176,20 @@ def wait_for_trigger() -> None:
         time.sleep(0.01)
 
 
+def import_all(do: str) -> None:
+    """Does before the forks what an import may do."""
+    if do == "exit3":
+        print("no module of that name", flush=True)
+        os._exit(3)
+    while do == "hang":
+        time.sleep(1)
+    if do == "refuse":
+        with socket.socket(fileno=int(os.environ.pop(names.ENV_FORK_FD))) as channel:
+            label = json.loads(channel.recv(MAX_MESSAGE_BYTES))["label"]
+            channel.send(codec.to_json(ForkAnswer(label=label, error="Cannot allocate memory")).encode())
+
+
 if __name__ == "__main__":
-    main()
+    if names.ENV_FORK_FD in os.environ:
+        import_all(os.environ.get("TINY_IMPORT", ""))
+    run_or_fork(main)

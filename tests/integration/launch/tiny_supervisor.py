@@ -1,16 +1,22 @@
-"""A real supervisor whose ranks are small Python processes: `tiny_supervisor.py`, by environment."""
+"""A real supervisor whose ranks are small Python processes; run it with `python -m`.
+
+The first rank of a pod forks the others and the API server, as in the product; with TINY_NO_FORKS each
+process is started by itself, with TINY_NO_API there is no API server.
+"""
 
 import os
 import sys
-from pathlib import Path
 
 from vllm_heteroinfer.launch.cli import supervise
 from vllm_heteroinfer.launch.pod_processes import Commands
 
-HERE = Path(__file__).parent
+HERE = "tests.integration.launch"
 
 if __name__ == "__main__":
-    api = (sys.executable, str(HERE / "tiny_api.py")) if "TINY_NO_API" not in os.environ else ()
-    sys.exit(
-        supervise(os.environ, Commands(rank=(sys.executable, str(HERE / "tiny_rank.py")), api_server=api))
+    api = (sys.executable, "-m", f"{HERE}.tiny_api") if "TINY_NO_API" not in os.environ else ()
+    commands = Commands(
+        rank=(sys.executable, "-m", f"{HERE}.tiny_rank"),
+        api_server=api,
+        forks="TINY_NO_FORKS" not in os.environ,
     )
+    sys.exit(supervise(os.environ, commands))

@@ -11,7 +11,13 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import CpuBinding, PodAddress, PodLaunch
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
-from vllm_heteroinfer.launch.environment import Host, api_environment, rank_environment, threads_per_rank
+from vllm_heteroinfer.launch.environment import (
+    Host,
+    api_environment,
+    can_be_forked,
+    rank_environment,
+    threads_per_rank,
+)
 
 
 def cpus(count: int, *, nodes: int = 1) -> tuple[Cpu, ...]:
@@ -186,6 +192,21 @@ def test_memory_comes_from_the_nodes_of_a_ranks_cpus(count: int, first: str, sec
 def test_more_threads_than_cores_are_not_bound(threads: str, bound: bool) -> None:
     env = rank_environment(PLAN, LEADER, PLAN.ranks[0], {"OMP_NUM_THREADS": threads}, HOST)
     assert ("OMP_PLACES" in env) is bound
+
+
+def test_ranks_that_are_bound_to_cores_are_not_forked_from_each_other() -> None:
+    """OpenMP reads its list of CPUs once, when it is loaded."""
+
+    def environments(binding: CpuBinding) -> list[dict[str, str]]:
+        launch = replace(LEADER, cpu_binding=binding)
+        return [rank_environment(PLAN, launch, PLAN.ranks[i], {}, HOST) for i in (0, 1)]
+
+    first, second = environments(CpuBinding.ALWAYS)
+    assert not can_be_forked(second, first)
+    first, second = environments(CpuBinding.NEVER)
+    assert can_be_forked(second, first)
+    assert not can_be_forked(second | {"LD_PRELOAD": "/lib/mine.so"}, first)
+    assert not can_be_forked(second, first | {"KMP_BLOCKTIME": "1"})
 
 
 def test_ranks_of_a_pod_are_pinned_to_different_cpus() -> None:

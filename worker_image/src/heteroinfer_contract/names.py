@@ -106,6 +106,8 @@ ENV_RANK_CHANNEL_FD: Final = "HETEROINFER_RANK_CHANNEL_FD"
 """File descriptor on which a rank reports its events to its supervisor."""
 ENV_GROUP_KEY: Final = "HETEROINFER_GROUP_KEY"
 """Key of the group as hex (GroupKey), from its Secret; unset in pods of versions that had none."""
+ENV_FORK_FD: Final = "HETEROINFER_FORK_FD"
+"""File descriptor on which a pod's first rank is asked for the pod's other processes."""
 ENV_HETEROGENEOUS_DEVICE: Final = "VLLM_HETEROGENEOUS_DEVICE"
 """`cpu` or `cuda`: the device of this process; honoured by the platform plugin."""
 

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import IO
 
 from heteroinfer_contract import parent_death
 from vllm_heteroinfer.launch.output import OutputPump
@@ -62,55 +62,90 @@ def parse_stat(stat: str) -> ProcessObservation:
     return ProcessObservation(life=Life.STOPPED if state in "Tt" else Life.RUNNING)
 
 
+class ForkedProcess:
+    """A process that another one forked, and that became our child; the part of Popen that is needed."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns its exit code as Popen does, None while it runs."""
+        if self._code is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if found else None
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
 class ChildProcess:
     """One process of the pod, in a session of its own, its output piped through us.
 
+    Started by `start`, or forked by another process, which tells its number later (`adopt`).
+
     Attributes:
         label: for the output and for messages: `rank 1`, `api`.
+        output: what it writes.
     """
 
-    def __init__(
-        self,
-        *,
-        label: str,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        inherited_socket: socket.socket | None = None,
-    ) -> None:
+    def __init__(self, label: str, pipe: IO[bytes], process: "subprocess.Popen[bytes] | None" = None) -> None:
+        self.label = label
+        self.output = OutputPump(pipe, prefix=f"[{label}] ")
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = process
+        self._stopped_since_s: float | None = None
+
+    @classmethod
+    def start(
+        cls, *, label: str, command: Sequence[str], env: Mapping[str, str], inherited_fds: Sequence[int] = ()
+    ) -> "ChildProcess":
         """Starts it; must be called on a thread that lives as long as the supervisor (PR_SET_PDEATHSIG).
 
         Raises:
             OSError: the command cannot be started.
         """
-        self.label = label
-        self._popen = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command],
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=() if inherited_socket is None else (inherited_socket.fileno(),),
+            pass_fds=tuple(inherited_fds),
             start_new_session=True,
         )
-        assert self._popen.stdout is not None
-        self.output = OutputPump(self._popen.stdout, prefix=f"[{label}] ")
-        self._stopped_since_s: float | None = None
+        assert process.stdout is not None
+        return cls(label, process.stdout, process)
+
+    def adopt(self, pid: int) -> None:
+        """Takes the process `pid`, forked by another one and our child by now, for this one."""
+        self._process = ForkedProcess(pid)
+
+    @property
+    def started(self) -> bool:
+        """Returns whether there is a process, or was one."""
+        return self._process is not None
 
     @property
     def pid(self) -> int:
-        """Returns its process id, which is also its session's and its group's."""
-        return self._popen.pid
+        """Returns its process id, which is also its session's and its group's; it must have been started."""
+        assert self._process is not None
+        return self._process.pid
 
     def observe(self) -> ProcessObservation:
         """Returns what it does now, and reaps it when it can be reaped."""
-        code = self._popen.poll()
+        if self._process is None:
+            return ProcessObservation(life=Life.RUNNING)  # or will: who forks it is watched meanwhile
+        code = self._process.poll()
         if code is not None:
             return ProcessObservation(life=Life.ENDED, exit_code=code)
         return parse_stat(Path(f"/proc/{self.pid}/stat").read_text())
 
     def reaped(self) -> bool:
         """Returns whether nothing of it is left, and reaps it if it can be."""
-        return self._popen.poll() is not None
+        return self._process is None or self._process.poll() is not None
 
     def stopped_for_s(self, observation: ProcessObservation, now_s: float) -> float:
         """Returns for how long it has been seen stopped, in seconds; 0 if it runs."""
@@ -123,12 +158,14 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Asks it to end (SIGTERM to it alone: it ends its own children in its own order)."""
-        self._popen.terminate()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kills its whole process group at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 async def kill_everything(children: Sequence[ChildProcess]) -> bool:
@@ -155,7 +192,7 @@ async def kill_everything(children: Sequence[ChildProcess]) -> bool:
 
 def _reap(children: Sequence[ChildProcess]) -> list[int]:
     """Reaps what can be reaped; returns our direct children that still live."""
-    own = {child.pid: child for child in children}
+    own = {child.pid: child for child in children if child.started}
     left = []
     for pid in child_pids():
         if pid in own:
@@ -171,11 +208,13 @@ def _reap(children: Sequence[ChildProcess]) -> list[int]:
 def reap_orphans(children: Sequence[ChildProcess]) -> None:
     """Reaps zombies that were left to us by processes below ours, as PID 1 must.
 
+    Call it once all children have been started: one that was forked and is not known yet is no orphan.
+
     Asks the kernel for any zombie instead of reading /proc, which on a busy host took 8 %
     of a core at the watch's pace (2 cores, 2026-11-21). One of `children` is left for its
     owner, and hides those behind it until then: the next look comes soon.
     """
-    own = {child.pid for child in children}
+    own = {child.pid for child in children if child.started}
     with contextlib.suppress(ChildProcessError):  # there is no child at all
         while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if found.si_pid in own:

@@ -20,6 +20,8 @@ OMP_NUM_THREADS = "OMP_NUM_THREADS"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIDE_GPUS = "-1"
 """The empty string would keep Triton on, and the sampler dies without a driver (vLLM 0.32.0)."""
+READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "LD_")
+"""Variables that begin so are read when a library is loaded: a fork has its parent's, whatever they say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,16 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
         env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
     env.setdefault(OMP_NUM_THREADS, "1")
     return env
+
+
+def can_be_forked(rank: Mapping[str, str], first: Mapping[str, str]) -> bool:
+    """Returns whether a rank with one environment can be forked from one with another, once that has loaded.
+
+    Ranks that are bound to cores cannot: each has places of its own, which OpenMP reads only once.
+    """
+    return all(
+        rank.get(name) == first.get(name) for name in {*rank, *first} if name.startswith(READ_WHEN_LOADED)
+    )
 
 
 def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:

@@ -1,18 +1,20 @@
 """The processes of one pod: started by the plan, watched, reported, ended. Knows nothing of other pods."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import RankPhase, RankStatus
-from heteroinfer_contract.plan import Plan, RankAssignment
+from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.child_process import (
     ChildProcess,
@@ -22,9 +24,10 @@ from vllm_heteroinfer.launch.child_process import (
     reap_orphans,
 )
 from vllm_heteroinfer.launch.culprit import Evidence
-from vllm_heteroinfer.launch.environment import Host, api_environment, rank_environment
+from vllm_heteroinfer.launch.environment import Host, api_environment, can_be_forked, rank_environment
 from vllm_heteroinfer.launch.supervisor_link import RankBeat
 from vllm_heteroinfer.pod.channel import RankChannel, RankReport, SupervisorMessage
+from vllm_heteroinfer.pod.forking import ForkClient, ForkRequest, difference
 
 STOPPED_LIMIT_S = 1.0
 """A debugger or profiler stops a process for less."""
@@ -46,10 +49,13 @@ class Commands:
     Attributes:
         rank: one process for each rank.
         api_server: on the leader's pod; empty for none.
+        forks: whether the other processes of a pod are forked from its first rank, which has imported what
+            they need (pod/forking.py). Then each command is a Python, `-m` and a module.
     """
 
     rank: tuple[str, ...] = (sys.executable, "-m", "vllm_heteroinfer.rank.entry")
     api_server: tuple[str, ...] = (sys.executable, "-m", "vllm_heteroinfer.engine.api_server")
+    forks: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +88,16 @@ class SupervisedProcess:
                 self.reported = message.failure
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """A process to start; as in SupervisedProcess."""
+
+    label: str
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    assignment: RankAssignment | None
+
+
 class PodProcesses:
     """All processes of this pod.
 
@@ -96,6 +112,7 @@ class PodProcesses:
         self._launch = launch
         self._on_evidence = on_evidence
         self._processes: list[SupervisedProcess] = []
+        self._forks: ForkClient | None = None
         self._draining = False
 
     def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
@@ -107,22 +124,89 @@ class PodProcesses:
         """
         ranks = self._plan.pods[self._launch.pod_index].ranks
         environments = [rank_environment(self._plan, self._launch, rank, base_env, host) for rank in ranks]
-        for rank, env in zip(ranks, environments, strict=True):
-            self._start_one(f"rank {rank.rank}", commands.rank, env, rank)
+        wanted = [
+            _Wanted(label=f"rank {rank.rank}", command=commands.rank, env=env, assignment=rank)
+            for rank, env in zip(ranks, environments, strict=True)
+        ]
         if self._launch.pod_index == 0 and commands.api_server:
-            self._start_one("api", commands.api_server, api_environment(self._plan, base_env, host), None)
+            env = api_environment(self._plan, base_env, host)
+            wanted.append(_Wanted(label="api", command=commands.api_server, env=env, assignment=None))
+        first, *others = wanted
+        # CUDA does not survive a fork, and what a CUDA build imports may touch it.
+        forks = commands.forks and ranks[0].device is Device.CPU
+        # The API server computes nothing: how many threads it would have loaded with does not matter.
+        forked = [w for w in others if forks and (w.assignment is None or can_be_forked(w.env, first.env))]
+        self._start_first(first, forked, sorted(cpu.id for cpu in host.cpus))
+        for each in others:
+            if each not in forked:
+                self._start_one(each)
 
-    def _start_one(
-        self, label: str, command: tuple[str, ...], env: dict[str, str], rank: RankAssignment | None
-    ) -> None:
+    def _start_first(self, first: "_Wanted", forked: "Sequence[_Wanted]", cpus: Sequence[int]) -> None:
+        """Starts the pod's first rank, and asks it for those that are forked from it."""
+        if not forked:
+            self._start_one(first)
+            return
+        self._forks, theirs = ForkClient.open_pair()
+        with theirs:
+            env = {**first.env, names.ENV_FORK_FD: str(theirs.fileno())}
+            self._start_one(replace(first, env=env), theirs.fileno())
+        for each in forked:
+            self._ask_for(each, first, cpus)
+        with contextlib.suppress(OSError):
+            self._forks.end_requests()
+        asyncio.get_running_loop().add_reader(self._forks.fileno(), self._take_forks, self._forks)
+
+    def _start_one(self, wanted: "_Wanted", *inherited_fds: int) -> None:
         channel, theirs = RankChannel.open_pair()
         with theirs:
-            env[names.ENV_RANK_CHANNEL_FD] = str(theirs.fileno())
-            child = ChildProcess(label=label, command=command, env=env, inherited_socket=theirs)
-        process = SupervisedProcess(child=child, channel=channel, assignment=rank)
+            env = {**wanted.env, names.ENV_RANK_CHANNEL_FD: str(theirs.fileno())}
+            child = ChildProcess.start(
+                label=wanted.label,
+                command=wanted.command,
+                env=env,
+                inherited_fds=(theirs.fileno(), *inherited_fds),
+            )
+        self._add(SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment))
+        log.info("started %s as process %d", wanted.label, child.pid)
+
+    def _ask_for(self, wanted: "_Wanted", first: "_Wanted", cpus: Sequence[int]) -> None:
+        """Asks the pod's first rank for a process; its answer comes when it has imported all it needs."""
+        assert self._forks is not None
+        channel, theirs = RankChannel.open_pair()
+        read_fd, write_fd = os.pipe()
+        request = ForkRequest(
+            label=wanted.label,
+            module=wanted.command[-1],
+            environment=difference(first.env, wanted.env),
+            cpus=cpus,
+        )
+        with contextlib.suppress(ConnectionError):  # it has ended already, and the watch will see it
+            self._forks.ask(request, output_fd=write_fd, channel_fd=theirs.fileno())
+        os.close(write_fd)
+        theirs.close()
+        child = ChildProcess(wanted.label, os.fdopen(read_fd, "rb", buffering=0))
+        self._add(SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment))
+
+    def _add(self, process: SupervisedProcess) -> None:
         self._processes.append(process)
-        asyncio.get_running_loop().add_reader(channel.fileno(), self._readable, process)
-        log.info("started %s as process %d", label, child.pid)
+        asyncio.get_running_loop().add_reader(process.channel.fileno(), self._readable, process)
+
+    def _take_forks(self, forks: ForkClient) -> None:
+        """Takes in the processes that were forked; one that could not be is a failure."""
+        for answer in forks.read():
+            process = next(p for p in self._processes if p.child.label == answer.label)
+            if answer.pid:
+                process.child.adopt(answer.pid)
+                log.info("started %s as process %d", answer.label, answer.pid)
+            elif process.reported is None:
+                message = (
+                    f"it cannot be forked: {answer.error}; raise the pod's memory or its limit of processes"
+                )
+                process.reported = Failure(reason=_exit_reason(process), message=message)
+        if forks.closed:
+            asyncio.get_running_loop().remove_reader(forks.fileno())
+            forks.close()
+            self._forks = None
 
     def beats(self) -> tuple[RankBeat, ...]:
         """Returns what is known of each rank of this pod now."""
@@ -155,7 +239,8 @@ class PodProcesses:
         for process in self._processes:
             if not process.blamed and not (self._draining and process.assignment is None):
                 self._watch_one(process, now_s)
-        reap_orphans([process.child for process in self._processes])
+        if self._forks is None:
+            reap_orphans([process.child for process in self._processes])
 
     def failing(self) -> bool:
         """Returns whether a process has failed, though its exit code may not be known yet."""
@@ -182,6 +267,9 @@ class PodProcesses:
         loop = asyncio.get_running_loop()
         for process in self._processes:
             loop.remove_reader(process.channel.fileno())
+        if self._forks is not None:
+            loop.remove_reader(self._forks.fileno())
+            self._forks.close()
         gone = await kill_everything([process.child for process in self._processes])
         deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
         for process in self._processes:
@@ -234,7 +322,7 @@ def _failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObse
     """Returns why this process failed: its own word if it gave one, else what the kernel says."""
     rank = None if process.assignment is None else process.assignment.rank
     known = Failure(
-        reason=FailureReason.RANK_EXITED if rank is not None else FailureReason.API_SERVER_EXITED,
+        reason=_exit_reason(process),
         message="",
         pod=pod,
         rank=rank,
@@ -249,6 +337,10 @@ def _failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObse
         message = f"{who} has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
         return replace(known, reason=FailureReason.RANK_STOPPED, message=message)
     return replace(known, message=f"{who} {describe_exit(seen.exit_code, RankPhase(process.report.phase))}")
+
+
+def _exit_reason(process: SupervisedProcess) -> FailureReason:
+    return FailureReason.API_SERVER_EXITED if process.assignment is None else FailureReason.RANK_EXITED
 
 
 def _as_reported(reported: Failure, known: Failure, plan: Plan, who: str) -> Failure:

@@ -219,6 +219,18 @@ SEAMS: Final = (
         used_by="engine/api_server.py",
         why="`vllm serve` of the CPU build fails on its distribution's name",
     ),
+    Seam(
+        target="vllm.model_executor.models.registry:_ModelRegistry.register_model",
+        kind="registry",
+        used_by="engine/model_class.py",
+        why="vLLM looks at a model's class in a process that imports all anew; a CPU rank does it itself",
+    ),
+    Seam(
+        target="vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
+        kind="function called",
+        used_by="engine/model_class.py",
+        why="as above",
+    ),
 )
 
 

@@ -19,7 +19,9 @@ from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
 from vllm_heteroinfer.pod.channel import RankReporter
+from vllm_heteroinfer.pod.forking import run_or_fork
 from vllm_heteroinfer.pod.lost_peer import says_peer_is_lost
+from vllm_heteroinfer.rank import imports
 from vllm_heteroinfer.rank.preload import preload
 
 if TYPE_CHECKING:
@@ -35,10 +37,21 @@ _READERS_GRACE_S = 10.0
 """For the other ranks to read everybody's settings before rank 0 leaves over them."""
 
 
-def main() -> NoReturn:
-    """Runs a rank until its supervisor ends it, or it fails."""
-    plan, launch, rank = read_assignment(os.environ)
+def start() -> None:
+    """Runs a rank; the first of its pod imports for the pod's other processes, which are forked from it."""
+    plan, _, rank = read_assignment(os.environ)
     preload("vllm_heteroinfer.rank.entry", rank)
+    problem = imports.load(plan, rank)
+    run_or_fork(lambda: main(problem), imports.settle)
+
+
+def main(problem: BaseException | None = None) -> NoReturn:
+    """Runs a rank until its supervisor ends it, or it fails.
+
+    Args:
+        problem: what ends it before it has begun.
+    """
+    plan, launch, rank = read_assignment(os.environ)
     reporter = RankReporter.from_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # A supervisor stops its pod by SIGTERM; nothing here is worth a long good-bye.
@@ -54,6 +67,8 @@ def main() -> NoReturn:
         _logger.error("rank %d failed, and ends its group: %s", rank.rank, error)
         os._exit(names.EXIT_RANK_FAILED)
 
+    if problem is not None:
+        fail(problem)
     try:
         run(plan, launch, rank, reporter, fail)
     except BaseException as error:
@@ -196,4 +211,4 @@ def is_peer_lost(failure: Failure) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    start()

@@ -1,0 +1,104 @@
+"""A pod's first rank forks the others: they are the supervisor's children, and failures name who failed."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
+from tests.integration.launch.groups import TinyGroup, environ, tiny_group, wait_until
+
+LIMIT_S = 2.0
+GONE_S = 10.0
+"""On a busy machine; what is left for good is found as well."""
+
+
+def stat(pid: int) -> list[str]:
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text[text.rindex(")") + 2 :].split()
+
+
+def test_forks_are_children_of_the_supervisor_in_sessions_of_their_own(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (2,)) as group:
+        group.start()
+        group.wait_ready()
+        children = [group.child_pid(label, 0) for label in ("rank 0", "rank 1", "api")]
+        for pid in children:
+            _, parent, process_group, session = stat(pid)[:4]
+            assert int(parent) == group.pods[0].process.pid
+            assert int(process_group) == int(session) == pid
+        # Forked, not started: the variables of its exec are the first rank's.
+        assert f"{names.ENV_RANK}=0" in environ(children[1])
+        assert len(group.marked()) == 1 + len(children)
+        output = group.pods[0].log.read_text()
+    assert "[rank 1] rank 1 is connected" in output
+
+
+def test_a_fork_has_the_descriptors_of_its_own_only(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (2,)) as group:
+        group.start()
+        group.wait_ready()
+        pids = {label: group.child_pid(label, 0) for label in ("rank 0", "rank 1", "api")}
+        outputs = {label: os.readlink(f"/proc/{pid}/fd/1") for label, pid in pids.items()}
+        assert len(set(outputs.values())) == 3
+        for label, pid in pids.items():
+            held = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
+            assert held.isdisjoint(set(outputs.values()) - {outputs[label]})
+
+
+def test_each_is_started_by_itself_where_nothing_is_to_be_forked(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (2,), env={"TINY_NO_FORKS": "1"}) as group:
+        group.start()
+        group.wait_ready()
+        assert f"{names.ENV_RANK}=1" in environ(group.rank_pid(1))
+
+
+def test_first_rank_that_ends_before_it_forks_is_named(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (2, 1), env={"TINY_IMPORT": "exit3"}) as group:
+        group.start()
+        codes = group.wait_exits(time.monotonic() + 20)
+        assert group.marked() == []
+    assert codes == [names.EXIT_RANK_FAILED, names.EXIT_PEER_FAILED]
+    for pod in group.pods:
+        failure = pod.failure()
+        assert (failure.reason, failure.rank, failure.exit_code) == (FailureReason.RANK_EXITED, 0, 3)
+        assert failure.last_log == "no module of that name"
+
+
+def test_what_cannot_be_forked_is_named(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (1, 2), env={"TINY_IMPORT": "refuse"}) as group:
+        group.start()
+        group.wait_exits(time.monotonic() + 20)
+        assert group.marked() == []
+    failure = group.pods[0].failure()
+    assert "cannot be forked: Cannot allocate memory" in failure.message
+    assert failure.reason in {FailureReason.RANK_EXITED, FailureReason.API_SERVER_EXITED}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_supervisor_ends_while_the_first_rank_imports(tmp_path: Path, number: int) -> None:
+    with tiny_group(tmp_path, (2,), env={"TINY_IMPORT": "hang"}) as group:
+        group.start()
+        wait_until(lambda: imports(group), 20, group.logs)
+        group.pods[0].process.send_signal(number)
+        code = group.pods[0].process.wait(LIMIT_S)
+        wait_until(lambda: group.marked() == [], LIMIT_S, group.logs)
+    assert code == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("delay_ms", range(0, 60, 10))
+def test_supervisor_killed_while_forks_are_made_leaves_nothing(tmp_path: Path, delay_ms: int) -> None:
+    with tiny_group(tmp_path, (4,)) as group:
+        group.start()
+        wait_until(lambda: imports(group), 20, group.logs)
+        time.sleep(0.1 + delay_ms / 1000)  # the moment is what is tried, not what is waited for
+        group.pods[0].process.kill()
+        group.pods[0].process.wait(LIMIT_S)
+        wait_until(lambda: group.marked() == [], GONE_S, group.logs)
+
+
+def imports(group: TinyGroup) -> bool:
+    return "started rank 0" in group.pods[0].log.read_text()
