@@ -32,7 +32,7 @@ setup:  ## everything into .venv and .venv-worker; nothing to do when nothing ch
 quickstart: setup  ## a small model on this machine, from a file to served tokens
 	@$(BIN)/python -m tests.quickstart
 
-test: check  ## what CI runs
+test: need-root check  ## what CI runs
 	@./.ci/lanes computing nodes
 
 check: setup  ## the inner loop: lint, types, imports, unit; within a minute
@@ -69,7 +69,13 @@ waiting: setup  ## those of them that mostly wait: for an API server, for time-o
 	@$(BIN)/python -m tests.cluster build
 	$(PYTEST) $(LONGEST) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%)
 
-cluster-tests: setup  ## the test cluster's own tests, once for each state of tests/cluster; root
+need-root:
+	@if [ "$$(id -u)" != 0 ]; then \
+	  echo "make $(MAKECMDGOALS) starts a real Kubernetes node (containerd, kubelet, network name spaces) and must be" >&2; \
+	  echo "root: run it as root, or run the rest with: make check integration" >&2; exit 1; fi
+.PHONY: need-root
+
+cluster-tests: need-root setup  ## the test cluster's own tests, once for each state of tests/cluster; root
 	@$(BIN)/python -m tests.cluster tested || { \
 	  $(BIN)/python -m tests.cluster build && $(BIN)/python -m tests.cluster images && \
 	  $(PYTEST) tests/cluster/tests && $(BIN)/python -m tests.cluster tested --record; }
@@ -82,10 +88,7 @@ gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-scheduler, w
 	$(PYTEST) tests/integration/scheduling -m gang_schedulers
 .PHONY: gangs
 
-e2e: setup  ## a real Kubernetes node with images of this tree; root
-	@if [ "$$(id -u)" != 0 ]; then \
-	  echo "make e2e starts a real Kubernetes node (containerd, kubelet, network name spaces) and must be root:" >&2; \
-	  echo "run it as root, or run the rest with: make lint types imports unit integration" >&2; exit 1; fi
+e2e: need-root setup  ## a real Kubernetes node with images of this tree; root
 	@$(BIN)/python -m tests.cluster build
 	@$(BIN)/python -m tests.cluster images
 	$(PYTEST) $(LONGEST) tests/e2e -m "not every_fault"
