@@ -164,7 +164,7 @@ class ResourceObservation:
         gangs: gang schedulers that the cluster has.
         groups: by group index: what a running leader says of its group now.
         fetch: what the pod that fetches the model says now, or None.
-        refused: which object of ours the API server refused in the last reconcile, in its words, or "".
+        refusals: what of the resource was refused when it was last tried.
     """
 
     resource: ResourceView
@@ -175,27 +175,62 @@ class ResourceObservation:
     gangs: frozenset[Gang] = frozenset()
     groups: Mapping[int, GroupReport] = field(default_factory=dict)
     fetch: FetchProgress | None = None
-    refused: str = ""
+    refusals: tuple["Refusal", ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An object of the resource that cannot be written as things are: somebody else must act, or time pass.
+
+    Attributes:
+        kind: as in `kind`; of the resource itself for its status and finalizer.
+        name: of the object.
+        reason: CamelCase: ObjectRefused, or NameTaken.
+        message: who refuses what, in the API server's words.
+        scopes: of the action.
+        tries: how often in a row.
+        retry_at: when it is tried again.
+    """
+
+    kind: str
+    name: str
+    reason: str
+    message: str
+    scopes: frozenset[str] = frozenset()
+    tries: int = 1
+    retry_at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateObject:
-    """Create it; if one of that name exists, stop here and observe again.
+    """Create it; if one of that name exists, observe again.
 
     Attributes:
         manifest: of the object.
         may_exist: an object of that name is as good: its name says what it holds.
+        scopes: what it is part of, such as a group: while it cannot be made, nothing later of the same
+            scope is.
     """
 
     manifest: Manifest
     may_exist: bool = False
+    scopes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyObject:
-    """Make the stored object say what the manifest says (server-side apply)."""
+    """Make the stored object say what the manifest says (server-side apply).
+
+    Attributes:
+        manifest: of the object.
+        scopes: as of CreateObject.
+        taken_out: paths of fields that are not in the manifest and shall not be in the object: the API
+            server would leave them there, since they are not ours.
+    """
 
     manifest: Manifest
+    scopes: frozenset[str] = frozenset()
+    taken_out: tuple[tuple[str | int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +243,7 @@ class DeleteObject:
         name: its name.
         uid: its identity: one of the same name and another uid is left alone.
         grace_s: for pods: seconds to end by themselves; None takes the pod's own.
+        after_status: whether what it takes away must be in the status first, such as why an epoch ended.
     """
 
     kind: str
@@ -215,11 +251,12 @@ class DeleteObject:
     uid: str
     api_version: str = ""
     grace_s: int | None = None
+    after_status: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchStatus:
-    """Replace the status; a conflict stops here, and all is observed again.
+    """Replace the status; after a conflict nothing is made, and all is observed again.
 
     Attributes:
         status: the whole new status.
@@ -260,7 +297,7 @@ class Decision:
     """What one reconcile wants done.
 
     Attributes:
-        actions: in this order; the first that fails ends the reconcile.
+        actions: in this order; what one that fails keeps from being done is in `refusals.Acting`.
         look_again_s: seconds until the next look without any change; None waits for one.
     """
 
@@ -269,7 +306,7 @@ class Decision:
 
 
 class ConflictError(Exception):
-    """The world changed since it was observed: stop this reconcile and observe again."""
+    """The world changed since it was observed: observe again."""
 
 
 class Cluster(Protocol):
@@ -279,11 +316,14 @@ class Cluster(Protocol):
         """Returns what is known of a resource and its children, or None if it is gone."""
         ...
 
-    async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> None:
+    async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> float | None:
         """Runs actions in order, on the resource of the observation.
+
+        Returns:
+            Seconds until something that was refused may be tried again, or None.
 
         Raises:
             ConflictError: an action met another state than the decision was made on;
-                those after it were not run.
+                what depends on it was not run.
         """
         ...

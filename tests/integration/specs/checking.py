@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_operator.crd import render_crd
-from heteroinfer_operator.kube.adapter import REFUSALS
 from heteroinfer_operator.kube.installation import wait_for_resource
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
@@ -193,7 +192,7 @@ async def _refusal(server: ApiServer, path: str, body: Any) -> str:
         try:
             await server.create(path, body, query)
         except ApiError as error:
-            if error.status in REFUSALS:
+            if error.is_refusal:
                 return error.said
             if error.status or not left:
                 raise

@@ -8,8 +8,9 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedModel
 from heteroinfer_operator.api import parse_resource
-from heteroinfer_operator.cluster import NodeView, ResourceKey, ResourceObservation
+from heteroinfer_operator.cluster import NodeView, Refusal, ResourceKey, ResourceObservation
 from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.refusals import OBJECT_REFUSED
 from tests.unit.reconcile.world import PROFILE, World
 
 NAMESPACE = "default"
@@ -56,7 +57,12 @@ class _NamedWorld(World):
         observation = World.observe(self)
         key = ResourceKey(namespace=NAMESPACE, name=self.name)
         resource = replace(observation.resource, key=key)
-        return replace(observation, resource=resource, refused=self.refused)
+        refusals = (
+            (Refusal(kind="Pod", name="", reason=OBJECT_REFUSED, message=self.refused, retry_at=self.now),)
+            if self.refused
+            else ()
+        )
+        return replace(observation, resource=resource, refusals=refusals)
 
 
 def live(body: dict[str, Any]) -> Life:

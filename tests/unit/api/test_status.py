@@ -36,6 +36,7 @@ def test_a_status_is_read_back_as_it_was() -> None:
     )
     dumped = status.dump()
     assert dumped["groups"][0]["failures"][0] == {
+        "served": True,
         "epoch": 1,
         "time": "2026-11-21T12:00:00Z",
         "reason": "RankExited",

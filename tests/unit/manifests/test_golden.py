@@ -20,12 +20,17 @@ from heteroinfer_operator.api import HeteroInferenceSpec, parse_resource, parse_
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
+from heteroinfer_operator.manifests.drift import says
 from heteroinfer_operator.manifests.group_key import build_group_key
 from heteroinfer_operator.manifests.identity import EpochRef, Owner, revision
 from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
+from heteroinfer_operator.manifests.network_policy import build_network_policy
+from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
+from heteroinfer_operator.manifests.revision_record import RevisionRecord, build_revision_record
+from heteroinfer_operator.manifests.service import build_client_service, build_group_service
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, WorkerPods
-from heteroinfer_operator.reconcile.children import build_children, says
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGES = WorkerImages(cpu="example.test/worker-cpu:1", gpu="example.test/worker:1")
@@ -77,7 +82,15 @@ def _manifests() -> dict[str, Any]:
     named["pod-inspect"] = build_model_pod(
         RESOURCE.spec, OWNER, ADDRESSING.model(RESOURCE.spec, OWNER), IMAGES
     )
-    for child in build_children(RESOURCE.spec, OWNER, [PLAN]):
+    record = RevisionRecord(name=revision(RESOURCE.spec), spec=RESOURCE.spec)
+    for child in (
+        build_client_service(OWNER, (RESOURCE.spec.engine.port,)),
+        build_group_service(GROUP),
+        build_network_policy(RESOURCE.spec, GROUP),
+        build_disruption_budget(GROUP, pods=len(PLAN.pods), asleep=False),
+        build_plan_config_map(OWNER, PLAN),
+        build_revision_record(OWNER, record),
+    ):
         named[f"{child['kind']}-{child['metadata']['name']}".lower()] = child
     secret = build_group_key(GROUP, KEY)
     return named | {f"secret-{secret['metadata']['name']}": secret}

@@ -1,6 +1,7 @@
-"""Whatever happens in whatever order: one epoch at a time, and it converges."""
+"""Whatever happens in whatever order: one epoch at a time, a status that is true, and it converges."""
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import parse_status
-from heteroinfer_operator.cluster import Decision, Manifest, PatchStatus, RecordEvent
+from heteroinfer_operator.cluster import (
+    ApplyObject,
+    CreateObject,
+    Decision,
+    Manifest,
+    PatchStatus,
+    PodView,
+    RecordEvent,
+)
 from heteroinfer_operator.reconcile import reconcile
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
@@ -19,7 +28,7 @@ def decide(world: World, status: Manifest | None = None) -> Decision:
     seen = world.observe()
     if status is not None:
         seen = replace(seen, resource=replace(seen.resource, status=status))
-    return reconcile(seen, world.now, OPTIONS)
+    return reconcile(seen, world.now, world.options)
 
 
 def written(decision: Decision) -> list[Manifest]:
@@ -37,20 +46,57 @@ class GroupLife(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(spec=cpu_pair(restart={"maxRestarts": 3}))
+        self.world = World(
+            spec=cpu_pair(restart={"maxRestarts": 3}), options=replace(OPTIONS, names_come_again=True)
+        )
+        self.ran: dict[str, set[str]] = {}
 
     @rule()
     def reconcile(self) -> None:
         """A reconcile's own status, stored, is what the next one would write, unless it starts an epoch."""
         world = self.world
+        world.advance_time(1)  # epochs are told apart by seconds
+        self.status_comes_first(decide(world))
         if stored := written(decide(world)):
             again = decide(world, stored[0])
             assert not written(again) or "EpochStarted" in reported(again)
             if again_stored := written(again):
                 assert not written(decide(world, again_stored[0]))
         world.step()
-        if stored:
+        if stored and not self.refuses_status:
             assert parse_status(world.status).observed_generation == world.generation
+            self.conditions_are_true()
+
+    @property
+    def refuses_status(self) -> bool:
+        return any(kind.endswith("/status") for kind, _ in self.world.refuses)
+
+    @staticmethod
+    def status_comes_first(decision: Decision) -> None:
+        """Nothing is made before the status is written, and nothing is deleted after something is made."""
+        order = [_ORDER[type(action)] for action in decision.actions if type(action) in _ORDER]
+        made = order.index(2) if 2 in order else len(order)
+        assert 0 not in order[made:]
+
+    def conditions_are_true(self) -> None:
+        """Available and Ready are what the pods are, whatever is wrong with the spec or a child."""
+        world = self.world
+        groups = parse_status(world.status).groups
+        serving = {
+            group.index
+            for group in groups
+            if (pods := self.pods_of(group.index)) and all(pod.ready and not pod.ended for pod in pods)
+            if len(pods) == len(group.members) == 2
+        }
+        wanted = world.condition("Available")[1] not in {"Suspended", "ScaledToZero"}
+        assert (world.condition("Available")[0] == "True") == (bool(serving) and wanted), world.status
+        if world.condition("Ready")[0] == "True" and wanted:
+            assert world.condition("Stalled")[0] == "False"
+            assert len(serving) == len(groups)
+
+    def pods_of(self, index: int) -> list[PodView]:
+        world = self.world
+        return [pod for name, pod in world.pods.items() if name.startswith(f"demo-{index}-")]
 
     @rule()
     def inspection_ends(self) -> None:
@@ -124,22 +170,83 @@ class GroupLife(RuleBasedStateMachine):
         change=st.sampled_from(
             [{"replicas": 0}, {"replicas": 1}, {"replicas": 3}, {"suspend": True}, {"suspend": False}]
             + [{"engine": {"maxModelLen": n}} for n in (256, 512)]
+            + [{"engine": {"port": 8123}}, {"startup": {"timeout": "20m"}}]
+            + [{"model": {"uri": uri}} for uri in ("hf://org/model", "file:///models/tiny")]
+            + [{"parallelism": {"tensor": tensor}} for tensor in (1, 3)]
         )
     )
     def the_user_changes_the_spec(self, change: dict[str, object]) -> None:
         self.world.change_spec(**change)
 
+    @rule(
+        what=st.sampled_from(
+            [
+                ("Service", "demo"),
+                ("Service", "demo-1-ranks"),
+                ("NetworkPolicy", "demo-0-ranks"),
+                ("HeteroInference/status", "demo"),
+                ("HeteroInference", "demo"),
+            ]
+        ),
+        refused=st.booleans(),
+    )
+    def something_is_refused_or_not_any_more(self, what: tuple[str, str], refused: bool) -> None:
+        self.world.refuses.pop(what, None)
+        if refused:
+            self.world.refuses[what] = f"{what[0]} {what[1]} is not allowed"
+
+    @rule(refused=st.booleans())
+    def pods_are_refused_or_not_any_more(self, refused: bool) -> None:
+        self.world.refuses_pods = "exceeded quota" if refused else ""
+
+    @precondition(lambda self: bool(self.world.objects))
+    @rule(data=st.data(), how=st.sampled_from(["gone", "labels", "data"]))
+    def a_child_is_damaged(self, data: st.DataObject, how: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.world.objects)))
+        stored = self.world.objects[key]
+        if how == "gone":
+            del self.world.objects[key]
+        elif how == "labels":
+            metadata = {**stored["metadata"], "labels": {}}
+            self.world.objects[key] = {**stored, "metadata": metadata}
+        elif "data" in stored:
+            self.world.objects[key] = {**stored, "data": dict.fromkeys(stored["data"], '{"new": 1')}
+
+    @precondition(lambda self: bool(self.world.workers()))
+    @rule(data=st.data())
+    def labels_of_a_pod_are_damaged(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.world.workers()))
+        labels = {key: "?" if key == names.LABEL_GROUP else "" for key in self.world.pods[name].labels}
+        self.world.pods[name] = replace(self.world.pods[name], labels=labels)
+
+    @rule(lost=st.sampled_from([{}, {"groups": 7}, {"groups": [{"phase": "New"}], "conditions": [3]}]))
+    def the_status_is_lost(self, lost: dict[str, Any]) -> None:
+        self.world.status = lost
+        self.world.version += 1
+
+    @invariant()
+    def names_are_never_used_twice(self) -> None:
+        """A pod that has run can have been met: its name is no other's."""
+        for name in self.world.workers():
+            pod = self.world.pods[name]
+            if pod.started:
+                self.ran.setdefault(name, set()).add(pod.uid)
+        assert all(len(uids) == 1 for uids in self.ran.values()), self.ran
+
     @invariant()
     def one_epoch_of_a_group_at_a_time(self) -> None:
         epochs: dict[str, set[str]] = {}
         for name in self.world.workers():
-            labels = self.world.pods[name].labels
-            epochs.setdefault(labels[names.LABEL_GROUP], set()).add(labels[names.LABEL_EPOCH])
+            _, group, epoch, _ = name.split("-")
+            epochs.setdefault(group, set()).add(epoch)
         assert all(len(found) == 1 for found in epochs.values()), epochs
 
     def teardown(self) -> None:
         """From wherever it is, a fresh start brings it to serving all it should."""
+        self.world.spec = cpu_pair(restart={"maxRestarts": 3})
         self.world.change_spec(suspend=False, replicas=2, restartedAt="2026-05-05T00:00:00Z")
+        self.world.refuses.clear()
+        self.world.refuses_pods = ""
         self.the_node_goes_silent_or_speaks(silent=False)
         self.world.reports.clear()
         for _ in range(12):
@@ -155,6 +262,9 @@ class GroupLife(RuleBasedStateMachine):
         self.world.step()
         assert self.world.writes == []
 
+
+_ORDER = {PatchStatus: 0, CreateObject: 2, ApplyObject: 2}
+"""Of actions; a status first, deletes of what it explains after it, then what is made."""
 
 TestGroupLife = GroupLife.TestCase
 TestGroupLife.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)

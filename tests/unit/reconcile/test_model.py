@@ -90,7 +90,7 @@ def test_apply_to_ready(world: World) -> None:
     assert (model["phase"], model["commit"]) == ("Ready", COMMIT)
     assert model["bytesDone"] == model["bytesTotal"] == 10 * GIB
     assert "ModelFetched" in world.events
-    (plan,) = [stored for (kind, _), stored in world.objects.items() if kind == "ConfigMap"]
+    (plan,) = [stored for (_, name), stored in world.objects.items() if "-plan-" in name]
     assert f"/model/acme--llama/{COMMIT}" in plan["data"][names.PLAN_KEY]
     assert list(world.pods) == world.workers(), "the pod that fetched is gone"
 
@@ -197,7 +197,8 @@ def test_another_revision_is_fetched_while_the_old_serves(world: World) -> None:
     run_fetch(world)
     say(world, 5)
     world.settle()
-    assert world.condition("Ready") == ("True", "Serving")
+    assert world.condition("Available") == ("True", "Serving")
+    assert world.condition("Ready") == ("False", "RollingOut")
     assert all(not world.pods[name].deleting for name in old)
     world.answer_inspection(fetched(NEXT_COMMIT))
     world.settle()
@@ -207,7 +208,7 @@ def test_another_revision_is_fetched_while_the_old_serves(world: World) -> None:
     world.settle()
     assert world.condition("Ready") == ("True", "Serving")
     assert set(world.workers()) & set(old) == set()
-    plans = [stored["data"] for (kind, _), stored in world.objects.items() if kind == "ConfigMap"]
+    plans = [stored["data"] for (_, name), stored in world.objects.items() if "-plan-" in name]
     assert any(NEXT_COMMIT in plan[names.PLAN_KEY] for plan in plans)
 
 
@@ -311,7 +312,8 @@ def test_a_model_that_cannot_be_had_anew_leaves_the_old_serving(world: World) ->
     world.answer_inspection(failure.to_json(), exit_code=names.EXIT_FETCH_FAILED)
     world.settle()
     assert world.condition("ModelReady") == ("False", "ModelNotFound")
-    assert world.condition("Ready") == ("True", "Serving")
+    assert world.condition("Available") == ("True", "Serving")
+    assert world.condition("Ready") == ("False", "RollingOut")
     world.change_spec(model=hub_model())
     serve(world)
     assert world.condition("Ready") == ("True", "Serving")

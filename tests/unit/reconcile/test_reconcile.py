@@ -45,7 +45,7 @@ def test_apply_to_ready(world: World) -> None:
     assert ("Service", "demo") in world.objects
     assert ("Service", "demo-0-ranks") in world.objects
     assert ("NetworkPolicy", "demo-0-ranks") in world.objects
-    assert [kind for kind, _ in world.objects].count("ConfigMap") == 1
+    assert [kind for kind, _ in world.objects].count("ConfigMap") == 2, "of the plan, and of the revision"
 
 
 def test_the_inspect_pod_goes_when_its_answer_is_kept(world: World) -> None:
@@ -254,7 +254,8 @@ def test_suspend_and_resume(world: World) -> None:
     world.reap()
     world.settle()
     assert world.workers() == []
-    assert world.condition("Ready") == ("False", "Suspended")
+    assert world.condition("Ready") == ("True", "Suspended")
+    assert world.condition("Available") == ("False", "Suspended")
     world.change_spec(suspend=False)
     world.settle()
     assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
@@ -278,7 +279,8 @@ def test_a_spec_that_cannot_be_read_touches_nothing_that_runs(world: World) -> N
     world.settle()
     assert world.workers() == ["demo-0-1-0", "demo-0-1-1"]
     assert world.condition("Planned") == ("False", "InvalidSpec")
-    assert world.condition("Ready") == ("True", "Serving")
+    assert world.condition("Available") == ("True", "Serving")
+    assert world.condition("Ready") == ("False", "InvalidSpec")
 
 
 def test_a_refused_plan_is_reported_in_words(world: World) -> None:

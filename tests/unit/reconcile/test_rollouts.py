@@ -119,7 +119,9 @@ def test_a_revision_that_cannot_start_keeps_the_others_serving_and_says_so() -> 
     assert world.condition("Progressing") == ("False", "RolloutStuck")
     assert "no such file" in message(world, "Progressing")
     assert "2 groups of an older revision" in message(world, "Progressing")
-    assert world.condition("Ready") == ("True", "Serving")
+    assert world.condition("Available") == ("True", "Serving")
+    assert world.condition("Ready")[0] == "False"
+    assert world.condition("Stalled") == ("True", "RestartsUsedUp")
     assert world.condition("Degraded")[0] == "True"
     assert world.condition("Failed")[0] == "True"
 

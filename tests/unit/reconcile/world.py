@@ -21,6 +21,7 @@ from heteroinfer_operator.cluster import (
     PatchStatus,
     PodView,
     RecordEvent,
+    Refusal,
     ResourceKey,
     ResourceObservation,
     ResourceView,
@@ -29,11 +30,13 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile import Options, reconcile
+from heteroinfer_operator.refusals import OBJECT_REFUSED, Acting, subject
 
 OPTIONS = Options(
     addressing=ClusterAddressing(allow_host_paths=True),
     images=WorkerImages(cpu="example.test/worker-cpu:1", gpu="example.test/worker:1"),
     operator_key=b"k" * KEY_BYTES,
+    names_come_again=False,
 )
 
 PROFILE = ModelProfile(
@@ -74,6 +77,9 @@ class World:
         writes: actions of the last reconcile that would write to the API server.
         events: reasons of all events so far.
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
+        refuses: what the API server refuses to write, by kind and name, and in which words.
+        refuses_pods: why no pod may be created now, or "".
+        refusals: what was refused when it was last tried.
     """
 
     spec: dict[str, Any]
@@ -96,6 +102,10 @@ class World:
     created: list[str] = field(default_factory=list)
     graces: dict[str, int | None] = field(default_factory=dict)
     uids: int = 0
+    options: Options = OPTIONS
+    refuses: dict[tuple[str, str], str] = field(default_factory=dict)
+    refuses_pods: str = ""
+    refusals: tuple[Refusal, ...] = ()
 
     def observe(self) -> ResourceObservation:
         """Returns the observation of now."""
@@ -116,14 +126,28 @@ class World:
             nodes=self.nodes,
             groups=self.reports,
             fetch=self.fetch,
+            refusals=self.refusals,
         )
 
     def step(self) -> Decision:
-        """Runs one reconcile and what it decides."""
-        decision = reconcile(self.observe(), self.now, OPTIONS)
-        self.writes = [action for action in decision.actions if not isinstance(action, RecordEvent)]
+        """Runs one pass and what it decides."""
+        decision = reconcile(self.observe(), self.now, self.options)
+        self.writes = []
+        acting = Acting("demo", self.refusals, self.now)
         for action in decision.actions:
-            self._run(action)
+            if not acting.may(action):
+                continue
+            found = subject(action, "demo") or ("", "")
+            words = self.refuses.get(found) or (
+                self.refuses_pods if found[0] == "Pod" and isinstance(action, CreateObject) else ""
+            )
+            if words:
+                acting.refused(action, OBJECT_REFUSED, words)
+            else:
+                self._run(action)
+                acting.done(action)
+                self.writes += [] if isinstance(action, RecordEvent) else [action]
+        self.refusals = tuple(acting.known.values())
         return decision
 
     def settle(self, passes: int = 10) -> None:

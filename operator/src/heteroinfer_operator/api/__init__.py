@@ -16,15 +16,18 @@ from heteroinfer_operator.api.resource import (
     MAX_NAME_LENGTH,
     HeteroInference,
     Metadata,
+    parse_life,
     parse_resource,
     parse_spec,
     parse_status,
+    parse_stored_spec,
 )
 from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE, Resources, RoleSpec
 from heteroinfer_operator.api.spec import (
     MAX_GROUPS,
     MAX_ROLES,
     HeteroInferenceSpec,
+    LifeSpec,
     NetworkSpec,
     ParallelismSpec,
     PlanningSpec,
@@ -91,6 +94,7 @@ __all__ = [
     "KeyReference",
     "KvLimit",
     "KvStatus",
+    "LifeSpec",
     "Metadata",
     "Mode",
     "Model",
@@ -123,7 +127,9 @@ __all__ = [
     "ValidationRule",
     "When",
     "merge_conditions",
+    "parse_life",
     "parse_resource",
     "parse_spec",
     "parse_status",
+    "parse_stored_spec",
 ]

@@ -5,10 +5,11 @@ its `problem` runs here. Pure; imports nothing of Kubernetes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     PlainSerializer,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.alias_generators import to_camel, to_snake
@@ -27,6 +29,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from heteroinfer_operator import quantity
 
+AS_STORED: Final = "as stored"
+"""Validation context in which rules are not checked: a rule may be younger than what is stored."""
 LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
 
 
@@ -86,9 +90,13 @@ class Model(BaseModel):
     )
 
     rules: ClassVar[tuple[ValidationRule, ...]] = ()
+    first_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Defaults that fields had when they came, of those whose default was changed later."""
 
     @model_validator(mode="after")
-    def _check_rules(self) -> Self:
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        if info.context == AS_STORED:
+            return self
         problems = [*self._repeated_keys(), *filter(None, (rule.problem(self) for rule in self.rules))]
         if problems:
             raise PydanticCustomError("rule", "{message}", {"message": "; ".join(problems)})
@@ -124,6 +132,29 @@ class Model(BaseModel):
     def dump(self) -> dict[str, Any]:
         """Returns the model as JSON values in the resource's own spelling, without nulls."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    def given(self) -> dict[str, Any]:
+        """Returns as JSON values what differs from the defaults that fields had when they came.
+
+        A field that a later version adds is in no resource of before, and a default that it changes
+        is stored in each as it was: neither is a change of what the user asked for.
+        """
+        found: dict[str, Any] = {}
+        dumped = self.model_dump(mode="json", by_alias=True)
+        for name, field in type(self).model_fields.items():
+            value, alias = getattr(self, name), str(field.alias)
+            if value != self.first_defaults.get(name, field.get_default(call_default_factory=True)):
+                found[alias] = _given(value) if _holds_models(value) else dumped[alias]
+        return found
+
+
+def _holds_models(value: object) -> bool:
+    items = value if isinstance(value, tuple) else (value,)
+    return bool(items) and all(isinstance(item, Model) for item in items)
+
+
+def _given(value: Any) -> Any:
+    return value.given() if isinstance(value, Model) else [item.given() for item in value]
 
 
 class StatusModel(Model):
@@ -196,3 +227,29 @@ ATOMIC: Final = {"x-kubernetes-list-type": "atomic"}
 def map_list(*keys: str) -> Any:
     """Returns the field setting of a list of objects merged by `keys` (x-kubernetes-list-map-keys)."""
     return {"x-kubernetes-list-type": "map", LIST_MAP_KEYS: list(keys)}
+
+
+def duration_rule(name: str, attribute: str, *, least: str, most: str) -> ValidationRule:
+    """Returns the rule that a duration keeps within bounds.
+
+    Args:
+        name: of the field in the resource.
+        attribute: of the model.
+        least: the shortest that is allowed.
+        most: the longest.
+    """
+    low, high = quantity.parse_duration_s(least), quantity.parse_duration_s(most)
+
+    def holds(model: object) -> bool:
+        text = getattr(model, attribute)
+        return text is None or low <= quantity.parse_duration_s(text) <= high
+
+    return ValidationRule(
+        cel=f"!has(self.{name}) || (duration(self.{name}) >= duration('{least}') "
+        f"&& duration(self.{name}) <= duration('{most}'))",
+        message=f"{name}: expected a duration from {least} to {most}; change it",
+        holds=holds,
+        got="%s",
+        got_cel=(f"self.{name}",),
+        got_values=lambda model: (getattr(model, attribute),),
+    )

@@ -13,7 +13,9 @@ from heteroinfer_operator.api.base import StatusModel, Time
 class ConditionType(StrEnum):
     """Conditions of a HeteroInference."""
 
+    AVAILABLE = "Available"
     READY = "Ready"
+    STALLED = "Stalled"
     PROGRESSING = "Progressing"
     PLANNED = "Planned"
     MODEL_READY = "ModelReady"

@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from heteroinfer_operator.api.base import Model, ObjectName, ValidationRule
-from heteroinfer_operator.api.spec import HeteroInferenceSpec
+from heteroinfer_operator.api.base import AS_STORED, Model, ObjectName, ValidationRule
+from heteroinfer_operator.api.spec import HeteroInferenceSpec, LifeSpec
 from heteroinfer_operator.api.status import HeteroInferenceStatus
 from heteroinfer_operator.errors import SpecError
 
@@ -86,15 +86,95 @@ def parse_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
     return _parse(HeteroInferenceSpec, raw, "spec")
 
 
+def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
+    """Returns a spec that some version accepted: without rules, and without fields that are not known here.
+
+    Raises:
+        SpecError: it cannot be read even so.
+    """
+    return _parse(HeteroInferenceSpec, _known_only(raw, HeteroInferenceSpec), "spec", context=AS_STORED)
+
+
+def parse_life(raw: Mapping[str, Any]) -> LifeSpec:
+    """Returns what a spec says of the life of groups, whatever else is wrong with it.
+
+    A field that cannot be read has its default.
+    """
+    life = _salvage(LifeSpec, raw)
+    return life if raw.get("replicas") is not None else life.model_copy(update={"replicas": 1})
+
+
 def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
-    """Returns the status that a resource's `status` holds, an empty one for none; raises SpecError."""
-    return _parse(HeteroInferenceStatus, raw or {}, "status")
+    """Returns the status that a resource's `status` holds, an empty one for none.
+
+    What cannot be read, since it was written by another version or damaged, loses only itself: a
+    field, or the entry of a list whose needed field is lost.
+    """
+    return _salvage(HeteroInferenceStatus, raw or {})
 
 
-def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str) -> ModelT:
+def _salvage(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
+    value = _known_only(_without_nulls(raw, cls), cls)
+    while True:
+        try:
+            return cls.model_validate_json(json.dumps(value), context=AS_STORED)
+        except ValidationError as error:
+            lost = {_deepest(value, problem) for problem in _causes(error)}
+        if () in lost:
+            return cls()
+        for path in sorted(lost, key=_last_first):
+            _remove(value, path)
+
+
+def _deepest(value: Any, problem: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Returns the path of what must go so that a problem does: for a field that is missing, its holder."""
+    path = problem["loc"][:-1] if problem["type"] == "missing" else problem["loc"]
+    found: list[str | int] = []
+    for part in path:
+        there = part in value if isinstance(value, dict) else _has_item(value, part)
+        if not there:
+            break
+        found.append(part)
+        value = value[part]
+    return tuple(found)
+
+
+def _has_item(value: Any, index: str | int) -> bool:
+    return isinstance(value, list) and isinstance(index, int) and index < len(value)
+
+
+def _last_first(path: Sequence[str | int]) -> tuple[Any, ...]:
+    """Returns what sorts later entries of a list, and inner values, before what their removal would move."""
+    return tuple((-part, "") if isinstance(part, int) else (0, part) for part in path)
+
+
+def _remove(value: Any, path: Sequence[str | int]) -> None:
+    *outer, last = path
+    for part in outer:
+        if not (part in value if isinstance(value, dict) else _has_item(value, part)):
+            return  # its holder has gone
+        value = value[part]
+    del value[last]
+
+
+def _known_only(raw: object, cls: type[Model] | None) -> Any:
+    """Returns JSON values without the fields that `cls` does not know."""
+    if isinstance(raw, Mapping):
+        if cls is None:
+            return dict(raw)
+        fields = {field.alias: field for field in cls.model_fields.values()}
+        return {
+            key: _known_only(value, _model_of(fields[key].annotation))
+            for key, value in raw.items()
+            if key in fields
+        }
+    return [_known_only(value, cls) for value in raw] if isinstance(raw, list | tuple) else raw
+
+
+def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str, *, context: str | None = None) -> ModelT:
     # Through JSON, since strict models take enums and lists only from JSON.
     try:
-        return cls.model_validate_json(json.dumps(_without_nulls(raw, cls)))
+        return cls.model_validate_json(json.dumps(_without_nulls(raw, cls)), context=context)
     except ValidationError as error:
         raise SpecError(_problem(where, problem) for problem in _causes(error)) from None
 

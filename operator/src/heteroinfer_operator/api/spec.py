@@ -10,7 +10,16 @@ from pydantic import Field
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Mode
-from heteroinfer_operator.api.base import Duration, Model, Port, ValidationRule, When, map_list
+from heteroinfer_operator.api.base import (
+    Duration,
+    Model,
+    Port,
+    StatusModel,
+    ValidationRule,
+    When,
+    duration_rule,
+    map_list,
+)
 from heteroinfer_operator.api.engine import EngineSpec
 from heteroinfer_operator.api.model_source import ModelSpec
 from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, RoleSpec
@@ -52,6 +61,8 @@ class ShortageAction(StrEnum):
 class ShortageSpec(Model):
     """What to do when there are fewer GPUs than the roles ask for."""
 
+    rules: ClassVar[tuple[ValidationRule, ...]] = (duration_rule("after", "after", least="0s", most="168h"),)
+
     action: ShortageAction = ShortageAction.WAIT
     """Wait for them, or run the GPU roles on CPUs."""
     after: Duration = "10m"
@@ -68,14 +79,25 @@ class PlanningSpec(Model):
 class NetworkSpec(Model):
     """How the pods of a group reach each other."""
 
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        duration_rule("heartbeatTimeout", "heartbeat_timeout", least="1s", most="5m"),
+    )
+
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", min_length=1, max_length=15)] = "auto"
     """Network interface; auto takes the one that routes to the leader."""
     rendezvous_port: Port = names.DEFAULT_RENDEZVOUS_PORT
     """torch.distributed's store on the leader."""
+    heartbeat_timeout: Duration | None = None
+    """Silence of a pod's supervisor after which it is lost; 1.5 s if not given. Longer where networks
+    pause: a lost pod is then noticed that much later."""
 
 
 class StartupSpec(Model):
     """How long a group that starts may stand still."""
+
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        duration_rule("timeout", "timeout", least="10s", most="24h"),
+    )
 
     timeout: Duration = "30m"
     """Longest time without progress once every pod runs; a load whose bytes move goes on.
@@ -85,12 +107,18 @@ class StartupSpec(Model):
 class RestartSpec(Model):
     """How often a group is started again."""
 
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        duration_rule("window", "window", least="1m", most="720h"),
+        duration_rule("backoffMax", "backoff_max", least="10s", most="24h"),
+        duration_rule("nodeLostAfter", "node_lost_after", least="1s", most="24h"),
+    )
+
     max_restarts: Annotated[int, Field(ge=0, le=MAX_RESTARTS)] = 5
     """Restarts within the window after which the group is Failed."""
     window: Duration = "1h"
-    """Older restarts don't count."""
+    """Older restarts don't count, unless the group has not served since."""
     backoff_max: Duration = "5m"
-    """Longest wait between two restarts."""
+    """Longest wait between two restarts, after evictions and rejections too."""
     node_lost_after: Duration = "60s"
     """How long a node may be unreachable before its pods are given up, and deleted by force."""
 
@@ -206,6 +234,8 @@ class HeteroInferenceSpec(Model):
             "add or remove entries",
             holds=_layers_match_stages,
         ),
+        duration_rule("drainTimeout", "drain_timeout", least="0s", most="24h"),
+        duration_rule("stepTimeout", "step_timeout", least="10s", most="24h"),
         ValidationRule(
             cel=f"![{', '.join(map(str, RESERVED_PORTS))}]"
             ".exists(p, p == self.engine.port || p == self.network.rendezvousPort) "
@@ -262,8 +292,36 @@ class HeteroInferenceSpec(Model):
     """How the pods of a group get onto nodes."""
     drain_timeout: Duration = "60s"
     """How long running requests may take to end when a group is stopped; of pods made from then on."""
+    step_timeout: Duration | None = None
+    """Longest time that a rank may be busy with one step before the group is ended; 5m if not given."""
 
     @property
     def world_size(self) -> int:
         """Returns the ranks of a group."""
         return sum(role.num_ranks for role in self.roles)
+
+    @property
+    def life(self) -> "LifeSpec":
+        """Returns what it says of the life of groups."""
+        return LifeSpec(
+            replicas=self.replicas,
+            suspend=self.suspend,
+            startup=self.startup,
+            restart=self.restart,
+            rollout=self.rollout,
+        )
+
+
+class LifeSpec(StatusModel):
+    """What a spec says of how groups live, which holds though the rest of the spec is refused."""
+
+    replicas: Annotated[int, Field(ge=0, le=MAX_GROUPS)] | None = None
+    """Groups; None where the spec does not say it in a way that can be read."""
+    suspend: bool = False
+    """Whether no group shall run."""
+    startup: StartupSpec = StartupSpec()
+    """How long a group that starts may stand still."""
+    restart: RestartSpec = RestartSpec()
+    """How often a group is started again."""
+    rollout: RolloutSpec = RolloutSpec()
+    """How groups are replaced."""

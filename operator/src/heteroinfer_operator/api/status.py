@@ -146,6 +146,8 @@ class FailureStatus(StatusModel):
     """Of the culprit; negative for a signal."""
     counted: bool = True
     """Whether it counts towards restart.maxRestarts; evictions, drains and preemptions don't."""
+    served: bool = True
+    """Whether the epoch had served; failures of starts count however old they are."""
 
 
 class RankEntry(StatusModel):
@@ -235,6 +237,10 @@ class GroupStatus(StatusModel):
     """When it will be started again."""
     restarts: Count = 0
     """How often it was started again because of a failure that counts."""
+    served_time: Time | None = None
+    """When its epoch began to serve."""
+    rejections: Count = 0
+    """Pods of this epoch that their nodes rejected before they ran; each next one waits longer."""
     failures: Annotated[
         tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=map_list("epoch"))
     ] = ()
@@ -292,7 +298,9 @@ class HeteroInferenceStatus(StatusModel):
     conditions: Annotated[
         tuple[Condition, ...], Field(max_length=16, json_schema_extra=map_list("type"))
     ] = ()
-    """Ready, Progressing, Planned, ModelReady, CapacityAvailable, Degraded, Failed."""
+    """Available, Ready, Stalled, Progressing, Planned, ModelReady, CapacityAvailable, Degraded, Failed."""
+    gpus_missing_since: Time | None = None
+    """Since when GPUs have been missing; planning.onGPUShortage.after counts from here."""
     model: ModelStatus | None = None
     """The model."""
     plans: Annotated[

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from heteroinfer_contract import names
@@ -14,6 +15,7 @@ from heteroinfer_operator.cluster import (
     Manifest,
     PatchStatus,
     RecordEvent,
+    Refusal,
     ResourceKey,
     ResourceObservation,
     ResourceView,
@@ -26,24 +28,17 @@ from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, SECRET, Kind, ObjectName, writable_kind
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.manifests.drift import find_drift
+from heteroinfer_operator.refusals import NAME_TAKEN, OBJECT_REFUSED, Acting
 
 ALREADY_EXISTS: Final = "AlreadyExists"
-REFUSALS: Final = frozenset({400, 403, 422})
-"""Not valid, or not allowed: the same object is refused again, until somebody acts."""
-
 OnObserved = Callable[[ResourceKey, Manifest | None], None]
-
-
-class ObjectRefusedError(HeteroInferError):
-    """The API server refuses an object as it is: what the user asked for, a quota, a policy or a webhook."""
-
-    reason = "ObjectRefused"
 
 
 class NameTakenError(HeteroInferError):
     """An object of a child's name exists and belongs to somebody else; it is left alone."""
 
-    reason = "NameTaken"
+    reason = NAME_TAKEN
 
 
 class KubeCluster:
@@ -71,7 +66,7 @@ class KubeCluster:
         self._recorder = recorder
         self._groups = groups
         self._on_observed = on_observed
-        self._refused: dict[ResourceKey, str] = {}
+        self._refusals: dict[ResourceKey, tuple[Refusal, ...]] = {}
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         """Returns the resource as stored now and its children as last seen, or None if it is gone.
@@ -85,7 +80,7 @@ class KubeCluster:
             if error.status != NOT_FOUND:
                 raise
             self._on_observed(key, None)
-            self._refused.pop(key, None)
+            self._refusals.pop(key, None)
             return None
         resource = trim.resource_view(stored)
         self._on_observed(key, resource.status)
@@ -105,19 +100,26 @@ class KubeCluster:
             gangs=self._cluster_state.gangs,
             groups=groups,
             fetch=fetch,
-            refused=self._refused.get(key, ""),
+            refusals=self._refusals.get(key, ()),
         )
 
-    async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> None:
+    async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> float | None:
         """Runs actions in order; what they changed is in the caches when this returns.
+
+        What is refused is in the next observation, and keeps nothing from being done but what needs it.
+
+        Returns:
+            Seconds until something that was refused may be tried again, or None.
 
         Raises:
             ConflictError: an action met another state than the decision was made on.
-            NameTakenError: a child's name is taken by an object of somebody else.
-            ObjectRefusedError: the API server refuses an object; the next observation tells.
-            ApiError: the API server did not answer, or refused otherwise.
+            ApiError: the API server did not answer.
         """
-        run_of_actions = _ActionRun(self._server, self._cluster_state, self._recorder, observation.resource)
+        key = observation.resource.key
+        acting = Acting(key.name, observation.refusals, datetime.now(UTC))
+        run_of_actions = _ActionRun(
+            self._server, self._cluster_state, self._recorder, observation.resource, acting
+        )
         pods = [
             action.manifest
             for action in actions
@@ -125,20 +127,26 @@ class KubeCluster:
         ]
         with self._cluster_state.promising(pods):
             try:
-                for action in actions:
-                    await run_of_actions.run(action)
-            except ObjectRefusedError as error:
-                self._refused[observation.resource.key] = error.message
-                raise
-        self._refused.pop(observation.resource.key, None)
+                conflict = await run_of_actions.run_all(actions)
+            finally:
+                self._refusals[key] = tuple(acting.known.values())
+        if conflict is not None:
+            raise conflict
+        return acting.look_again_s()
 
 
 class _ActionRun:
     """The actions of one decision; follows the resourceVersion through its own writes."""
 
     def __init__(
-        self, server: ApiServer, cluster_state: ClusterState, recorder: EventRecorder, resource: ResourceView
+        self,
+        server: ApiServer,
+        cluster_state: ClusterState,
+        recorder: EventRecorder,
+        resource: ResourceView,
+        acting: Acting,
     ) -> None:
+        self._acting = acting
         self._server = server
         self._cluster_state = cluster_state
         self._recorder = recorder
@@ -146,11 +154,39 @@ class _ActionRun:
         self._version = resource.resource_version
         self._finalizers = resource.finalizers
 
-    async def run(self, action: Action) -> None:
-        """Runs one action; raises as KubeCluster.run."""
+    async def run_all(self, actions: Sequence[Action]) -> ConflictError | None:
+        """Runs what can be run; returns the first conflict, or None; raises ApiError without an answer."""
+        conflict: ConflictError | None = None
+        for action in actions:
+            if not self._acting.may(action):
+                continue
+            try:
+                await self._run(action)
+            except ConflictError as error:
+                self._acting.conflicted(action)
+                conflict = conflict or error
+            except NameTakenError as error:
+                await self._refused(action, NAME_TAKEN, error.message)
+            except ApiError as error:
+                if not error.is_refusal:
+                    raise
+                await self._refused(action, OBJECT_REFUSED, _words(action, error))
+            else:
+                self._acting.done(action)
+        return conflict
+
+    async def _refused(self, action: Action, reason: str, message: str) -> None:
+        news = self._acting.refused(action, reason, message)
+        if news is not None:
+            event = RecordEvent(reason=reason, message=message[:1000], warning=True)
+            await self._recorder.record(self._resource, event)
+
+    async def _run(self, action: Action) -> None:
         match action:
-            case CreateObject() | ApplyObject():
-                await self._write(action)
+            case CreateObject():
+                await self._create(action)
+            case ApplyObject():
+                await self._apply(action.manifest)
             case DeleteObject():
                 await self._delete(action)
             case PatchStatus():
@@ -159,22 +195,6 @@ class _ActionRun:
                 await self._set_finalizer(present=action.present)
             case RecordEvent():
                 await self._recorder.record(self._resource, action)
-
-    async def _write(self, action: CreateObject | ApplyObject) -> None:
-        manifest = action.manifest
-        try:
-            if isinstance(action, CreateObject):
-                await self._create(action)
-            else:
-                await self._apply(manifest)
-        except ApiError as error:
-            if error.status not in REFUSALS:
-                raise
-            who = f"{manifest['kind']} {manifest['metadata']['name']}"
-            refusal = ObjectRefusedError(f"the API server refuses {who}: {error.said}")
-            event = RecordEvent(reason=refusal.reason, message=refusal.message[:1000], warning=True)
-            await self._recorder.record(self._resource, event)
-            raise refusal from error
 
     async def _create(self, action: CreateObject) -> None:
         manifest = action.manifest
@@ -189,7 +209,7 @@ class _ActionRun:
             if error.api_reason == ALREADY_EXISTS and action.may_exist:
                 return
             if error.api_reason == ALREADY_EXISTS:
-                await self._meet(kind, name)
+                await self._meet(kind, name, manifest)
             raise ConflictError(error.message) from error
         if kind is not SECRET:  # nobody may list them, so no cache keeps them
             self._cluster_state.note_written(kind, stored)
@@ -198,7 +218,7 @@ class _ActionRun:
         kind, name = self._address(manifest)
         kept = self._cluster_state.child(kind, name) if kind is not POD else None
         if kept is None or kept.owner_uid != self._resource.uid:
-            kept_uid = await self._meet(kind, name)
+            kept_uid = await self._meet(kind, name, manifest)
         else:
             kept_uid = str(kept.stored["metadata"]["uid"])
         body: dict[str, Any] = {**manifest}
@@ -212,10 +232,15 @@ class _ActionRun:
             if error.status != CONFLICT:
                 raise
             raise ConflictError(error.message) from error
+        # What others added to a list or a map stays there until it is taken out by name.
+        if left := find_drift(stored, manifest):
+            stored = await self._server.merge(kind.path(name.namespace, name.name), left)
         self._cluster_state.note_written(kind, stored)
 
-    async def _meet(self, kind: Kind, name: ObjectName) -> str:
+    async def _meet(self, kind: Kind, name: ObjectName, manifest: Manifest) -> str:
         """Takes an object that the cache does not know into it; returns its uid, "" if there is none.
+
+        One of ours that is not seen, since it has lost the label that it is watched by, gets it back.
 
         Raises:
             ConflictError: it belongs to an earlier resource of this name and will go.
@@ -228,6 +253,9 @@ class _ActionRun:
                 raise
             return ""
         if trim.owner_uid(stored) == self._resource.uid:
+            if trim.label_key(stored) != self._resource.key and kind is not POD:
+                labels = {"metadata": {"labels": manifest["metadata"]["labels"]}}
+                stored = await self._server.merge(kind.path(name.namespace, name.name), labels)
             self._cluster_state.note_written(kind, stored)
             return str(stored["metadata"]["uid"])
         if "deletionTimestamp" in stored["metadata"] or _is_of_earlier(stored, self._resource.key):
@@ -235,9 +263,6 @@ class _ActionRun:
         message = (
             f"{kind.name} {name} exists and does not belong to this {names.KIND}: "
             f"delete it, or give the {names.KIND} another name"
-        )
-        await self._recorder.record(
-            self._resource, RecordEvent(reason=NameTakenError.reason, message=message, warning=True)
         )
         raise NameTakenError(message)
 
@@ -312,3 +337,17 @@ def _is_of_earlier(stored: Manifest, key: ResourceKey) -> bool:
     """Returns whether an object belongs to a resource that had this name before, and so will go."""
     owners = stored["metadata"].get("ownerReferences") or ()
     return any(o.get("controller") and o["kind"] == names.KIND and o["name"] == key.name for o in owners)
+
+
+def _words(action: Action, error: ApiError) -> str:
+    """Returns who refuses what, in the API server's words."""
+    match action:
+        case CreateObject() | ApplyObject():
+            what = f"{action.manifest['kind']} {action.manifest['metadata']['name']}"
+        case DeleteObject():
+            what = f"the deletion of {action.kind} {action.name}"
+        case PatchStatus():
+            what = "the status"
+        case _:
+            what = "the finalizer"
+    return f"the API server refuses {what}: {error.said}"

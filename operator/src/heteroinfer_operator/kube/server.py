@@ -33,6 +33,8 @@ FORBIDDEN: Final = 403
 GONE: Final = 410
 NOT_FOUND: Final = 404
 
+_NOT_NOW: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
+
 Query = Mapping[str, str | int]
 OnWrite = Callable[[str, str], None]
 
@@ -53,6 +55,14 @@ class ApiError(HeteroInferError):
         self.status = status
         self.api_reason = api_reason
         self.said = said
+
+    @property
+    def is_refusal(self) -> bool:
+        """Returns whether this one request was refused: by validation, a quota, a policy, a failing webhook.
+
+        All others say that the API server cannot answer now, whatever is asked.
+        """
+        return self.status >= 400 and self.status not in _NOT_NOW
 
 
 async def load_configuration(kubeconfig: str | None = None) -> client.Configuration:

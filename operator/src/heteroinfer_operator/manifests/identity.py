@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from heteroinfer_contract import names
 from heteroinfer_contract.model_fetch import HUB_SCHEME
-from heteroinfer_contract.plan import Plan, PodAssignment
+from heteroinfer_contract.plan import PodAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, ModelCache
 from heteroinfer_operator.cluster import ResourceKey
 
@@ -101,6 +102,28 @@ def metadata(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[str, An
     }
 
 
+def complete_labels(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[str, str] | None:
+    """Returns a worker pod's labels, with what was lost or damaged of them taken from its name.
+
+    Args:
+        owner: of the pod.
+        name: of the pod.
+        labels: as stored.
+
+    Returns:
+        None for a pod that is no worker by its labels and its name.
+    """
+    numbers = (names.LABEL_GROUP, names.LABEL_EPOCH, names.LABEL_POD_INDEX)
+    match = re.fullmatch(rf"{re.escape(owner.key.name)}-([0-9]{{1,2}})-([0-9]{{1,16}})-([0-9]{{1,3}})", name)
+    if match is None:
+        said = [labels.get(label, "") for label in numbers]
+        is_worker = labels.get(names.LABEL_COMPONENT) == names.COMPONENT_WORKER
+        return dict(labels) if is_worker and all(text.isdecimal() for text in said) else None
+    named = dict(zip(numbers, match.groups(), strict=True))
+    leads = {names.LABEL_LEADER: "true"} if match[3] == "0" else {}
+    return {**labels, **named, **leads, names.LABEL_COMPONENT: names.COMPONENT_WORKER}
+
+
 def group_labels(group: GroupRef) -> dict[str, str]:
     """Returns the labels that select the pods of a group, whatever their epoch."""
     return {
@@ -119,7 +142,7 @@ def leader_labels(owner: Owner) -> dict[str, str]:
     }
 
 
-def pod_labels(group: EpochRef, pod: PodAssignment, plan: Plan, revision: str) -> dict[str, str]:
+def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: str) -> dict[str, str]:
     """Returns the labels of one worker pod."""
     labels = {
         **group_labels(group),
@@ -128,25 +151,45 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan: Plan, revision: str) -
         names.LABEL_ROLE: pod.role,
         names.LABEL_DEVICE: pod.device.value,
         names.LABEL_REVISION: revision,
-        names.LABEL_PLAN: plan.hash,
+        names.LABEL_PLAN: plan_hash,
     }
     return labels | ({names.LABEL_LEADER: "true"} if pod.index == 0 else {})
 
 
-_NOT_IN_REVISION = {"replicas", "suspend", "restart", "rollout", "drainTimeout"}
+_LIFE = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout"})
+"""What no version has ever counted as a part of a revision."""
+_NOT_OF_PODS = _LIFE | {"planning", "startup"}
 
 
 def revision(spec: HeteroInferenceSpec) -> str:
     """Returns a hash of the part of a spec whose change needs new pods.
 
-    The number of groups, and how groups are restarted and rolled, are not in it: a
-    scale is no revision. Nor is the token for a hub, which no worker sees, nor are
-    defaults, so that an operator that knows one field more leaves running groups alone.
+    The number of groups, and how groups are planned, started, restarted and rolled, are not in it: a
+    scale is no revision. Nor is the token for a hub, which no worker sees, nor are defaults, so that an
+    operator that knows one field more leaves running groups alone.
     """
-    given = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    kept = {k: v for k, v in given.items() if k not in _NOT_IN_REVISION}
-    kept["model"] = {k: v for k, v in kept["model"].items() if k != "tokenSecretRef"}
-    return _hash(kept)[:10]
+    return _hash(needs_pods(spec))[:10]
+
+
+def needs_pods(spec: HeteroInferenceSpec) -> dict[str, Any]:
+    """Returns the part of a spec whose change needs new pods; equal for what may run on as it is."""
+    return _without(spec, _NOT_OF_PODS)
+
+
+def first_revision(spec: HeteroInferenceSpec) -> str:
+    """Returns the hash that version 0.1.0 gave to a spec: `planning` and `startup` were in it."""
+    return _hash(_without(spec, _LIFE))[:10]
+
+
+def _without(spec: HeteroInferenceSpec, left_out: Collection[str]) -> dict[str, Any]:
+    kept = {key: value for key, value in spec.given().items() if key not in left_out}
+    kept["model"] = {key: value for key, value in kept["model"].items() if key != "tokenSecretRef"}
+    return kept
+
+
+def revision_record(owner: Owner, name: str) -> str:
+    """Returns the name of the ConfigMap that keeps what a revision was."""
+    return f"{owner.key.name}-revision-{name}"
 
 
 def model_key(spec: HeteroInferenceSpec) -> str:

@@ -1,15 +1,22 @@
 """Services of a resource: one for clients, one headless for each group. Pure."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 
 
-def build_client_service(spec: HeteroInferenceSpec, owner: Owner) -> dict[str, Any]:
-    """Returns the Service in front of the leaders: only Ready ones are its endpoints."""
+def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
+    """Returns the Service in front of the leaders: only Ready ones are its endpoints.
+
+    Args:
+        owner: the resource.
+        ports: of clients: that of the spec first, then those of groups that were made with another one.
+    """
+    first, *others = dict.fromkeys(ports)
+    named = {names.PORT_API: first, **{f"{names.PORT_API}-{port}": port for port in sorted(others)}}
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -18,12 +25,8 @@ def build_client_service(spec: HeteroInferenceSpec, owner: Owner) -> dict[str, A
             "type": "ClusterIP",
             "selector": identity.leader_labels(owner),
             "ports": [
-                {
-                    "name": names.PORT_API,
-                    "port": spec.engine.port,
-                    "protocol": "TCP",
-                    "targetPort": names.PORT_API,
-                }
+                {"name": name, "port": port, "protocol": "TCP", "targetPort": names.PORT_API}
+                for name, port in named.items()
             ],
         },
     }

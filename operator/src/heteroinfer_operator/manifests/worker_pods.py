@@ -6,7 +6,7 @@ in the pod's name, so that no old address or rank is ever taken for a new one.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from heteroinfer_contract import names
@@ -30,6 +30,8 @@ _USER = 65532
 _STOP_SIGNAL_GRACE_S = 30
 _SHM = "shm"
 _SCRATCH = "scratch"
+_SCRATCH_LIMIT = "16Gi"
+"""Of compiled code, sockets and what libraries leave: a pod that writes more is evicted, and no neighbour."""
 MODEL_VOLUME = "model"
 _OFFLINE = {names.ENV_HUB_OFFLINE: "1"}
 """The model is on a volume: nothing is asked of a hub, unless the user says so in engine.env."""
@@ -61,6 +63,7 @@ class WorkerPods:
         images: defaults of the operator.
         node_assignment: where the pods belong.
         key: of the group, or None without one.
+        kept_as: hash by which the plan is kept, where a version of its own has written it; "" is the plan's.
     """
 
     spec: HeteroInferenceSpec
@@ -72,6 +75,12 @@ class WorkerPods:
     images: WorkerImages
     node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
     key: GroupKey | None = None
+    kept_as: str = ""
+
+    @property
+    def plan_hash(self) -> str:
+        """Returns the hash by which the plan is kept."""
+        return self.kept_as or self.plan.hash
 
     def build(self, pod: PodAssignment) -> dict[str, Any]:
         """Returns the manifest of one pod."""
@@ -79,7 +88,7 @@ class WorkerPods:
         name = self.group.pod_name(pod.index)
         labels = {
             **gang_labels(self.spec, self.group, self.node_assignment.gang),
-            **identity.pod_labels(self.group, pod, self.plan, self.revision),
+            **identity.pod_labels(self.group, pod, self.plan_hash, self.revision),
         }
         metadata = build_metadata(self.group.owner, name, labels, role.template)
         annotations = {
@@ -136,18 +145,23 @@ class WorkerPods:
             network_interface=self.spec.network.interface,
             cpu_binding=role.cpu_binding,
         )
+        if self.spec.network.heartbeat_timeout is not None:
+            heartbeat_timeout_s = parse_duration_s(self.spec.network.heartbeat_timeout)
+            launch = replace(launch, heartbeat_timeout_s=heartbeat_timeout_s)
         plan = {
             "name": names.ENV_PLAN,
             "valueFrom": {
                 "configMapKeyRef": {
-                    "name": identity.plan_config_map(self.group.owner, self.plan.hash),
+                    "name": identity.plan_config_map(self.group.owner, self.plan_hash),
                     "key": names.PLAN_KEY,
                 }
             },
         }
         fetched = {names.ENV_MODEL_FETCHED: "1"} if self.source.fetch is not None else {}
+        step = self.spec.step_timeout
+        limit = {names.ENV_STEP_TIMEOUT: repr(parse_duration_s(step))} if step is not None else {}
         key = [build_key_variable(self.group, self.key)] if self.key is not None else []
-        ours = [plan, *key, *literals({**launch.to_env(), **fetched})]
+        ours = [plan, *key, *literals({**launch.to_env(), **fetched, **limit})]
         owned = {variable["name"]: variable for variable in ours}
         given = {v.name: v.dump() for v in self.spec.engine.env if v.name not in owned}
         defaults = [v for v in literals(_OFFLINE) if v["name"] not in given]
@@ -217,7 +231,7 @@ def build_container(image: str, source: ModelSource) -> dict[str, Any]:
 def build_volumes(spec: HeteroInferenceSpec, source: ModelSource) -> list[dict[str, Any]]:
     """Returns the volumes that `build_container` mounts."""
     volumes: list[dict[str, Any]] = [
-        {"name": _SCRATCH, "emptyDir": {}},
+        {"name": _SCRATCH, "emptyDir": {"sizeLimit": _SCRATCH_LIMIT}},
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": spec.engine.shm_size}},
     ]
     if source.volume is not None:

@@ -6,9 +6,18 @@
 PURE: imports the contract, the api and the pods' demands only; no os, time, random or logging.
 """
 
-from heteroinfer_operator.planning.group_plan import Capacity, plan_group
+from heteroinfer_operator.planning.group_plan import Capacity, assign_again, plan_group
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.placement import build_free_nodes
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
 
-__all__ = ["Capacity", "GroupRequest", "Inventory", "Planned", "build_free_nodes", "make_plan", "plan_group"]
+__all__ = [
+    "Capacity",
+    "GroupRequest",
+    "Inventory",
+    "Planned",
+    "assign_again",
+    "build_free_nodes",
+    "make_plan",
+    "plan_group",
+]

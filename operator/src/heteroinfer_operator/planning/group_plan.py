@@ -33,6 +33,7 @@ from heteroinfer_operator.role_demand import role_demand
 _CPUID: Final = "feature.node.kubernetes.io/cpu-cpuid."
 INSUFFICIENT_CAPACITY: Final = "InsufficientCapacity"
 """Reason of a Shortage of anything but GPUs."""
+_WAITS: Final = "the group waits, and nothing of it is created until all its pods fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +89,7 @@ def _placed(
         # What can never be planned is reported first: capacity would not help.
         make_plan(request, replace(_inventory(spec, free_nodes, demands, None), on_cpus=on_cpus))
         raise Shortage(
-            f"{explain(asked, free_nodes, key)}; the group waits, and nothing of it is created until "
-            "all its pods fit",
+            f"{explain(asked, free_nodes, key)}; {_WAITS}",
             reason=INSUFFICIENT_CAPACITY,
         )
     inventory = replace(_inventory(spec, free_nodes, demands, found), on_cpus=on_cpus)
@@ -108,6 +108,39 @@ def _placed(
     nodes = {pod.index: by_role[pod.role].pop(0) for pod in planned.plan.pods}
     domain = (key, found.domain) if key else None
     return replace(planned, node_assignment=replace(node_assignment, nodes=nodes, domain=domain))
+
+
+def assign_again(spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity) -> tuple[NodeAssignment, str]:
+    """Returns a node for each pod of a plan that is there already; takes what it needs of them.
+
+    Returns:
+        The nodes, and what is missing that somebody else will have to wait for, or "".
+
+    Raises:
+        Shortage: the pods do not fit now; the message says what is missing and where.
+        PlanError: the plan is none of this spec's.
+    """
+    roles = {role.name: role for role in spec.roles}
+    lost = next((pod.role for pod in plan.pods if pod.role not in roles), None)
+    if lost is not None:
+        raise PlanError(f"the plan is of another spec: it has role {lost}", reason="PlanLost")
+    if capacity.free_nodes is None:
+        return NodeAssignment(), ""
+    asked = [role_demand(spec, roles[pod.role], pod.device) for pod in plan.pods]
+    key = spec.scheduling.topology_key
+    found = assign_nodes(asked, capacity.free_nodes, key)
+    labelled = labelled_roles(spec, [free_node.node for free_node in capacity.free_nodes])
+    assignment = NodeAssignment(gpu_memory_mib=gpu_memory_mib(spec, plan, labelled))
+    if found is None:
+        missing = explain(asked, capacity.free_nodes, key)
+        if not capacity.others_wait:
+            raise Shortage(f"{missing}; {_WAITS}", reason=INSUFFICIENT_CAPACITY)
+        return assignment, missing
+    _take(found, asked, capacity.free_nodes)
+    if capacity.others_wait:
+        return assignment, ""
+    nodes = {pod.index: node for pod, node in zip(plan.pods, found.nodes, strict=True)}
+    return replace(assignment, nodes=nodes, domain=(key, found.domain) if key else None), ""
 
 
 def gpu_memory_mib(spec: HeteroInferenceSpec, plan: Plan, labelled: Collection[str]) -> dict[int, int]:

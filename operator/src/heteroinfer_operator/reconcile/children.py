@@ -1,81 +1,183 @@
-"""Children other than pods: which to write, and which to delete. Pure."""
+"""Children other than pods: which to write, and which to delete. Pure.
+
+What belongs to a group is made from the revision of its own pods until the last of them is gone, whatever
+the spec says by then: its policy, its Service, its plan.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import HeteroInferenceSpec
-from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest
-from heteroinfer_operator.manifests.disruption_budget import KIND as BUDGET
+from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest, PodView
+from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
-from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.manifests.drift import find_drift
+from heteroinfer_operator.manifests.gang import gang_name
+from heteroinfer_operator.manifests.identity import EpochRef, GroupRef, Owner
 from heteroinfer_operator.manifests.model_claim import KIND as CLAIM
 from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.network_policy import build_network_policy
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
+from heteroinfer_operator.manifests.revision_record import build_revision_record
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service
+from heteroinfer_operator.reconcile.context import Context, group_scope
+from heteroinfer_operator.reconcile.group import GroupDecision
+from heteroinfer_operator.reconcile.revisions import Revision
+
+MODEL_SCOPE: Final = "model"
+"""Scope of the actions that look at the model."""
 
 
-def build_children(
-    spec: HeteroInferenceSpec, owner: Owner, plans: Collection[Plan], *, asleep: Collection[int] = ()
-) -> list[Manifest]:
-    """Returns every child that does not come and go with epochs: Services, policies, budgets and plans.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Child:
+    """A child there should be.
+
+    Attributes:
+        manifest: of it.
+        scopes: what it is part of.
+        last: whether it comes after the pods.
+    """
+
+    manifest: Manifest
+    scopes: frozenset[str] = frozenset()
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Children:
+    """All children there should be.
+
+    Attributes:
+        wanted: to be as their manifests say.
+        kept: names of those that stay as they are, since what they were made with is not known.
+    """
+
+    wanted: tuple[Child, ...] = ()
+    kept: frozenset[str] = field(default=frozenset())
+
+
+def find_children(
+    context: Context, decisions: Sequence[GroupDecision], by_group: Mapping[int, Sequence[PodView]]
+) -> Children:
+    """Returns the children that these decisions need.
 
     Args:
-        spec: what the user asks for.
-        owner: the resource.
-        plans: in use.
-        asleep: indices of groups that sleep.
+        context: of this reconcile.
+        decisions: of all groups, those that are not wanted any more too.
+        by_group: pods of each group.
     """
-    children: list[Manifest] = [build_client_service(spec, owner)]
-    claim = build_model_claim(spec, owner)
-    children += [claim] if claim is not None else []
-    pods = sum(role.pods for role in spec.roles)
-    for index in range(spec.replicas):
-        group = GroupRef(owner=owner, index=index)
-        children += [build_group_service(group), build_network_policy(spec, group)]
-        if pods > 1:
-            children.append(build_disruption_budget(group, pods=pods, asleep=index in asleep))
-    plan_by_hash = {plan.hash: plan for plan in plans}
-    return children + [build_plan_config_map(owner, plan) for plan in plan_by_hash.values()]
+    owner = context.owner
+    in_use: dict[str, set[str]] = {}
+    wanted: list[Child] = []
+    kept: set[str] = set()
+    for decision in decisions:
+        index = decision.status.index
+        pods = by_group.get(index, ())
+        if index >= context.replicas and not pods:
+            continue
+        revision = _revision_of(context, decision, pods)
+        for name in {revision.name if revision else None, decision.status.revision} - {None}:
+            in_use.setdefault(str(name), set()).add(group_scope(index))
+        if revision is None:
+            kept.add(identity.group_service(owner, index))
+        else:
+            wanted += _of_group(context, decision, revision)
+        group = EpochRef(owner=owner, index=index, epoch=decision.status.epoch)
+        if decision.gang_object is not None:
+            wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
+        elif decision.runs:
+            kept.add(gang_name(group))
+    wanted += _plans(owner, decisions)
+    for name, scopes in sorted(in_use.items()):
+        kept.add(identity.revision_record(owner, name))
+        if (found := context.revisions.get(name)) is not None:
+            record = build_revision_record(owner, found.record)
+            wanted.append(Child(manifest=record, scopes=frozenset(scopes)))
+    ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
+    wanted += _of_resource(context, sorted(in_use), ports)
+    if context.target.spec is None and not ports:
+        kept.add(identity.client_service(owner))
+    return Children(wanted=tuple(wanted), kept=frozenset(kept))
+
+
+def _revision_of(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
+    """Returns what a group's pods are of, or those that it gets next; None where that is not known."""
+    labels = {pod.labels.get(names.LABEL_REVISION) for pod in pods} - {None}
+    wanted = context.target.name if context.target.refusal is None else None
+    name = min(map(str, labels)) if labels else decision.status.revision or wanted
+    return context.revisions.get(name or "")
+
+
+def _of_group(context: Context, decision: GroupDecision, revision: Revision) -> list[Child]:
+    index = decision.status.index
+    group = GroupRef(owner=context.owner, index=index)
+    scopes = frozenset({group_scope(index)})
+    found = [
+        Child(manifest=build_group_service(group), scopes=scopes),
+        Child(manifest=build_network_policy(revision.spec, group), scopes=scopes),
+    ]
+    pods = sum(role.pods for role in revision.spec.roles)
+    if pods > 1 and index < context.replicas:
+        asleep = decision.status.phase.value == "Sleeping"
+        found.append(Child(manifest=build_disruption_budget(group, pods=pods, asleep=asleep), last=True))
+    return found
+
+
+def _plans(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:
+    scopes: dict[str, set[str]] = {}
+    plans = {}
+    for decision in decisions:
+        plan = decision.new_plan or decision.plan
+        if plan is not None and plan.hash == decision.status.plan_hash:
+            plans[plan.hash] = plan
+            scopes.setdefault(plan.hash, set()).add(group_scope(decision.status.index))
+    return [
+        Child(manifest=build_plan_config_map(owner, plan), scopes=frozenset(scopes[key]))
+        for key, plan in plans.items()
+    ]
+
+
+def _of_resource(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
+    """Returns the clients' Service and the claims of models."""
+    spec = context.target.spec if context.target.refusal is None else None
+    found: list[Child] = []
+    port = spec.engine.port if spec is not None else next(iter(ports), None)
+    if port is not None:
+        found.append(Child(manifest=build_client_service(context.owner, (port, *ports))))
+    specs = [spec] if spec is not None else []
+    specs += [context.revisions[name].spec for name in in_use if name in context.revisions]
+    claims = [build_model_claim(each, context.owner) for each in specs]
+    by_name = {claim["metadata"]["name"]: claim for claim in claims if claim is not None}
+    return found + [Child(manifest=claim, scopes=frozenset({MODEL_SCOPE})) for claim in by_name.values()]
 
 
 def decide_children(
-    wanted: Sequence[Manifest],
-    stored: Sequence[Manifest],
-    *,
-    used_plans: Collection[str],
-    has_pods: bool,
-    keep_claims: bool = False,
+    children: Children, stored: Sequence[Manifest], *, used_plans: Collection[str], has_pods: bool
 ) -> tuple[list[Action], list[Action]]:
     """Returns what comes before the pods, and what comes after them: budgets, and deletes.
 
-    An object that already says what it should is not written; drift is mended; plans
-    are immutable and only created, and so are claims, which the user may let grow.
+    An object that already says what it should is not written; drift is mended; claims are only
+    created: the user may let them grow.
 
     Args:
-        wanted: all children there should be.
+        children: there should be.
         stored: all there are.
-        used_plans: hashes of plans that some pod still names: these are kept.
-        has_pods: whether some group has pods, or gets them now: a budget without any is reported as a
+        used_plans: hashes of plans that some group still names: these are kept.
+        has_pods: whether some group has pods, or gets them now: a budget without any is told about as a
             problem, in an event of its controller.
-        keep_claims: whether pods may still mount a claim that is no longer wanted.
     """
     by_name = {_name(manifest): manifest for manifest in stored}
     before: list[Action] = []
     after: list[Action] = []
-    for manifest in wanted:
-        old = by_name.pop(_name(manifest), None)
-        if manifest.get("immutable") or manifest["kind"] == CLAIM:
-            if old is None:
-                before.append(CreateObject(manifest=manifest))
-        elif old is None or not says(old, manifest):
-            write = ApplyObject(manifest=manifest)
-            if manifest["kind"] != BUDGET:
-                before.append(write)
-            elif has_pods:
-                after.append(write)
+    for child in children.wanted:
+        action = _write(child, by_name.pop(_name(child.manifest), None))
+        if action is None:
+            continue
+        if not child.last:
+            before.append(action)
+        elif has_pods:
+            after.append(action)
     after += [
         DeleteObject(
             kind=manifest["kind"],
@@ -84,9 +186,26 @@ def decide_children(
             uid=manifest["metadata"]["uid"],
         )
         for manifest in by_name.values()
-        if _spare(manifest, used_plans) and not (keep_claims and manifest["kind"] == CLAIM)
+        if _spare(manifest, used_plans) and manifest["metadata"]["name"] not in children.kept
     ]
     return before, after
+
+
+def _write(child: Child, old: Manifest | None) -> Action | None:
+    manifest = child.manifest
+    if old is None:
+        if manifest.get("immutable") or manifest["kind"] == CLAIM:
+            return CreateObject(manifest=manifest, scopes=child.scopes)
+        return ApplyObject(manifest=manifest, scopes=child.scopes)
+    if manifest["kind"] == CLAIM:
+        return None
+    drift = find_drift(old, manifest)
+    if manifest.get("immutable"):
+        # What it keeps is of the moment when it was made, and can never be changed.
+        drift = {key: value for key, value in drift.items() if key == "metadata"}
+        kept = {**manifest, **{key: old[key] for key in ("data",) if key in old}}
+        return ApplyObject(manifest=kept, scopes=child.scopes) if drift else None
+    return ApplyObject(manifest=manifest, scopes=child.scopes) if drift else None
 
 
 def _spare(manifest: Manifest, used_plans: Collection[str]) -> bool:
@@ -94,28 +213,9 @@ def _spare(manifest: Manifest, used_plans: Collection[str]) -> bool:
     labels = metadata.get("labels", {})
     return (
         labels.get(names.LABEL_MANAGED_BY) == names.MANAGER
-        and labels.get(names.LABEL_PLAN, "") not in used_plans
+        and not any(metadata["name"].endswith(f"-plan-{used}") for used in used_plans if used)
         and "deletionTimestamp" not in metadata
     )
-
-
-def says(stored: Any, wanted: Any) -> bool:
-    """Returns whether a stored value has everything that a wanted one has; more is allowed.
-
-    Lists are compared item by item and must be of one length: the API server adds
-    defaults to fields, never items to a list of ours.
-    """
-    if isinstance(wanted, Mapping):
-        return isinstance(stored, Mapping) and all(
-            key in stored and says(stored[key], value) for key, value in wanted.items()
-        )
-    if isinstance(wanted, list | tuple):
-        return (
-            isinstance(stored, list | tuple)
-            and len(stored) == len(wanted)
-            and all(says(a, b) for a, b in zip(stored, wanted, strict=True))
-        )
-    return bool(stored == wanted)
 
 
 def _name(manifest: Manifest) -> tuple[str, str]:

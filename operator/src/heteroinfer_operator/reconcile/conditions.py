@@ -1,6 +1,7 @@
 """The next status: conditions with reasons, the rank table, the ranks' times. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from heteroinfer_contract import names
@@ -20,8 +21,8 @@ from heteroinfer_operator.api import (
     RankPlan,
     Summary,
 )
-from heteroinfer_operator.cluster import PatchStatus, PodView, ResourceObservation
-from heteroinfer_operator.errors import Shortage
+from heteroinfer_operator.cluster import PatchStatus, PodView, Refusal, ResourceObservation
+from heteroinfer_operator.errors import HeteroInferError, Shortage
 from heteroinfer_operator.quantity import mebibytes
 from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.group import GroupDecision
@@ -56,49 +57,92 @@ def status_write(observation: ResourceObservation, status: HeteroInferenceStatus
     return [PatchStatus(status=body, resource_version=observation.resource.resource_version)]
 
 
-def group_conditions(
-    decisions: Sequence[GroupDecision],
-    wanted: int,
-    *,
-    suspended: bool,
-    rollout: Rollout | None,
-    refused: str,
-    now: datetime,
-    generation: int,
-) -> tuple[Condition, ...]:
-    """Returns Ready, Progressing, Degraded and Failed of all wanted groups."""
-    groups = [decision.status for decision in decisions]
-    ready = [group for group in groups if group.phase is GroupPhase.READY]
-    failed = [group for group in groups if group.phase is GroupPhase.FAILED]
-    asleep = [group for group in groups if group.phase is GroupPhase.SLEEPING]
-    settled = {GroupPhase.READY, GroupPhase.FAILED, GroupPhase.SLEEPING}
-    busy = [group for group in groups if group.phase not in settled]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What the conditions of a resource's life are made of.
 
-    def make(kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
-        return condition(kind, holds, reason, message, now=now, generation=generation)
+    Attributes:
+        decisions: of all wanted groups.
+        wanted: groups.
+        draining: whether pods are still there of groups that are not wanted, or not now.
+        suspended: as the spec has it.
+        target: revision of the spec, or None if it cannot be read.
+        problem: why no epoch of the spec could start, or None.
+        rollout: that is not done, or None.
+        refusals: of children that something wanted needs.
+        now: time of the reconcile.
+        generation: of the spec.
+    """
 
-    if suspended or not wanted:
-        reason = "Suspended" if suspended else "ScaledToZero"
+    decisions: Sequence[GroupDecision]
+    wanted: int
+    draining: bool
+    suspended: bool
+    target: str | None
+    problem: HeteroInferError | None
+    rollout: Rollout | None
+    refusals: Sequence[Refusal]
+    now: datetime
+    generation: int
+
+    @property
+    def groups(self) -> list[GroupStatus]:
+        """Returns the groups' next statuses."""
+        return [decision.status for decision in self.decisions]
+
+    @property
+    def serving(self) -> list[GroupStatus]:
+        """Returns the groups that serve."""
+        return [group for group in self.groups if group.phase is GroupPhase.READY]
+
+    @property
+    def serves_spec(self) -> bool:
+        """Returns whether all wanted groups serve what the spec asks for."""
         return (
-            make(ConditionType.READY, False, reason),
-            make(ConditionType.PROGRESSING, False, "ObjectRefused" if refused else reason, refused),
-            make(ConditionType.DEGRADED, False, reason),
-            make(ConditionType.FAILED, False, reason),
+            self.target is not None
+            and len(self.serving) == self.wanted
+            and all(group.revision == self.target for group in self.serving)
         )
-    worst = (failed or busy or asleep or ready)[0]
-    words = (
-        f"group {worst.index}: {worst.message}" if worst.message else f"{len(ready)} of {wanted} groups serve"
-    )
+
+    @property
+    def stalled(self) -> tuple[str, str] | None:
+        """Returns reason and words of what only somebody's act can end, or None."""
+        failed = next((group for group in self.groups if group.phase is GroupPhase.FAILED), None)
+        if failed is not None:
+            return "RestartsUsedUp", f"group {failed.index}: {failed.message}"
+        problem = self.problem
+        if problem is None or problem.reason == WAITING_FOR_MODEL or self.serves_spec:
+            return None
+        return problem.reason, problem.message
+
+    def make(self, kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
+        """Returns a condition of now."""
+        return condition(kind, holds, reason, message, now=self.now, generation=self.generation)
+
+
+def life_conditions(life: Life) -> tuple[Condition, ...]:
+    """Returns Available, Ready, Stalled, Progressing, Degraded and Failed."""
+    if life.suspended or not life.wanted:
+        return _at_rest(life)
+    serving, failed = life.serving, [g for g in life.groups if g.phase is GroupPhase.FAILED]
+    worst = _worst(life.groups)
+    count = f"{len(serving)} of {life.wanted} groups serve"
+    words = f"group {worst.index}: {worst.message}" if worst.message else count
+    stalled = life.stalled
     return (
-        make(
-            ConditionType.READY,
-            bool(ready),
-            "Serving" if ready else _ready_reason(worst),
-            f"{len(ready)} of {wanted} groups serve" if ready else words,
+        life.make(
+            ConditionType.AVAILABLE,
+            bool(serving),
+            "Serving" if serving else _ready_reason(worst),
+            count if serving else words,
         ),
-        make(ConditionType.PROGRESSING, *_progress(busy, worst, words, rollout, refused)),
-        make(ConditionType.DEGRADED, bool(ready) and len(ready) < wanted, worst.phase.value, words),
-        make(
+        life.make(ConditionType.READY, *_ready(life, worst, words, count)),
+        life.make(ConditionType.STALLED, stalled is not None, *(stalled or ("NotStalled", ""))),
+        life.make(ConditionType.PROGRESSING, *_progress(life, worst, words)),
+        life.make(
+            ConditionType.DEGRADED, bool(serving) and len(serving) < life.wanted, worst.phase.value, words
+        ),
+        life.make(
             ConditionType.FAILED,
             bool(failed),
             "RestartsUsedUp" if failed else "NotFailed",
@@ -107,18 +151,59 @@ def group_conditions(
     )
 
 
-def _progress(
-    busy: Sequence[GroupStatus], worst: GroupStatus, words: str, rollout: Rollout | None, refused: str
-) -> tuple[bool, str, str]:
+def _at_rest(life: Life) -> tuple[Condition, ...]:
+    """Returns the conditions of a resource of which nothing shall run."""
+    reason = "Suspended" if life.suspended else "ScaledToZero"
+    refused = life.refusals[0] if life.refusals else None
+    going = "pods answer the requests that they have, and end" if life.draining else ""
+    stalled = life.stalled if life.problem is not None else None
+    return (
+        life.make(ConditionType.AVAILABLE, False, reason),
+        life.make(ConditionType.READY, not life.draining, "Stopping" if life.draining else reason, going),
+        life.make(ConditionType.STALLED, stalled is not None, *(stalled or (reason, ""))),
+        life.make(
+            ConditionType.PROGRESSING,
+            life.draining and refused is None,
+            refused.reason if refused else reason,
+            refused.message if refused else going,
+        ),
+        life.make(ConditionType.DEGRADED, False, reason),
+        life.make(ConditionType.FAILED, False, reason),
+    )
+
+
+def _worst(groups: Sequence[GroupStatus]) -> GroupStatus:
+    """Returns the group that people should look at first."""
+    order = (GroupPhase.FAILED, None, GroupPhase.SLEEPING, GroupPhase.READY)
+    ranks = {phase: rank for rank, phase in enumerate(order)}
+    return min(groups, key=lambda group: ranks.get(group.phase, ranks[None]))
+
+
+def _ready(life: Life, worst: GroupStatus, words: str, count: str) -> tuple[bool, str, str]:
+    """Returns whether all wanted groups serve this spec, the reason, and words."""
+    if life.serves_spec:
+        return True, "Serving", count
+    if life.stalled is not None and worst.phase is not GroupPhase.FAILED:
+        return False, *life.stalled
+    if len(life.serving) < life.wanted:
+        refused = next((refusal for refusal in life.refusals if refusal.scopes), None)
+        if refused is not None and worst.phase is GroupPhase.PENDING:
+            return False, refused.reason, refused.message
+        return False, _ready_reason(worst), words
+    return False, "RollingOut", life.rollout.message if life.rollout is not None else count
+
+
+def _progress(life: Life, worst: GroupStatus, words: str) -> tuple[bool, str, str]:
     """Returns whether something is on its way, the reason and what it waits for."""
-    if refused:
-        return False, "ObjectRefused", refused
-    if rollout is not None and rollout.stuck:
-        return False, "RolloutStuck", rollout.message
-    if busy:
+    if life.refusals:
+        return False, life.refusals[0].reason, life.refusals[0].message
+    if life.rollout is not None and life.rollout.stuck:
+        return False, "RolloutStuck", life.rollout.message
+    settled = {GroupPhase.READY, GroupPhase.FAILED, GroupPhase.SLEEPING}
+    if any(group.phase not in settled for group in life.groups):
         return True, _doing(worst), words
-    if rollout is not None:
-        return True, "RollingOut", rollout.message
+    if life.rollout is not None:
+        return True, "RollingOut", life.rollout.message
     return False, "Settled", ""
 
 
@@ -139,31 +224,39 @@ def _doing(group: GroupStatus) -> str:
     return group.startup.phase.value if starts and group.startup else group.phase.value
 
 
-def plan_conditions(
-    decisions: Sequence[GroupDecision], before: HeteroInferenceStatus, *, now: datetime, generation: int
-) -> tuple[Condition, ...]:
+def plan_conditions(life: Life, before: HeteroInferenceStatus) -> tuple[Condition, ...]:
     """Returns Planned and CapacityAvailable of all wanted groups."""
-
-    def make(kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
-        return condition(kind, holds, reason, message, now=now, generation=generation)
-
     planned, capacity = ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE
-    refusal = next((decision.refusal for decision in decisions if decision.refusal is not None), None)
+    refusals = [decision.refusal for decision in life.decisions if decision.refusal is not None]
+    refusal = next(iter(refusals), life.problem)
     if isinstance(refusal, Shortage):
         return (
-            make(planned, False, refusal.reason, refusal.message),
-            make(capacity, False, refusal.reason, refusal.message),
+            life.make(planned, False, refusal.reason, refusal.message),
+            life.make(capacity, False, refusal.reason, refusal.message),
         )
-    if refusal is not None:
-        holds = None if refusal.reason == WAITING_FOR_MODEL else False
-        return (make(planned, holds, refusal.reason, refusal.message), make(capacity, None, refusal.reason))
-    if not any(decision.plan is not None for decision in decisions):
-        return (make(planned, None, "BetweenEpochs"), make(capacity, None, "BetweenEpochs"))
-    unplaced = next((decision.unplaced for decision in decisions if decision.unplaced), "")
-    return (
-        make(planned, True, "PlanReady", _notes(decisions, before)),
-        make(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", unplaced),
-    )
+    running = [decision for decision in life.decisions if decision.runs]
+    unplaced = next((decision.unplaced for decision in running if decision.unplaced), "")
+    room = life.make(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", unplaced)
+    if refusal is not None and refusal.reason != WAITING_FOR_MODEL:
+        return (
+            life.make(planned, False, refusal.reason, refusal.message),
+            room if running else life.make(capacity, None, refusal.reason),
+        )
+    if refusal is not None and (refusals or not running):
+        return (
+            life.make(planned, None, refusal.reason, refusal.message),
+            life.make(capacity, None, refusal.reason),
+        )
+    if not running:
+        return (life.make(planned, None, "BetweenEpochs"), life.make(capacity, None, "BetweenEpochs"))
+    lost = [str(decision.status.index) for decision in running if decision.plan is None]
+    if lost:
+        words = (
+            f"the plan of group {', '.join(lost)} is not kept any more, or cannot be read; it serves on, and "
+            "its next epoch gets a new plan"
+        )
+        return (life.make(planned, None, "PlanLost", words), room)
+    return (life.make(planned, True, "PlanReady", _notes(running, before)), room)
 
 
 def _notes(decisions: Sequence[GroupDecision], before: HeteroInferenceStatus) -> str:
@@ -197,11 +290,20 @@ def plan_status(plan: Plan) -> PlanStatus:
 
 
 def with_rank_entries(
-    group: GroupStatus, plan: Plan, pods: Sequence[PodView], report: GroupReport | None, *, now: datetime
+    group: GroupStatus,
+    plan: Plan | None,
+    pods: Sequence[PodView],
+    report: GroupReport | None,
+    *,
+    now: datetime,
 ) -> GroupStatus:
-    """Returns the group with one entry a rank, and its times if they are due."""
-    by_index = {pod.labels[names.LABEL_POD_INDEX]: pod for pod in pods}
+    """Returns the group with one entry a rank, and its times if they are due; without a plan as before."""
     before = {entry.rank: entry for entry in group.members}
+    if plan is None:
+        by_name = {pod.name: pod for pod in pods}
+        kept = [_of_pod(entry, by_name[entry.pod]) for entry in group.members if entry.pod in by_name]
+        return group.model_copy(update={"members": tuple(kept)})
+    by_index = {pod.labels[names.LABEL_POD_INDEX]: pod for pod in pods}
     reported = report is not None and report.epoch == group.epoch and report.covers(plan)
     times = {rank.rank: rank for rank in report.ranks} if report is not None and reported else {}
     due = _due(group, before, times, now)
@@ -210,23 +312,21 @@ def with_rank_entries(
         pod = by_index.get(str(rank.pod))
         if pod is None:
             continue
+        entry = _of_pod(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)
+        measured = times.get(rank.rank) if due else None
         old = before.get(rank.rank)
-        entry = RankEntry(
-            rank=rank.rank,
-            role=rank.role,
-            pod=pod.name,
-            node=pod.node or None,
-            started=has_run(pod),
-            ready=pod.ready and not pod.ended,
-        )
-        measured = _milliseconds(times[rank.rank]) if due else _kept(old)
-        entries.append(entry.model_copy(update=measured))
+        entries.append(entry.model_copy(update=_milliseconds(measured) if measured else _kept(old)))
     update = {
         "members": tuple(entries),
         "measured_time": now if due else group.measured_time,
         "kv": _kv_cache(plan, times) or group.kv,
     }
     return group.model_copy(update=update)
+
+
+def _of_pod(entry: RankEntry, pod: PodView) -> RankEntry:
+    update = {"node": pod.node or None, "started": has_run(pod), "ready": pod.ready and not pod.ended}
+    return entry.model_copy(update=update)
 
 
 def _kv_cache(plan: Plan, reported: dict[int, RankStatus]) -> KvStatus | None:

@@ -1,36 +1,23 @@
 """What every part of one reconcile reads. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import HeteroInferenceSpec
-from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.manifests.addressing import Addressing, ModelSource
+from heteroinfer_operator.api import LifeSpec
+from heteroinfer_operator.cluster import Refusal
+from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.manifests.worker_pods import WorkerImages
-from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.planning import Planned
+from heteroinfer_operator.reconcile.group_planner import GroupPlanner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
+from heteroinfer_operator.reconcile.options import Options
+from heteroinfer_operator.reconcile.revisions import Revision, Target
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What an installation decides for all its resources.
-
-    Attributes:
-        addressing: how pods reach each other and their model.
-        images: of workers whose spec names none.
-        operator_key: of which groups' keys are made; None gives them none.
-        nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
-    """
-
-    addressing: Addressing
-    images: WorkerImages
-    operator_key: bytes | None = field(default=None, repr=False)
-    nodes_may_come: bool = True
+def group_scope(index: int) -> str:
+    """Returns the scope of the actions that make a group."""
+    return f"group/{index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +25,39 @@ class Context:
     """One reconcile of one resource.
 
     Attributes:
-        spec: what the user asks for.
+        life: what the spec says of the life of groups.
+        replicas: groups that are wanted.
         owner: the resource.
-        revision: hash of the part of the spec whose change needs new pods.
         now: time of the reconcile, in UTC.
         options: of the installation.
-        source: where the model is.
+        target: what the resource asks for.
+        target_failed: whether a group of the target's revision has used up its restarts.
+        revisions: that pods can be made of, by name.
         plans: kept ones, by hash.
-        make_plan: makes the plan of a new epoch; raises PlanError when there is none.
-        node_assignment_again: where pods belong that are created for an epoch with others.
-        refusal: why no new epoch could start however much were free, or None.
+        planner: makes the plans of epochs that start now.
         node_loss: which pods are given up because of their node.
+        refusals: what of the resource was refused when it was last tried.
     """
 
-    spec: HeteroInferenceSpec
+    life: LifeSpec
+    replicas: int
     owner: Owner
-    revision: str
     now: datetime
     options: Options
-    source: ModelSource
+    target: Target
+    target_failed: bool
+    revisions: Mapping[str, Revision]
     plans: Mapping[str, Plan]
-    make_plan: Callable[[], Planned]
-    node_assignment_again: Callable[[Plan, Sequence[PodView]], NodeAssignment]
-    refusal: Callable[[], PlanError | None]
+    planner: GroupPlanner
     node_loss: NodeLoss
+    refusals: Sequence[Refusal] = ()
+
+    @property
+    def problem(self) -> HeteroInferError | None:
+        """Returns why no epoch of the target could start however much were free, or None if one could."""
+        return self.target.refusal or self.planner.problem()
+
+    def refusal_of(self, group: int) -> Refusal | None:
+        """Returns what of a group was refused when it was last tried, or None."""
+        scope = group_scope(group)
+        return next((refusal for refusal in self.refusals if scope in refusal.scopes), None)

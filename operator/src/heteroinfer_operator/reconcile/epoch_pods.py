@@ -10,11 +10,12 @@ from heteroinfer_operator.manifests.group_key import build_group_key, key_of
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.planning import Planned
-from heteroinfer_operator.reconcile.context import Context
+from heteroinfer_operator.reconcile.context import Context, group_scope
+from heteroinfer_operator.reconcile.group_planner import EpochPlan
+from heteroinfer_operator.reconcile.revisions import Revision
 
 
-def start_events(status: GroupStatus, planned: Planned) -> tuple[RecordEvent, ...]:
+def start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordEvent, ...]:
     """Returns what people should know when an epoch starts."""
     who = f"group {status.index} epoch {status.epoch}"
     plan = planned.plan
@@ -32,19 +33,25 @@ def start_events(status: GroupStatus, planned: Planned) -> tuple[RecordEvent, ..
 
 
 def gang_object(
-    context: Context, status: GroupStatus, plan: Plan, gang: Gang | None
+    context: Context, revision: Revision, status: GroupStatus, plan: Plan, gang: Gang | None
 ) -> dict[str, Any] | None:
     """Returns what tells a gang scheduler of an epoch, or None."""
-    return build_gang_object(context.spec, _group_ref(context, status), gang, len(plan.pods))
+    return build_gang_object(revision.spec, _group_ref(context, status), gang, len(plan.pods))
 
 
 def decide_creates(
-    context: Context, status: GroupStatus, plan: Plan, indices: set[int], node_assignment: NodeAssignment
+    context: Context,
+    revision: Revision,
+    status: GroupStatus,
+    plan: Plan,
+    indices: set[int],
+    node_assignment: NodeAssignment,
 ) -> tuple[CreateObject, ...]:
     """Returns the pods to create, after the Secret with their group's key.
 
     Args:
         context: of this reconcile.
+        revision: that the epoch is of.
         status: of the group: its epoch.
         plan: of the epoch.
         indices: of the pods that are missing.
@@ -53,19 +60,23 @@ def decide_creates(
     group = _group_ref(context, status)
     key = key_of(context.options.operator_key, group)
     pods = WorkerPods(
-        spec=context.spec,
+        spec=revision.spec,
         group=group,
         plan=plan,
-        revision=context.revision,
-        addresses=context.options.addressing.pods(context.spec, group, plan),
-        source=context.source,
+        kept_as=status.plan_hash or "",
+        revision=revision.name,
+        addresses=context.options.addressing.pods(revision.spec, group, plan),
+        source=revision.source,
         images=context.options.images,
         node_assignment=node_assignment,
         key=key,
     )
-    creates = [CreateObject(manifest=pods.build(pod)) for pod in plan.pods if pod.index in indices]
+    scopes = frozenset({group_scope(status.index)})
+    creates = [
+        CreateObject(manifest=pods.build(pod), scopes=scopes) for pod in plan.pods if pod.index in indices
+    ]
     if creates and key is not None:
-        creates.insert(0, CreateObject(manifest=build_group_key(group, key), may_exist=True))
+        creates.insert(0, CreateObject(manifest=build_group_key(group, key), may_exist=True, scopes=scopes))
     return tuple(creates)
 
 

@@ -4,6 +4,9 @@ An epoch lives as long as all its pods do, from their first run on: a pod that e
 has run is replaced, and the others wait for it; with Kueue they go, too. Whatever ends an
 epoch, the failure and the next one are written to the status first, then the old pods are
 deleted, and the new ones are created once the old are gone.
+
+A running epoch needs neither the spec nor its plan to live on: what it was made with is kept, and its
+pods say the rest. While the spec is refused, the next epoch is of the revision that the last one had.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +18,35 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus, StartupPhase
-from heteroinfer_operator.cluster import CreateObject, DeleteObject, Gang, Manifest, PodView, RecordEvent
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.cluster import (
+    CreateObject,
+    DeleteObject,
+    Gang,
+    Manifest,
+    PodView,
+    RecordEvent,
+    Refusal,
+)
+from heteroinfer_operator.errors import HeteroInferError, PlanError, SpecError
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.context import Context
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end
 from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_object, start_events
-from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, gang_of
+from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan, gang_of
+from heteroinfer_operator.reconcile.revisions import Revision
 
 _ENDED_EPOCH_GRACE_S = 2
-"""For the pods of a failed group: there is no request left that they could answer."""
+"""For the pods of an epoch that has ended: there is no request left that they could answer."""
 _CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, "PodDeleted", "PodEnded"})
-_NOTHING_RUNS: Final[Mapping[str, Any]] = {"startup": None, "members": (), "measured_time": None, "kv": None}
+_NOTHING_RUNS: Final[Mapping[str, Any]] = {
+    "startup": None,
+    "members": (),
+    "measured_time": None,
+    "kv": None,
+    "served_time": None,
+    "rejections": 0,
+}
 """What a status says of a group without an epoch."""
 
 
@@ -41,7 +60,9 @@ class GroupDecision:
         creates: its pods.
         events: for people.
         look_again_s: seconds until the next look, or None.
-        plan: of its epoch, or None if it has none.
+        runs: whether it has an epoch.
+        plan: of its epoch, or None if it has none, or none that is kept.
+        new_plan: the plan if it is to be kept from now on.
         notes: on a plan made now, for people; None for an older plan.
         refusal: why there is no plan, or None.
         unplaced: which pod has no node, and why, or "".
@@ -53,9 +74,11 @@ class GroupDecision:
     creates: tuple[CreateObject, ...] = ()
     events: tuple[RecordEvent, ...] = ()
     look_again_s: float | None = None
+    runs: bool = False
     plan: Plan | None = None
+    new_plan: Plan | None = None
     notes: tuple[str, ...] | None = None
-    refusal: PlanError | None = None
+    refusal: HeteroInferError | None = None
     unplaced: str = ""
     gang_object: Manifest | None = None
 
@@ -63,6 +86,11 @@ class GroupDecision:
 def epoch_of(pod: PodView) -> int:
     """Returns the epoch in a pod's labels."""
     return int(pod.labels[names.LABEL_EPOCH])
+
+
+def index_of(pod: PodView) -> int:
+    """Returns the index of a pod in its group."""
+    return int(pod.labels[names.LABEL_POD_INDEX])
 
 
 def decide_group(
@@ -85,34 +113,87 @@ def decide_group(
     epoch = max([status.epoch, *(epoch_of(pod) for pod in pods)])
     current = [pod for pod in pods if epoch_of(pod) == epoch]
     status = status.model_copy(update={"epoch": epoch})
-    if context.spec.suspend:
+    if context.life.suspend:
         return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
     if not current and not _had_run(status):
         return _between_epochs(context, status, pods)
-    plan = context.plans.get(current[0].labels.get(names.LABEL_PLAN, "")) if current else None
-    if replace and current and current[0].labels.get(names.LABEL_REVISION) != context.revision:
+    made = _Made.of(context, status, current)
+    if replace and current and made.revision_name != context.target.name:
         return _replace(context, status, pods)
-    if report is not None and (report.epoch != epoch or (plan is not None and not report.covers(plan))):
+    if report is not None and (report.epoch != epoch or (made.plan and not report.covers(made.plan))):
         report = None
-    epoch_end = _find_epoch_end(context, status, current, plan)
+    epoch_end = _find_epoch_end(context, status, current, made)
     if epoch_end is not None:
         return _end_epoch(context, status, pods, epoch_end)
-    assert plan is not None  # _find_epoch_end names a missing plan
-    living = _living(context, status, current, plan, report)
-    if living.status.startup is None:
-        return living
-    timeout_s = parse_duration_s(context.spec.startup.timeout)
-    overdue = startup.find_overdue(living.status.startup, report, timeout_s=timeout_s, now=context.now)
+    refusal = context.refusal_of(status.index)
+    if refusal is not None and refusal.kind == "Pod" and made.missing(current):
+        return _give_back(context, status, current, refusal)
+    living = _living(context, status, current, made, report)
+    overdue = _find_overdue(context, living, report)
     return living if overdue is None else _end_epoch(context, status, pods, overdue)
 
 
+def _find_overdue(context: Context, living: GroupDecision, report: GroupReport | None) -> EpochEnd | None:
+    if living.status.startup is None:
+        return None
+    timeout_s = parse_duration_s(context.life.startup.timeout)
+    return startup.find_overdue(living.status.startup, report, timeout_s=timeout_s, now=context.now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """What an epoch was made with.
+
+    Attributes:
+        revision_name: hash.
+        revision: that pods can be made of, or None.
+        plan_hash: by which its plan is kept.
+        plan: or None if it is not kept any more.
+        pods: that it has when it is whole.
+    """
+
+    revision_name: str | None
+    revision: Revision | None
+    plan_hash: str | None
+    plan: Plan | None
+    pods: frozenset[int]
+
+    @classmethod
+    def of(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "_Made":
+        """Returns what the pods' labels say, or else the status."""
+        said: dict[str, str] = {}
+        for pod in current:
+            said |= {label: value for label, value in pod.labels.items() if label not in said}
+        revision_name = said.get(names.LABEL_REVISION) or status.revision
+        plan_hash = said.get(names.LABEL_PLAN) or status.plan_hash
+        plan = context.plans.get(plan_hash or "")
+        revision = context.revisions.get(revision_name or "")
+        if plan is not None:
+            count = len(plan.pods)
+        elif revision is not None:
+            count = sum(role.pods for role in revision.spec.roles)
+        else:
+            count = max(index_of(pod) for pod in current) + 1 if current else 0
+        return cls(
+            revision_name=revision_name,
+            revision=revision,
+            plan_hash=plan_hash,
+            plan=plan,
+            pods=frozenset(range(count)),
+        )
+
+    def missing(self, current: Sequence[PodView]) -> set[int]:
+        """Returns the pods that are not there."""
+        return set(self.pods - {index_of(pod) for pod in current})
+
+
 def _find_epoch_end(
-    context: Context, status: GroupStatus, current: Sequence[PodView], plan: Plan | None
+    context: Context, status: GroupStatus, current: Sequence[PodView], made: _Made
 ) -> EpochEnd | None:
     epoch_end = (
         find_epoch_end(current)
         or context.node_loss.find_epoch_end([pod for pod in current if pod.started])
-        or _find_end_in_kueue(context, current)
+        or _find_end_in_kueue(context, status, current)
     )
     if epoch_end is not None:
         return epoch_end
@@ -120,22 +201,23 @@ def _find_epoch_end(
     gone = [pod for pod in _had_run(status) if pod not in present]
     if gone:
         return EpochEnd(reason="PodDeleted", message=f"pod {gone[0]} is gone")
-    if plan is None:
+    if made.missing(current) and (made.plan is None or made.revision is None):
         return EpochEnd(
             reason="PlanLost",
-            message=f"the ConfigMap of the plan of epoch {status.epoch} is gone; a new epoch gets a new plan",
+            message=f"a pod of epoch {status.epoch} is to be made again, and what it was made with is not "
+            "kept any more; a new epoch gets a new plan",
         )
     return None
 
 
-def _find_end_in_kueue(context: Context, current: Sequence[PodView]) -> EpochEnd | None:
+def _find_end_in_kueue(context: Context, status: GroupStatus, current: Sequence[PodView]) -> EpochEnd | None:
     """Returns the end of an epoch of Kueue's of which a pod never ran and never will, or None.
 
     Kueue holds a pod that has ended, and so its name, until another one is there or all have ended.
     """
     if gang_of(current) is not Gang.KUEUE:
         return None
-    spare = startup.find_spare(current, context.node_loss, context.now)
+    spare = _find_spare(context, status, current)
     if not spare:
         return None
     message = f"{startup.describe_end(spare[0])}; Kueue lets the pods of a group go together only"
@@ -178,7 +260,7 @@ def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> 
     update = {
         **_NOTHING_RUNS,
         "epoch": status.epoch + 1,
-        "revision": context.revision,
+        "revision": context.target.name,
         **_stopping(context, pods, "replaced by the new revision"),
         "epoch_start_time": None,
         "next_epoch_time": None,
@@ -187,7 +269,7 @@ def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> 
     }
     return GroupDecision(
         status=status.model_copy(update=update),
-        deletes=context.node_loss.deletes(pods, grace_s=None),
+        deletes=context.node_loss.deletes(pods, grace_s=None, after_status=True),
         look_again_s=context.node_loss.look_again_s(pods),
     )
 
@@ -203,15 +285,16 @@ def _end_epoch(
         rank=epoch_end.rank,
         exit_code=epoch_end.exit_code,
         counted=epoch_end.counted,
+        served=status.served_time is not None,
     )
     failures = restarts.remember(status.failures, failure)
-    failed = restarts.used_up(failures, context.spec.restart)
+    failed = restarts.used_up(failures, context.life.restart)
     update = {
         **_NOTHING_RUNS,
         "epoch": status.epoch + 1,
         **(_failed(failures) if failed else _stopping(context, pods, _culprit(failures[-1]))),
         "epoch_start_time": None,
-        "next_epoch_time": restarts.next_epoch_time(failures, context.spec.restart),
+        "next_epoch_time": restarts.next_epoch_time(failures, context.life.restart),
         "restarts": status.restarts + (epoch_end.counted and not failed),
         "failures": failures,
     }
@@ -225,7 +308,7 @@ def _end_epoch(
     return GroupDecision(
         status=status.model_copy(update=update),
         deletes=context.node_loss.deletes(
-            ending, grace_s=None if epoch_end.orderly else _ENDED_EPOCH_GRACE_S
+            ending, grace_s=None if epoch_end.orderly else _ENDED_EPOCH_GRACE_S, after_status=True
         ),
         events=(event,),
         look_again_s=context.node_loss.look_again_s(ending),
@@ -251,11 +334,12 @@ def _culprit(failure: FailureStatus) -> str:
 
 
 def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
-    if status.revision != context.revision:
+    revision_name = _next_revision(context, status)
+    if revision_name is not None and status.revision != revision_name:
         update: dict[str, Any] = {"failures": (), "restarts": 0, "next_epoch_time": None}
         status = status.model_copy(update=update)
     status, events = _put_down_to_node(context, status, pods)
-    failed = restarts.used_up(status.failures, context.spec.restart)
+    failed = restarts.used_up(status.failures, context.life.restart)
     if failed:
         update = _failed(status.failures)
         pods = [pod for pod in pods if not _has_logs(pod)]
@@ -264,7 +348,7 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
     if failed or pods:
         return GroupDecision(
             status=status.model_copy(update=update),
-            deletes=context.node_loss.deletes(pods, grace_s=_ENDED_EPOCH_GRACE_S),
+            deletes=context.node_loss.deletes(pods, grace_s=_ENDED_EPOCH_GRACE_S, after_status=True),
             events=events,
             look_again_s=context.node_loss.look_again_s(pods),
         )
@@ -272,7 +356,37 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
         wait_s = (status.next_epoch_time - context.now).total_seconds()
         update = {"phase": GroupPhase.WAITING}
         return GroupDecision(status=status.model_copy(update=update), look_again_s=wait_s)
+    refusal = context.refusal_of(status.index)
+    if refusal is not None and refusal.kind == "Pod" and refusal.retry_at > context.now:
+        return GroupDecision(
+            status=status.model_copy(update=_refused(context, status, refusal)),
+            look_again_s=(refusal.retry_at - context.now).total_seconds(),
+        )
     return _start(context, status)
+
+
+def _refused(context: Context, status: GroupStatus, refusal: Refusal) -> dict[str, Any]:
+    return {
+        **_NOTHING_RUNS,
+        "phase": GroupPhase.PENDING,
+        "message": refusal.message[:1024],
+        "startup": startup.begin(StartupPhase.SCHEDULING, status.startup, context.now),
+    }
+
+
+def _give_back(
+    context: Context, status: GroupStatus, current: Sequence[PodView], refusal: Refusal
+) -> GroupDecision:
+    """Returns how a group of which a pod is refused gives back what its other pods hold, and tries again."""
+    if any(pod.started for pod in current):
+        message = f"not all of its pods can be made: {refusal.message}"
+        end = EpochEnd(reason="PodRefused", message=message, counted=False)
+        return _end_epoch(context, status, current, end)
+    return GroupDecision(
+        status=status.model_copy(update=_refused(context, status, refusal)),
+        deletes=context.node_loss.deletes(current, grace_s=0),
+        look_again_s=max((refusal.retry_at - context.now).total_seconds(), 0.0),
+    )
 
 
 def _put_down_to_node(
@@ -289,7 +403,7 @@ def _put_down_to_node(
     update = {
         "failures": failures,
         "restarts": max(0, status.restarts - 1),
-        "next_epoch_time": restarts.next_epoch_time(failures, context.spec.restart),
+        "next_epoch_time": restarts.next_epoch_time(failures, context.life.restart),
         "message": _culprit(failures[-1]),
     }
     message = f"group {status.index} epoch {last.epoch}: {lost.message}"
@@ -297,41 +411,88 @@ def _put_down_to_node(
     return status.model_copy(update=update), (event,)
 
 
+def _next_revision(context: Context, status: GroupStatus) -> str | None:
+    """Returns the revision of a group's next epoch, or None while there is none that could start."""
+    own = _own(context, status)
+    if own is None or not _keeps_own(context, status):
+        return context.target.name if context.problem is None else None
+    return own[0].name
+
+
+def _keeps_own(context: Context, status: GroupStatus) -> bool:
+    """Returns whether a group stays with what it had: the target could not start, or has failed already.
+
+    A model that is looked at again is waited for: the group may have ended because of it.
+    """
+    problem, same = context.problem, status.revision == context.target.name
+    if problem is None:
+        return context.target_failed and not same
+    return not (same and problem.reason == WAITING_FOR_MODEL)
+
+
+def _own(context: Context, status: GroupStatus) -> tuple[Revision, Plan] | None:
+    """Returns what a group was last made with, as far as it is kept."""
+    revision = context.revisions.get(status.revision or "")
+    plan = context.plans.get(status.plan_hash or "")
+    return (revision, plan) if revision is not None and plan is not None else None
+
+
+def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochPlan, str]:
+    """Returns what the next epoch is made with: what the spec asks for, or else what the group had.
+
+    Returns:
+        The revision, the plan, and the hash by which the plan is kept.
+
+    Raises:
+        HeteroInferError: there is neither now.
+    """
+    own = _own(context, status)
+    if own is None or not _keeps_own(context, status):
+        if context.problem is not None:
+            raise context.problem
+        planned = context.planner.make()
+        assert context.target.name is not None  # a spec that cannot be read is a problem
+        return context.revisions[context.target.name], planned, planned.plan.hash
+    revision, plan = own
+    return revision, context.planner.make_again(revision.spec, plan), status.plan_hash or plan.hash
+
+
 def _start(context: Context, status: GroupStatus) -> GroupDecision:
     try:
-        planned = context.make_plan()
-    except PlanError as refusal:
-        phase = StartupPhase.MODEL if refusal.reason == WAITING_FOR_MODEL else StartupPhase.SCHEDULING
+        revision, planned, plan_hash = _plan_epoch(context, status)
+    except (PlanError, SpecError) as problem:
+        phase = StartupPhase.MODEL if problem.reason == WAITING_FOR_MODEL else StartupPhase.SCHEDULING
         update: dict[str, Any] = {
             "phase": GroupPhase.PENDING,
-            "message": refusal.message[:1024],
+            "message": problem.message[:1024],
             "startup": startup.begin(phase, status.startup, context.now),
         }
-        return GroupDecision(status=status.model_copy(update=update), refusal=refusal)
-    plan = planned.plan
+        return GroupDecision(status=status.model_copy(update=update), refusal=problem)
+    plan, refusal = planned.plan, context.refusal_of(status.index)
     update = {
-        "epoch": max(status.epoch, 1),
-        "revision": context.revision,
-        "plan_hash": plan.hash,
-        "phase": GroupPhase.STARTING,
-        "message": f"creating {len(plan.pods)} pods",
+        "epoch": status.epoch or context.options.first_epoch(context.now),
+        "revision": revision.name,
+        "plan_hash": plan_hash,
+        "phase": GroupPhase.STARTING if refusal is None else GroupPhase.PENDING,
+        "message": f"creating {len(plan.pods)} pods" if refusal is None else refusal.message[:1024],
         "epoch_start_time": None,
         "next_epoch_time": None,
-        "members": (),
-        "kv": None,
+        **_NOTHING_RUNS,
+        "rejections": status.rejections,
         "startup": startup.begin(StartupPhase.SCHEDULING, status.startup, context.now),
     }
     status = status.model_copy(update=update)
+    indices = {pod.index for pod in plan.pods}
     return GroupDecision(
         status=status,
-        creates=decide_creates(
-            context, status, plan, {pod.index for pod in plan.pods}, planned.node_assignment
-        ),
-        events=start_events(status, planned),
+        creates=decide_creates(context, revision, status, plan, indices, planned.node_assignment),
+        events=start_events(status, planned) if refusal is None else (),
+        runs=True,
         plan=plan,
+        new_plan=plan if plan_hash == plan.hash else None,
         notes=planned.notes,
         unplaced=planned.missing,
-        gang_object=gang_object(context, status, plan, planned.node_assignment.gang),
+        gang_object=gang_object(context, revision, status, plan, planned.node_assignment.gang),
     )
 
 
@@ -339,11 +500,10 @@ def _living(
     context: Context,
     status: GroupStatus,
     current: Sequence[PodView],
-    plan: Plan,
+    made: _Made,
     report: GroupReport | None,
 ) -> GroupDecision:
-    present = {int(pod.labels[names.LABEL_POD_INDEX]) for pod in current}
-    missing = {pod.index for pod in plan.pods} - present
+    missing = made.missing(current)
     ready = not missing and all(pod.ready and not pod.ended for pod in current)
     asleep = not ready and not missing and _is_asleep(status, report)
     start = None
@@ -353,31 +513,51 @@ def _living(
     silent = context.node_loss.message(current)
     message = silent or (_how_to_wake(current) if asleep else None)
     if start is not None:
-        message = _unplaced(current) or silent or startup.describe(start, current, report, len(plan.pods))
+        message = _unplaced(current) or silent or startup.describe(start, current, report, len(made.pods))
+    spare = _find_spare(context, status, current)
     update = {
         "phase": phase,
         "message": message[:1024] if message else None,
-        "plan_hash": plan.hash,
-        "revision": current[0].labels.get(names.LABEL_REVISION),
+        "plan_hash": made.plan_hash,
+        "revision": made.revision_name,
         "epoch_start_time": status.epoch_start_time or (None if missing else context.now),
         "startup": start,
+        "served_time": status.served_time or (context.now if ready else None),
+        "rejections": 0 if ready else status.rejections + sum(map(startup.is_rejected, spare)),
     }
     before, status = status, status.model_copy(update=update)
-    spare = startup.find_spare(current, context.node_loss, context.now)
     creates: tuple[CreateObject, ...] = ()
-    if missing:
-        creates = decide_creates(context, status, plan, missing, context.node_assignment_again(plan, current))
-    waits = [context.node_loss.look_again_s(current), startup.look_again_s(start, current, context.now)]
+    gang = None
+    if made.plan is not None and made.revision is not None:
+        gang = gang_object(context, made.revision, status, made.plan, gang_of(current))
+        if missing:
+            assigned = context.planner.node_assignment_again(made.revision.spec, made.plan, current)
+            creates = decide_creates(context, made.revision, status, made.plan, missing, assigned)
+    after_s = _replace_after_s(context, before)
+    waits = [
+        context.node_loss.look_again_s(current),
+        startup.look_again_s(start, current, context.now, replace_after_s=after_s),
+    ]
     return GroupDecision(
         status=status,
         deletes=context.node_loss.deletes(spare, grace_s=0),
         creates=creates,
         events=_events(before, status, current, spare),
-        plan=plan,
+        runs=True,
+        plan=made.plan,
         unplaced=_unplaced(current),
-        gang_object=gang_object(context, status, plan, gang_of(current)),
+        gang_object=gang,
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
+
+
+def _find_spare(context: Context, status: GroupStatus, current: Sequence[PodView]) -> list[PodView]:
+    after_s = _replace_after_s(context, status)
+    return startup.find_spare(current, context.node_loss, context.now, replace_after_s=after_s)
+
+
+def _replace_after_s(context: Context, status: GroupStatus) -> float:
+    return restarts.backoff_s(status.rejections, context.life.restart)
 
 
 def _events(
@@ -401,7 +581,7 @@ def _events(
 
 
 def _how_to_wake(pods: Sequence[PodView]) -> str:
-    leader = next(pod for pod in pods if pod.labels.get(names.LABEL_LEADER) == "true")
+    leader = min(pods, key=index_of)
     return f"asleep; POST /wake_up to the API of pod {leader.name} wakes it (kubectl port-forward reaches it)"
 
 

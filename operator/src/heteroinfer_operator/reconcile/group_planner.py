@@ -7,27 +7,22 @@ from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import (
-    ConditionStatus,
-    ConditionType,
-    HeteroInferenceSpec,
-    HeteroInferenceStatus,
-    When,
-)
+from heteroinfer_operator.api import HeteroInferenceSpec, HeteroInferenceStatus, When
 from heteroinfer_operator.cluster import Gang, PodView, ResourceObservation
-from heteroinfer_operator.errors import PlanError, Shortage
+from heteroinfer_operator.errors import HeteroInferError, PlanError, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
 from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.planning import (
     Capacity,
     GroupRequest,
     Inventory,
-    Planned,
+    assign_again,
     build_free_nodes,
     make_plan,
     plan_group,
 )
 from heteroinfer_operator.planning.group_plan import INSUFFICIENT_CAPACITY, gpu_memory_mib, labelled_roles
+from heteroinfer_operator.planning.placement import FreeNode
 
 WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
@@ -36,86 +31,142 @@ CAPACITY_REASONS: Final = frozenset({Shortage.reason, INSUFFICIENT_CAPACITY, UNS
 """Reasons of missing capacity."""
 
 
-@dataclass(slots=True, kw_only=True)
-class GroupPlanner:
-    """Makes the plans of the groups that start in one reconcile.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlan:
+    """What an epoch starts with.
 
     Attributes:
-        spec: what the user asks for.
-        request: what is to be planned, or None while the model is not known.
+        plan: of it.
+        notes: on a plan made now, one line each.
+        hybrid_not_needed: why CPU ranks could be left out, or "".
+        on_cpus: why GPU roles compute on CPUs, or "".
+        node_assignment: where its pods fit, as far as nodes are known.
+        missing: what is missing on nodes that somebody else will have to wait for, or "".
+    """
+
+    plan: Plan
+    notes: tuple[str, ...] = ()
+    hybrid_not_needed: str = ""
+    on_cpus: str = ""
+    node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
+    missing: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupPlanner:
+    """Makes the plans of the groups that start in one reconcile; each takes its share of what is free.
+
+    Attributes:
+        request: what is to be planned, or None while the spec is refused or the model is not known.
         waits_for: what is said while it is not.
         observation: nodes, and what of them is promised.
         shortage_age_s: how long GPUs have been missing; None where waiting is of no use.
         hints: whether pods name the node that was found for them: not where there is one machine.
     """
 
-    spec: HeteroInferenceSpec
     request: GroupRequest | None
     waits_for: str
     observation: ResourceObservation
     shortage_age_s: float | None
     hints: bool = True
-    _capacity: Capacity | None = field(init=False, default=None)
+    _free_nodes: Sequence[FreeNode] | None = field(init=False, default=None)
+    _problem: PlanError | None = field(init=False, default=None)
+    _asked: bool = field(init=False, default=False)
 
-    def make(self) -> Planned:
-        """Returns the plan of one more group; what it takes is not given to the next.
+    def make(self) -> EpochPlan:
+        """Returns the plan of one more group; what it takes of the nodes is not given to the next.
 
         Raises:
-            Shortage: GPUs or other capacity is missing now.
+            Shortage: GPUs or other capacity are missing now.
             PlanError: there is no plan, or the model is not known yet.
         """
-        request, gang = self._known_request(), choose_gang(self.spec, self.observation.gangs)
-        if self._capacity is None:
-            nodes = self.observation.nodes
-            free_nodes = None if nodes is None else build_free_nodes(nodes, self.observation.promised)
-            self._capacity = Capacity(
-                free_nodes=free_nodes,
-                others_wait=gang is not None or self.spec.scheduling.gang is When.NEVER,
-                shortage_age_s=self.shortage_age_s,
-            )
-        planned = plan_group(request, self._capacity)
-        hints = planned.node_assignment.nodes if self.hints else {}
-        return replace(planned, node_assignment=replace(planned.node_assignment, gang=gang, nodes=hints))
+        request = self._known_request()
+        gang = choose_gang(request.spec, self.observation.gangs)
+        planned = plan_group(request, self._capacity(request.spec, gang))
+        return EpochPlan(
+            plan=planned.plan,
+            notes=planned.notes,
+            hybrid_not_needed=planned.hybrid_not_needed,
+            on_cpus=planned.on_cpus,
+            node_assignment=self._hinted(planned.node_assignment, gang),
+            missing=planned.missing,
+        )
 
-    def node_assignment_again(self, plan: Plan, pods: Sequence[PodView]) -> NodeAssignment:
+    def make_again(self, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
+        """Returns the plan that a group had, for its next epoch; raises as make.
+
+        Args:
+            spec: that the group was made with.
+            plan: of its last epoch.
+        """
+        gang = choose_gang(spec, self.observation.gangs)
+        assignment, missing = assign_again(spec, plan, self._capacity(spec, gang))
+        return EpochPlan(plan=plan, node_assignment=self._hinted(assignment, gang), missing=missing)
+
+    def node_assignment_again(
+        self, spec: HeteroInferenceSpec, plan: Plan, pods: Sequence[PodView]
+    ) -> NodeAssignment:
         """Returns where pods belong that are created for an epoch which has others already.
 
         Args:
+            spec: that the group was made with.
             plan: of the epoch.
             pods: those others.
         """
-        labelled = labelled_roles(self.spec, self.observation.nodes or ())
-        return NodeAssignment(
-            gang=gang_of(pods),
-            gpu_memory_mib=gpu_memory_mib(self.spec, plan, labelled),
-        )
+        labelled = labelled_roles(spec, self.observation.nodes or ())
+        return NodeAssignment(gang=gang_of(pods), gpu_memory_mib=gpu_memory_mib(spec, plan, labelled))
 
-    def refusal(self) -> PlanError | None:
+    def problem(self) -> PlanError | None:
         """Returns why there would be no plan however much were free, or None if there is one."""
-        try:
-            choose_gang(self.spec, self.observation.gangs)
-            make_plan(self._known_request(), Inventory())
-        except PlanError as refusal:
-            return refusal
-        return None
+        if not self._asked:
+            self._asked = True
+            try:
+                request = self._known_request()
+                choose_gang(request.spec, self.observation.gangs)
+                make_plan(request, Inventory())
+            except PlanError as problem:
+                self._problem = problem
+        return self._problem
 
     def _known_request(self) -> GroupRequest:
         if self.request is None:
             raise PlanError(f"waiting for the model: {self.waits_for}", reason=WAITING_FOR_MODEL)
         return self.request
 
+    def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None) -> Capacity:
+        if self._free_nodes is None and self.observation.nodes is not None:
+            self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.promised)
+        return Capacity(
+            free_nodes=self._free_nodes,
+            others_wait=gang is not None or spec.scheduling.gang is When.NEVER,
+            shortage_age_s=self.shortage_age_s,
+        )
+
+    def _hinted(self, assignment: NodeAssignment, gang: Gang | None) -> NodeAssignment:
+        return replace(assignment, gang=gang, nodes=assignment.nodes if self.hints else {})
+
 
 def gang_of(pods: Sequence[PodView]) -> Gang | None:
     """Returns the gang scheduler that the pods of an epoch were made for, or None."""
-    return next((Gang(label) for pod in pods if (label := pod.labels.get(names.LABEL_GANG))), None)
+    known = {gang.value: gang for gang in Gang}
+    return next((known[label] for pod in pods if (label := pod.labels.get(names.LABEL_GANG)) in known), None)
 
 
 def shortage_age_s(status: HeteroInferenceStatus, now: datetime) -> float:
     """Returns how long GPUs have been missing, in seconds; 0 if they were not, as last written."""
-    capacity = status.condition(ConditionType.CAPACITY_AVAILABLE.value)
-    short = (
-        capacity is not None
-        and capacity.status is ConditionStatus.FALSE
-        and capacity.reason == Shortage.reason
-    )
-    return (now - capacity.last_transition_time).total_seconds() if capacity and short else 0.0
+    since = status.gpus_missing_since
+    return (now - since).total_seconds() if since is not None else 0.0
+
+
+def gpus_missing_since(
+    status: HeteroInferenceStatus, refusals: Sequence[HeteroInferError], now: datetime
+) -> datetime | None:
+    """Returns since when GPUs have been missing, or None while they are not.
+
+    Args:
+        status: as last written.
+        refusals: why groups have no plan now.
+        now: time of the reconcile.
+    """
+    missing = any(refusal.reason == Shortage.reason for refusal in refusals)
+    return (status.gpus_missing_since or now) if missing else None

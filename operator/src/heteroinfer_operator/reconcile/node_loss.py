@@ -50,16 +50,21 @@ class NodeLoss:
             return None
         return EpochEnd(reason="NodeLost", message=f"{self._describe(pod)}; it is given up", counted=False)
 
-    def deletes(self, pods: Sequence[PodView], *, grace_s: int | None) -> tuple[DeleteObject, ...]:
+    def deletes(
+        self, pods: Sequence[PodView], *, grace_s: int | None, after_status: bool = False
+    ) -> tuple[DeleteObject, ...]:
         """Returns the deletion of these pods, by force where nobody is left to say that they ended.
 
         Args:
             pods: to delete; those that are being deleted already are left to end.
             grace_s: seconds to end by themselves; None takes each pod's own.
+            after_status: whether the status must say first why they go.
         """
         graces = {pod.name: 0 if self._is_orphan(pod) else grace_s for pod in pods}
         return tuple(
-            DeleteObject(kind="Pod", name=pod.name, uid=pod.uid, grace_s=graces[pod.name])
+            DeleteObject(
+                kind="Pod", name=pod.name, uid=pod.uid, grace_s=graces[pod.name], after_status=after_status
+            )
             for pod in pods
             if not pod.deleting or self._is_orphan(pod)
         )

@@ -15,15 +15,21 @@ _MESSAGE_CHARACTERS = 400
 
 
 def recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
-    """Returns how many failures count, within the window that ends at the last one.
+    """Returns how many failures count: those within the window that ends at the last one.
 
-    The window ends at the last failure, not now: a group that has used up its restarts
-    stays failed however much time passes.
+    Beyond it count those of epochs that never served, back to the last epoch that did: two starts of
+    30 minutes in a window of one hour would else go on for ever. The window ends at the last failure,
+    not now: a group that has used up its restarts stays failed however much time passes.
     """
     if not failures:
         return 0
     since = failures[-1].time - timedelta(seconds=parse_duration_s(restart.window))
-    return sum(failure.counted and failure.time > since for failure in failures)
+    in_vain = 0
+    for failure in reversed(failures):
+        if failure.served:
+            break
+        in_vain += failure.counted
+    return max(in_vain, sum(failure.counted and failure.time >= since for failure in failures))
 
 
 def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
@@ -32,12 +38,25 @@ def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
 
 
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
-    """Returns when a group that has failed is started again; None is at once."""
-    count = recent(failures, restart)
+    """Returns when a group whose epoch has ended is started again; None is at once.
+
+    What does not count, such as evictions, makes the next start wait all the same.
+    """
+    last = failures[-1]
+    count = recent(failures, restart) if last.counted else _disruptions(failures, restart)
     if count <= 1:
         return None
-    backoff_s = min(_FIRST_BACKOFF_S * 2 ** (count - 2), parse_duration_s(restart.backoff_max))
-    return failures[-1].time + timedelta(seconds=backoff_s)
+    return last.time + timedelta(seconds=backoff_s(count - 2, restart))
+
+
+def backoff_s(before: int, restart: RestartSpec) -> float:
+    """Returns how long to wait, in seconds, after so many waits before."""
+    return min(_FIRST_BACKOFF_S * 2.0 ** min(before, 32), parse_duration_s(restart.backoff_max))
+
+
+def _disruptions(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
+    since = failures[-1].time - timedelta(seconds=parse_duration_s(restart.window))
+    return sum(not failure.counted and failure.time >= since for failure in failures)
 
 
 def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:

@@ -55,11 +55,12 @@ def decide_wanted(
         by_group: pods of each group.
         reports: what leaders say of their groups.
     """
-    count = context.spec.replicas
+    count = context.replicas
     serving = {i for i in range(count) if i in old and _serves(old[i], by_group.get(i, ()))}
-    outdated = {i for i in range(count) if _is_outdated(by_group.get(i, ()), context.revision)}
-    refusal = context.refusal() if outdated and not context.spec.suspend else None
-    budget = context.spec.rollout.max_unavailable - (count - len(serving))
+    outdated = {i for i in range(count) if _is_outdated(by_group.get(i, ()), context.target.name)}
+    problem = context.problem if outdated and not context.life.suspend else None
+    goes_on = problem is None and not context.target_failed
+    budget = context.life.rollout.max_unavailable - (count - len(serving))
     decisions = []
     for index in range(count):
         pods, serves = by_group.get(index, ()), index in serving
@@ -67,26 +68,28 @@ def decide_wanted(
             context,
             old.get(index, GroupStatus(index=index)),
             pods,
-            replace=refusal is None and (not serves or budget > 0),
+            replace=goes_on and (not serves or budget > 0),
             report=reports.get(index),
         )
         if serves and decision.deletes:
             budget -= 1
-        if index in outdated and decision.plan is not None and decision.refusal is None:
-            decision = replace(decision, refusal=refusal)
+        if index in outdated and decision.runs and decision.refusal is None:
+            decision = replace(decision, refusal=problem)
         decisions.append(decision)
     return decisions
 
 
-def find_rollout(decisions: Sequence[GroupDecision], revision: str, *, model_problem: str) -> Rollout | None:
+def find_rollout(
+    decisions: Sequence[GroupDecision], revision: str | None, *, model_problem: str
+) -> Rollout | None:
     """Returns the rollout that these decisions are part of, or None where no group has an older revision.
 
     Args:
         decisions: of all wanted groups.
-        revision: of the spec.
+        revision: of the spec, or None if it cannot be read.
         model_problem: why the model of the spec cannot be had, or "".
     """
-    outdated = [d for d in decisions if d.plan is not None and d.status.revision != revision]
+    outdated = [d for d in decisions if d.runs and d.status.revision != revision]
     if not outdated:
         return None
     return Rollout(
@@ -111,5 +114,5 @@ def _serves(status: GroupStatus, pods: Sequence[PodView]) -> bool:
     return bool(pods) and whole and all(pod.ready and not pod.ended for pod in pods)
 
 
-def _is_outdated(pods: Sequence[PodView], revision: str) -> bool:
-    return any(pod.labels.get(names.LABEL_REVISION) != revision for pod in pods)
+def _is_outdated(pods: Sequence[PodView], revision: str | None) -> bool:
+    return any(pod.labels.get(names.LABEL_REVISION, revision) != revision for pod in pods)

@@ -23,8 +23,6 @@ _SUPERVISORS_FIRST = timedelta(seconds=30)
 """A supervisor's own time-out has the same length, and names the rank."""
 BEFORE_RANKS = frozenset({StartupPhase.MODEL, StartupPhase.SCHEDULING, StartupPhase.IMAGE})
 """Phases in which not every pod has run yet."""
-REPLACE_AFTER_S = 10.0
-"""From the creation of a pod that its node rejected to the next try: the scheduler may choose the same."""
 _LATER_S = 0.1
 """Behind a moment, so that it has passed."""
 _DOING = {
@@ -170,22 +168,38 @@ def describe_end(pod: PodView) -> str:
     return f"pod {pod.name} {how} before it ran{f' ({why})' if why else ''}"
 
 
-def find_spare(pods: Sequence[PodView], node_loss: NodeLoss, now: datetime) -> list[PodView]:
-    """Returns the pods that never ran and never will, whose name another one shall have now."""
+def is_rejected(pod: PodView) -> bool:
+    """Returns whether a pod's node rejected it before it ran."""
+    return pod.ended and not pod.deleting and not has_run(pod)
+
+
+def find_spare(
+    pods: Sequence[PodView], node_loss: NodeLoss, now: datetime, *, replace_after_s: float
+) -> list[PodView]:
+    """Returns the pods that never ran and never will, whose name another one shall have now.
+
+    Args:
+        pods: of the epoch.
+        node_loss: which pods are given up because of their node.
+        now: time of the reconcile.
+        replace_after_s: from the creation of a pod that its node rejected to the next try: the
+            scheduler may choose the same node.
+    """
 
     def is_spare(pod: PodView) -> bool:
         if has_run(pod):
             return False
-        rejected = pod.ended and not pod.deleting
-        return pod.deleting or node_loss.is_silent(pod) or (rejected and _age_s(pod, now) >= REPLACE_AFTER_S)
+        in_time = is_rejected(pod) and _age_s(pod, now) >= replace_after_s
+        return pod.deleting or node_loss.is_silent(pod) or in_time
 
     return [pod for pod in pods if is_spare(pod)]
 
 
-def look_again_s(startup: StartupStatus | None, pods: Sequence[PodView], now: datetime) -> float | None:
+def look_again_s(
+    startup: StartupStatus | None, pods: Sequence[PodView], now: datetime, *, replace_after_s: float
+) -> float | None:
     """Returns when a group that starts shall be looked at though nothing says that it changed, in seconds."""
-    rejected = [pod for pod in pods if pod.ended and not pod.deleting and not has_run(pod)]
-    waits = [max(0.0, REPLACE_AFTER_S - _age_s(pod, now)) + _LATER_S for pod in rejected]
+    waits = [max(0.0, replace_after_s - _age_s(pod, now)) + _LATER_S for pod in pods if is_rejected(pod)]
     if startup is not None and startup.phase not in BEFORE_RANKS:
         waits.append(LOOK_EVERY_S)
     return min(waits, default=None)

@@ -7,12 +7,10 @@ from heteroinfer_operator.api import (
     ConditionType,
     GroupPhase,
     HeteroInferenceStatus,
-    RestartSpec,
     merge_conditions,
-    parse_spec,
+    parse_life,
 )
 from heteroinfer_operator.cluster import Decision, ResourceObservation, SetFinalizer
-from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
@@ -33,22 +31,15 @@ def decide_teardown(
         return Decision()
     if not observation.pods:
         return Decision(actions=(SetFinalizer(present=False),))
-    node_loss = NodeLoss.of(observation, _restart(observation), now)
+    node_loss = NodeLoss.of(observation, parse_life(observation.resource.spec).restart, now)
     return Decision(
         actions=(
-            *conditions.status_write(observation, _ending(observation, status, now)),
+            # First: it depends on nothing, a writable status least of all.
             *node_loss.deletes(observation.pods, grace_s=None),
+            *conditions.status_write(observation, _ending(observation, status, now)),
         ),
         look_again_s=node_loss.look_again_s(observation.pods),
     )
-
-
-def _restart(observation: ResourceObservation) -> RestartSpec:
-    """Returns the spec's `restart`, or the defaults of a spec that cannot be read."""
-    try:
-        return parse_spec(observation.resource.spec).restart
-    except SpecError:
-        return RestartSpec()
 
 
 def _ending(
@@ -57,7 +48,9 @@ def _ending(
     generation = observation.resource.generation
     words = "pods answer the requests that they have, and end"
     reported = {
+        ConditionType.AVAILABLE: False,
         ConditionType.READY: False,
+        ConditionType.STALLED: False,
         ConditionType.PROGRESSING: True,
         ConditionType.DEGRADED: False,
     }

@@ -1,0 +1,98 @@
+"""What of a stored child is not as it was made, and the patch that mends it. Pure.
+
+An object says what it should if it has all that the manifest has, and no more where more means something
+else: one key more in a selector or in a rule of a policy lets other pods in. What the API server fills in
+by itself is known by name.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+_FILLED_IN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "Service": frozenset(
+            {
+                "clusterIP",
+                "clusterIPs",
+                "internalTrafficPolicy",
+                "ipFamilies",
+                "ipFamilyPolicy",
+                "sessionAffinity",
+                "sessionAffinityConfig",
+                "trafficDistribution",
+            }
+        ),
+        "NetworkPolicy": frozenset(),
+        "PodDisruptionBudget": frozenset(),
+    }
+)
+"""By kind: fields of the spec that are there though no manifest of ours has them. Of other kinds, which
+belong to other projects, any may be."""
+
+
+def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the JSON merge patch that makes a stored object say what its manifest says; {} if it does.
+
+    Args:
+        stored: as the API server has it.
+        wanted: the manifest.
+    """
+    patch: dict[str, Any] = {}
+    for key, value in wanted.items():
+        if key == "metadata":
+            found = _metadata_drift(stored.get(key) or {}, value)
+        elif key == "spec" and wanted["kind"] in _FILLED_IN:
+            found = _spec_drift(stored.get(key) or {}, value, _FILLED_IN[wanted["kind"]])
+        elif says(stored.get(key), value):
+            continue
+        else:
+            found = value
+        if found:
+            patch[key] = found
+    return patch
+
+
+def _metadata_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in wanted.items() if not says(stored.get(key), value)}
+
+
+def _spec_drift(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], filled_in: frozenset[str]
+) -> dict[str, Any]:
+    changed = {key: _replacing(stored.get(key), value) for key, value in wanted.items()}
+    extra = {key: None for key in stored if key not in wanted and key not in filled_in}
+    return {key: value for key, value in changed.items() if value is not _SAME} | extra
+
+
+_SAME: Final = object()
+
+
+def _replacing(stored: Any, wanted: Any) -> Any:
+    """Returns what a merge patch must say so that a stored value equals a wanted one, or _SAME."""
+    if stored == wanted:
+        return _SAME
+    if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
+        changed = {key: _replacing(stored.get(key), value) for key, value in wanted.items()}
+        gone = {key: None for key in stored if key not in wanted}
+        return {key: value for key, value in changed.items() if value is not _SAME} | gone
+    return wanted
+
+
+def says(stored: Any, wanted: Any) -> bool:
+    """Returns whether a stored value has everything that a wanted one has; more is allowed.
+
+    Lists are compared item by item and must be of one length: the API server adds
+    defaults to fields, never items to a list of ours.
+    """
+    if isinstance(wanted, Mapping):
+        return isinstance(stored, Mapping) and all(
+            key in stored and says(stored[key], value) for key, value in wanted.items()
+        )
+    if isinstance(wanted, list | tuple):
+        return (
+            isinstance(stored, list | tuple)
+            and len(stored) == len(wanted)
+            and all(says(a, b) for a, b in zip(stored, wanted, strict=True))
+        )
+    return bool(stored == wanted)

@@ -1,0 +1,63 @@
+"""The ConfigMap that keeps what a revision was, for groups that outlive the spec they were made with. Pure.
+
+A group whose resource has another spec by now, or one that is refused, is served and started again by this.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api import HeteroInferenceSpec, parse_stored_spec
+from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.identity import Owner
+
+KEY: Final = "revision.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevisionRecord:
+    """What a revision was.
+
+    Attributes:
+        name: hash, as in the labels of its pods.
+        spec: that its pods are made with.
+        commit: of a hub's model, or None.
+    """
+
+    name: str
+    spec: HeteroInferenceSpec
+    commit: str | None = None
+
+
+def build_revision_record(owner: Owner, record: RevisionRecord) -> dict[str, Any]:
+    """Returns the immutable ConfigMap of a revision."""
+    kept = {"spec": record.spec.dump(), "commit": record.commit}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": identity.metadata(
+            owner, identity.revision_record(owner, record.name), {names.LABEL_REVISION: record.name}
+        ),
+        "immutable": True,
+        "data": {KEY: json.dumps(kept, sort_keys=True, separators=(",", ":"))},
+    }
+
+
+def read_revision_record(owner: Owner, stored: Mapping[str, Any]) -> RevisionRecord | None:
+    """Returns the revision that a stored object keeps, or None if it keeps none that can be read."""
+    prefix = identity.revision_record(owner, "")
+    name = stored["metadata"]["name"]
+    text = (stored.get("data") or {}).get(KEY)
+    if stored["kind"] != "ConfigMap" or not name.startswith(prefix) or text is None:
+        return None
+    try:
+        kept = json.loads(text)
+        spec, commit = parse_stored_spec(kept["spec"]), kept.get("commit")
+    except (ValueError, KeyError, TypeError, AttributeError, SpecError):
+        return None
+    return RevisionRecord(
+        name=name.removeprefix(prefix), spec=spec, commit=commit if isinstance(commit, str) else None
+    )

@@ -1,0 +1,109 @@
+"""The whole next status of a resource. Pure."""
+
+from collections.abc import Sequence
+
+from heteroinfer_operator.api import (
+    MAX_PLANS,
+    ConditionType,
+    GroupPhase,
+    HeteroInferenceStatus,
+    ModelPhase,
+    PlanStatus,
+    merge_conditions,
+)
+from heteroinfer_operator.cluster import Refusal, ResourceObservation
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.reconcile import conditions
+from heteroinfer_operator.reconcile.conditions import Life
+from heteroinfer_operator.reconcile.context import Context, group_scope
+from heteroinfer_operator.reconcile.group import GroupDecision
+from heteroinfer_operator.reconcile.group_planner import gpus_missing_since
+from heteroinfer_operator.reconcile.model import ModelDecision
+from heteroinfer_operator.reconcile.rollout import find_rollout
+
+
+def build_next_status(
+    observation: ResourceObservation,
+    status: HeteroInferenceStatus,
+    context: Context,
+    model: ModelDecision,
+    wanted: Sequence[GroupDecision],
+    unwanted: Sequence[GroupDecision],
+) -> HeteroInferenceStatus:
+    """Returns the next status.
+
+    Args:
+        observation: all that is known of the resource and its children.
+        status: as last written.
+        context: of this reconcile.
+        model: what is known of the model.
+        wanted: decisions of the groups that are wanted.
+        unwanted: of those that are not any more.
+    """
+    generation, target = observation.resource.generation, context.target
+    decisions = [*wanted, *unwanted]
+    groups = tuple(decision.status for decision in decisions)
+    ready = sum(group.phase is GroupPhase.READY for group in groups)
+    updated = sum(d.runs and d.status.revision == target.name for d in wanted)
+    unreadable = model.message if model.status.phase is ModelPhase.FAILED else ""
+    life = Life(
+        decisions=wanted,
+        wanted=context.replicas,
+        draining=any(d.deletes or d.status.phase is GroupPhase.STOPPING for d in decisions),
+        suspended=context.life.suspend,
+        target=target.name,
+        problem=context.problem,
+        rollout=find_rollout(wanted, target.name, model_problem=unreadable),
+        refusals=_wanted_refusals(context, decisions),
+        now=context.now,
+        generation=generation,
+    )
+    next_conditions = (
+        life.make(ConditionType.MODEL_READY, model.holds, model.reason, model.message),
+        *conditions.life_conditions(life),
+        *conditions.plan_conditions(life, status),
+    )
+    done = target.name is not None and updated == ready == context.replicas
+    refusals = [decision.refusal for decision in wanted if decision.refusal is not None]
+    spec = target.spec
+    return HeteroInferenceStatus(
+        observed_generation=generation,
+        replicas=sum(1 for decision in decisions if decision.runs or decision.deletes),
+        ready_replicas=ready,
+        updated_replicas=updated,
+        selector=",".join(f"{key}={value}" for key, value in identity.leader_labels(context.owner).items()),
+        endpoint=context.options.addressing.endpoint(spec, context.owner) if spec else status.endpoint,
+        current_revision=target.name if done else status.current_revision,
+        update_revision=target.name or status.update_revision,
+        summary=conditions.summary(wanted, groups, context.replicas),
+        conditions=merge_conditions(status.conditions, next_conditions, now=context.now),
+        gpus_missing_since=gpus_missing_since(status, refusals, context.now),
+        model=model.status,
+        plans=_plans(status, wanted),
+        groups=groups,
+    )
+
+
+def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> list[Refusal]:
+    """Returns what is refused of the resource itself and of groups that there still are."""
+    scopes = {group_scope(decision.status.index) for decision in decisions}
+    return [
+        refusal
+        for refusal in context.refusals
+        if scopes & refusal.scopes or not any(scope.startswith("group/") for scope in refusal.scopes)
+    ]
+
+
+def _plans(status: HeteroInferenceStatus, wanted: Sequence[GroupDecision]) -> tuple[PlanStatus, ...]:
+    """Returns the plans in use; of one that is not kept any more what the status said of it."""
+    before = {plan.hash: plan for plan in status.plans}
+    found: dict[str, PlanStatus] = {}
+    for decision in wanted:
+        name = decision.status.plan_hash
+        if not decision.runs or name is None:
+            continue
+        if decision.plan is not None:
+            found[name] = conditions.plan_status(decision.plan).model_copy(update={"hash": name})
+        elif name in before:
+            found[name] = before[name]
+    return tuple(sorted(found.values(), key=lambda plan: plan.hash))[:MAX_PLANS]

@@ -1,0 +1,53 @@
+"""What is stored, as decisions read it: pods by group, plans by hash; damage loses only itself. Pure."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from heteroinfer_contract import codec, names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.cluster import PodView, ResourceObservation
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.identity import Owner
+
+
+def with_complete_labels(pods: Sequence[PodView], owner: Owner) -> tuple[PodView, ...]:
+    """Returns the pods with what was lost or damaged of workers' labels taken from their names.
+
+    A pod that is none of ours by its labels and its name is left out.
+    """
+    found = []
+    for pod in pods:
+        if pod.labels.get(names.LABEL_COMPONENT) in (names.COMPONENT_INSPECT, names.COMPONENT_FETCH):
+            found.append(pod)
+        elif (labels := identity.complete_labels(owner, pod.name, pod.labels)) is not None:
+            found.append(pod if labels == dict(pod.labels) else replace(pod, labels=labels))
+    return tuple(found)
+
+
+def pods_by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:
+    """Returns the workers of each group, whose labels are complete."""
+    groups: dict[int, list[PodView]] = defaultdict(list)
+    for pod in pods:
+        if pod.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_WORKER:
+            groups[int(pod.labels[names.LABEL_GROUP])].append(pod)
+    return dict(groups)
+
+
+def kept_plans(observation: ResourceObservation, owner: Owner) -> dict[str, Plan]:
+    """Returns the plans that are kept, by the hash in the names of their ConfigMaps.
+
+    What another version has written into one beside what is known here is left out; the hash is the
+    name's all the same.
+    """
+    prefix, plans = identity.plan_config_map(owner, ""), {}
+    for manifest in observation.objects:
+        name, text = manifest["metadata"]["name"], (manifest.get("data") or {}).get(names.PLAN_KEY)
+        if manifest["kind"] != "ConfigMap" or text is None or not name.startswith(prefix):
+            continue
+        try:
+            plans[name.removeprefix(prefix)] = codec.from_json(Plan, text, tolerant=True)
+        except ContractError:
+            continue  # its group serves on, and the status says so
+    return plans

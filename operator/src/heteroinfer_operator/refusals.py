@@ -1,0 +1,162 @@
+"""What a refused action keeps from being done, and when it is tried again. Pure.
+
+A refused child blocks its own scope, such as one group; all else of the resource lives on. What was
+refused is not asked for again before its time, so that a look at the resource, which pods need within
+seconds, costs no request that will be refused.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Final, TypeAlias
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import (
+    Action,
+    ApplyObject,
+    CreateObject,
+    DeleteObject,
+    PatchStatus,
+    RecordEvent,
+    Refusal,
+    SetFinalizer,
+)
+
+OBJECT_REFUSED: Final = "ObjectRefused"
+NAME_TAKEN: Final = "NameTaken"
+
+_FIRST_S: Final = 1.0
+_MOST_S: Final = 30.0
+_POD_FIRST_S: Final = 5.0
+_POD_MOST_S: Final = 300.0
+"""A pod refused by a quota: the pods that were made before it are given back each time."""
+_FORGOTTEN_AFTER: Final = timedelta(seconds=10)
+"""What nobody wants any more is not refused any more; this long after its time it is forgotten."""
+
+Subject: TypeAlias = tuple[str, str]
+"""Kind and name."""
+
+
+def subject(action: Action, resource: str) -> Subject | None:
+    """Returns which object an action writes, or None for events.
+
+    Args:
+        action: to be done.
+        resource: name of the HeteroInference.
+    """
+    match action:
+        case CreateObject() | ApplyObject():
+            return action.manifest["kind"], action.manifest["metadata"]["name"]
+        case DeleteObject():
+            return action.kind, action.name
+        case PatchStatus():
+            return f"{names.KIND}/status", resource
+        case SetFinalizer():
+            return names.KIND, resource
+        case RecordEvent():
+            return None
+
+
+def _delay_s(kind: str, tries: int) -> float:
+    first_s, most_s = (_POD_FIRST_S, _POD_MOST_S) if kind == "Pod" else (_FIRST_S, _MOST_S)
+    return float(min(first_s * 2.0 ** min(tries - 1, 16), most_s))
+
+
+@dataclass(slots=True)
+class Acting:
+    """The actions of one decision on their way: which may still be done.
+
+    Args:
+        resource: name of the HeteroInference.
+        refusals: of before.
+        now: time of the reconcile.
+    """
+
+    resource: str
+    refusals: Iterable[Refusal]
+    now: datetime
+    known: dict[Subject, Refusal] = field(init=False)
+    new: list[Refusal] = field(init=False, default_factory=list)
+    _blocked: set[str] = field(init=False, default_factory=set)
+    _makes_nothing: bool = field(init=False, default=False)
+    _conflict: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        """Forgets what was refused long ago and not tried again."""
+        self.known = {
+            (refusal.kind, refusal.name): refusal
+            for refusal in self.refusals
+            if refusal.retry_at + _FORGOTTEN_AFTER > self.now
+        }
+
+    def may(self, action: Action) -> bool:
+        """Returns whether an action can be done now; one that cannot blocks its scopes."""
+        if self._is_blocked(action):
+            return False
+        kept = self._refusal_of(action)
+        if kept is None or kept.retry_at <= self.now:
+            return True
+        self._block(action)
+        return False
+
+    def done(self, action: Action) -> None:
+        """Notes that an action was done."""
+        found = subject(action, self.resource)
+        if found is not None:
+            self.known.pop(found, None)
+
+    def refused(self, action: Action, reason: str, message: str) -> Refusal | None:
+        """Notes that an action was refused; returns the refusal if it is news, else None."""
+        found = subject(action, self.resource)
+        assert found is not None  # nobody refuses an event
+        before = self.known.get(found)
+        tries = before.tries + 1 if before is not None else 1
+        refusal = Refusal(
+            kind=found[0],
+            name=found[1],
+            reason=reason,
+            message=message,
+            scopes=action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset(),
+            tries=tries,
+            retry_at=self.now + timedelta(seconds=_delay_s(found[0], tries)),
+        )
+        self.known[found] = refusal
+        self._block(action)
+        if before is not None and replace(refusal, tries=0, retry_at=self.now) == replace(
+            before, tries=0, retry_at=self.now
+        ):
+            return None
+        self.new.append(refusal)
+        return refusal
+
+    def conflicted(self, action: Action) -> None:
+        """Notes that an action met another state than it was decided on."""
+        self._block(action)
+        self._conflict = self._conflict or isinstance(action, PatchStatus)
+
+    def look_again_s(self) -> float | None:
+        """Returns when something that was refused may be tried again, in seconds; at once for news."""
+        if self.new:
+            return 0.0
+        waits = [(refusal.retry_at - self.now).total_seconds() for refusal in self.known.values()]
+        return max(min(waits), 0.0) if waits else None
+
+    def _refusal_of(self, action: Action) -> Refusal | None:
+        found = subject(action, self.resource)
+        return self.known.get(found) if found is not None else None
+
+    def _is_blocked(self, action: Action) -> bool:
+        match action:
+            case CreateObject() | ApplyObject():
+                return self._makes_nothing or bool(self._blocked & action.scopes)
+            case DeleteObject():
+                return self._conflict and action.after_status
+        return False
+
+    def _block(self, action: Action) -> None:
+        match action:
+            case CreateObject() | ApplyObject():
+                self._blocked |= action.scopes
+            case PatchStatus() | SetFinalizer():
+                # An epoch that the status does not have would be begun a second time.
+                self._makes_nothing = True

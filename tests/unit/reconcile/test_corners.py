@@ -1,0 +1,400 @@
+"""What holds in every corner: refused specs, refused children, lost objects, strangers, and time.
+
+The rules are those of docs/decisions/2026-11-22-true-in-every-corner.md.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
+
+FOLLOWER = "demo-0-1-1"
+NEVER_STARTED = Failure(reason=FailureReason.STARTUP_TIMEOUT, message="rank 1 stood still", pod=1, rank=1)
+
+
+@pytest.fixture
+def world() -> World:
+    return World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
+
+
+def again(world: World) -> None:
+    """Lets old pods go, and back-offs pass."""
+    for _ in range(3):
+        world.settle()
+        world.reap()
+        world.advance_time(400)
+    world.settle()
+
+
+def group(world: World, index: int = 0) -> dict[str, Any]:
+    return dict(world.status["groups"][index])
+
+
+REFUSED = [
+    pytest.param({"model": {"uri": "hf://org/model"}}, id="a hub's model without a cache"),
+    pytest.param({"engine": {"args": ["--seed=1"]}}, id="an argument of the plan's"),
+    pytest.param({"parallelism": {"tensor": 3}}, id="a shape that the schema refuses"),
+    pytest.param({"roles": []}, id="no roles"),
+]
+
+
+@pytest.mark.parametrize("spec", REFUSED)
+def test_a_refused_spec_takes_nothing_from_what_runs(world: World, spec: dict[str, Any]) -> None:
+    """The first story: a pod dies under a refused spec, and the group is back by its own plan."""
+    world.serve()
+    world.change_spec(**spec)
+    world.settle()
+    assert world.condition("Available")[0] == "True"
+    assert world.condition("Ready")[0] == "False", "nothing serves the spec of this generation"
+    assert world.condition("Stalled")[0] == "True"
+    world.end_pod(FOLLOWER)
+    world.step()
+    assert world.condition("Available")[0] == "False"
+    assert group(world)["failures"][-1]["reason"] == "PodFailed"
+    again(world)
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    world.all_ready()
+    world.settle()
+    assert world.condition("Available")[0] == "True"
+    world.change_spec(suspend=True)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == []
+    world.change_spec(suspend=False)
+    again(world)
+    world.all_ready()
+    world.settle()
+    assert world.condition("Available")[0] == "True"
+
+
+def test_conditions_of_a_refusal_are_of_its_generation(world: World) -> None:
+    world.serve()
+    world.change_spec(model={"uri": "hf://org/model"})
+    world.settle()
+    stalled = next(c for c in world.status["conditions"] if c["type"] == "Stalled")
+    assert (stalled["reason"], stalled["observedGeneration"]) == ("ModelCacheNotGiven", world.generation)
+    assert "cache" in stalled["message"]
+
+
+def test_a_refused_child_blocks_only_its_own_group(world: World) -> None:
+    """The second story: a stranger has the name of group 1's Service."""
+    world.serve()
+    world.refuses = {("Service", "demo-1-ranks"): "Service demo-1-ranks exists and is not ours"}
+    world.change_spec(replicas=2)
+    again(world)
+    assert not [name for name in world.workers() if name.startswith("demo-1-")]
+    assert world.condition("Ready")[0] == "False"
+    assert world.condition("Available")[0] == "True"
+    assert "demo-1-ranks" in str(world.status["conditions"])
+    world.end_pod(FOLLOWER)
+    world.step()
+    assert world.condition("Available")[0] == "False"
+    again(world)
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    world.refuses = {}
+    again(world)
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready")[0] == "True"
+
+
+def test_a_pod_refused_by_quota_gives_back_what_its_group_got(world: World) -> None:
+    world.refuses = {("Pod", FOLLOWER): "exceeded quota: gpus"}
+    world.settle()
+    world.answer_inspection()
+    for _ in range(6):
+        world.step()
+        world.reap()
+    assert world.workers() == [], "the leader alone holds what it cannot use"
+    assert "exceeded quota" in str(world.status["conditions"])
+    created = len(world.created)
+    for _ in range(20):
+        world.step()
+        world.reap()
+        world.advance_time(1)
+    assert len(world.created) - created <= 4, "it backs off"
+    assert group(world).get("failures", []) == [], "waiting for quota is no restart"
+    world.refuses = {}
+    again(world)
+    assert len(world.workers()) == 2
+
+
+def test_deletion_does_not_depend_on_a_writable_status(world: World) -> None:
+    world.serve()
+    world.refuses = {("HeteroInference/status", "demo"): "etcdserver: request is too large"}
+    world.deleting = True
+    world.step()
+    assert all(world.pods[name].deleting for name in world.workers())
+    world.reap()
+    world.step()
+    assert world.finalizers == ()
+
+
+def test_suspension_does_not_depend_on_a_writable_status(world: World) -> None:
+    world.serve()
+    world.refuses = {("HeteroInference/status", "demo"): "etcdserver: request is too large"}
+    world.change_spec(suspend=True)
+    world.step()
+    assert all(world.pods[name].deleting for name in world.workers())
+
+
+# Epochs
+
+
+def test_a_group_that_comes_again_has_new_names(world: World) -> None:
+    world.change_spec(replicas=2)
+    world.serve()
+    for _ in range(3):
+        world.change_spec(replicas=1)
+        again(world)
+        world.change_spec(replicas=2)
+        again(world)
+        world.all_ready()
+        world.settle()
+    assert len(world.created) == len(set(world.created)), sorted(world.created)
+
+
+@pytest.mark.parametrize("lost", [{}, {"groups": "what is this"}, {"groups": [{"index": "x"}]}])
+def test_a_lost_status_brings_no_name_back(world: World, lost: dict[str, Any]) -> None:
+    world.serve()
+    for _ in range(3):
+        world.advance_time(30)
+        world.pods.clear()
+        world.status = dict(lost)
+        world.version += 1
+        again(world)
+        world.answer_inspection()
+        again(world)
+        world.all_ready()
+        world.settle()
+    workers = [name for name in world.created if "inspect" not in name]
+    assert len(workers) == len(set(workers)), workers
+
+
+def test_an_unknown_value_in_the_status_loses_only_itself(world: World) -> None:
+    world.serve()
+    world.end_pod(FOLLOWER)
+    again(world)
+    failures = group(world)["failures"]
+    world.status["groups"][0]["phase"] = "Hibernating"
+    world.status["groups"][0]["newField"] = {"a": 1}
+    world.status["plans"][0]["ranks"][0]["device"] = "TPU"
+    world.version += 1
+    world.settle()
+    assert group(world)["failures"] == failures
+    assert group(world)["epoch"] == 2
+
+
+# Plans and policies of what runs
+
+
+@pytest.mark.parametrize("how", ["gone", "unknown field", "lost label"])
+def test_what_serves_does_not_need_its_plan_any_more(world: World, how: str) -> None:
+    world.serve()
+    (key,) = [key for key in world.objects if key[0] == "ConfigMap" and "plan" in key[1]]
+    stored = world.objects[key]
+    if how == "unknown field":
+        text = stored["data"][names.PLAN_KEY].replace("{", '{"invented":1,', 1)
+        world.objects[key] = {**stored, "data": {names.PLAN_KEY: text}}
+    elif how == "lost label":
+        labels = {k: v for k, v in stored["metadata"]["labels"].items() if k != names.LABEL_PLAN}
+        world.objects[key] = {**stored, "metadata": {**stored["metadata"], "labels": labels}}
+    else:
+        del world.objects[key]
+    uids = {pod.uid for pod in world.pods.values()}
+    world.settle()
+    assert {pod.uid for pod in world.pods.values()} == uids
+    assert world.condition("Ready")[0] == "True"
+    assert group(world)["members"], "what was known of its ranks stays"
+
+
+def test_children_of_a_group_stay_until_its_last_pod_is_gone(world: World) -> None:
+    world.change_spec(replicas=2)
+    world.serve()
+    world.change_spec(replicas=1)
+    world.settle()
+    assert [name for name in world.workers() if name.startswith("demo-1-")]
+    assert ("NetworkPolicy", "demo-1-ranks") in world.objects
+    assert ("Service", "demo-1-ranks") in world.objects
+    world.reap()
+    world.settle()
+    assert ("NetworkPolicy", "demo-1-ranks") not in world.objects
+
+
+def test_a_new_port_does_not_cut_off_old_groups(world: World) -> None:
+    world.change_spec(replicas=2)
+    world.serve()
+    world.change_spec(engine={"port": 8123})
+    world.settle()
+
+    def ports(name: str) -> set[int]:
+        (_, public) = world.objects["NetworkPolicy", name]["spec"]["ingress"]
+        return {entry["port"] for entry in public["ports"]}
+
+    for index in (0, 1):
+        running = [p for n, p in world.pods.items() if n.startswith(f"demo-{index}-")]
+        assert running
+        assert 8000 in ports(f"demo-{index}-ranks")
+
+
+@pytest.mark.parametrize(
+    "drift",
+    [
+        lambda spec: spec["podSelector"]["matchLabels"].update({"team": "x"}),
+        lambda spec: spec["ingress"][0]["from"][0].update({"namespaceSelector": {}}),
+        lambda spec: spec["ingress"][0].update({"ports": [{"port": 1}]}),
+    ],
+)
+def test_drift_that_adds_is_mended(world: World, drift: Any) -> None:
+    world.serve()
+    import copy
+
+    wanted = copy.deepcopy(world.objects["NetworkPolicy", "demo-0-ranks"]["spec"])
+    drift(world.objects["NetworkPolicy", "demo-0-ranks"]["spec"])
+    world.settle()
+    assert world.objects["NetworkPolicy", "demo-0-ranks"]["spec"] == wanted
+
+
+# Restarts
+
+
+def fail_forever(world: World, seconds_each: float, *, rounds: int = 60) -> int:
+    """Returns how many epochs a group had that never starts, each failing after so long."""
+    for _ in range(rounds):
+        world.settle()
+        for name in world.workers():
+            if not world.pods[name].ended:
+                world.advance_time(seconds_each)
+                world.end_pod(name, exit_code=names.EXIT_STARTUP_TIMEOUT, message=NEVER_STARTED.to_json())
+                break
+        else:
+            world.advance_time(seconds_each)
+        world.settle()
+        world.reap()
+    return len({name.rsplit("-", 1)[0] for name in world.created if "inspect" not in name})
+
+
+def start(world: World) -> None:
+    world.settle()
+    world.answer_inspection()
+
+
+def test_a_group_that_never_starts_fails_in_the_end(world: World) -> None:
+    """30 minutes each: two in any hour, which is the window."""
+    start(world)
+    assert fail_forever(world, 1800) <= 6
+    assert world.condition("Stalled") == ("True", "RestartsUsedUp")
+
+
+def test_a_window_of_nothing_counts_all_the_same(world: World) -> None:
+    world.change_spec(restart={"window": "0s"})
+    start(world)
+    assert fail_forever(world, 30) <= 6
+
+
+def test_evictions_back_off_and_never_fail(world: World) -> None:
+    world.serve()
+    epochs = 0
+    for _ in range(1800 // 5):
+        living = [name for name in world.workers() if not world.pods[name].ended]
+        if living:
+            name = living[0]
+            world.pods[name] = replace(
+                world.pods[name], phase="Failed", reason="Evicted", started=True, ready=False
+            )
+            epochs += 1
+        world.step()
+        world.reap()
+        world.advance_time(5)
+    assert epochs <= 15, f"{epochs} epochs in half an hour"
+    assert world.condition("Stalled")[0] == "False"
+
+
+def test_rejected_pods_back_off_and_never_fail(world: World) -> None:
+    start(world)
+    for _ in range(3600 // 5):
+        for name in world.workers():
+            if not world.pods[name].ended:
+                world.pods[name] = replace(world.pods[name], phase="Failed", reason="OutOfcpu", node="node")
+        world.step()
+        world.reap()
+        world.advance_time(5)
+    assert len(world.created) <= 60, f"{len(world.created)} pods in an hour"
+    assert world.condition("Stalled")[0] == "False"
+
+
+# Only what must roll, rolls
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"planning": {"onGPUShortage": {"action": "CPUOnly"}}}, {"startup": {"timeout": "31m"}}],
+)
+def test_what_needs_no_new_pods_makes_no_new_revision(world: World, change: dict[str, Any]) -> None:
+    world.serve()
+    uids = {pod.uid for pod in world.pods.values()}
+    world.change_spec(**change)
+    world.settle()
+    assert {pod.uid for pod in world.pods.values()} == uids
+    assert world.condition("Ready")[0] == "True"
+
+
+# What conditions mean
+
+
+def test_suspended_is_ready_and_not_available(world: World) -> None:
+    world.serve()
+    world.change_spec(suspend=True)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Suspended")
+    assert world.condition("Available") == ("False", "Suspended")
+    assert world.condition("Stalled")[0] == "False"
+
+
+def test_ready_is_all_wanted_groups_of_this_spec(world: World) -> None:
+    world.change_spec(replicas=2)
+    world.serve()
+    assert world.condition("Ready")[0] == "True"
+    world.end_pod(FOLLOWER)
+    world.step()
+    assert (world.condition("Ready")[0], world.condition("Available")[0]) == ("False", "True")
+
+
+# Time
+
+
+def test_the_wait_for_gpus_does_not_count_other_shortages(world: World) -> None:
+    """An hour without memory, then GPUs are missing: CPUOnly is done 10 minutes later, not at once."""
+    gpu = {
+        "name": "gpu",
+        "device": "GPU",
+        "deviceMemory": "8Gi",
+        "resources": {"requests": {"memory": "8Gi"}},
+    }
+    world.change_spec(roles=[gpu], planning={"onGPUShortage": {"action": "CPUOnly", "after": "10m"}})
+    assert world.nodes is not None
+    small = replace(
+        world.nodes[0], allocatable={"cpu": 64, "memory": 2**30, "pods": 100, "nvidia.com/gpu": 8}
+    )
+    world.nodes = (small,)
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    assert world.condition("CapacityAvailable") == ("False", "InsufficientCapacity")
+    world.advance_time(3600)
+    world.nodes = (replace(small, allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100}),)
+    world.settle()
+    assert world.condition("CapacityAvailable") == ("False", "InsufficientGPU")
+    world.advance_time(300)
+    world.settle()
+    assert world.condition("CapacityAvailable") == ("False", "InsufficientGPU")
+    world.advance_time(400)
+    world.settle()
+    assert world.workers()
