@@ -45,24 +45,42 @@ async def versions(server: ApiServer, namespace: str) -> dict[str, str]:
     return {o["metadata"]["uid"]: o["metadata"]["resourceVersion"] for objects in listed for o in objects}
 
 
-async def workers(server: ApiServer, namespace: str, epoch: int) -> list[str]:
-    """Returns the names of the living worker pods of an epoch."""
-    return sorted(
-        pod["metadata"]["name"]
+_FIRST_EPOCHS: dict[str, int] = {}
+"""By namespace: what the first epoch of `tiny` was called."""
+
+
+def nth_epoch(namespace: str, ordinal: int) -> int:
+    """Returns the number of an epoch: epochs begin at a number of a clock's, and go on by one."""
+    return _FIRST_EPOCHS[namespace] + ordinal - 1
+
+
+def pod_of(namespace: str, ordinal: int, index: int) -> str:
+    """Returns the name of a pod of an epoch, counted from 1."""
+    return f"tiny-0-{nth_epoch(namespace, ordinal)}-{index}"
+
+
+async def workers(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
+    """Returns the names of the living worker pods of an epoch, counted from 1."""
+    found = [
+        pod["metadata"]
         for pod in await stored(server, POD, namespace)
-        if pod["metadata"]["labels"].get(names.LABEL_EPOCH) == str(epoch)
+        if pod["metadata"]["labels"].get(names.LABEL_COMPONENT) == names.COMPONENT_WORKER
         and "deletionTimestamp" not in pod["metadata"]
-    )
+    ]
+    if found and namespace not in _FIRST_EPOCHS:
+        _FIRST_EPOCHS[namespace] = min(int(each["labels"][names.LABEL_EPOCH]) for each in found)
+    wanted = str(nth_epoch(namespace, ordinal)) if found else ""
+    return sorted(each["name"] for each in found if each["labels"][names.LABEL_EPOCH] == wanted)
 
 
-async def serve_epoch(server: ApiServer, namespace: str, epoch: int) -> list[str]:
+async def serve_epoch(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
     """Has the pods of an epoch run, and returns their names once the resource is Ready."""
 
     async def both() -> list[str]:
-        found = await workers(server, namespace, epoch)
+        found = await workers(server, namespace, ordinal)
         return found if len(found) == 2 else []
 
-    pods: list[str] = await until(f"two pods of epoch {epoch}", both, timeout_s=30)
+    pods: list[str] = await until(f"two pods of epoch {ordinal}", both, timeout_s=30)
     for pod in pods:
         await run_pod(server, namespace, pod)
     await until("Ready", lambda: is_ready(server, namespace))

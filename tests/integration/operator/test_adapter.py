@@ -1,5 +1,6 @@
 """The port on a real API server: what each action does, and what it refuses to do."""
 
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
     SetFinalizer,
 )
-from heteroinfer_operator.kube.adapter import NameTakenError
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.manifests.identity import Owner
@@ -81,13 +81,15 @@ async def test_a_pod_whose_name_exists_is_a_conflict_and_seen_next(server: ApiSe
             await watched.cluster.run(
                 observation,
                 [
-                    CreateObject(manifest=pod(owner, "tiny-0-1-0")),
-                    ApplyObject(manifest=service(owner, "later")),
+                    CreateObject(manifest=pod(owner, "tiny-0-1-0"), scopes=frozenset({"group/0"})),
+                    ApplyObject(manifest=service(owner, "later"), scopes=frozenset({"group/0"})),
+                    ApplyObject(manifest=service(owner, "other"), scopes=frozenset({"group/1"})),
                 ],
             )
         after = await observe(watched, owner)
         assert [p.name for p in after.pods] == ["tiny-0-1-0"]
-        assert after.objects == (), "actions after a conflict were not run"
+        made = [stored["metadata"]["name"] for stored in after.objects]
+        assert made == ["other"], "what is of the same group was not made"
 
 
 async def test_a_stranger_of_the_same_name_is_left_alone_and_named(server: ApiServer, namespace: str) -> None:
@@ -95,8 +97,9 @@ async def test_a_stranger_of_the_same_name_is_left_alone_and_named(server: ApiSe
     theirs = {**service(owner, "tiny", port=5432), "metadata": {"name": "tiny", "namespace": namespace}}
     await server.create(SERVICE.path(namespace), theirs)
     async with watching(server) as watched:
-        with pytest.raises(NameTakenError, match=f"Service {namespace}/tiny exists .* delete it, or give"):
-            await act(watched, owner, ApplyObject(manifest=service(owner, "tiny")))
+        (refusal,) = (await act(watched, owner, ApplyObject(manifest=service(owner, "tiny")))).refusals
+        assert (refusal.kind, refusal.name, refusal.reason) == ("Service", "tiny", "NameTaken")
+        assert re.match(f"Service {namespace}/tiny exists .* delete it, or give", refusal.message)
         events = await server.get(EVENT.path(namespace))
         assert [e["reason"] for e in events["items"]] == ["NameTaken"]
     stored = await server.get(SERVICE.path(namespace, "tiny"))

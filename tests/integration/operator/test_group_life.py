@@ -16,14 +16,14 @@ from tests.integration.operator.life import (
     Install,
     bring_up,
     condition,
+    nth_epoch,
+    pod_of,
     serve_epoch,
     status_of,
     stored,
     workers,
 )
 from tests.integration.operator.support import add_node, operator, until
-
-LEADER, FOLLOWER = "tiny-0-1-0", "tiny-0-1-1"
 
 
 @pytest.fixture
@@ -68,8 +68,9 @@ async def test_a_pod_that_its_node_rejects_is_replaced_alone(
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()
         await bring_up(server, namespace)
+        leader, follower = pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)
         # The next epoch, whose pods nobody runs.
-        await remove(server, namespace, FOLLOWER)
+        await remove(server, namespace, follower)
         leader, follower = await until("the next epoch", lambda: two_workers(server, namespace, 2))
         before = await pods(server, namespace)
         rejected = {"phase": "Failed", "reason": "OutOfcpu", "message": "Node didn't have enough resource"}
@@ -84,7 +85,7 @@ async def test_a_pod_that_its_node_rejects_is_replaced_alone(
         assert now[leader]["metadata"]["uid"] == before[leader]["metadata"]["uid"]
         await serve_epoch(server, namespace, 2)
         group = (await status_of(server, namespace))["groups"][0]
-        assert (group["epoch"], len(group["failures"])) == (2, 1)
+        assert (group["epoch"], len(group["failures"])) == (nth_epoch(namespace, 2), 1)
         events = (await server.get(EVENT.path(namespace)))["items"]
         assert any(e["reason"] == "PodReplaced" and "OutOfcpu" in e["note"] for e in events)
         assert "Traceback" not in process.said
@@ -106,21 +107,22 @@ async def test_a_pod_of_a_lost_node_goes_by_force_and_the_group_starts_again(
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()
         await bring_up(server, namespace)
+        leader, follower = pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)
         await change(server, namespace, restart={"nodeLostAfter": "3s"})
-        await bind(server, namespace, LEADER, node)
-        await bind(server, namespace, FOLLOWER, far)
+        await bind(server, namespace, leader, node)
+        await bind(server, namespace, follower, far)
         lost_at = datetime.now(UTC)
         await silence(server, far, lost_at)
 
         async def is_gone() -> bool:
-            return FOLLOWER not in await pods(server, namespace)
+            return follower not in await pods(server, namespace)
 
         await until("the pod of the lost node goes", is_gone, said=lambda: process.said)
         assert datetime.now(UTC) - lost_at > timedelta(seconds=2)
         assert await condition(server, namespace, "Ready") == ("False", "NodeLost")
-        assert await are_deleting(server, namespace, LEADER)
+        assert await are_deleting(server, namespace, leader)
         assert not await workers(server, namespace, 2), "the leader is not gone yet"
-        await remove(server, namespace, LEADER)
+        await remove(server, namespace, leader)
         await serve_epoch(server, namespace, 2)
         group = (await status_of(server, namespace))["groups"][0]
         (failure,) = group["failures"]
@@ -136,15 +138,16 @@ async def test_pods_that_end_on_purpose_have_the_time_to_drain(
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()
         await bring_up(server, namespace)
-        for name in (LEADER, FOLLOWER):
+        leader, follower = pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)
+        for name in (leader, follower):
             await bind(server, namespace, name, node)
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        await until("the pods go", lambda: are_deleting(server, namespace, LEADER, FOLLOWER))
+        await until("the pods go", lambda: are_deleting(server, namespace, leader, follower))
         found = await pods(server, namespace)
-        assert {found[n]["metadata"]["deletionGracePeriodSeconds"] for n in (LEADER, FOLLOWER)} == {90}
+        assert {found[n]["metadata"]["deletionGracePeriodSeconds"] for n in (leader, follower)} == {90}
 
         async def reported() -> bool:
             return await condition(server, namespace, "Ready") == ("False", "Deleting")
 
         await until("the status says so", reported)
-        await remove(server, namespace, LEADER, FOLLOWER)
+        await remove(server, namespace, leader, follower)

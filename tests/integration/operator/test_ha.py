@@ -16,6 +16,8 @@ from tests.integration.operator.life import (
     bring_up,
     condition,
     nothing_left,
+    nth_epoch,
+    pod_of,
     serve_epoch,
     status_of,
 )
@@ -114,7 +116,7 @@ async def test_a_leader_that_was_paused_in_the_middle_of_a_reconcile_writes_noth
         async with operator(installed.kubeconfig, tmp_path / "two", identity="two", **settings) as two:
             await until("the other stands by", lambda: stands_by(two))
             proxy.silence(lambda asked: asked.method == "PUT" and asked.path == path)
-            await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message="")
+            await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message="")
             await until("a reconcile that waits for its answer", lambda: proxy.held)
             assert await held_by(server, installed, "one")
             one.process.send_signal(signal.SIGSTOP)
@@ -129,7 +131,11 @@ async def test_a_leader_that_was_paused_in_the_middle_of_a_reconcile_writes_noth
             assert "Traceback" not in one.said, one.said
             assert await held_by(server, installed, "two")
             (group,) = (await status_of(server, namespace))["groups"]
-            assert (group["epoch"], group["phase"], len(group["failures"])) == (2, "Ready", 1)
+            assert (group["epoch"], group["phase"], len(group["failures"])) == (
+                nth_epoch(namespace, 2),
+                "Ready",
+                1,
+            )
             await delete(server, namespace)
 
 
@@ -187,12 +193,12 @@ async def test_a_watch_that_fails_silent_is_found(
         # All watches, kopf's too: what they would have reported is found by listing anew, and by resyncs.
         proxy.silence(lambda asked: asked.watch)
         await until("silent watches", lambda: len(proxy.held) >= 1)
-        await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message="")
+        await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message="")
         await serve_epoch(server, namespace, 2)
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"suspend": True}})
 
         async def suspended() -> bool:
-            return await condition(server, namespace, "Ready") == ("False", "Suspended")
+            return await condition(server, namespace, "Ready") == ("True", "Suspended")
 
         await until("the spec's change is seen", suspended)
         assert await process.http("/healthz") == (200, "ok")

@@ -18,6 +18,7 @@ from tests.integration.operator.life import (
     bring_up,
     condition,
     nothing_left,
+    nth_epoch,
     serve_epoch,
     status_of,
     stored,
@@ -58,7 +59,11 @@ async def test_from_apply_to_ready_through_a_failure_to_delete(
         assert await workers(server, namespace, 1) == []
         assert len(second) == 2
         group = (await status_of(server, namespace))["groups"][0]
-        assert (group["epoch"], group["restarts"], group["failures"][0]["rank"]) == (2, 1, 1)
+        assert (group["epoch"], group["restarts"], group["failures"][0]["rank"]) == (
+            nth_epoch(namespace, 2),
+            1,
+            1,
+        )
         events = (await server.get(EVENT.path(namespace)))["items"]
         notes = [e["note"] for e in events if e["regarding"]["kind"] == names.KIND]
         assert any("rank 1" in note for note in notes), notes

@@ -17,7 +17,15 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster.cluster import Cluster
-from tests.integration.operator.life import Install, bring_up, nothing_left, serve_epoch, status_of
+from tests.integration.operator.life import (
+    Install,
+    bring_up,
+    nothing_left,
+    nth_epoch,
+    pod_of,
+    serve_epoch,
+    status_of,
+)
 from tests.integration.operator.support import end_pod, operator, until
 
 VIEWER = "viewer"
@@ -101,11 +109,11 @@ async def test_from_a_serving_group_to_what_is_left_of_a_failed_one(
         assert "it takes the right to get pods/proxy" in table
         value = json.loads(reported(viewer, "top", "tiny", "-n", namespace, "-o", "json"))
         (group,) = value["resources"][0]["groups"]
-        assert [rank["pod"] for rank in group["ranks"]] == ["tiny-0-1-0", "tiny-0-1-1"]
+        assert [rank["pod"] for rank in group["ranks"]] == [pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)]
         assert (group["live"], group["phase"], group["restarts"]) == (False, "Ready", 0)
         # Who may use the proxy is shown that the pod does not answer: here it has no kubelet.
         assert (
-            "tiny-0-1-0"
+            pod_of(namespace, 1, 0)
             in json.loads(reported(control_plane.kubeconfig, "top", "-n", namespace, "-o", "json"))["note"]
         )
 
@@ -123,15 +131,17 @@ async def test_from_a_serving_group_to_what_is_left_of_a_failed_one(
             reason=FailureReason.RANK_EXITED, message="rank 1 was killed", pod=1, rank=1, exit_code=-9,
             last_log="the last line",
         )  # fmt: skip
-        await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message=failure.to_json())
+        await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message=failure.to_json())
         await serve_epoch(server, namespace, 2)
 
         said = reported(viewer, "logs", "tiny").splitlines()
-        assert said[0] == "==> group 0 epoch 2: Ready"
-        assert said[1].startswith("last failure: epoch 1 ended at ")
+        assert said[0] == f"==> group 0 epoch {nth_epoch(namespace, 2)}: Ready"
+        assert said[1].startswith(f"last failure: epoch {nth_epoch(namespace, 1)} ended at ")
         assert "RankExited, rank 1, exit code -9" in said[1]
         pods = [line for line in said if line.startswith("--> ")]
-        assert [line.split(":")[0] for line in pods] == ["--> tiny-0-2-1", "--> tiny-0-2-0"]
+        assert [line.split(":")[0] for line in pods] == [
+            f"--> {pod_of(namespace, 2, index)}" for index in (1, 0)
+        ]
         assert [line for line in said if line.startswith("no log: ")], "the user lacks pods/log"
         said = reported(viewer, "logs", "tiny", "--previous").splitlines()
         assert "the last line" in said[1]
@@ -155,10 +165,10 @@ async def test_a_pod_that_has_ended_tells_why(
     failure = Failure(
         reason=FailureReason.RANK_RAISED, message="no memory", pod=1, rank=1, exit_code=1, last_log="end"
     )
-    await end_pod(server, namespace, "tiny-0-1-1", exit_code=70, message=failure.to_json())
+    await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message=failure.to_json())
     said = reported(control_plane.kubeconfig, "logs", "tiny", "-n", namespace).splitlines()
     first = said.index(next(line for line in said if line.startswith("--> ")))
-    assert said[first].startswith("--> tiny-0-1-1: rank 1, role back")
+    assert said[first].startswith(f"--> {pod_of(namespace, 1, 1)}: rank 1, role back")
     assert said[first].endswith("(ended the epoch)")
     assert said[first + 1] == (
         "ended with exit code 70 (Error): RankRaised: rank 1: no memory (exit code 1); its last log line: end"

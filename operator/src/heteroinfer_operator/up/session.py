@@ -84,7 +84,11 @@ class Session:
         )
         # Nobody adds a GPU to this machine while we wait.
         fixed = Options(
-            addressing=self._addressing, images=_IMAGES, operator_key=new_key(), nodes_may_come=False
+            addressing=self._addressing,
+            images=_IMAGES,
+            operator_key=new_key(),
+            nodes_may_come=False,
+            names_come_again=False,
         )
         decide = functools.partial(reconcile, options=fixed)
         self._reconcile = build_process(self._cluster, decide)
