@@ -131,6 +131,7 @@ def _columns() -> list[dict[str, Any]]:
         return {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if wide else {})
 
     return [
+        column("Available", '.status.conditions[?(@.type=="Available")].status'),
         column("Ready", '.status.conditions[?(@.type=="Ready")].status'),
         column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
         column("Groups", ".status.summary.groups"),
