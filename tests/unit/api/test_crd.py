@@ -91,6 +91,7 @@ def test_columns() -> None:
     (version,) = build_crd()["spec"]["versions"]
     columns = version["additionalPrinterColumns"]
     assert [c["name"] for c in columns if not c.get("priority")] == [
+        "Available",
         "Ready",
         "Reason",
         "Groups",
