@@ -55,8 +55,9 @@ def build_process(cluster: Cluster, decide: Decide) -> Process:
         if observation is None:
             return None
         decision = decide(observation, datetime.now(UTC))
-        await cluster.run(observation, decision.actions)
-        return decision.look_again_s
+        retry_s = await cluster.run(observation, decision.actions)
+        waits = [wait for wait in (decision.look_again_s, retry_s) if wait is not None]
+        return min(waits, default=None)
 
     return process
 
