@@ -55,7 +55,7 @@ class GroupLife(RuleBasedStateMachine):
     def reconcile(self) -> None:
         """A reconcile's own status, stored, is what the next one would write, unless it starts an epoch."""
         world = self.world
-        world.advance_time(1)  # epochs are told apart by seconds
+        world.advance_time(1)  # epochs are distinguished by seconds
         self.status_comes_first(decide(world))
         if stored := written(decide(world)):
             again = decide(world, stored[0])

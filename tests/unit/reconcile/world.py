@@ -130,7 +130,7 @@ class World:
         )
 
     def step(self) -> Decision:
-        """Runs one pass and what it decides."""
+        """Runs one reconcile and what it decides."""
         decision = reconcile(self.observe(), self.now, self.options)
         self.writes = []
         acting = Acting("demo", self.refusals, self.now)

@@ -164,7 +164,7 @@ def decide_children(
         children: there should be.
         stored: all there are.
         used_plans: hashes of plans that some group still names: these are kept.
-        has_pods: whether some group has pods, or gets them now: a budget without any is told about as a
+        has_pods: whether some group has pods, or gets them now: a budget without any is reported as a
             problem, in an event of its controller.
     """
     by_name = {_name(manifest): manifest for manifest in stored}

@@ -236,11 +236,11 @@ def plan_conditions(life: Life, before: HeteroInferenceStatus) -> tuple[Conditio
         )
     running = [decision for decision in life.decisions if decision.runs]
     unplaced = next((decision.unplaced for decision in running if decision.unplaced), "")
-    room = life.make(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", unplaced)
+    capacity_condition = life.make(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", unplaced)
     if refusal is not None and refusal.reason != WAITING_FOR_MODEL:
         return (
             life.make(planned, False, refusal.reason, refusal.message),
-            room if running else life.make(capacity, None, refusal.reason),
+            capacity_condition if running else life.make(capacity, None, refusal.reason),
         )
     if refusal is not None and (refusals or not running):
         return (
@@ -255,8 +255,8 @@ def plan_conditions(life: Life, before: HeteroInferenceStatus) -> tuple[Conditio
             f"the plan of group {', '.join(lost)} is not kept any more, or cannot be read; it serves on, and "
             "its next epoch gets a new plan"
         )
-        return (life.make(planned, None, "PlanLost", words), room)
-    return (life.make(planned, True, "PlanReady", _notes(running, before)), room)
+        return (life.make(planned, None, "PlanLost", words), capacity_condition)
+    return (life.make(planned, True, "PlanReady", _notes(running, before)), capacity_condition)
 
 
 def _notes(decisions: Sequence[GroupDecision], before: HeteroInferenceStatus) -> str:

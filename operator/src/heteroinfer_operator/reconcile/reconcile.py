@@ -62,7 +62,7 @@ from heteroinfer_operator.reconcile.rollout import decide_wanted
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 
 _SHORTAGE_EVERY_S = 60.0
-"""A group without room is looked at this often, should nothing have said that some became free."""
+"""A group without capacity is looked at this often, should nothing have said that some became free."""
 _MEASURE_EVERY_S = 60.0
 """A serving group is looked at this often for its step times."""
 
@@ -239,7 +239,7 @@ def _measured(
 def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> list[RecordEvent]:
     """Returns an event for each refusal that is new: people look at events first.
 
-    What is free on nodes changes all the time: of missing room each reason is reported once.
+    What is free on nodes changes all the time: of missing capacity each reason is reported once.
     """
     reported = {
         _announced_as(condition) for condition in before if condition.status is not ConditionStatus.UNKNOWN
