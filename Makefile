@@ -57,7 +57,7 @@ unit: setup  ## pure tests, seconds
 
 # Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
 LONGEST := --durations=100 --durations-min=5
-COMPUTING := $(addprefix tests/integration/,worker kernels bridge up bench fetch)
+COMPUTING := $(addprefix tests/integration/,worker kernels bridge up bench fetch models)
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
 	@./.ci/lanes computing waiting

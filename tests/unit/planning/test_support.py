@@ -33,8 +33,8 @@ def refusal(name: str, parsed: HeteroInferenceSpec, inventory: Inventory | None 
         ("Kimi-K2-Thinking", "its kernel is for groups of 128", "in bf16, or use GPU roles only"),
         ("MiniMax-M2", "chosen by MiniMax2 routing", "in bf16, or use GPU roles only"),
         ("Nemotron-3-Nano-30B-A3B", "have no gate", "use GPU roles only"),
-        ("Llama-3.3-70B-Instruct-NVFP4", "NVFP4, groups of 16 weights", "AWQ, GPTQ"),
-        ("Llama-3.1-8B-Instruct-FP8", "FP8 per tensor weights", "blocks of 128"),
+        ("Llama-3.3-70B-Instruct-NVFP4", "weights in NVFP4, groups of 16", "AWQ, GPTQ"),
+        ("Llama-3.1-8B-Instruct-FP8", "weights in FP8 per tensor", "blocks of 128"),
         ("gemma-3-27b-it", "in both directions", "--language-model-only"),
         ("Qwen2.5-VL-7B-Instruct", "first stage is on a CPU", "stageOrder: AsListed"),
         ("Mistral-Small-3.2-24B-Instruct", "first stage is on a CPU", "--language-model-only"),
@@ -81,7 +81,7 @@ def test_four_bits_run_in_bfloat16_and_float16_is_refused() -> None:
 def test_a_scheme_of_eight_bits_in_gptq_has_no_kernel() -> None:
     profile = recorded_profiles()["Llama-3.1-8B-Instruct-GPTQ-INT4"]
     eight = replace(profile, scheme=replace(profile.scheme, name=SchemeName.GPTQ, bits=8))
-    with pytest.raises(PlanError, match="8-bit GPTQ, groups of 128 weights"):
+    with pytest.raises(PlanError, match="weights in 8-bit GPTQ, groups of 128"):
         plan(spec(*MIXED), eight)
 
 

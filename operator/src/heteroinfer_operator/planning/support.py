@@ -144,17 +144,17 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
     if online and scheme.name is SchemeName.NONE and profile.kinds:
         raise _refuse(
             f"engine.args --quantization {online}",
-            "vLLM's kernels for weights that are quantized at load are not for CPUs, or slower than bf16",
+            "weights that are quantized at load are untested on CPU ranks",
             "leave it out, or take a model that is published in 4 bits (AWQ, GPTQ)",
         )
     if scheme.name is SchemeName.NONE or not any(kind.quantized_bytes for kind in profile.layers):
         return ()
     kernel = CPU_LINEAR.get(scheme.name)
     if kernel is None or (kernel.bits and scheme.bits not in kernel.bits):
-        raise _refuse(f"{scheme} weights", "vLLM has no such kernel", _other_format(scheme))
+        raise _refuse(f"weights in {scheme}", "vLLM has no such kernel", _other_format(scheme))
     if scheme.name in FOUR_BITS and engine.dtype == "float16":
         raise _refuse(
-            f"{scheme} weights with engine.dtype float16",
+            f"weights in {scheme}, with engine.dtype float16",
             "vLLM takes a kernel that is ten times slower than that for bfloat16, without a word",
             "set engine.dtype: bfloat16, or Auto",
         )

@@ -1,0 +1,162 @@
+"""docs/models.md: published shapes, what is planned for them, and our sizes beside vLLM's.
+
+python -m tests.shapes.page            # writes it
+python -m tests.shapes.page --check    # exits 1 if it is not current
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+from heteroinfer_contract.model import AttentionKind
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
+from heteroinfer_operator.planning.account import describe_capacity, describe_choices, describe_speed
+from heteroinfer_operator.planning.inventory import AMX
+from heteroinfer_operator.planning.memory import Sizes
+from heteroinfer_operator.planning.prediction import Load, forecast, predict
+from tests.shapes.comparison import compare, recorded, settings
+from tests.shapes.corpus import SHAPES
+from tests.shapes.profiles import recorded_profiles
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
+GROUPS: Final[dict[str, tuple[str, str, int, int]]] = {
+    "A": ("24Gi", "64Gi", 16, 1),
+    "B": ("80Gi", "512Gi", 64, 2),
+}
+"""Memory of one GPU, memory and CPUs of a CPU pod, number of CPU pods."""
+AMX_NODES: Final = Inventory(cpu_features={"cpu": frozenset({AMX})})
+
+_HEAD: Final = Path(__file__).parent / "page.md"
+_LETTERS: Final = {
+    AttentionKind.FULL: "full",
+    AttentionKind.WINDOW: "window",
+    AttentionKind.CHUNKED: "chunked",
+    AttentionKind.LATENT: "latent",
+    AttentionKind.SPARSE: "sparse",
+    AttentionKind.LINEAR: "linear",
+    AttentionKind.NONE: "none",
+}
+
+
+def ask(profile: ModelProfile, group: str, **fields: Any) -> Planned:
+    """Returns the plan of a shape for a group; raises PlanError."""
+    device, memory, cpus, pods = GROUPS[group]
+    roles = [
+        {"name": "gpu", "device": "GPU", "deviceMemory": device},
+        {
+            "name": "cpu",
+            "device": "CPU",
+            "pods": pods,
+            "resources": {"requests": {"cpu": str(cpus)}, "limits": {"memory": memory}},
+        },
+    ]
+    if profile.encoder:
+        fields.setdefault("parallelism", {"stageOrder": "AsListed"})
+    spec = parse_spec({"model": {"uri": "pvc://models/m"}, "roles": roles, **fields})
+    request = GroupRequest(spec=spec, profile=profile, served_name="m", model_path="/model")
+    return make_plan(request, AMX_NODES)
+
+
+def _plan_row(profile: ModelProfile) -> tuple[str, str, str]:
+    """Returns the group, the step, and who can run it."""
+    error = ""
+    for group in GROUPS:
+        try:
+            planned = ask(profile, group)
+        except PlanError as refused:
+            if refused.reason == "UnsupportedModel":
+                return "", "", f"GPUs only: {refused.message.split(': ', 1)[1]}"
+            error = refused.message
+            continue
+        steps = [
+            forecast(planned.plan, planned.sizes, planned.rates, Load(requests=requests, context=1024))
+            for requests in (1, 64)
+        ]
+        warnings = [note for note in planned.notes if "slower" in note]
+        who = "GPU and CPU ranks" + (", GPU first" if profile.encoder else "")
+        shown = ", ".join(f"{step.step_s * 1e3:.0f}" for step in steps) + " ms"
+        return group, shown, who + (f"; {warnings[0]}" if warnings else "")
+    return "", "", f"neither: {error}"
+
+
+def _row(name: str, profile: ModelProfile) -> str:
+    answer = recorded("cpu")[name]
+    kinds = Counter(_LETTERS[kind.attention] for kind in profile.layers)
+    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    if profile.experts:
+        layers += f"; {profile.experts} experts"
+    off = "vLLM refuses it on CPUs" if "refused" in answer else f"{compare(profile, answer).worst()[1]:.2%}"
+    if "internvl" in str(answer.get("refused", "")):
+        off = "needs the repository's own code"
+    group, step, who = _plan_row(profile)
+    weights = f"{(profile.total_bytes + profile.encoder_bytes) / 2**30:.1f} GiB"
+    scheme = "" if profile.scheme.bits == 16 else f", {profile.scheme}"
+    cells = (name, layers, weights + scheme, _kv(profile), off, group or "-", step or "-", who)
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def _kv(profile: ModelProfile) -> str:
+    sizes = Sizes.of(profile, settings(profile, min(8192, profile.max_position_embeddings)), 1, stages=2)
+    size = sizes.kv.block_bytes(0, profile.num_layers) * sizes.kv.sequence_blocks
+    return f"{size / 2**30:.2f} GiB"
+
+
+_QUESTIONS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
+    ("A 70B model in bf16 for one small GPU and one CPU pod", "Llama-3.1-70B-Instruct", "A", {}),
+    ("DeepSeek-V3.2 with CPU ranks", "DeepSeek-V3.2", "B", {}),
+    ("Kimi-K2-Thinking in 4 bits", "Kimi-K2-Thinking", "B", {}),
+    ("MiniMax-M2 in FP8", "MiniMax-M2", "B", {}),
+    ("A model in NVFP4", "Llama-3.3-70B-Instruct-NVFP4", "B", {}),
+    ("FP8 with one scale a tensor", "Llama-3.1-8B-Instruct-FP8", "A", {}),
+    ("Gemma-3 with images", "gemma-3-27b-it", "B", {}),
+    ("An encoder on a CPU", "Qwen2.5-VL-7B-Instruct", "A", {"parallelism": {"stageOrder": "Auto"}}),
+    ("AWQ in float16", "Llama-3.3-70B-Instruct-AWQ", "B", {"engine": {"dtype": "float16"}}),
+    ("Quantization at load", "Llama-3.1-8B-Instruct", "A", {"engine": {"args": ["--quantization", "fp8"]}}),
+    ("Experts without a gate", "Nemotron-3-Nano-30B-A3B", "B", {}),
+    ("More context than the model was made for", "phi-4", "B", {"engine": {"maxModelLen": 32768}}),
+)
+
+
+def _answers() -> str:
+    parts = ["\n## Twelve that do not fit or cannot run, as `heteroinfer plan` answers\n"]
+    for title, name, group, fields in _QUESTIONS:
+        try:
+            ask(recorded_profiles()[name], group, **fields)
+        except PlanError as error:
+            parts.append(f"**{title}** ({name}, group {group}):\n```\nerror: {error.message}\n```\n")
+        else:
+            raise AssertionError(f"{title}: expected a refusal")
+    return "\n".join(parts)
+
+
+def _account() -> str:
+    planned = ask(recorded_profiles()["DeepSeek-V3"], "B")
+    lines = [
+        f"predicted decode step of one request: {predict(planned.plan)}",
+        *describe_speed(planned),
+        describe_capacity(planned),
+        *describe_choices(planned),
+    ]
+    return "\n## What is said of one that fits: DeepSeek-V3, group B\n```\n" + "\n".join(lines) + "\n```\n"
+
+
+def build_page() -> str:
+    """Returns the page."""
+    rows = "\n".join(_row(shape.name, recorded_profiles()[shape.name]) for shape in SHAPES)
+    return f"{_HEAD.read_text()}{rows}\n{_answers()}{_account()}"
+
+
+def main() -> int:
+    """Writes or checks the page; returns the exit code."""
+    if "--check" in sys.argv:
+        return int(PAGE.read_text() != build_page())
+    PAGE.write_text(build_page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
