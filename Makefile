@@ -57,13 +57,13 @@ unit: setup  ## pure tests, seconds
 
 # Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
 LONGEST := --durations=100 --durations-min=5
-COMPUTING := $(addprefix tests/integration/,worker kernels bridge up bench fetch models)
+COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models)
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
 	@./.ci/lanes computing waiting
 
 computing: setup  ## those of them that start vLLM or compile
-	$(PYTEST) $(LONGEST) $(COMPUTING)
+	$(PYTEST) $(LONGEST) $(COMPUTING) -m "not feed_forward_matrix"
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
 	@$(BIN)/python -m tests.cluster build
@@ -82,6 +82,10 @@ cluster-tests: need-root setup  ## the test cluster's own tests, once for each s
 
 nodes: cluster-tests waiting e2e
 .PHONY: computing waiting cluster-tests nodes
+
+feed-forward: setup  ## 20 architectures with feed-forward ranks on CPUs: the tokens of transformers
+	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix
+.PHONY: feed-forward
 
 gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-scheduler, which it builds; root
 	@$(BIN)/python -m tests.cluster build

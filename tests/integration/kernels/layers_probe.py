@@ -16,9 +16,9 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_heteroinfer.kernels import linear
+from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.patches import cpu_linear, replacing
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PatchError
-from vllm_heteroinfer.rank.worker.group_worker import weight_bytes
 
 ROWS, INPUTS = 5, 64
 

@@ -17,7 +17,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 from vllm_heteroinfer.rank.worker.weight_loading import counted
 config, said, read = LoadConfig(load_format=sys.argv[2]), [], 0
-runner = Values(load_config=config)
+runner = Values(load_config=config, vllm_config=Values(load_config=config))
 with counted(runner, lambda done, total: said.append((done, total))):
     loader = get_model_loader(runner.load_config)
     if hasattr(loader, "get_all_weights"):

@@ -25,7 +25,12 @@ _SHOWN_CHARS: Final = 200
 
 def to_json(value: Any) -> str:
     """Returns the one JSON text of a contract dataclass: keys sorted, no spaces."""
-    return json.dumps(dataclasses.asdict(value), sort_keys=True, separators=(",", ":"))
+    return text_of(dataclasses.asdict(value))
+
+
+def text_of(raw: Mapping[str, Any]) -> str:
+    """Returns the one JSON text of an object: keys sorted, no spaces."""
+    return json.dumps(raw, sort_keys=True, separators=(",", ":"))
 
 
 def from_json(cls: type[T], text: str, *, where: str = "", tolerant: bool = False) -> T:

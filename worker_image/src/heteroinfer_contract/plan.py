@@ -4,8 +4,9 @@ Stdlib only. A plan is a value: computed before any pod exists, kept in an immut
 ConfigMap, and compared by its hash in the supervisors' first hand-shake.
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -33,6 +34,23 @@ class Mode(StrEnum):
     """Each stage holds whole layers."""
     TENSOR = "Tensor"
     """GPU and CPU ranks split each layer."""
+    FEED_FORWARD = "FeedForward"
+    """GPU ranks keep attention; CPU ranks of their pods compute experts and MLPs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardShare:
+    """What a feed-forward rank computes for the stage that it serves.
+
+    Attributes:
+        layers: whose experts (MoE layers) or MLP (dense layers) it has a part of, ascending; the
+            same for every feed-forward rank of a stage.
+        share: how many of the intermediate columns it has, in relation to the shares of the
+            stage's other feed-forward ranks; at least 1.
+    """
+
+    layers: tuple[int, ...]
+    share: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +58,23 @@ class RankAssignment:
     """One rank's assignment: its pod, device and share of the model.
 
     Attributes:
-        rank: global rank, from 0; ranks number through stages, then within a stage.
+        rank: global rank, from 0; ranks number through stages, then within a stage, then through
+            feed-forward ranks.
         local_rank: rank within its pod, from 0.
         pod: index of its pod in the group, from 0; pod 0 is the leader's.
         role: name of the role in the spec.
         device: what it computes on.
-        stage: pipeline stage, from 0.
-        tensor_rank: rank within its stage's tensor-parallel group, from 0.
-        first_layer: first transformer layer it holds.
-        end_layer: one past the last layer it holds.
+        stage: pipeline stage, from 0; of a feed-forward rank, the stage that it serves.
+        tensor_rank: rank within its stage's tensor-parallel group, from 0; of a feed-forward rank,
+            its number among those of its stage.
+        first_layer: first transformer layer it holds a part of.
+        end_layer: one past the last layer it holds a part of.
         kv_cache_bytes: size of its KV cache, in bytes.
         weight_bytes: predicted size of its weights, in bytes.
         predicted_step_s: predicted compute time of a decode step of one request, in
             seconds; 0 when unknown.
+        feed_forward: what it computes if it is a feed-forward rank: one without attention, KV
+            cache and scheduler, in the pod of the stage that it serves; else None.
     """
 
     rank: int
@@ -67,10 +89,13 @@ class RankAssignment:
     kv_cache_bytes: int
     weight_bytes: int = 0
     predicted_step_s: float = 0.0
+    feed_forward: FeedForwardShare | None = None
 
     @property
     def num_layers(self) -> int:
-        """Returns how many transformer layers the rank holds."""
+        """Returns how many transformer layers the rank holds, whole or a part of."""
+        if self.feed_forward is not None:
+            return len(self.feed_forward.layers)
         return self.end_layer - self.first_layer
 
 
@@ -125,10 +150,10 @@ class Plan:
     """A whole group.
 
     Attributes:
-        mode: pipeline or tensor.
-        tensor_parallel_size: ranks of one stage.
+        mode: how GPU and CPU ranks share the model.
+        tensor_parallel_size: ranks of one stage, feed-forward ranks not counted.
         pipeline_parallel_size: stages.
-        ranks: by rank; `ranks[i].rank == i`.
+        ranks: by rank; `ranks[i].rank == i`; vLLM's own first, then feed-forward ranks.
         engine: settings that agree between all ranks.
     """
 
@@ -143,42 +168,52 @@ class Plan:
 
         Raises:
             ContractError: ranks are not 0..world_size-1 in order, a pod's ranks are
-                not together, sizes do not multiply to the world size, a rank is not in
-                the stage that its number says, or the stages' layers leave a gap.
+                not together, sizes do not multiply to the number of vLLM's ranks, a rank is not
+                in the place that its number says, the stages' layers leave a gap, or
+                feed-forward ranks don't fit the mode or their stage.
         """
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
             raise ContractError("Plan.ranks: expected ranks 0..world_size-1 in order")
-        if self.tensor_parallel_size * self.pipeline_parallel_size != self.world_size:
+        if self.tensor_parallel_size * self.pipeline_parallel_size != len(self.stage_ranks):
             raise ContractError(
-                f"Plan: got {self.world_size} ranks, expected tensor_parallel_size "
+                f"Plan: got {len(self.stage_ranks)} ranks, expected tensor_parallel_size "
                 f"{self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size}"
             )
-        if [pod.index for pod in self.pods] != list(range(len(self.pods))):
-            raise ContractError("Plan.ranks: expected pods 0..n-1, each with adjacent ranks")
-        for pod in self.pods:
-            for local_rank, rank in enumerate(pod.ranks):
-                self._check_assignment(rank, local_rank)
+        self._check_pods()
+        for rank in self.stage_ranks:
+            self._check_assignment(rank)
+        self._check_feed_forward()
 
     @property
     def world_size(self) -> int:
-        """Returns the number of ranks."""
+        """Returns the number of ranks, feed-forward ranks among them."""
         return len(self.ranks)
+
+    @property
+    def stage_ranks(self) -> tuple[RankAssignment, ...]:
+        """Returns the ranks that vLLM's world has, by rank: those that hold a stage."""
+        return tuple(rank for rank in self.ranks if rank.feed_forward is None)
+
+    def feed_forward_ranks(self, stage: int) -> tuple[RankAssignment, ...]:
+        """Returns the feed-forward ranks that serve a stage, by their number in it."""
+        return tuple(r for r in self.ranks if r.feed_forward is not None and r.stage == stage)
 
     @property
     def pods(self) -> tuple[PodAssignment, ...]:
         """Returns the pods of the group by index; pod 0 is the leader."""
         return tuple(
             PodAssignment(index=index, role=ranks[0].role, device=ranks[0].device, ranks=ranks)
-            for index, ranks in self._by_pod()
+            for index in sorted({rank.pod for rank in self.ranks})
+            if (ranks := tuple(rank for rank in self.ranks if rank.pod == index))
         )
 
     @property
     def layers_by_stage(self) -> tuple[int, ...]:
         """Returns the number of layers of each pipeline stage."""
-        return tuple(r.num_layers for r in self.ranks if r.tensor_rank == 0)
+        return tuple(r.num_layers for r in self.stage_ranks if r.tensor_rank == 0)
 
     def stage(self, index: int) -> tuple[RankAssignment, ...]:
-        """Returns the ranks that split the layers of a stage, by tensor rank."""
+        """Returns the ranks that split the layers of a stage, by tensor rank; no feed-forward ranks."""
         first = index * self.tensor_parallel_size
         return self.ranks[first : first + self.tensor_parallel_size]
 
@@ -192,8 +227,12 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """Returns the one JSON text of this plan."""
-        return codec.to_json(self)
+        """Returns the one JSON text of this plan: without feed-forward ranks, that of older versions."""
+        raw = dataclasses.asdict(self)
+        for rank in raw["ranks"]:
+            if rank["feed_forward"] is None:
+                del rank["feed_forward"]
+        return codec.text_of(raw)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -217,13 +256,25 @@ class Plan:
             )
         return _parsed(env[names.ENV_PLAN])
 
-    def _check_assignment(self, rank: RankAssignment, local_rank: int) -> None:
+    def _check_pods(self) -> None:
+        pods = self.pods
+        of_stages = [pod for pod, _ in groupby(self.stage_ranks, key=lambda rank: rank.pod)]
+        if [pod.index for pod in pods] != list(range(len(pods))) or of_stages != sorted(set(of_stages)):
+            raise ContractError("Plan.ranks: expected pods 0..n-1, each with adjacent ranks")
+        for pod in pods:
+            for local_rank, rank in enumerate(pod.ranks):
+                if rank.local_rank != local_rank:
+                    raise ContractError(
+                        f"Plan.ranks[{rank.rank}]: got local_rank {rank.local_rank}, expected {local_rank}"
+                    )
+
+    def _check_assignment(self, rank: RankAssignment) -> None:
         stage, tensor_rank = divmod(rank.rank, self.tensor_parallel_size)
         where = f"Plan.ranks[{rank.rank}]"
-        if (rank.stage, rank.tensor_rank, rank.local_rank) != (stage, tensor_rank, local_rank):
+        if (rank.stage, rank.tensor_rank) != (stage, tensor_rank):
             raise ContractError(
                 f"{where}: got stage {rank.stage}, tensor_rank {rank.tensor_rank}, "
-                f"local_rank {rank.local_rank}, expected {stage}, {tensor_rank}, {local_rank}"
+                f"expected {stage}, {tensor_rank}"
             )
         before = self.ranks[(stage - 1) * self.tensor_parallel_size].end_layer if stage else 0
         same_stage = self.ranks[stage * self.tensor_parallel_size]
@@ -233,9 +284,48 @@ class Plan:
                 f"{before}, where the stage before ends, and to be the same in the whole stage"
             )
 
-    def _by_pod(self) -> Iterator[tuple[int, tuple[RankAssignment, ...]]]:
-        for index, ranks in groupby(self.ranks, key=lambda r: r.pod):
-            yield index, tuple(ranks)
+    def _check_feed_forward(self) -> None:
+        own = self.ranks[len(self.stage_ranks) :]
+        if any(rank.feed_forward is None for rank in own):
+            raise ContractError("Plan.ranks: expected feed-forward ranks after all others")
+        if bool(own) != (self.mode is Mode.FEED_FORWARD):
+            raise ContractError(
+                f"Plan: got mode {self.mode} with {len(own)} feed-forward ranks, expected some in mode "
+                f"{Mode.FEED_FORWARD} and none in any other"
+            )
+        for rank in own:
+            self._check_share(rank)
+
+    def _check_share(self, rank: RankAssignment) -> None:
+        where, share = f"Plan.ranks[{rank.rank}]", rank.feed_forward
+        assert share is not None
+        if not 0 <= rank.stage < self.pipeline_parallel_size:
+            raise ContractError(f"{where}: got stage {rank.stage}, expected one of the plan's")
+        served = self.stage(rank.stage)[0]
+        peers = self.feed_forward_ranks(rank.stage)
+        if rank.device is not Device.CPU or rank.pod != served.pod or rank.tensor_rank != peers.index(rank):
+            raise ContractError(
+                f"{where}: got {rank.device} in pod {rank.pod} as number {rank.tensor_rank}, expected CPU in "
+                f"pod {served.pod}, which holds stage {rank.stage}, as number {peers.index(rank)}"
+            )
+        layers = share.layers
+        ordered = bool(layers) and list(layers) == sorted(set(layers))
+        if not ordered or layers[0] < served.first_layer or layers[-1] >= served.end_layer:
+            raise ContractError(
+                f"{where}: got layers {list(layers)}, expected some of {served.first_layer}.."
+                f"{served.end_layer - 1}, ascending"
+            )
+        if (rank.first_layer, rank.end_layer) != (layers[0], layers[-1] + 1) or share.share < 1:
+            raise ContractError(
+                f"{where}: got first_layer {rank.first_layer}, end_layer {rank.end_layer}, share "
+                f"{share.share}, expected {layers[0]}, {layers[-1] + 1}, and a share of at least 1"
+            )
+        first = peers[0].feed_forward
+        if first is None or layers != first.layers:
+            raise ContractError(
+                f"{where}: got other layers than rank {peers[0].rank}, expected the same for all "
+                f"feed-forward ranks of stage {rank.stage}"
+            )
 
 
 @lru_cache(maxsize=1)

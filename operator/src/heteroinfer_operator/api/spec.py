@@ -4,7 +4,7 @@ Attribute docstrings become the descriptions of the CRD. Pure.
 """
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -39,7 +39,8 @@ class StageOrder(StrEnum):
 class ParallelismSpec(Model):
     """How the ranks share the model; whatever is left out is planned."""
 
-    mode: Mode = Mode.PIPELINE
+    # Feed-forward mode is not planned yet.
+    mode: Literal[Mode.PIPELINE, Mode.TENSOR] = Mode.PIPELINE
     """Pipeline: each stage holds whole layers. Tensor: GPU and CPU ranks split each layer."""
     tensor: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
     """Ranks of a stage."""

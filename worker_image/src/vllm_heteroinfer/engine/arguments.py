@@ -18,6 +18,7 @@ from heteroinfer_contract.refused_args import (
     Unsupported,
     find_refused,
 )
+from vllm_heteroinfer.feed_forward import placement
 from vllm_heteroinfer.pod import addresses
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
     if refused is not None:
         raise ContractError(str(refused))
     _check_stages(plan)
+    placement.check_plan(plan)
     # The planner says so too; a plan written by hand must not hang in its first captured graph.
     eager_gpu = engine.eager_gpu or eager_reason(plan) is not None
     eager = engine.eager_cpu if rank.device is Device.CPU else eager_gpu
@@ -58,16 +60,23 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
         *("--tensor-parallel-size", str(plan.tensor_parallel_size)),
         *("--pipeline-parallel-size", str(plan.pipeline_parallel_size)),
         "--enforce-eager" if eager else "--no-enforce-eager",
-        "--no-async-scheduling",
+        *_scheduling(plan, rank),
         *_only_with_cpu_ranks(plan, rank),
         # Collectives on shared memory of one node would not reach the other pods.
         "--disable-custom-all-reduce",
-        *("--scheduler-cls", SCHEDULER),
         *("--distributed-timeout-seconds", timeout_s),
         *("--cpu-distributed-timeout-seconds", timeout_s),
         *("--host", addresses.bind_host_ipv4(launch.leader.host)),
         *("--port", str(launch.leader.api_port)),
     ]
+
+
+def _scheduling(plan: Plan, rank: RankAssignment) -> list[str]:
+    """Returns what schedules: vLLM's own, a step ahead, where one GPU holds all layers; else ours."""
+    if placement.schedules_asynchronously(plan):
+        # A feed-forward rank's configuration is for its model only; vLLM has no such scheduling on CPUs.
+        return ["--async-scheduling" if rank.device is Device.GPU else "--no-async-scheduling"]
+    return ["--no-async-scheduling", "--scheduler-cls", SCHEDULER]
 
 
 def _check_stages(plan: Plan) -> None:

@@ -19,6 +19,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from heteroinfer_contract.parent_death import die_with_parent
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.feed_forward import placement
 from vllm_heteroinfer.group import fingerprint, kv_blocks, queues
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
 from vllm_heteroinfer.group.rendezvous import GroupStore
@@ -62,8 +63,8 @@ class GroupExecutor(MultiprocExecutor):
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """Returns False: vLLM's first model runner cannot do it across stages."""
-        return False
+        """Returns whether one GPU holds all stages: vLLM's first model runner cannot do it across several."""
+        return placement.schedules_asynchronously(Plan.from_env(os.environ))
 
     def _init_executor(self) -> None:
         """Meets every rank; returns when all have loaded their weights.
@@ -80,22 +81,24 @@ class GroupExecutor(MultiprocExecutor):
         self.shutting_down = False
         plan, launch = Plan.from_env(os.environ), PodLaunch.from_env(os.environ)
         self._plan = plan
-        self.world_size = plan.world_size
+        self.world_size = len(plan.stage_ranks)  # feed-forward ranks are called by nobody
         self.output_rank = self._get_output_rank()
         self._starting: Deadline | None = Deadline.after(NO_LIMIT_S)
         deadline = self._starting
         self._store = GroupStore.connect(launch, deadline)
         self._check_settings(plan, deadline)
-        for rank in range(plan.world_size):
+        for rank in range(self.world_size):
             self._store.get(f"loaded/{rank}", deadline, what=f"word from rank {rank} that it has loaded")
         # Queues are made last: until all are connected their shared memory has names, which
         # would be left behind if the group ended just then.
         self.rpc_broadcast_mq = MessageQueue(
-            plan.world_size, len(plan.pods[0].ranks), connect_ip=addresses.own_address(os.environ)
+            self.world_size,
+            sum(rank.pod == 0 for rank in plan.stage_ranks),
+            connect_ip=addresses.own_address(os.environ),
         )
         self._store.put("executor", queues.handle_to_json(self.rpc_broadcast_mq))
         self.response_mqs = []
-        for rank in range(plan.world_size):
+        for rank in range(self.world_size):
             text = self._store.get(f"rank/{rank}", deadline, what=f"message queue of rank {rank}")
             self.response_mqs.append(queues.open_queue(text, 0))
         queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="a rank")

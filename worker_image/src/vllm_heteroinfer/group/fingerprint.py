@@ -28,6 +28,8 @@ _SMALL_FILES = (
     "*.index.json",
 )
 
+_OF_A_DEVICE = frozenset({"enforce_eager", "async_scheduling"})
+"""Settings that ranks of different devices may differ in: a GPU rank alone may schedule a step ahead."""
 _REMEDIES = {
     "model": "mount the same files at spec.model in every pod",
     "vllm": "use one worker image for every role",
@@ -122,7 +124,7 @@ def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
     """Raises ConfigMismatchError, the same on every rank, unless all ranks agree with rank 0.
 
     Args:
-        plan: names pods and roles; ranks of different devices may differ in `enforce_eager`.
+        plan: names pods and roles; ranks of different devices may differ in what is of a device.
         fingerprints: by rank.
     """
     expected = fingerprints[0]
@@ -130,7 +132,7 @@ def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
     for rank, got in zip(plan.ranks, fingerprints, strict=True):
         same_device = rank.device is plan.ranks[0].device
         for field in sorted(expected.keys() | got.keys()):
-            if field == "enforce_eager" and not same_device:
+            if field in _OF_A_DEVICE and not same_device:
                 continue
             if got.get(field) != expected.get(field):
                 first = rank.rank if first is None else first

@@ -32,10 +32,10 @@ def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_b
         headroom_blocks(blocks=blocks, size_bytes=size, headroom_bytes=headroom)
         for size, headroom in zip(sizes_bytes, headrooms_bytes, strict=True)
     ]
-    tightest = min(plan.ranks, key=lambda rank: could[rank.rank])
+    tightest = min(plan.stage_ranks, key=lambda rank: could[rank.rank])
     headroom = could[tightest.rank]
     by_plan = f", of which the plan gives {blocks}" if headroom > blocks else ""
-    each = ", ".join(f"rank {rank.rank} {could[rank.rank]}" for rank in plan.ranks)
+    each = ", ".join(f"rank {rank.rank} {could[rank.rank]}" for rank in plan.stage_ranks)
     return (
         f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank; rank {tightest.rank} "
         f"(role {tightest.role}, {tightest.device}) limits it: "

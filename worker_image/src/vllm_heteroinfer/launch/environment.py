@@ -22,6 +22,11 @@ HIDE_GPUS = "-1"
 """The empty string would keep Triton on, and the sampler dies without a driver (vLLM 0.32.0)."""
 READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "LD_")
 """Variables that begin so are read when a library is loaded: a fork has its parent's, whatever they say."""
+GOMP_SPINCOUNT = "GOMP_SPINCOUNT"
+OPENMP_SPINS = "20000000"
+"""Tens of milliseconds: a feed-forward rank's threads are awake for the next layer's ask."""
+FEED_FORWARD_SPIN_S = 0.002
+"""Longer than a GPU takes between two layers' asks, shorter than a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,11 @@ def rank_environment(
     for name, value in _thread_settings(plan, launch, cpu_set, host).items():
         env.setdefault(name, value)
     env[names.ENV_MEMORY_NODES] = _memory_nodes(cpu_set, host)
+    if rank.feed_forward is not None:
+        spin = spin_s(plan, launch, env, host)
+        env.setdefault(names.ENV_FEED_FORWARD_SPIN, repr(spin))
+        if spin:
+            env.setdefault(GOMP_SPINCOUNT, OPENMP_SPINS)
     return env
 
 
@@ -107,6 +117,18 @@ def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:
     """Returns how many compute threads each CPU rank of this pod gets where none is bound, at least 1."""
     ranks = len(ranks_on_machine(plan, launch, Device.CPU))
     return max(1, (host.usable_cpus - _reserved_cpus(plan, launch, host)) // ranks)
+
+
+def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) -> float:
+    """Returns how long a feed-forward rank spins for its next ask before it sleeps, in seconds.
+
+    Under a CPU limit spinning uses up the time that computing needs (CFS throttling), and with fewer
+    CPUs than threads it keeps others from running.
+    """
+    threads = int(env.get(OMP_NUM_THREADS, "1")) * len(ranks_on_machine(plan, launch, Device.CPU))
+    limited = host.usable_cpus < len(host.cpus)
+    crowded = threads + _reserved_cpus(plan, launch, host) > host.usable_cpus
+    return 0.0 if limited or crowded else FEED_FORWARD_SPIN_S
 
 
 def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> CpuSet | None:

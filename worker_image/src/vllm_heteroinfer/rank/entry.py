@@ -120,7 +120,6 @@ def run(
     agree(plan, rank, config, store, startup)
 
     from vllm_heteroinfer.rank.context import RankContext
-    from vllm_heteroinfer.rank.rank_process import RankProcess
 
     context = RankContext(
         plan=plan,
@@ -134,6 +133,12 @@ def run(
         fail=fail,
         memory_nodes=memory_nodes(os.environ),
     )
+    if rank.feed_forward is not None:
+        from vllm_heteroinfer.feed_forward.rank import serve
+
+        serve(context, config)
+    from vllm_heteroinfer.rank.rank_process import RankProcess
+
     RankProcess(config, context).worker_busy_loop()
 
 
@@ -189,10 +194,13 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
 
 def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Failure:
     """Returns what to report of an error in a rank; one that is not `starting` has been ready before."""
+    from vllm_heteroinfer.feed_forward.errors import LaneError
     from vllm_heteroinfer.group.fingerprint import ConfigMismatchError
 
     if isinstance(error, ConfigMismatchError):
         reason, culprit = FailureReason.CONFIG_MISMATCH, error.rank
+    elif isinstance(error, LaneError):
+        reason, culprit = FailureReason.STEP_TIMEOUT, error.rank
     elif isinstance(error, ContractError):
         reason, culprit = FailureReason.BAD_SETTINGS, rank.rank
     elif isinstance(error, TimeoutError) and starting:

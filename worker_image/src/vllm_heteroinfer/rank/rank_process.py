@@ -1,6 +1,8 @@
 """One rank: its worker and the loop that runs the executor's calls. Imports vLLM."""
 
 import os
+import queue
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -64,13 +66,18 @@ class RankProcess(WorkerProc):
             ]
         )
         self.worker = wrapper
-        self.use_async_scheduling = False
+        self.use_async_scheduling = bool(config.scheduler_config.async_scheduling)
         wrapper.attach(context)
         wrapper.init_device()
         self.setup_proc_title_and_log_prefix(enable_ep=False)
         wrapper.load_model()
         current_platform.update_block_size_for_backend(config)
         self._connect()
+        if self.use_async_scheduling:
+            self.async_output_queue: queue.Queue[Any] = queue.Queue()
+            threading.Thread(
+                target=self.async_output_busy_loop, name="heteroinfer-async-output", daemon=True
+            ).start()
         enable_envs_cache()
 
     def _connect(self) -> None:

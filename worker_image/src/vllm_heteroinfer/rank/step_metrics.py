@@ -41,6 +41,7 @@ class Step:
         transfer_bytes: by direction.
         tokens: prompt tokens and others, once known.
         left: whether the worker is in none of the step's calls.
+        began: when its first call began, by time.perf_counter().
         runs_on: whether the device still works on it after the worker's calls.
         device_s: tells the time of the forward pass on the device; None on CPU ranks.
     """
@@ -51,6 +52,7 @@ class Step:
     transfer_bytes: dict[str, int] = field(default_factory=lambda: {"send": 0, "recv": 0})
     tokens: tuple[int, int] | None = None
     left: bool = False
+    began: float = 0.0
     runs_on: bool = False
     device_s: Callable[[], float] | None = None
 
@@ -68,7 +70,7 @@ class RankMetrics:
         self.registry = CollectorRegistry()
         self.counts = counts
         self._reporter = reporter
-        self._labels = (launch.group, str(rank.rank), str(rank.stage), rank.role, rank.device.value)
+        self.labels = (launch.group, str(rank.rank), str(rank.stage), rank.role, rank.device.value)
         by_phase, by_direction = (*names.RANK_LABELS, "phase"), (*names.RANK_LABELS, "direction")
 
         def histogram(name: str, text: str, labels: tuple[str, ...]) -> Histogram:
@@ -83,7 +85,7 @@ class RankMetrics:
         self._tokens = self._counter(names.TOKENS_TOTAL, "Tokens that passed this rank", by_phase)
         self._idle = self._counter(
             names.IDLE_SECONDS_TOTAL, "Between steps, waiting for the engine's next call", names.RANK_LABELS
-        ).labels(*self._labels)
+        ).labels(*self.labels)
         self.kv_cache_bytes = self._gauge(names.KV_CACHE_BYTES, "Size of this rank's KV cache")
         self.kv_blocks = self._gauge(names.KV_BLOCKS, "KV blocks of the group")
         self.weight_bytes = self._gauge(names.WEIGHT_BYTES, "Size of this rank's weights as loaded")
@@ -104,6 +106,7 @@ class RankMetrics:
         self._busy: str | None = None
         self._step = Step()
         self._left: float | None = None
+        self._ended = 0.0
         self._inside = False
         self._lock = threading.Lock()
 
@@ -122,7 +125,7 @@ class RankMetrics:
 
     def travels(self, between: str, path: str) -> None:
         """Says how tensors travel: between `stages` or `ranks` of a stage, by `shared_memory` or `gloo`."""
-        self._transport.labels(*self._labels, between, path).set(1)
+        self._transport.labels(*self.labels, between, path).set(1)
 
     def on_device(self, seconds: Callable[[], float]) -> None:
         """Says how to read the time of this step's forward pass on the device, once the step is over."""
@@ -132,6 +135,7 @@ class RankMetrics:
         """Begins, or goes on with, the step that the worker was called for."""
         with self._lock:
             self._entered, self._inside, self._step.left = time.perf_counter(), True, False
+            self._step.began = self._step.began or self._entered
             if self._left is not None:
                 self._idle.inc(self._entered - self._left)
         self._busy = f"step {self._steps + 1}"
@@ -170,6 +174,30 @@ class RankMetrics:
 
         return done
 
+    def runs_ahead(self) -> Callable[[], None]:
+        """Says that the device still works on this step when the next one is called; as `runs_on`.
+
+        Steps overlap then: one counts from the end of that before, if that is later than its first call.
+
+        Returns:
+            What to call once, from any thread, when its answer is there.
+        """
+        step = self._step
+        step.runs_on = True
+
+        def done() -> None:
+            with self._lock:
+                now = time.perf_counter()
+                step.step_s = now - max(step.began, self._ended)
+                self._ended = now
+                if not self._inside:
+                    self._left = now
+                step.runs_on = False
+                if step.tokens is not None:
+                    self._record(step, step.tokens)
+
+        return done
+
     def finish_step(self, *, prefill_tokens: int, decode_tokens: int) -> None:
         """Records the step whose calls have all been left.
 
@@ -196,18 +224,18 @@ class RankMetrics:
         self._reporter.step(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
 
     def _count(self, step: Step, phase: str, tokens: tuple[int, int], compute_s: float) -> None:
-        self._step_seconds.labels(*self._labels, phase).observe(step.step_s)
-        self._compute.labels(*self._labels, phase).observe(compute_s)
-        self._wait.labels(*self._labels, phase).observe(step.wait_s)
+        self._step_seconds.labels(*self.labels, phase).observe(step.step_s)
+        self._compute.labels(*self.labels, phase).observe(compute_s)
+        self._wait.labels(*self.labels, phase).observe(step.wait_s)
         if step.device_s is not None:
-            self._device.labels(*self._labels, phase).observe(step.device_s())
+            self._device.labels(*self.labels, phase).observe(step.device_s())
         for direction in ("send", "recv"):
             if step.transfer_bytes[direction]:
-                self._transfer.labels(*self._labels, direction).observe(step.transfer_s[direction])
-                self._bytes.labels(*self._labels, direction).inc(step.transfer_bytes[direction])
+                self._transfer.labels(*self.labels, direction).observe(step.transfer_s[direction])
+                self._bytes.labels(*self.labels, direction).inc(step.transfer_bytes[direction])
         for label, count in zip((names.PHASE_PREFILL, names.PHASE_DECODE), tokens, strict=True):
             if count:
-                self._tokens.labels(*self._labels, label).inc(count)
+                self._tokens.labels(*self.labels, label).inc(count)
 
     def _average(self, *newest: float) -> None:
         old = self._averages or newest
@@ -217,7 +245,7 @@ class RankMetrics:
         return Counter(name, text, labels, registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, names.RANK_LABELS, registry=self.registry).labels(*self._labels)
+        return Gauge(name, text, names.RANK_LABELS, registry=self.registry).labels(*self.labels)
 
 
 def fit_transfer(step: Step) -> None:

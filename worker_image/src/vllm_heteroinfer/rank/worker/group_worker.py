@@ -5,7 +5,7 @@ in a GPU process replaces functions of torch (facts: Platform).
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import (
     get_tp_group,
     get_world_group,
 )
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from heteroinfer_contract.group_report import RankPhase
 from heteroinfer_contract.plan import Device, Mode
@@ -21,15 +22,30 @@ from vllm_heteroinfer.distributed import communicators
 from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
 from vllm_heteroinfer.group import kv_blocks
 from vllm_heteroinfer.group.steps import count_tokens
+from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.worker import headroom, sampling, weight_loading
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from vllm_heteroinfer.feed_forward.asking import Asking
     from vllm_heteroinfer.rank.worker.tensor_group import TensorGroup
 
 _logger = logging.getLogger(__name__)
+
+
+class TimedOutput(AsyncModelRunnerOutput):
+    """A step's answer that is still on its way from the device; its step ends when it is there."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, done: Callable[[], None]) -> None:
+        self._output, self._done = output, done
+
+    def get_output(self) -> Any:
+        """Returns the answer, waiting for it."""
+        answer = self._output.get_output()
+        self._done()
+        return answer
 
 
 class GroupWorkerMixin:
@@ -39,6 +55,7 @@ class GroupWorkerMixin:
     _loaded_bytes = 0
     _transport: PipelineTransport | None = None
     tensor_group: "TensorGroup | None" = None
+    _asking: "Asking | None" = None
 
     def attach(self, context: RankContext) -> None:
         """Gives the worker its context; called once, before `init_device`."""
@@ -62,11 +79,21 @@ class GroupWorkerMixin:
         """Loads this stage's weights, then agrees with its neighbours on what a hop carries."""
         context = self.context
         context.reporter.phase(RankPhase.LOADING, 0, context.rank.weight_bytes)
-        with weight_loading.counted(self.model_runner, self._report_load):  # type: ignore[attr-defined]
-            super().load_model(**kwargs)  # type: ignore[misc]
+        if context.plan.mode is Mode.FEED_FORWARD:
+            from vllm_heteroinfer.feed_forward.asking import Asking
+
+            self._asking = Asking(context)
+        runner = self.model_runner  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        with nullcontext() if self._asking is None else self._asking.loading(config) as elsewhere:
+            leaves_out = (lambda _: False) if elsewhere is None else elsewhere.has
+            with weight_loading.counted(runner, self._report_load, leaves_out):
+                super().load_model(**kwargs)  # type: ignore[misc]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         self._loaded_bytes = weight_bytes(model)
         context.metrics.weight_bytes.set(self._loaded_bytes)
+        if self._asking is not None:
+            self._asking.start(model, config, self.device)  # type: ignore[attr-defined]
         context.reporter.phase(RankPhase.LOADING, self._loaded_bytes, self._loaded_bytes)
         if get_pp_group().world_size > 1:
             self._build_transport(model)
@@ -168,6 +195,8 @@ class GroupWorkerMixin:
         with self._call_of_step():
             if self.tensor_group is not None:
                 self.tensor_group.begin_step()
+            if self._asking is not None:
+                self._asking.begin_step()
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
             if self.tensor_group is not None and ends_here:
                 self.tensor_group.end_step()
@@ -190,6 +219,8 @@ class GroupWorkerMixin:
             output = super().sample_tokens(grammar_output)  # type: ignore[misc]
             if group is not None and meets_again:
                 group.end_step()
+            if isinstance(output, AsyncModelRunnerOutput):
+                output = TimedOutput(output, self.context.metrics.runs_ahead())
         self._finish_step()
         return output
 
@@ -250,21 +281,3 @@ class GroupWorkerMixin:
                 f"rank {context.rank.rank} expects hidden states {ours}, but rank {peer} sends {theirs}; "
                 "mount the same model in every pod"
             )
-
-
-def weight_bytes(model: Any) -> int:
-    """Returns the size of a loaded model's weights, in bytes.
-
-    A CPU linear layer hands its weight to oneDNN, packed, and keeps an empty tensor, so it is
-    counted by its shape. Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0.
-    """
-    total = sum(
-        tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    )
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if weight is not None and weight.numel() == 0 and hasattr(module, "output_size_per_partition"):
-            total += (
-                module.input_size_per_partition * module.output_size_per_partition * weight.element_size()
-            )
-    return total

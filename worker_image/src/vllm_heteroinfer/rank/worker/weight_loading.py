@@ -14,15 +14,18 @@ COUNTED: Final = "heteroinfer_counted"
 
 
 @contextmanager
-def counted(runner: Any, report: Callable[[int, int], None]) -> Iterator[None]:
+def counted(
+    runner: Any, report: Callable[[int, int], None], leaves_out: Callable[[str], bool] = lambda _: False
+) -> Iterator[None]:
     """Has a model runner's load tell how far it is, while the context lasts.
 
     A stage passes by the tensors of other stages, and does not read them. Formats with a loader of
     their own (tensorizer, runai_streamer, sharded_state, ...) tell nothing on the way.
 
     Args:
-        runner: vLLM's; its `load_config` names another loader meanwhile.
+        runner: vLLM's; its configuration names another loader meanwhile.
         report: called with the bytes of the checkpoint that are dealt with, and all of them.
+        leaves_out: whether a tensor of the checkpoint, by its name, is not this rank's.
 
     Source: vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader@v0.32.0.
     """
@@ -31,16 +34,20 @@ def counted(runner: Any, report: Callable[[int, int], None]) -> Iterator[None]:
     if not issubclass(loader, DefaultModelLoader):
         yield
         return
-    register_model_loader(COUNTED)(_counting(loader, config, report))
-    runner.load_config = dataclasses.replace(config, load_format=COUNTED)
+    register_model_loader(COUNTED)(_counting(loader, config, report, leaves_out))
+    # A GPU's runner reads its own, a CPU's that of the whole configuration.
+    runner.load_config = runner.vllm_config.load_config = dataclasses.replace(config, load_format=COUNTED)
     try:
         yield
     finally:
-        runner.load_config = config
+        runner.load_config = runner.vllm_config.load_config = config
 
 
 def _counting(
-    loader: type[DefaultModelLoader], config: Any, report: Callable[[int, int], None]
+    loader: type[DefaultModelLoader],
+    config: Any,
+    report: Callable[[int, int], None],
+    leaves_out: Callable[[str], bool],
 ) -> type[DefaultModelLoader]:
     class CountingLoader(loader):  # the user chooses its base
         done_bytes = 0
@@ -56,7 +63,8 @@ def _counting(
 
         def get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
             for name, tensor in super().get_all_weights(*args, **kwargs):
-                yield name, tensor
+                if not leaves_out(name):
+                    yield name, tensor
                 self.done_bytes += tensor.nbytes
                 report(min(self.done_bytes, self.total_bytes), self.total_bytes)
 

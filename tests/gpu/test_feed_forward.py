@@ -1,0 +1,74 @@
+"""A GPU rank with feed-forward ranks on CPUs: right tokens from CUDA graphs, and deaths while they replay."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import metric_names as names
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.plan import Device
+from tests.gpu.machine import visible_gpus
+from tests.gpu.scrape import scrape
+from tests.integration.feed_forward.groups import (
+    answers,
+    check_signal,
+    make_model,
+    reference,
+    serving,
+)
+
+pytestmark = pytest.mark.skipif(not visible_gpus(), reason="needs a GPU")
+
+ENV = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+FLOAT32 = ("--attention-backend", "TRITON_ATTN")
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 1)], ids=["one", "two"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "llama"])
+def test_graphs_give_the_tokens_of_transformers(
+    architecture: str, shares: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = make_model(architecture, tmp_path)
+    expected = reference(model)
+    with serving(
+        architecture,
+        model,
+        tmp_path,
+        shares=shares,
+        device=Device.GPU,
+        env=ENV,
+        eager_gpu=False,
+        extra_args=FLOAT32,
+    ) as group:
+        assert answers(group) == expected
+        assert answers(group) == expected  # from the prefix cache
+        rows = scrape(group, 1).total(names.FEED_FORWARD_ROWS_TOTAL)
+        assert rows > 0
+        failure = check_signal(group, len(shares), signal.SIGKILL)
+        assert failure.reason is FailureReason.RANK_EXITED
+
+
+def test_sleep_and_wake_keep_the_count_of_asks(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", tmp_path)
+    with serving(
+        "qwen3_moe",
+        model,
+        tmp_path,
+        device=Device.GPU,
+        env=ENV,
+        eager_gpu=False,
+        extra_args=(*FLOAT32, "--enable-sleep-mode"),
+    ) as group:
+        expected = answers(group)
+        group.post("/sleep?level=1", {})
+        group.post("/wake_up", {})
+        assert answers(group) == expected
+        time.sleep(random.Random().uniform(0.0, 0.3))
+        assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED

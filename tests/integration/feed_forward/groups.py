@@ -1,0 +1,92 @@
+"""Feed-forward groups on real processes: their models, what they must answer, and who ends them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.plan import Device
+from tests.integration.feed_forward import models
+from tests.integration.feed_forward.plans import feed_forward_plan
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON, Group, start_group
+
+NAMED_WITHIN_S = 2.0
+ENDED_WITHIN_S = 15.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def run_models(*arguments: str) -> str:
+    """Returns what tests.integration.feed_forward.models prints last; it needs the worker's Python."""
+    command = [str(WORKER_PYTHON), "-m", "tests.integration.feed_forward.models", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()[-1]
+
+
+def make_model(architecture: str, folder: Path, dtype: str = "float32") -> Path:
+    """Returns the folder of a tiny model, made if need be."""
+    return Path(run_models(architecture, str(folder / f"{architecture}-{dtype}"), "--dtype", dtype))
+
+
+def reference(model: Path) -> list[list[int]]:
+    """Returns transformers' greedy tokens after each of models.PROMPTS."""
+    tokens: list[list[int]] = json.loads(run_models("reference", str(model)))
+    return tokens
+
+
+@contextlib.contextmanager
+def serving(
+    architecture: str,
+    model: Path,
+    logs: Path,
+    *,
+    shares: Sequence[int] = (1,),
+    device: Device = Device.CPU,
+    env: dict[str, str] | None = None,
+    **engine: Any,
+) -> Iterator[Group]:
+    """Starts a group with every layer's feed-forward part on feed-forward ranks; yields it once it serves."""
+    remote = range(models.first_remote_layer(architecture), models.LAYERS)
+    plan = feed_forward_plan(
+        model, num_layers=models.LAYERS, remote=remote, shares=shares, device=device, **engine
+    )
+    with start_group(plan, logs, env={**ONE_THREAD, **(env or {})}) as group:
+        group.wait_ready()
+        yield group
+
+
+def answers(group: Group, tokens: int = models.ANSWER_TOKENS) -> list[list[int]]:
+    """Returns the group's greedy tokens after each prompt, all asked at once."""
+    with ThreadPoolExecutor(len(models.PROMPTS)) as pool:
+        return list(pool.map(lambda prompt: group.complete(prompt, tokens), models.PROMPTS))
+
+
+def check_signal(group: Group, rank: int, number: signal.Signals) -> Failure:
+    """Sends a signal to a rank while the group decodes; the group ends and names it in time.
+
+    Returns:
+        What the pod left as its failure.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        before = group.status().ranks[0].steps
+        requests = [pool.submit(group.complete, prompt, 400) for prompt in models.PROMPTS]
+        deadline = time.monotonic() + 60
+        while group.status().ranks[0].steps < before + 5:
+            assert time.monotonic() < deadline, group.logs()
+            time.sleep(0.02)
+        sent_at = time.time()
+        os.kill(group.rank_pid(rank), number)
+        group.children[0].process.wait(ENDED_WITHIN_S)
+        for request in requests:
+            assert request.exception(30) is not None, "a request was answered by a group that has ended"
+    failure = group.failure(0)
+    assert failure is not None, group.logs()
+    assert failure.rank == rank, failure
+    assert failure.time - sent_at < NAMED_WITHIN_S, failure
+    return failure

@@ -1,0 +1,195 @@
+"""Tiny models of many architectures with random weights, and what they must answer.
+
+Run it with the worker's Python, the one that has torch and transformers:
+
+    python -m tests.integration.feed_forward.models ARCHITECTURE DIR [--dtype bfloat16]   makes one
+    python -m tests.integration.feed_forward.models reference DIR         transformers' greedy tokens as JSON
+
+Imports torch and transformers inside functions only.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+LAYERS: Final = 3
+EXPERTS: Final = 8
+SPREAD: Final = 0.15
+"""Standard deviation of the weights: wide enough that greedy answers don't hang on rounding."""
+PROMPTS: Final = ((3, 17, 42, 5, 99, 7), tuple(range(10, 130, 3)))
+ANSWER_TOKENS: Final = 16
+
+_COMMON: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "hidden_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "initializer_range": SPREAD,
+    }
+)
+_WIDE: Final = {"intermediate_size": 256}
+_MOE: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, **_WIDE}
+_GROUPED: Final = {"n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
+_LATENT: Final = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+
+ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        # Mixtures of experts
+        "qwen3_moe": {**_MOE, "num_experts": EXPERTS, "head_dim": 32, "norm_topk_prob": True},
+        "qwen2_moe": {
+            **_MOE,
+            "num_experts": EXPERTS,
+            "shared_expert_intermediate_size": 96,
+            "norm_topk_prob": False,
+        },
+        "mixtral": {**_WIDE, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+        "deepseek_v2": {
+            **_MOE,
+            **_LATENT,
+            "n_routed_experts": EXPERTS,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+        },
+        "deepseek_v3": {
+            **_MOE,
+            **_LATENT,
+            **_GROUPED,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+        "glm4_moe": {
+            **_MOE,
+            "n_routed_experts": EXPERTS,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "head_dim": 32,
+            "use_qk_norm": True,
+        },
+        "gpt_oss": {
+            **_WIDE,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "sliding_window": 64,
+        },
+        "olmoe": {**_WIDE, "num_experts": EXPERTS, "num_experts_per_tok": 2},
+        "granitemoe": {**_WIDE, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+        "ernie4_5_moe": {
+            **_MOE,
+            "moe_num_experts": EXPERTS,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+        # Dense
+        "llama": {**_WIDE},
+        "qwen2": {**_WIDE},
+        "qwen3": {**_WIDE, "head_dim": 32},
+        "mistral": {**_WIDE, "head_dim": 32, "sliding_window": None},
+        "gemma2": {**_WIDE, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128},
+        "gemma3_text": {**_WIDE, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128},
+        "glm4": {**_WIDE, "head_dim": 32},
+        "phi3": {**_WIDE},
+        "olmo2": {**_WIDE},
+        "granite": {**_WIDE},
+    }
+)
+"""Model type -> what its configuration has besides the common sizes."""
+
+
+def first_remote_layer(architecture: str) -> int:
+    """Returns the first layer with a part that feed-forward ranks can compute."""
+    config = ARCHITECTURES[architecture]
+    return int(config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0)))
+
+
+def make(architecture: str, directory: Path, dtype: str = "float32") -> Path:
+    """Returns `directory`, holding a model of this architecture; nothing to do if it is there."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.models import Recipe, _write_tokenizer
+
+    if (directory / "done").exists():
+        return directory
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **{**_COMMON, **ARCHITECTURES[architecture]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, SPREAD)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, SPREAD / 2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    _write_tokenizer(directory, Recipe())
+    (directory / "done").touch()
+    return directory
+
+
+def reference(directory: Path) -> list[list[int]]:
+    """Returns transformers' greedy tokens in float32 after each of PROMPTS."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    answers: list[list[int]] = []
+    for prompt in PROMPTS:
+        token_ids = list(prompt)
+        with torch.inference_mode():
+            for _ in range(ANSWER_TOKENS):
+                token_ids.append(
+                    int(model(torch.tensor([token_ids]), use_cache=False).logits[0, -1].argmax())
+                )
+        answers.append(token_ids[len(prompt) :])
+    return answers
+
+
+def main(argv: Sequence[str]) -> int:
+    """Makes a model, or prints its reference."""
+    if argv[:1] == ["reference"]:
+        print(json.dumps(reference(Path(argv[1]))))
+        return 0
+    parser = argparse.ArgumentParser(prog="python -m tests.integration.feed_forward.models")
+    parser.add_argument("architecture", choices=sorted(ARCHITECTURES))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--dtype", default="float32")
+    args = parser.parse_args(argv)
+    print(make(args.architecture, args.directory, args.dtype))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

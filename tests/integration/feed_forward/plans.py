@@ -1,0 +1,49 @@
+"""Plans of feed-forward groups, written by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract.plan import Device, FeedForwardShare, Mode, Plan, RankAssignment
+from tests.integration.worker.groups import build_plan
+
+
+def feed_forward_plan(
+    model: Path,
+    *,
+    num_layers: int,
+    remote: Sequence[int],
+    shares: Sequence[int] = (1,),
+    device: Device = Device.CPU,
+    **engine: Any,
+) -> Plan:
+    """Returns a plan of one pod: a rank with attention, and a feed-forward rank for each share.
+
+    Args:
+        model: folder of the model.
+        num_layers: of the model.
+        remote: layers whose feed-forward parts the feed-forward ranks compute.
+        shares: of the feed-forward ranks.
+        device: of the rank with attention.
+        **engine: fields of EngineSettings to change.
+    """
+    plan = build_plan(model, layers=[num_layers], pods=[1], devices=[device], **engine)
+    layers = tuple(remote)
+    lanes = tuple(
+        RankAssignment(
+            rank=1 + lane,
+            local_rank=1 + lane,
+            pod=0,
+            role=plan.ranks[0].role,
+            device=Device.CPU,
+            stage=0,
+            tensor_rank=lane,
+            first_layer=layers[0],
+            end_layer=layers[-1] + 1,
+            kv_cache_bytes=0,
+            feed_forward=FeedForwardShare(layers=layers, share=share),
+        )
+        for lane, share in enumerate(shares)
+    )
+    return replace(plan, mode=Mode.FEED_FORWARD, ranks=(*plan.ranks, *lanes))

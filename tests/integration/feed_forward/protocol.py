@@ -1,0 +1,193 @@
+"""Plays the slab's protocol between processes, without a model; prints what came of it as JSON.
+
+    python -m tests.integration.feed_forward.protocol CASE [--count N] [--lanes N]
+
+Run it with the worker's Python.
+"""
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from heteroinfer_contract.plan import Device, FeedForwardShare, RankAssignment
+from vllm_heteroinfer.feed_forward import library
+from vllm_heteroinfer.feed_forward.errors import LaneError
+from vllm_heteroinfer.feed_forward.exchange import HostExchange, LaneReady, probe
+from vllm_heteroinfer.feed_forward.slab import Offer, Shape, Slab, connect, create
+
+SPIN_NS = 20_000
+LIMIT_NS = 5_000_000_000
+SETTLE_S = 1.5
+IDLE_S = 3.0
+
+
+def answer(offer: str, lane: int, skip: int, ready: Any) -> None:
+    """A lane: gives back what it is asked, until stopped."""
+    shape = Offer.from_json(offer).shape
+    slab, _ = connect(Offer.from_json(offer), lane, shape)
+    ready.put(lane)
+    library.load().heteroinfer_ff_echo(slab.address, ctypes.byref(slab.layout), lane, SPIN_NS, skip)
+
+
+def idle(offer: str, lane: int, spin_ns: int, ready: Any) -> None:
+    """A lane that nobody asks; says what CPU time it takes once it has settled."""
+    shape = Offer.from_json(offer).shape
+    slab, _ = connect(Offer.from_json(offer), lane, shape)
+    threading.Timer(SETTLE_S, lambda: ready.put(_cpu_s())).start()
+    threading.Timer(SETTLE_S + IDLE_S, lambda: ready.put(_cpu_s())).start()
+    threading.Timer(SETTLE_S + IDLE_S + 0.2, slab.stop).start()
+    library.load().heteroinfer_ff_echo(slab.address, ctypes.byref(slab.layout), lane, spin_ns, 0)
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def ranks(lanes: int) -> list[RankAssignment]:
+    """Returns the lanes' ranks, from 1."""
+    return [
+        RankAssignment(
+            rank=1 + lane,
+            local_rank=1 + lane,
+            pod=0,
+            role="r",
+            device=Device.CPU,
+            stage=0,
+            tensor_rank=lane,
+            first_layer=0,
+            end_layer=1,
+            kv_cache_bytes=0,
+            feed_forward=FeedForwardShare(layers=(0,)),
+        )
+        for lane in range(lanes)
+    ]
+
+
+class Bench:
+    """A slab with lanes in processes of their own."""
+
+    def __init__(self, lanes: int, *, skip: int = 0) -> None:
+        self.slab: Slab
+        self.slab, offer = create(
+            Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
+        )
+        context = multiprocessing.get_context("spawn")
+        ready = context.Queue()
+        self.processes = [
+            context.Process(target=answer, args=(offer.to_json(), lane, skip, ready)) for lane in range(lanes)
+        ]
+        for process in self.processes:
+            process.start()
+        for _ in self.processes:
+            ready.get(timeout=60)
+        self.exchange = HostExchange(self.slab, ranks(lanes), [LaneReady(nonce="", row_s=0.0)] * lanes)
+
+    def stress(self, count: int) -> int:
+        """Returns how many of `count` asks came back right."""
+        call = library.load().heteroinfer_ff_stress
+        layout = ctypes.byref(self.slab.layout)
+        return int(call(self.slab.address, layout, count, 16, SPIN_NS, LIMIT_NS))
+
+    def end(self) -> list[int | None]:
+        """Stops the slab; returns the lanes' exit codes."""
+        self.slab.stop()
+        for process in self.processes:
+            process.join(10)
+        return [process.exitcode for process in self.processes]
+
+
+def stress(count: int, lanes: int) -> dict[str, Any]:
+    bench = Bench(lanes)
+    probe(bench.exchange, bench.slab.shape, torch.device("cpu"))
+    start = time.monotonic()
+    right = bench.stress(count)
+    seconds = time.monotonic() - start
+    views = [bench.slab.lane(lane) for lane in range(lanes)]
+    return {
+        "right": right,
+        "us": seconds / count * 1e6,
+        "asks": [view.asks for view in views],
+        "rows": [view.rows for view in views],
+        "exit_codes": bench.end(),
+    }
+
+
+def wrong(count: int, lanes: int) -> dict[str, Any]:
+    bench = Bench(lanes, skip=count // 2)
+    return {"right": bench.stress(count), "exit_codes": bench.end()}
+
+
+def killed(count: int, lanes: int) -> dict[str, Any]:
+    """Kills the last lane while asks run."""
+    bench = Bench(lanes)
+    victim = bench.processes[-1].pid
+    assert victim is not None
+    threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
+    x = torch.ones((4, 256), dtype=torch.bfloat16)
+    ids, weights = torch.zeros((4, 2), dtype=torch.int32), torch.zeros((4, 2))
+    start, asks = time.monotonic(), 0
+    try:
+        while time.monotonic() - start < 30:
+            bench.exchange.ask(0, x, ids, weights, None)
+            asks += 1
+    except LaneError as error:
+        seconds = time.monotonic() - start - 0.2
+        return {"asks": asks, "rank": error.rank, "seconds": seconds, "exit_codes": bench.end()}
+    raise AssertionError("the killed lane was not missed")
+
+
+def stopped(count: int, lanes: int) -> dict[str, Any]:
+    """Stops the slab while the asking side waits for a lane that does not answer."""
+    bench = Bench(lanes)
+    os.kill(bench.processes[0].pid or 0, signal.SIGSTOP)
+    threading.Timer(0.2, bench.slab.stop).start()
+    start = time.monotonic()
+    right = bench.stress(count)
+    seconds = time.monotonic() - start
+    os.kill(bench.processes[0].pid or 0, signal.SIGCONT)
+    return {"right": right, "seconds": seconds, "exit_codes": bench.end()}
+
+
+def measure_idle(count: int, lanes: int) -> dict[str, Any]:
+    """Returns the CPU time of lanes that nobody asks, a second after their last ask."""
+    found = []
+    for spin_ns in (0, 2_000_000):
+        slab, offer = create(Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
+        context = multiprocessing.get_context("spawn")
+        ready = context.Queue()
+        process = context.Process(target=idle, args=(offer.to_json(), 0, spin_ns, ready))
+        process.start()
+        before, after = ready.get(timeout=60), ready.get(timeout=60)
+        process.join(10)
+        del slab
+        found.append((after - before) / IDLE_S)
+    return {"cores": found}
+
+
+CASES = {"stress": stress, "wrong": wrong, "killed": killed, "stopped": stopped, "idle": measure_idle}
+
+
+def main(argv: list[str]) -> int:
+    """Plays one case."""
+    parser = argparse.ArgumentParser(prog="python -m tests.integration.feed_forward.protocol")
+    parser.add_argument("case", choices=sorted(CASES))
+    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--lanes", type=int, default=1)
+    args = parser.parse_args(argv)
+    print(json.dumps(CASES[args.case](args.count, args.lanes)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

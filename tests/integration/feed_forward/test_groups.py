@@ -1,0 +1,93 @@
+"""A rank with attention and its feed-forward ranks serve as one: tokens, sleep, metrics, deaths; CPU only."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import metric_names as names
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.group_report import RankPhase
+from tests.gpu.scrape import scrape
+from tests.integration.feed_forward import models
+from tests.integration.feed_forward.groups import (
+    answers,
+    check_signal,
+    make_model,
+    reference,
+    serving,
+)
+from tests.integration.worker.groups import Group
+
+pytestmark = pytest.mark.timeout(600)
+
+ALL = tuple(models.ARCHITECTURES)
+
+
+def test_a_mixture_over_two_ranks_serves_sleeps_and_names_who_is_killed(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", tmp_path)
+    expected = reference(model)
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    args = ("--enable-sleep-mode",)
+    with serving("qwen3_moe", model, tmp_path, shares=(1, 1), env=env, extra_args=args) as group:
+        assert answers(group) == expected
+        check_lanes(group)
+        group.post("/sleep?level=1", {})
+        wait_until(lambda: group.status().ranks[0].phase is RankPhase.SLEEPING, group)
+        assert not group.status().ready
+        group.post("/wake_up", {})
+        wait_until(lambda: group.status().ready, group)
+        assert answers(group) == expected
+        failure = check_signal(group, 2, signal.SIGKILL)
+        assert failure.reason is FailureReason.RANK_EXITED
+        assert failure.exit_code == -signal.SIGKILL
+
+
+def wait_until(condition: Callable[[], bool], group: Group) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, group.logs()
+        time.sleep(0.02)
+
+
+def check_lanes(group: Group) -> None:
+    """Each feed-forward rank has computed every row of every layer, and read as many bytes as experts."""
+    first = scrape(group, 0)
+    rows = first.total(names.TOKENS_TOTAL)
+    for rank in (1, 2):
+        total = scrape(group, rank).total
+        assert total(names.FEED_FORWARD_ROWS_TOTAL) >= models.LAYERS * rows > 0
+        assert total(names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL) > 0
+        experts = total(names.FEED_FORWARD_EXPERTS_TOTAL)
+        assert experts > 0
+        each = total(names.WEIGHT_BYTES) / (models.LAYERS * models.EXPERTS)
+        assert total(names.FEED_FORWARD_BYTES_TOTAL) == pytest.approx(experts * each)
+    assert scrape(group, 1).total(names.WEIGHT_BYTES) == scrape(group, 2).total(names.WEIGHT_BYTES)
+
+
+def test_shared_experts_and_a_dense_first_layer_stay_and_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    model = make_model("deepseek_v3", tmp_path)
+    with serving("deepseek_v3", model, tmp_path) as group:
+        assert answers(group) == reference(model)
+        failure = check_signal(group, 1, signal.SIGSTOP)
+        assert failure.reason is FailureReason.RANK_STOPPED
+
+
+def test_a_dense_model_by_shares_and_the_death_of_the_rank_that_asks(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path)
+    with serving("llama", model, tmp_path, shares=(1, 3)) as group:
+        assert answers(group) == reference(model)
+        sizes = [scrape(group, rank).total(names.WEIGHT_BYTES) for rank in (1, 2)]
+        assert sizes[1] == 3 * sizes[0]
+        assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED
+
+
+@pytest.mark.feed_forward_matrix
+@pytest.mark.parametrize("shares", [(1,), (1, 1)], ids=["one", "two"])
+@pytest.mark.parametrize("architecture", ALL)
+def test_tokens_are_those_of_transformers(architecture: str, shares: tuple[int, ...], tmp_path: Path) -> None:
+    model = make_model(architecture, tmp_path)
+    with serving(architecture, model, tmp_path, shares=shares) as group:
+        assert answers(group) == reference(model)

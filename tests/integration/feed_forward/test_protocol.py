@@ -1,0 +1,52 @@
+"""The slab's protocol between real processes: every answer right, every wait bounded, idle lanes asleep."""
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
+
+IDLE_CORES = 0.02
+"""Of a lane that has not been asked for a second."""
+
+
+def play(case: str, *options: str) -> Any:
+    """Returns what came of a case."""
+    command = [str(WORKER_PYTHON), "-m", "tests.integration.feed_forward.protocol", case, *options]
+    done = subprocess.run(command, check=False, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_every_answer_is_right(lanes: int) -> None:
+    count = 20_000
+    got = play("stress", "--count", str(count), "--lanes", str(lanes))
+    assert got["right"] == count
+    assert got["asks"] == [count + 1] * lanes  # the probe is one
+    assert got["exit_codes"] == [0] * lanes
+
+
+def test_a_wrong_answer_is_seen() -> None:
+    assert play("wrong", "--count", "1000")["right"] == 499
+
+
+def test_a_killed_lane_is_named() -> None:
+    got = play("killed", "--lanes", "2")
+    assert got["asks"] > 0
+    assert got["rank"] == 2
+    assert got["seconds"] < 2.0
+    assert got["exit_codes"] == [0, -9]
+
+
+def test_a_stop_ends_every_wait() -> None:
+    got = play("stopped", "--lanes", "2")
+    assert got["seconds"] < 1.0
+    assert got["exit_codes"] == [0, 0]
+
+
+def test_an_idle_lane_sleeps() -> None:
+    got = play("idle")
+    assert all(cores < IDLE_CORES for cores in got["cores"]), got

@@ -1,0 +1,103 @@
+"""Plans with feed-forward ranks: what they must be, and that plans without any stay as they were."""
+
+from dataclasses import replace
+
+import pytest
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import (
+    Device,
+    EngineSettings,
+    FeedForwardShare,
+    Mode,
+    Plan,
+    RankAssignment,
+)
+
+ENGINE = EngineSettings(
+    model="/model",
+    served_name="m",
+    dtype="bfloat16",
+    max_model_len=512,
+    max_num_batched_tokens=512,
+    max_num_seqs=8,
+    block_size=32,
+)
+
+
+def _rank(rank: int, **changes: object) -> RankAssignment:
+    values: dict[str, object] = {
+        "rank": rank,
+        "local_rank": rank,
+        "pod": 0,
+        "role": "gpu",
+        "device": Device.GPU,
+        "stage": 0,
+        "tensor_rank": 0,
+        "first_layer": 0,
+        "end_layer": 6,
+        "kv_cache_bytes": 1 << 20,
+    }
+    return RankAssignment(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _lane(rank: int, lane: int, layers: tuple[int, ...] = (1, 4), share: int = 1) -> RankAssignment:
+    return _rank(
+        rank,
+        device=Device.CPU,
+        tensor_rank=lane,
+        first_layer=layers[0],
+        end_layer=layers[-1] + 1,
+        kv_cache_bytes=0,
+        feed_forward=FeedForwardShare(layers=layers, share=share),
+    )
+
+
+def _plan(*ranks: RankAssignment, mode: Mode = Mode.FEED_FORWARD) -> Plan:
+    return Plan(mode=mode, tensor_parallel_size=1, pipeline_parallel_size=1, ranks=ranks, engine=ENGINE)
+
+
+def test_stage_and_feed_forward_ranks_are_told_apart() -> None:
+    plan = _plan(_rank(0), _lane(1, 0), _lane(2, 1, share=3))
+    assert [rank.rank for rank in plan.stage_ranks] == [0]
+    assert [rank.rank for rank in plan.feed_forward_ranks(0)] == [1, 2]
+    assert plan.world_size == 3
+    assert plan.layers_by_stage == (6,)
+    assert [rank.num_layers for rank in plan.ranks] == [6, 2, 2]
+    assert plan.stage(0) == (plan.ranks[0],)
+    assert not plan.is_mixed(0)
+    assert plan.pods[0].device is Device.GPU
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_without_them_is_the_text_that_older_versions_wrote() -> None:
+    plan = _plan(_rank(0), mode=Mode.PIPELINE)
+    assert "feed_forward" not in plan.to_json()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "words"),
+    [
+        ((_rank(0),), Mode.FEED_FORWARD, "with 0 feed-forward ranks"),
+        ((_rank(0), _lane(1, 0)), Mode.PIPELINE, "none in any other"),
+        ((_rank(0), _lane(1, 1)), Mode.FEED_FORWARD, "as number 1"),
+        ((_rank(0), replace(_lane(1, 0), device=Device.GPU)), Mode.FEED_FORWARD, "got GPU"),
+        ((_rank(0), replace(_lane(1, 0), pod=1, local_rank=0)), Mode.FEED_FORWARD, "in pod 1"),
+        ((_rank(0), replace(_lane(1, 0), stage=1)), Mode.FEED_FORWARD, "got stage 1"),
+        ((_rank(0), _lane(1, 0, layers=(4, 6))), Mode.FEED_FORWARD, r"got layers \[4, 6\]"),
+        ((_rank(0), replace(_lane(1, 0), end_layer=6)), Mode.FEED_FORWARD, "end_layer 6"),
+        ((_rank(0), _lane(1, 0, share=0)), Mode.FEED_FORWARD, "a share of at least 1"),
+        ((_rank(0), _lane(1, 0), _lane(2, 1, layers=(1, 5))), Mode.FEED_FORWARD, "other layers than rank 1"),
+        (
+            (replace(_lane(0, 0), first_layer=0, end_layer=6), _rank(1)),
+            Mode.FEED_FORWARD,
+            "Plan",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(
+    ranks: tuple[RankAssignment, ...], mode: Mode, words: str
+) -> None:
+    with pytest.raises(ContractError, match=words):
+        _plan(*ranks, mode=mode)

@@ -1,0 +1,55 @@
+"""Which tensors of a checkpoint belong to parts that are elsewhere."""
+
+import pytest
+
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.feed_forward.placement import Remote, check_found, layer_of
+
+EXPERTS = Remote(experts={1, 2})
+MLPS = Remote(mlps={0: "mlp", 2: "mlp"})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "elsewhere"),
+    [
+        ("model.layers.1.mlp.experts.0.gate_proj.weight", True),
+        ("model.layers.1.mlp.experts.gate_up_proj_blocks", True),
+        ("model.layers.2.block_sparse_moe.experts.7.w1.weight", True),
+        ("model.layers.0.mlp.experts.0.gate_proj.weight", False),
+        ("model.layers.12.mlp.experts.0.gate_proj.weight", False),
+        ("model.layers.1.mlp.shared_experts.gate_proj.weight", False),
+        ("model.layers.1.mlp.shared_expert.gate_proj.weight", False),
+        ("model.layers.1.mlp.gate.weight", False),
+        ("model.layers.1.mlp.gate.e_score_correction_bias", False),
+        ("model.layers.1.self_attn.q_proj.weight", False),
+        ("model.embed_tokens.weight", False),
+        ("lm_head.weight", False),
+    ],
+)
+def test_experts(tensor: str, elsewhere: bool) -> None:
+    assert EXPERTS.has(tensor) is elsewhere
+
+
+@pytest.mark.parametrize(
+    ("tensor", "elsewhere"),
+    [
+        ("model.layers.2.mlp.down_proj.weight", True),
+        ("model.layers.1.mlp.down_proj.weight", False),
+        ("model.layers.2.post_mlp_layernorm.weight", False),
+        ("model.layers.2.mlp_norm.weight", False),
+    ],
+)
+def test_mlps(tensor: str, elsewhere: bool) -> None:
+    assert MLPS.has(tensor) is elsewhere
+
+
+def test_layers_are_read_from_names() -> None:
+    assert layer_of("model.layers.17.mlp.experts") == 17
+    assert layer_of("language_model.model.layers.3") == 3
+    assert layer_of("model.norm") is None
+
+
+def test_layers_without_such_a_part_are_named() -> None:
+    check_found(EXPERTS, [1, 2], "m")
+    with pytest.raises(ContractError, match=r"for layers \[0\]"):
+        check_found(EXPERTS, [0, 1], "m")

@@ -1,0 +1,10 @@
+"""Feed-forward mode: the rank with attention asks CPU ranks of its pod for experts and MLPs, layer by layer.
+
+| module | what is in it |
+|---|---|
+| `placement`, `columns` | pure: which layers and tensors are a feed-forward rank's, and which part of them |
+| `library`, `slab` | the shared memory that both sides map, and who proves it |
+| `kernels.cu`, `cuda` | asking from a CUDA graph |
+| `exchange`, `remote` | the asking side: what stands in for a layer's experts or MLP |
+| `skeleton`, `compute`, `rank` | the answering side: a model that is its experts only, and the loop |
+"""

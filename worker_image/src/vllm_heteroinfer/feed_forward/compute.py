@@ -1,0 +1,91 @@
+"""A layer's part on a CPU, from the slab into the slab. Imports vLLM; for CPU ranks only."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from vllm_heteroinfer.feed_forward.skeleton import Skeleton
+from vllm_heteroinfer.feed_forward.slab import Slab
+
+MOST_VIEWS: Final = 256
+"""Row counts for which views of the slab are kept; others are made when they come."""
+
+Compute = Callable[[int], None]
+
+
+class Views:
+    """The slab's tensors with as many rows as an ask has; those of small asks are kept."""
+
+    def __init__(self, slab: Slab, lane: int) -> None:
+        self._slab, self._lane = slab, lane
+        self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Returns x, ids, weights and y of the first `rows` rows."""
+        views = self._kept.get(rows)
+        if views is None:
+            slab = self._slab
+            views = (slab.x[:rows], slab.ids[:rows], slab.weights[:rows], slab.y[self._lane][:rows])
+            if rows <= MOST_VIEWS:
+                self._kept[rows] = views
+        return views
+
+
+def computes(skeleton: Skeleton, views: Views) -> dict[int, Compute]:
+    """Returns for each layer what computes an ask of so many rows, from the slab into the lane's answer."""
+    return {layer: _compute(part, views) for layer, part in skeleton.parts.items()}
+
+
+def _compute(part: Any, views: Views) -> Compute:
+    if not isinstance(part, RoutedExperts):
+        return _mlp(part, views)
+    kernel = part.quant_method.moe_kernel
+    experts = None if kernel is None else kernel.fused_experts
+    if isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
+        return _unquantized(part, experts, views)
+    return _any_experts(part, views)
+
+
+def _unquantized(part: Any, experts: Any, views: Views) -> Compute:
+    """As `CPUUnquantizedExperts.apply`, whose kernel writes where it is told: no copy, no allocation."""
+    call = torch.ops._C.cpu_fused_moe
+    w13, w2 = part.w13_weight.data, part.w2_weight.data
+    bias13, bias2 = experts.w1_bias, experts.w2_bias
+    activation, isa = part.activation.value, experts.isa
+
+    def compute(rows: int) -> None:
+        x, ids, weights, y = views.of(rows)
+        call(y, x, w13, w2, bias13, bias2, weights, ids, False, activation, isa)
+
+    return compute
+
+
+def _any_experts(part: Any, views: Views) -> Compute:
+    method = part.quant_method
+
+    def compute(rows: int) -> None:
+        x, ids, weights, y = views.of(rows)
+        # Some kernels overwrite their input, which other lanes read.
+        y.copy_(
+            method.apply(
+                layer=part,
+                x=x.clone(),
+                topk_weights=weights,
+                topk_ids=ids,
+                shared_experts=None,
+                shared_experts_input=None,
+            )
+        )
+
+    return compute
+
+
+def _mlp(part: Any, views: Views) -> Compute:
+    def compute(rows: int) -> None:
+        x, _, _, y = views.of(rows)
+        y.copy_(part(x))
+
+    return compute

@@ -1,0 +1,238 @@
+"""Asking from a GPU's stream: the kernels of kernels.cu, compiled when a rank starts. Imports torch.
+
+NVRTC comes with torch's CUDA build, so no compiler is needed in the image, and the code is for the GPU there.
+"""
+
+import ctypes
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from vllm_heteroinfer.feed_forward.exchange import check_ask
+from vllm_heteroinfer.feed_forward.slab import Slab
+
+SOURCE: Final = Path(__file__).parent / "kernels.cu"
+THREADS: Final = 256
+MOST_BLOCKS: Final = 32
+"""Of a kernel: posted writes and enough reads in flight for the link; the rest of the GPU stays free."""
+STATE_WORDS: Final = 4
+HOST_REGISTER_MAPPED: Final = 2
+"""driver_types.h: cudaHostRegisterMapped."""
+
+
+class Params(ctypes.Structure):
+    """As `Params` in kernels.cu."""
+
+    _fields_ = (
+        ("slab", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("padding", ctypes.c_void_p),
+        ("x_offset", ctypes.c_uint64),
+        ("ids_offset", ctypes.c_uint64),
+        ("weights_offset", ctypes.c_uint64),
+        ("y_offset", ctypes.c_uint64),
+        ("y_stride", ctypes.c_uint64),
+        ("limit_ns", ctypes.c_uint64),
+        ("rows", ctypes.c_uint32),
+        ("row_parts", ctypes.c_uint32),
+        ("topk", ctypes.c_uint32),
+        ("layer", ctypes.c_uint32),
+        ("lanes", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+    )
+
+
+class CudaError(RuntimeError):
+    """A call of CUDA failed; the message says which and with what."""
+
+
+class Kernels:
+    """The compiled kernels of the current device."""
+
+    def __init__(self, device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        image = compile_source(SOURCE.read_bytes(), f"sm_{major}{minor}")
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        module = ctypes.c_void_p()
+        torch.cuda.current_stream(device).synchronize()  # there is a context
+        self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+        self._module = module
+        self._launch = self._driver.cuLaunchKernel
+        self._launch.argtypes = (
+            ctypes.c_void_p,
+            *(ctypes.c_uint,) * 7,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        )
+
+    def function(self, name: str) -> ctypes.c_void_p:
+        """Returns a kernel by its name."""
+        found = ctypes.c_void_p()
+        status = self._driver.cuModuleGetFunction(ctypes.byref(found), self._module, name.encode())
+        self._check(status, "cuModuleGetFunction")
+        return found
+
+    def launch(self, function: ctypes.c_void_p, blocks: int, arguments: Any, stream: int) -> None:
+        """Puts a kernel into a stream; `arguments` is an array of pointers to its arguments."""
+        status = self._launch(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, None)
+        self._check(status, "cuLaunchKernel")
+
+    def device_address(self, address: int) -> int:
+        """Returns where the device sees registered host memory."""
+        found = ctypes.c_uint64()
+        status = self._driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+        self._check(status, "cuMemHostGetDevicePointer")
+        return found.value
+
+    @staticmethod
+    def _check(status: int, what: str) -> None:
+        if status:
+            raise CudaError(f"{what} failed with {status}")
+
+
+class CudaExchange:
+    """Asks from the current stream, so that it can be captured into a graph."""
+
+    def __init__(self, slab: Slab, device: torch.device, *, limit_s: float) -> None:
+        """Lets the device map the slab.
+
+        Args:
+            slab: of this rank.
+            device: of this rank.
+            limit_s: after which a kernel gives up waiting, in seconds; the watch is quicker.
+
+        Raises:
+            CudaError: the device cannot map it, or the kernels cannot be compiled.
+        """
+        self.slab = slab
+        self._device = device
+        with torch.cuda.device(device):
+            status = torch.cuda.cudart().cudaHostRegister(
+                slab.address, slab.bytes.numel(), HOST_REGISTER_MAPPED
+            )
+            if int(status) != 0:
+                raise CudaError(f"cudaHostRegister of {slab.bytes.numel()} bytes failed with {status}")
+            self._kernels = Kernels(device)
+            # Not of the pool that sleep empties: the number must never go back.
+            self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+        self._ask, self._get = self._kernels.function("ff_ask"), self._kernels.function("ff_get")
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        layout = slab.layout
+        self._fixed = {
+            "slab": self._kernels.device_address(slab.address),
+            "state": self._state.data_ptr(),
+            "x_offset": layout.x,
+            "ids_offset": layout.ids,
+            "weights_offset": layout.weights,
+            "y_offset": layout.y,
+            "y_stride": layout.y_stride,
+            "limit_ns": int(limit_s * 1e9),
+            "row_parts": slab.shape.row_bytes // 16,
+            "topk": slab.shape.topk,
+            "lanes": slab.shape.lanes,
+            "dtype": layout.dtype,
+        }
+
+    @property
+    def number_address(self) -> int:
+        """Returns where the device counts its asks, for measurements."""
+        return int(self._state.data_ptr())
+
+    def ask(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        padding: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `remote.Asks`; the answer is there once the stream is."""
+        check_ask(self.slab.shape, x, ids)
+        out = torch.empty_like(x)
+        rows = x.shape[0]
+        params = Params(
+            x=x.data_ptr(),
+            ids=None if ids is None else ids.data_ptr(),
+            weights=None if weights is None else weights.data_ptr(),
+            out=out.data_ptr(),
+            padding=None if padding is None else padding.data_ptr(),
+            rows=rows,
+            layer=layer,
+            **self._fixed,
+        )
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        parts = rows * self._fixed["row_parts"]
+        blocks = max(1, min(MOST_BLOCKS, -(-parts // THREADS)))
+        stream = int(torch._C._cuda_getCurrentRawStream(self._index))
+        self._kernels.launch(self._ask, blocks, arguments, stream)
+        self._kernels.launch(self._get, blocks, arguments, stream)
+        return out
+
+    def begin_step(self) -> None:
+        """Wakes the lanes before a step."""
+        self.slab.ring()
+
+
+@functools.cache
+def compile_source(source: bytes, architecture: str) -> bytes:
+    """Returns the machine code of CUDA source.
+
+    Args:
+        source: without headers.
+        architecture: as `sm_90`.
+
+    Raises:
+        CudaError: there is no NVRTC, or it refused the source.
+    """
+    nvrtc = _load_nvrtc()
+    program = ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
+    options = (f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
+    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    if status:
+        raise CudaError(f"NVRTC failed with {status} on {SOURCE.name}: {_text(nvrtc, program)}")
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, code)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw
+
+
+def _text(nvrtc: Any, program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    return log.value.decode(errors="replace")
+
+
+def _load_nvrtc() -> Any:
+    """Returns NVRTC: that which torch has loaded, else the one that its packages or the system have."""
+    problems = []
+    for candidate in _nvrtc_files():
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError as error:
+            problems.append(str(error))
+    raise CudaError(f"got no libnvrtc ({'; '.join(problems)}), expected that of torch's packages; install it")
+
+
+def _nvrtc_files() -> Iterator[str]:
+    # With its folder, so that it finds libnvrtc-builtins beside it.
+    for folder in sys.path:
+        for file in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1*")):
+            builtins = sorted(file.parent.glob("libnvrtc-builtins.so.*"))
+            if builtins:
+                ctypes.CDLL(str(builtins[0]), mode=ctypes.RTLD_GLOBAL)
+            yield str(file)
+    yield from ("libnvrtc.so.13", "libnvrtc.so.12", "/usr/local/cuda/lib64/libnvrtc.so")

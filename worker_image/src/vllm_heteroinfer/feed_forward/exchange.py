@@ -1,0 +1,250 @@
+"""The asking side on a CPU: the slab's exchange by calls of the host. Imports torch.
+
+A GPU's is in `cuda`; both have the same way to start, and the same watch over lanes that don't answer.
+"""
+
+import contextlib
+import ctypes
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import RankAssignment
+from vllm_heteroinfer.feed_forward import library
+from vllm_heteroinfer.feed_forward.errors import LaneError
+from vllm_heteroinfer.feed_forward.slab import Shape, Slab, create
+
+if TYPE_CHECKING:
+    from vllm_heteroinfer.group.deadline import Deadline
+    from vllm_heteroinfer.group.rendezvous import GroupStore
+
+PROBE_LAYER: Final = 0xFFFF_FFFE
+"""Asked once at start: each lane gives back what it was asked."""
+SPIN_NS: Final = 100_000
+"""How long a CPU rank that asks spins before it sleeps until the answer."""
+STALL_BASE_S: Final = 1.5
+STALL_TIMES: Final = 20.0
+"""A lane that takes longer than the base and so many times what it took in its warm-up is stuck."""
+WATCH_INTERVAL_S: Final = 0.1
+
+
+def offer_key(rank: int) -> str:
+    """Returns where the rank that asks puts its offer in the group's store."""
+    return f"feed-forward/slab/{rank}"
+
+
+def lane_key(rank: int) -> str:
+    """Returns where a feed-forward rank says that it is ready, in the group's store."""
+    return f"feed-forward/lane/{rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneReady:
+    """What a feed-forward rank says once it can answer.
+
+    Attributes:
+        nonce: that it has written into the slab, in hex.
+        row_s: time of a row in its largest warm-up batch, over the slowest layer, in seconds.
+    """
+
+    nonce: str
+    row_s: float
+
+    def to_json(self) -> str:
+        """Returns the JSON text of this."""
+        return json.dumps({"nonce": self.nonce, "row_s": self.row_s})
+
+    @classmethod
+    def from_json(cls, text: str) -> "LaneReady":
+        """Returns what `text` holds."""
+        raw = json.loads(text)
+        return cls(nonce=raw["nonce"], row_s=float(raw["row_s"]))
+
+
+def open_slab(
+    shape: Shape,
+    asking: RankAssignment,
+    lanes: Sequence[RankAssignment],
+    store: "GroupStore",
+    deadline: "Deadline",
+) -> tuple[Slab, tuple[LaneReady, ...]]:
+    """Returns the slab of the rank that asks, once every lane has mapped it and can answer.
+
+    Raises:
+        ContractError: a lane does not see this memory.
+        TimeoutError: a lane was not ready by the deadline.
+    """
+    slab, offer = create(shape)
+    store.put(offer_key(asking.rank), offer.to_json())
+    ready = []
+    for lane, rank in enumerate(lanes):
+        what = f"word from feed-forward rank {rank.rank} that it can answer"
+        ready.append(LaneReady.from_json(store.get(lane_key(rank.rank), deadline, what=what)))
+        if slab.lane(lane).nonce.hex() != ready[-1].nonce:
+            raise ContractError(
+                f"rank {asking.rank} does not see what feed-forward rank {rank.rank} wrote into their slab; "
+                "feed-forward ranks run in the pod of the rank that they serve"
+            )
+    return slab, tuple(ready)
+
+
+def stall_limit_s(ready: Sequence[LaneReady], rows: int) -> float:
+    """Returns after how many seconds without an answer to so many rows a lane is stuck."""
+    return STALL_BASE_S + STALL_TIMES * rows * max((lane.row_s for lane in ready), default=0.0)
+
+
+class HostExchange:
+    """Asks from the host; one thread at a time."""
+
+    def __init__(self, slab: Slab, lanes: Sequence[RankAssignment], ready: Sequence[LaneReady]) -> None:
+        self.slab = slab
+        self._lanes, self._ready = lanes, ready
+        self._call = library.load().heteroinfer_ff_exchange
+        self._layout = ctypes.byref(slab.layout)
+
+    def ask(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        padding: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `remote.Asks`.
+
+        Raises:
+            LaneError: a lane is stuck, or answered that it failed.
+        """
+        rows = x.shape[0]
+        out = torch.empty_like(x)
+        live = rows if padding is None else int(rows - padding.sum())
+        if live < rows:
+            out[live:] = 0
+        check_ask(self.slab.shape, x, ids)
+        limit_ns = int(stall_limit_s(self._ready, live) * 1e9)
+        result = self._call(
+            self.slab.address,
+            self._layout,
+            layer,
+            live,
+            x.data_ptr(),
+            None if ids is None else ids.data_ptr(),
+            None if weights is None else weights.data_ptr(),
+            out.data_ptr(),
+            SPIN_NS,
+            limit_ns,
+        )
+        if result:
+            self._raise(result, layer, live, limit_ns / 1e9)
+        return out
+
+    def _raise(self, result: int, layer: int, rows: int, limit_s: float) -> None:
+        if result == library.WAS_STOPPED:
+            raise RuntimeError("the feed-forward slab was stopped: the group is ending")
+        rank = self._lanes[abs(result) - 1].rank
+        raise LaneError(rank, describe(rank, layer, rows, limit_s if result > 0 else None))
+
+    def begin_step(self) -> None:
+        """Wakes the lanes before a step."""
+        self.slab.ring()
+
+    def check(self) -> None:
+        """Does nothing: `ask` has raised already."""
+
+    def close(self) -> None:
+        """Ends every wait on the slab."""
+        self.slab.stop()
+
+
+def describe(rank: int, layer: int, rows: int, late_s: float | None) -> str:
+    """Returns what is wrong with a lane; `late_s` is how long it was waited for, None if it failed."""
+    got = "an answer that it failed" if late_s is None else f"no answer in {late_s:.1f} s"
+    return (
+        f"feed-forward rank {rank}: got {got} to layer {layer} with {rows} rows, expected its part of the "
+        "sum; look at its log"
+    )
+
+
+def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
+    """Raises ValueError for an ask that does not fit the slab."""
+    rows, hidden = x.shape
+    topk = shape.topk if ids is None else ids.shape[1]
+    if rows > shape.max_rows or (hidden, topk) != (shape.hidden, shape.topk):
+        raise ValueError(
+            f"got {rows} rows of {hidden} with {topk} experts, expected at most {shape.max_rows} of "
+            f"{shape.hidden} with {shape.topk}; this is a defect of HeteroInfer with this model"
+        )
+
+
+def probe(asks: Any, shape: Shape, device: torch.device) -> None:
+    """Asks every lane for what it is asked, and raises RuntimeError if the sum of their answers is wrong."""
+    rows = min(shape.max_rows, 64)
+    pattern = torch.arange(rows * shape.hidden) % 7 + 1  # sums of up to MAX_LANES are exact in bfloat16
+    x = pattern.view(rows, shape.hidden).to(getattr(torch, shape.dtype)).to(device)
+    ids = weights = None
+    if shape.topk:
+        ids = torch.zeros((rows, shape.topk), dtype=torch.int32, device=device)
+        weights = torch.zeros((rows, shape.topk), dtype=torch.float32, device=device)
+    got = asks.ask(PROBE_LAYER, x, ids, weights, None)
+    if not torch.equal(got, x * shape.lanes):
+        raise RuntimeError(
+            f"the probe of {shape.lanes} feed-forward ranks came back wrong: is memory shared with this "
+            "device coherent? Restart the group, and report this if it comes again"
+        )
+
+
+class Watch:
+    """A thread that names a lane which doesn't answer while nobody of the host waits for it."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        lanes: Sequence[RankAssignment],
+        ready: Sequence[LaneReady],
+        fail: Callable[[BaseException], Any],
+    ) -> None:
+        """Starts it; `fail` gets a LaneError and does not return."""
+        self._slab, self._lanes, self._ready, self._fail = slab, lanes, ready, fail
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heteroinfer-feed-forward", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        number, since = 0, time.monotonic()
+        with contextlib.suppress(LaneError):  # `fail` of a test may raise it
+            while not self._ended.wait(WATCH_INTERVAL_S):
+                asked = self._slab.asked
+                if asked != number:
+                    number, since = asked, time.monotonic()
+                late = self._late(asked)
+                if late is None:
+                    since = time.monotonic()
+                    continue
+                waited_s = time.monotonic() - since
+                if self._slab.failed or waited_s > stall_limit_s(self._ready, self._slab.asked_rows):
+                    rank = self._lanes[late].rank
+                    status = self._slab.lane(late).status
+                    words = describe(
+                        rank, self._slab.asked_layer, self._slab.asked_rows, None if status else waited_s
+                    )
+                    self._fail(LaneError(rank, words))
+                    return
+
+    def _late(self, asked: int) -> int | None:
+        """Returns the first lane that has not answered the last ask, or has answered that it failed."""
+        for lane in range(len(self._lanes)):
+            view = self._slab.lane(lane)
+            if view.answered != asked or view.status:
+                return lane
+        return None

@@ -1,0 +1,60 @@
+"""The host's side of the slab in C++, by ctypes; compiled with the kernels of CPU ranks; torch first."""
+
+import ctypes
+import functools
+from typing import Any, Final
+
+from vllm_heteroinfer.kernels.build import library_path
+
+ASKED: Final = 1
+NOTHING: Final = 0
+STOPPED: Final = -1
+"""What `heteroinfer_ff_next` returns."""
+WAS_STOPPED: Final = -(2**31)
+"""What `heteroinfer_ff_exchange` returns when the slab was stopped."""
+
+
+class Layout(ctypes.Structure):
+    """As `Layout` in kernels/source/feed_forward.cpp: offsets in bytes, sizes in elements."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("ids", ctypes.c_uint64),
+        ("weights", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
+        ("y_stride", ctypes.c_uint64),
+        ("hidden", ctypes.c_uint32),
+        ("topk", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+        ("lanes", ctypes.c_uint32),
+    )
+
+
+_PTR, _U64, _U32, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int
+_LAYOUT, _OUT = ctypes.POINTER(Layout), ctypes.POINTER(ctypes.c_uint32)
+_SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "heteroinfer_ff_next": (_INT, (_PTR, _INT, _U64, _U64, _OUT, _OUT)),
+    "heteroinfer_ff_answer": (None, (_PTR, _INT, ctypes.c_int32, _U32, _PTR, _U32, _U64)),
+    "heteroinfer_ff_ring": (None, (_PTR,)),
+    "heteroinfer_ff_stop": (None, (_PTR,)),
+    "heteroinfer_ff_exchange": (_INT, (_PTR, _LAYOUT, _U32, _U32, _PTR, _PTR, _PTR, _PTR, _U64, _U64)),
+    "heteroinfer_ff_stress": (_U64, (_PTR, _LAYOUT, _U64, _U32, _U64, _U64)),
+    "heteroinfer_ff_echo": (_U64, (_PTR, _LAYOUT, _INT, _U64, _U64)),
+}
+
+
+@functools.cache
+def load() -> Any:
+    """Returns the library's functions, loaded once; each lets go of Python's lock while it waits.
+
+    Raises:
+        RuntimeError: it was not compiled.
+    """
+    path = library_path()
+    if not path.exists():
+        raise RuntimeError(f"{path.name} was not compiled; run: python -m vllm_heteroinfer.kernels.build")
+    calls = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(calls, name)
+        function.restype, function.argtypes = result, arguments
+    return calls

@@ -1,0 +1,86 @@
+"""What a feed-forward rank says of itself: metrics, step times, and what it is busy with. Imports torch."""
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import Counter
+
+from heteroinfer_contract import metric_names as names
+from vllm_heteroinfer.feed_forward.slab import LaneView, Slab
+
+if TYPE_CHECKING:
+    from vllm_heteroinfer.feed_forward.context import RankContext
+    from vllm_heteroinfer.feed_forward.skeleton import Skeleton
+
+INTERVAL_S: Final = 0.25
+"""Between two looks at the lane's counters; answering itself costs nothing for them."""
+
+
+class LaneMeter:
+    """Reads a lane's counters in a thread, for the supervisor and for Prometheus."""
+
+    def __init__(self, context: "RankContext", slab: Slab, skeleton: "Skeleton") -> None:
+        self._context, self._slab = context, slab
+        self._lane = context.rank.tensor_rank
+        experts = sum(
+            int(part.global_num_experts) for part in map(skeleton.parts.get, skeleton.experts) if part
+        )
+        count = experts or len(skeleton.parts)
+        self._expert_bytes = skeleton.stored_bytes // max(1, count)
+        self._before = slab.lane(self._lane)
+        self._steps = slab.steps
+        self._total_steps = 0
+        self._ended = threading.Event()
+        labels = context.metrics.labels
+        if not context.metrics.counts:
+            self._counters = None
+            return
+
+        def counter(name: str, text: str) -> Counter:
+            made = Counter(name, text, names.RANK_LABELS, registry=context.metrics.registry)
+            return made.labels(*labels)
+
+        self._counters = {
+            "busy_ns": counter(names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL, "Computing asks"),
+            "idle_ns": counter(names.FEED_FORWARD_WAIT_SECONDS_TOTAL, "Waiting for asks"),
+            "asks": counter(names.FEED_FORWARD_ASKS_TOTAL, "Asks answered, one a layer and step"),
+            "rows": counter(names.FEED_FORWARD_ROWS_TOTAL, "Rows computed, over layers"),
+            "experts": counter(
+                names.FEED_FORWARD_EXPERTS_TOTAL, "Experts whose weights were read, over asks"
+            ),
+            "bytes": counter(names.FEED_FORWARD_BYTES_TOTAL, "Bytes of weights read"),
+        }
+
+    def start(self) -> None:
+        """Starts the thread."""
+        threading.Thread(target=self._run, name="heteroinfer-lane", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self.look()
+
+    def look(self) -> None:
+        """Tells what has happened since the last look."""
+        now, before = self._slab.lane(self._lane), self._before
+        self._before = now
+        self._count(now, before)
+        stuck = now.seen != now.answered and now.seen == before.seen
+        self._context.reporter.busy(f"layer {self._slab.asked_layer} of ask {now.seen}" if stuck else None)
+        steps, busy_s = (self._slab.steps - self._steps) % 2**32, (now.busy_ns - before.busy_ns) / 1e9
+        if not steps:
+            return
+        self._steps = self._slab.steps
+        self._total_steps += steps
+        idle_s = min(INTERVAL_S, (now.idle_ns - before.idle_ns) / 1e9)
+        self._context.reporter.step(
+            self._total_steps, (busy_s + idle_s) / steps, busy_s / steps, idle_s / steps, 0.0
+        )
+
+    def _count(self, now: LaneView, before: LaneView) -> None:
+        if self._counters is None:
+            return
+        for field in ("busy_ns", "idle_ns"):
+            self._counters[field].inc((getattr(now, field) - getattr(before, field)) / 1e9)
+        for field in ("asks", "rows", "experts"):
+            self._counters[field].inc(getattr(now, field) - getattr(before, field))
+        self._counters["bytes"].inc((now.experts - before.experts) * self._expert_bytes)

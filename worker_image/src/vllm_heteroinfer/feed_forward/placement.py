@@ -1,0 +1,77 @@
+"""Which layers' feed-forward parts are computed elsewhere, and which checkpoint tensors those are. PURE."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import Device, Mode, Plan, RankAssignment
+
+_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)$")
+_EXPERTS: Final = re.compile(r"(?:^|\.)experts\.")
+MLP_NAMES: Final = ("mlp", "feed_forward")
+"""Names of a dense layer's MLP that takes and gives hidden states, in vLLM 0.32.0's models."""
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the transformer layer of a module or tensor, None if it belongs to none."""
+    found = _LAYER.search(f"{name}.")
+    return int(found[1]) if found else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Remote:
+    """What a rank's model has elsewhere; found while it is built.
+
+    Attributes:
+        experts: layers whose routed experts are elsewhere.
+        mlps: layer -> name of its MLP, for dense layers whose MLP is elsewhere.
+    """
+
+    experts: set[int] = field(default_factory=set)
+    mlps: dict[int, str] = field(default_factory=dict)
+
+    def has(self, tensor: str) -> bool:
+        """Returns whether a tensor of the checkpoint belongs to a part that is elsewhere."""
+        found = _LAYER.search(tensor)
+        if found is None:
+            return False
+        layer, rest = int(found[1]), found[2]
+        if layer in self.experts:
+            # Shared experts have a name of their own (`shared_experts.`, `shared_expert.`).
+            return _EXPERTS.search(rest) is not None
+        return layer in self.mlps and rest.startswith(f"{self.mlps[layer]}.")
+
+
+def check_found(remote: Remote, wanted: Iterable[int], model: str) -> None:
+    """Raises ContractError unless every layer of the plan has a part that can be elsewhere."""
+    missing = sorted(set(wanted) - remote.experts - set(remote.mlps))
+    if missing:
+        raise ContractError(
+            f"{model}: got feed-forward ranks for layers {missing}, expected layers with routed experts of "
+            f"vLLM's RoutedExperts, or with an MLP named {' or '.join(MLP_NAMES)}; leave these layers to the "
+            "GPU, or use spec.parallelism.mode: Pipeline"
+        )
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ContractError for a plan of this mode that is not built yet."""
+    if plan.mode is not Mode.FEED_FORWARD:
+        return
+    if len(plan.stage_ranks) != 1:
+        raise ContractError(
+            f"got {plan.tensor_parallel_size} x {plan.pipeline_parallel_size} ranks with attention in mode "
+            f"{Mode.FEED_FORWARD}, expected one: several GPUs with feed-forward ranks are not built yet; use "
+            "one GPU rank, or spec.parallelism.mode: Pipeline"
+        )
+
+
+def served_rank(plan: Plan, rank: RankAssignment) -> RankAssignment:
+    """Returns the rank that asks a feed-forward rank."""
+    return plan.stage(rank.stage)[0]
+
+
+def schedules_asynchronously(plan: Plan) -> bool:
+    """Returns whether the next step may be scheduled while one runs: where one GPU stage holds all layers."""
+    return plan.mode is Mode.FEED_FORWARD and [r.device for r in plan.stage_ranks] == [Device.GPU]

@@ -1,0 +1,169 @@
+"""A feed-forward rank: loads its columns of experts and MLPs, and answers asks until its group ends.
+
+It has no attention, KV cache or scheduler, and is called by nobody but through the slab. Imports vLLM.
+"""
+
+import ctypes
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_report import RankPhase
+from vllm_heteroinfer.feed_forward import library
+from vllm_heteroinfer.feed_forward.compute import Compute, Views, computes
+from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key
+from vllm_heteroinfer.feed_forward.meters import LaneMeter
+from vllm_heteroinfer.feed_forward.placement import served_rank
+from vllm_heteroinfer.feed_forward.skeleton import Skeleton, SkeletonBuilder
+from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect
+from vllm_heteroinfer.patches import cpu_linear
+
+if TYPE_CHECKING:
+    from vllm_heteroinfer.feed_forward.context import RankContext
+
+_logger = logging.getLogger(__name__)
+
+LIMIT_NS: Final = 1_000_000_000
+"""Of one wait for an ask; nothing happens when it is over."""
+FAILED: Final = 1
+"""Status of an answer whose computation raised."""
+
+
+def serve(context: "RankContext", config: Any) -> NoReturn:
+    """Loads, says that it is ready, and answers.
+
+    Raises:
+        ContractError: the model is one that feed-forward ranks cannot compute.
+        TimeoutError: the rank that asks was not there by the start-up deadline.
+        RuntimeError: the slab was stopped by the rank that asks, or a computation failed.
+    """
+    share = context.rank.feed_forward
+    assert share is not None
+    reporter, own_bytes = context.reporter, context.rank.weight_bytes
+    reporter.phase(RankPhase.LOADING, 0, own_bytes)
+    cpu_linear.install()
+    lanes = context.plan.feed_forward_ranks(context.rank.stage)
+    skeleton = SkeletonBuilder(
+        config,
+        share.layers,
+        tuple(lane.feed_forward.share for lane in lanes if lane.feed_forward is not None),
+        context.rank.tensor_rank,
+    ).build()
+    context.metrics.weight_bytes.set(skeleton.stored_bytes)
+    reporter.phase(RankPhase.WARMING_UP, skeleton.stored_bytes, skeleton.stored_bytes)
+    _logger.info(
+        "feed-forward rank %d: %d layers by %s, %.2f GiB",
+        context.rank.rank,
+        len(skeleton.parts),
+        skeleton.method,
+        skeleton.stored_bytes / 2**30,
+    )
+    Lane(context, config, skeleton, lanes=len(lanes)).run()
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """What `Views` needs of a slab, in memory of this rank's own."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    y: list[torch.Tensor]
+
+
+class Lane:
+    """This rank's side of the slab."""
+
+    def __init__(self, context: "RankContext", config: Any, skeleton: Skeleton, *, lanes: int) -> None:
+        """Warms up, and waits for the slab of the rank that asks."""
+        self._context, self._skeleton = context, skeleton
+        self._number = context.rank.tensor_rank
+        shape = Shape(
+            epoch=context.launch.epoch,
+            hidden=skeleton.hidden,
+            topk=skeleton.topk,
+            max_rows=config.scheduler_config.max_num_batched_tokens,
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            lanes=lanes,
+        )
+        row_s = self._warm_up(shape)
+        asking = served_rank(context.plan, context.rank).rank
+        text = context.store.get(offer_key(asking), context.startup, what=f"slab of rank {asking}")
+        self._slab, nonce = connect(Offer.from_json(text), self._number, shape)
+        self._computes = computes(skeleton, Views(self._slab, self._number))
+        self._meter = LaneMeter(context, self._slab, skeleton)
+        ready = LaneReady(nonce=nonce.hex(), row_s=row_s)
+        context.store.put(lane_key(context.rank.rank), ready.to_json())
+        context.reporter.phase(RankPhase.READY, skeleton.stored_bytes, skeleton.stored_bytes)
+
+    def _warm_up(self, shape: Shape) -> float:
+        """Runs every layer with one row and one with the most; returns the seconds of a row of these."""
+        dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
+        experts = max((int(part.global_num_experts) for part in self._expert_parts()), default=1)
+        scratch = _Scratch(
+            x=torch.randn((rows, shape.hidden)).to(dtype),
+            ids=torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32),
+            weights=torch.full((rows, topk), 1 / topk),
+            y=[torch.empty((rows, shape.hidden), dtype=dtype)] * (self._number + 1),
+        )
+        all_computes = computes(self._skeleton, Views(scratch, self._number))  # type: ignore[arg-type]
+        with torch.inference_mode():
+            for compute in all_computes.values():
+                compute(1)
+            start = time.perf_counter()
+            next(iter(all_computes.values()))(rows)
+        return (time.perf_counter() - start) / rows
+
+    def _expert_parts(self) -> list[Any]:
+        return [self._skeleton.parts[layer] for layer in self._skeleton.experts]
+
+    def run(self) -> NoReturn:
+        """Answers asks; raises what ends that."""
+        calls, address, lane = library.load(), self._slab.address, self._number
+        layer, rows = ctypes.c_uint32(), ctypes.c_uint32()
+        layer_at, rows_at = ctypes.byref(layer), ctypes.byref(rows)
+        wait, answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
+        topk = self._skeleton.topk
+        ids = address + self._slab.layout.ids if topk else None
+        spin_ns = spin_time_ns(os.environ)
+        self._meter.start()
+        with torch.inference_mode():
+            while True:
+                got = wait(address, lane, spin_ns, LIMIT_NS, layer_at, rows_at)
+                if got == library.STOPPED:
+                    raise RuntimeError("the slab was stopped: the rank that asks has ended")
+                if got != library.ASKED:
+                    continue
+                start = time.perf_counter_ns()
+                try:
+                    if rows.value:
+                        self._compute(layer.value)(rows.value)
+                except BaseException:
+                    answer(address, lane, FAILED, 0, None, 0, 0)
+                    raise
+                answer(address, lane, 0, rows.value, ids, topk, time.perf_counter_ns() - start)
+
+    def _compute(self, layer: int) -> Compute:
+        found = self._computes.get(layer)
+        if found is not None:
+            return found
+        if layer == PROBE_LAYER:
+            return self._echo
+        raise ContractError(
+            f"feed-forward rank {self._context.rank.rank}: got an ask for layer {layer}, expected one of "
+            f"{sorted(self._computes)}"
+        )
+
+    def _echo(self, rows: int) -> None:
+        self._slab.y[self._number][:rows].copy_(self._slab.x[:rows])
+
+
+def spin_time_ns(env: Any) -> int:
+    """Returns how long a lane spins before it sleeps, in ns, as its supervisor says; 0 without a word."""
+    return int(float(env.get(names.ENV_FEED_FORWARD_SPIN, "0")) * 1e9)

@@ -1,0 +1,220 @@
+"""What stands in for experts and MLPs that feed-forward ranks compute. Imports vLLM.
+
+Routed experts: vLLM's own class with a method that has no weights and asks. It stands behind vLLM's
+opaque op (`torch.ops.vllm.moe_forward`), so that routing, shared experts and compilation stay as they are.
+An MLP: a module whose forward pass is an opaque op of ours.
+
+Source: vllm/model_executor/layers/fused_moe/routed_experts.py::RoutedExperts._get_quant_method,
+vllm/model_executor/models/utils.py::make_layers@v0.32.0.
+"""
+
+import inspect
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.feed_forward.placement import MLP_NAMES, Remote, layer_of
+
+EXPERTS_CLASSES = (RoutedExperts, GptOssRoutedExperts)
+"""Classes of vLLM's that are replaced by name; a model with another one is refused."""
+
+
+class Asks(Protocol):
+    """What computes a layer elsewhere."""
+
+    def ask(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        padding: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns a layer's feed-forward part of `x`.
+
+        Args:
+            layer: its index in the model.
+            x: [rows, hidden], contiguous.
+            ids: [rows, topk] int32, experts of each row; None for an MLP.
+            weights: [rows, topk] float32, of these.
+            padding: [rows] bool, rows whose answer nobody needs: the last ones; None for none.
+        """
+
+
+_asks: list[Asks] = []
+"""Of this process; an opaque op has no other way to it."""
+
+
+def connect(asks: Asks) -> None:
+    """Has every replaced part of this process's model ask `asks` from now on."""
+    _asks[:] = [asks]
+
+
+def _ask(layer: int, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
+    padding = get_forward_context().is_padding if is_forward_context_available() else None
+    return _asks[0].ask(layer, x, ids, weights, padding)
+
+
+class RemoteMethod(FusedMoEMethodBase):
+    """A layer's routed experts, computed by feed-forward ranks."""
+
+    def __init__(self, moe: Any, layer: int) -> None:
+        super().__init__(moe)
+        self._layer = layer
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """Makes none."""
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """Returns None: nothing is quantized here."""
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        """Returns int32, which CPU kernels take."""
+        return torch.int32
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns the sum of the chosen experts' answers, [rows, hidden]; shared experts run beside it."""
+        del shared_experts, shared_experts_input  # the runner computes them, on a stream of their own
+        weights = topk_weights.to(torch.float32)
+        if layer.apply_router_weight_on_input:
+            x = (x * weights).to(x.dtype)  # one expert a row
+            weights = torch.ones_like(weights)
+        return _ask(self._layer, x.contiguous(), topk_ids.to(torch.int32).contiguous(), weights.contiguous())
+
+
+class RemoteMlp(torch.nn.Module):
+    """A dense layer's MLP, computed by feed-forward ranks."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns the MLP of hidden states, [rows, hidden]."""
+        return torch.ops.vllm.heteroinfer_feed_forward(hidden_states, self._layer)
+
+
+def _feed_forward(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
+    return _ask(layer, hidden_states.contiguous(), None, None)
+
+
+def _feed_forward_fake(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
+    del layer
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def replacing(layers: frozenset[int]) -> Iterator[Remote]:
+    """Has a model that is built inside leave the feed-forward parts of `layers` to others.
+
+    Yields:
+        What was replaced; complete once the model is built.
+
+    Raises:
+        ContractError: the user offloads weights in another way.
+    """
+    _register_op()
+    found = Remote()
+    before = get_offloader()
+    if type(before) is not NoopOffloader:
+        raise ContractError(
+            f"engine.args: got vLLM's {type(before).__name__}, expected none in mode FeedForward: leave "
+            "--cpu-offload-gb and --offload-group-size out"
+        )
+
+    class Mixin:
+        def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
+            layer = layer_of(prefix)
+            if layer not in layers or layer is None:
+                return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
+            found.experts.add(layer)
+            return RemoteMethod(moe_config, layer)
+
+    set_offloader(_Swapping(layers, found))
+    try:
+        with registered(Mixin):
+            yield found
+    finally:
+        set_offloader(before)
+
+
+@contextmanager
+def registered(mixin: type) -> Iterator[None]:
+    """Has vLLM make its classes of routed experts with `mixin` before them, while the context lasts.
+
+    The class keeps its name: compressed-tensors goes by it, and another one silently became bf16.
+    Source: vllm/model_executor/layers/quantization/compressed_tensors/utils.py@v0.32.0.
+    """
+    names = [cls.__name__ for cls in EXPERTS_CLASSES]
+    before = {name: op_registry_oot.get(name) for name in names}
+    for cls in EXPERTS_CLASSES:
+        op_registry_oot[cls.__name__] = type(cls.__name__, (mixin, cls), {})
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            op_registry_oot.pop(name, None)
+            if old is not None:
+                op_registry_oot[name] = old
+
+
+class _Swapping(NoopOffloader):
+    """Takes the MLP out of each dense layer just built, so that at most one is there too much."""
+
+    def __init__(self, layers: frozenset[int], found: Remote) -> None:
+        self._layers, self._found = layers, found
+
+    def wrap_modules(
+        self, modules_generator: Generator[torch.nn.Module, None, None], prefix: str = ""
+    ) -> list[torch.nn.Module]:
+        """Returns the layers, with ours in place of the MLPs that are computed elsewhere."""
+        built: list[torch.nn.Module] = []
+        for index, layer in enumerate(modules_generator):
+            if index in self._layers and (name := mlp_name(layer)):
+                setattr(layer, name, RemoteMlp(index))
+                self._found.mlps[index] = name
+            built.append(layer)
+        return built
+
+
+def mlp_name(layer: torch.nn.Module) -> str:
+    """Returns the name of a dense layer's MLP that maps hidden states to hidden states; "" if it has none."""
+    for name in MLP_NAMES:
+        mlp = getattr(layer, name, None)
+        if not isinstance(mlp, torch.nn.Module) or any(isinstance(m, RoutedExperts) for m in mlp.modules()):
+            continue
+        needed = [
+            parameter
+            for parameter in list(inspect.signature(type(mlp).forward).parameters.values())[1:]
+            if parameter.default is inspect.Parameter.empty
+            and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        if len(needed) == 1:
+            return name
+    return ""
+
+
+def _register_op() -> None:
+    if not hasattr(torch.ops.vllm, "heteroinfer_feed_forward"):
+        direct_register_custom_op(
+            op_name="heteroinfer_feed_forward", op_func=_feed_forward, fake_impl=_feed_forward_fake
+        )

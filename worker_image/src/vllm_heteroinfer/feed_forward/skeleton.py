@@ -1,0 +1,351 @@
+"""A model of which only the feed-forward parts of some layers exist. Imports vLLM; for CPU ranks only.
+
+The model is built as vLLM builds it, on the meta device, in a private world of one rank; its experts
+and MLPs of the plan's layers get memory, with this rank's columns. The model's own `load_weights` then reads
+their tensors of the checkpoint, cut to these columns, and vLLM packs them for its kernels.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.offloader import NoopOffloader, set_offloader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.feed_forward import columns, remote
+from vllm_heteroinfer.feed_forward.columns import Columns
+from vllm_heteroinfer.feed_forward.placement import MLP_NAMES, Remote, layer_of
+from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
+
+_logger = logging.getLogger(__name__)
+
+DUMMY_BLOCK, DUMMY_SPREAD = 1 << 20, 1e-3
+"""Of weights that nobody loads (`--load-format dummy`): elements that repeat, and their range."""
+_MOST_BYTES_OF_LOADED = 1.5
+"""Quantized weights that take more of what the checkpoint has were not kept as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton:
+    """The parts of a model that this rank computes.
+
+    Attributes:
+        parts: layer -> its RoutedExperts, or its MLP.
+        experts: layers whose part is RoutedExperts.
+        hidden: elements of a row.
+        topk: experts of a row; 0 if there are none.
+        stored_bytes: of all weights as the kernels read them.
+        loaded_bytes: of their tensors in the checkpoint, this rank's columns only; 0 for dummy weights.
+        method: name of vLLM's method that holds them, and of its kernels.
+    """
+
+    parts: Mapping[int, Any]
+    experts: frozenset[int]
+    hidden: int
+    topk: int
+    stored_bytes: int
+    loaded_bytes: int
+    method: str
+
+
+class SkeletonBuilder:
+    """Builds and loads a skeleton; use once."""
+
+    def __init__(self, config: Any, layers: tuple[int, ...], shares: tuple[int, ...], lane: int) -> None:
+        """Prepares.
+
+        Args:
+            config: vLLM's, of this rank.
+            layers: of the plan.
+            shares: of all feed-forward ranks of the stage.
+            lane: number of this one among them.
+        """
+        self._config, self._layers = config, frozenset(layers)
+        self._shares, self._lane = shares, lane
+        text = config.model_config.hf_text_config
+        quantization = getattr(config.model_config.hf_config, "quantization_config", None) or getattr(
+            text, "quantization_config", None
+        )
+        self._unit = columns.unit_of(group_of(quantization))
+        self._found = Remote()
+        self._totals: dict[int, Columns] = {}
+        self._parts: dict[int, Any] = {}
+        self._loaded_bytes = 0
+
+    def build(self) -> Skeleton:
+        """Returns the skeleton with its weights packed.
+
+        Raises:
+            ContractError: the model or its format is one that feed-forward ranks cannot compute.
+        """
+        _private_world(self._config)
+        self._plan_mlps()
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()  # without it vLLM's expert kernels end with SIGILL
+        with set_current_vllm_config(self._config):
+            model = self._build_model()
+            self._check_parts()
+            self._load(model)
+            with set_default_torch_dtype(self._config.model_config.dtype):
+                for part in self._parts.values():
+                    _process(part)
+        return self._result()
+
+    # Building
+
+    def _plan_mlps(self) -> None:
+        """Narrows the MLPs of dense models: the model makes them as wide as its configuration says."""
+        text = self._config.model_config.hf_text_config
+        width = getattr(text, "intermediate_size", None)
+        self._dense: Columns | None = None
+        if self._config.model_config.is_moe or not isinstance(width, int):
+            return
+        self._dense = columns.share_out(width, self._shares, self._unit)[self._lane]
+        text.intermediate_size = self._dense.width
+
+    def _build_model(self) -> Any:
+        builder = self
+
+        class Mixin:
+            def __init__(
+                self, layer_name: str, params_dtype: Any, moe_config: Any, *args: Any, **kwargs: Any
+            ) -> None:
+                if layer_of(layer_name) not in builder._layers:
+                    super().__init__(layer_name, params_dtype, moe_config, *args, **kwargs)  # type: ignore[call-arg]
+                    return
+                builder.narrow(moe_config, layer_of(layer_name))
+                with torch.device("cpu"):
+                    super().__init__(layer_name, params_dtype, moe_config, *args, **kwargs)  # type: ignore[call-arg]
+
+            def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+                layer = layer_of(prefix)
+                if layer is None or layer not in builder._layers:
+                    return remote.RemoteMethod(moe_config, -1)
+                builder.take(layer, self)
+                return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
+
+        self._leave_linears_alone()
+        dtype = self._config.model_config.dtype
+        set_offloader(_Materializing(self))
+        try:
+            with set_default_torch_dtype(dtype), torch.device("meta"), remote.registered(Mixin):
+                return initialize_model(self._config)
+        finally:
+            set_offloader(None)
+
+    def narrow(self, moe_config: Any, layer: int | None) -> None:
+        """Gives a layer's experts this rank's columns; called before they are built."""
+        assert layer is not None
+        own = columns.share_out(moe_config.intermediate_size, self._shares, self._unit)[self._lane]
+        self._totals[layer] = own
+        moe_config.intermediate_size = own.width
+        moe_config.intermediate_size_per_partition = own.width
+        moe_config.intermediate_size_per_partition_unpadded = own.width
+        # Another one only chooses kernels that route by themselves; what comes here is routed.
+        moe_config.routing_method = RoutingMethodType.Default
+
+    def take(self, layer: int, part: Any) -> None:
+        """Notes a layer's experts."""
+        self._found.experts.add(layer)
+        self._parts[layer] = part
+
+    def materialize(self, layer: int, module: torch.nn.Module) -> None:
+        """Gives memory to a dense layer's MLP, if it is one that this rank has."""
+        name = remote.mlp_name(module) if layer in self._layers else ""
+        if not name or layer in self._found.experts:
+            return
+        if self._dense is None:
+            raise ContractError(
+                f"layer {layer}: got an MLP in a model with experts, expected experts: leave it to the GPU"
+            )
+        self._found.mlps[layer] = name
+        self._totals[layer] = self._dense
+        mlp = getattr(module, name)
+        with torch.device("cpu"):
+            for child in mlp.modules():
+                for key, parameter in list(child.named_parameters(recurse=False)):
+                    setattr(child, key, materialize_meta_tensor(parameter))
+        self._parts[layer] = mlp
+
+    def _leave_linears_alone(self) -> None:
+        """Has linear layers that stay on the meta device take no format: some refuse to exist on a CPU."""
+        quantization = self._config.quant_config
+        if quantization is None:
+            return
+        choose = quantization.get_quant_method
+        layers, is_moe = self._layers, self._config.model_config.is_moe
+
+        def method(layer: torch.nn.Module, prefix: str) -> Any:
+            held = not is_moe and layer_of(prefix) in layers and any(f".{n}." in prefix for n in MLP_NAMES)
+            if isinstance(layer, LinearBase) and not held:
+                return UnquantizedLinearMethod()
+            return choose(layer, prefix)
+
+        quantization.get_quant_method = method
+
+    def _check_parts(self) -> None:
+        from vllm_heteroinfer.feed_forward.placement import check_found
+
+        check_found(self._found, self._layers, self._config.model_config.model)
+        for layer, part in self._parts.items():
+            if isinstance(part, RoutedExperts) and part.quant_method.is_monolithic:
+                raise ContractError(
+                    f"layer {layer}: got experts of {type(part.quant_method).__name__}, which "
+                    "route by themselves, expected kernels for chosen experts: bf16, FP8 block, int4, MXFP4"
+                )
+
+    # Loading
+
+    def _load(self, model: Any) -> None:
+        config = self._config.model_config
+        loader = get_model_loader(self._config.load_config)
+        if isinstance(loader, DummyModelLoader):
+            for part in self._parts.values():
+                _fill(part)
+            return
+        if not isinstance(loader, DefaultModelLoader):
+            raise ContractError(
+                f"engine.args: got the loader {type(loader).__name__}, expected safetensors or dummy in mode "
+                "FeedForward; leave --load-format out"
+            )
+        model.load_weights(self._own(loader.get_all_weights(config, model)))
+
+    def _own(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields this rank's part of each tensor that it has a part of."""
+        for name, tensor in weights:
+            if not self._found.has(name):
+                continue
+            layer = layer_of(name)
+            assert layer is not None
+            part = columns.part_of(name, tuple(tensor.shape), self._totals[layer])
+            own = tensor if part.dim is None else tensor.narrow(part.dim, part.start, part.length)
+            if part.zero:
+                own = torch.zeros_like(own)
+            elif part.dim is not None and name.endswith(".g_idx"):
+                own = own - own[0]
+            self._loaded_bytes += own.nbytes
+            yield name, own
+
+    # The result
+
+    def _result(self) -> Skeleton:
+        stored = sum(weight_bytes(part) for part in self._parts.values())
+        hidden = {int(self._hidden(part)) for part in self._parts.values()}
+        topk = {int(part.top_k) if isinstance(part, RoutedExperts) else 0 for part in self._parts.values()}
+        if len(hidden) > 1 or len(topk) > 1:
+            raise ContractError(
+                f"got layers with rows of {sorted(hidden)} elements and {sorted(topk)} experts a row, "
+                "expected one size of both; give feed-forward ranks layers of one kind"
+            )
+        methods = {_method(part) for part in self._parts.values()}
+        self._check_format(methods, stored)
+        return Skeleton(
+            parts=dict(sorted(self._parts.items())),
+            experts=frozenset(self._found.experts),
+            hidden=hidden.pop(),
+            topk=topk.pop(),
+            stored_bytes=stored,
+            loaded_bytes=self._loaded_bytes,
+            method=", ".join(sorted(methods)),
+        )
+
+    def _hidden(self, part: Any) -> int:
+        if isinstance(part, RoutedExperts):
+            return int(part.hidden_size)
+        return int(self._config.model_config.get_hidden_size())
+
+    def _check_format(self, methods: set[str], stored: int) -> None:
+        """Raises ContractError if a quantized checkpoint was silently widened."""
+        if self._config.quant_config is None or not self._loaded_bytes:
+            return
+        if stored > _MOST_BYTES_OF_LOADED * self._loaded_bytes:
+            raise ContractError(
+                f"{self._config.model_config.model}: got {stored} bytes of weights by {', '.join(methods)} "
+                f"from {self._loaded_bytes} of the checkpoint ({self._config.model_config.quantization}), "
+                "expected them to stay as they are: this format has no CPU kernels; use bf16 or int4"
+            )
+
+
+class _Materializing(NoopOffloader):
+    """Gives memory to MLPs as their layers are built."""
+
+    def __init__(self, builder: SkeletonBuilder) -> None:
+        self._builder = builder
+
+    def wrap_modules(self, modules_generator: Any, prefix: str = "") -> list[torch.nn.Module]:
+        """Returns the layers as they are, but for MLPs of ours."""
+        built = []
+        for index, module in enumerate(modules_generator):
+            self._builder.materialize(index, module)
+            built.append(module)
+        return built
+
+
+def group_of(quantization: Any) -> int:
+    """Returns the columns of one scale, from a checkpoint's `quantization_config`; 0 without groups."""
+    if not isinstance(quantization, Mapping):
+        return 0
+    sizes = [
+        int(value)
+        for key, value in quantization.items()
+        if key in {"group_size", "q_group_size"} and isinstance(value, int) and value > 0
+    ]
+    blocks = quantization.get("weight_block_size") or quantization.get("block_structure")
+    if isinstance(blocks, list | tuple):
+        sizes += [int(block) for block in blocks]
+    sizes += [group_of(value) for value in quantization.values() if isinstance(value, Mapping)]
+    return max(sizes, default=0)
+
+
+def _private_world(config: Any) -> None:
+    """Makes this process's world of one: layers ask for groups, and talk to nobody."""
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, "unused://", 0, "gloo")
+        initialize_model_parallel(1, 1)
+
+
+def _fill(part: Any) -> None:
+    """Gives a part dummy weights: small numbers that repeat, since drawing 30 GB of them takes minutes."""
+    block = (torch.rand(DUMMY_BLOCK) * 2 - 1) * DUMMY_SPREAD
+    for tensor in part.parameters():
+        flat = tensor.data.view(-1)
+        if not tensor.is_floating_point():
+            flat.zero_()
+            continue
+        own = block.to(tensor.dtype)
+        for start in range(0, flat.numel(), DUMMY_BLOCK):
+            piece = flat[start : start + DUMMY_BLOCK]
+            piece.copy_(own[: piece.numel()])
+
+
+def _process(part: Any) -> None:
+    """Packs a part's weights for vLLM's kernels."""
+    for module in part.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)
+
+
+def _method(part: Any) -> str:
+    if not isinstance(part, RoutedExperts):
+        kinds = {type(m.quant_method).__name__ for m in part.modules() if hasattr(m, "quant_method")}
+        return "+".join(sorted(kinds))
+    kernel = part.quant_method.moe_kernel
+    name = type(part.quant_method).__name__
+    return name if kernel is None else f"{name} ({type(kernel.fused_experts).__name__})"

@@ -1,0 +1,320 @@
+"""The memory in which feed-forward ranks are asked and answer, and the proof that both sides map the same.
+
+It is a memfd of the rank that asks, which its feed-forward ranks open through /proc, as the bridge's
+(distributed/bridge/slab.py): nothing is left however processes end, and no /dev/shm is taken. They
+share a PID namespace, since they are of one pod.
+"""
+
+import ctypes
+import dataclasses
+import mmap
+import os
+import secrets
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from heteroinfer_contract import codec
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.feed_forward import library
+
+MAGIC: Final = 0x464F_4657_4545_4446
+VERSION: Final = 1
+MAX_LANES: Final = 24
+CONTROL_BYTES: Final = 4096
+ASK_OFFSET, BELL_OFFSET, END_OFFSET, LANES_OFFSET, LANE_BYTES = 128, 256, 384, 512, 128
+"""As in kernels/source/feed_forward.cpp and kernels.cu."""
+NONCE_OFFSET: Final = 16
+NONCE_BYTES: Final = 16
+DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
+_HEADER: Final = struct.Struct("=QIIIIIII")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What one slab carries; both sides must agree on all of it.
+
+    Attributes:
+        epoch: of the group.
+        hidden: elements of a row.
+        topk: experts of a row; 0 for dense models.
+        max_rows: most rows of an ask.
+        dtype: of rows and answers, `float32`, `bfloat16` or `float16`.
+        lanes: feed-forward ranks that answer.
+    """
+
+    epoch: int
+    hidden: int
+    topk: int
+    max_rows: int
+    dtype: str
+    lanes: int
+
+    def __post_init__(self) -> None:
+        """Raises ContractError for a shape that cannot be laid out."""
+        if self.dtype not in DTYPES:
+            raise ContractError(f"feed-forward: got dtype {self.dtype}, expected one of {', '.join(DTYPES)}")
+        if not 0 < self.lanes <= MAX_LANES:
+            raise ContractError(f"feed-forward: got {self.lanes} ranks, expected 1 to {MAX_LANES} a GPU rank")
+        if self.row_bytes % 16:
+            raise ContractError(
+                f"feed-forward: got rows of {self.row_bytes} bytes, expected a multiple of 16: the hidden "
+                f"size {self.hidden} of this model is not supported; use spec.parallelism.mode: Pipeline"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Returns the size of a row, in bytes."""
+        return self.hidden * (4 if self.dtype == "float32" else 2)
+
+    @property
+    def layout(self) -> library.Layout:
+        """Returns where everything is."""
+        rows = _pages(self.max_rows * self.row_bytes)
+        choices = _pages(self.max_rows * max(1, self.topk) * 4)
+        x = CONTROL_BYTES
+        ids = x + rows
+        return library.Layout(
+            x=x,
+            ids=ids,
+            weights=ids + choices,
+            y=ids + 2 * choices,
+            y_stride=rows,
+            hidden=self.hidden,
+            topk=self.topk,
+            dtype=DTYPES[self.dtype],
+            lanes=self.lanes,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of the slab."""
+        layout = self.layout
+        return int(layout.y + self.lanes * layout.y_stride)
+
+    def header(self) -> bytes:
+        """Returns the slab's first bytes."""
+        return _HEADER.pack(
+            MAGIC,
+            VERSION,
+            self.epoch,
+            self.hidden,
+            self.topk,
+            self.max_rows,
+            DTYPES[self.dtype],
+            self.lanes,
+        )
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // 4096) * 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Where the asking rank's slab is.
+
+    Attributes:
+        pid: of its process.
+        fd: of that process.
+        name: of the memfd, so that another file under that number is not taken for it.
+        shape: of the slab.
+    """
+
+    pid: int
+    fd: int
+    name: str
+    shape: Shape
+
+    def to_json(self) -> str:
+        """Returns the one JSON text of this offer."""
+        return codec.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Offer":
+        """Returns the offer that `text` holds; raises ContractError naming the field."""
+        return codec.from_json(cls, text)
+
+
+class Slab:
+    """A mapped slab.
+
+    Attributes:
+        shape: what it carries.
+        layout: where everything is.
+        address: of its first byte in this process.
+        x: rows asked, [max_rows, hidden].
+        ids: experts of each row, [max_rows, topk] int32.
+        weights: of these, [max_rows, topk] float32.
+        y: answers by lane, each [max_rows, hidden].
+    """
+
+    def __init__(self, fd: int, shape: Shape) -> None:
+        """Maps the memory; raises ContractError if its header is another shape's."""
+        self._memory = mmap.mmap(fd, shape.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        found = self._memory[: _HEADER.size]
+        if found != shape.header():
+            raise ContractError(
+                f"feed-forward slab: got header {_HEADER.unpack(found)}, expected "
+                f"{_HEADER.unpack(shape.header())}: start all pods from one image"
+            )
+        self.shape, self.layout = shape, shape.layout
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.address = self.bytes.data_ptr()
+        dtype = getattr(torch, shape.dtype)
+        layout, topk = self.layout, max(1, shape.topk)
+        self.x = self._view(layout.x, dtype, (shape.max_rows, shape.hidden))
+        self.ids = self._view(layout.ids, torch.int32, (shape.max_rows, topk))
+        self.weights = self._view(layout.weights, torch.float32, (shape.max_rows, topk))
+        self.y = [
+            self._view(layout.y + lane * layout.y_stride, dtype, (shape.max_rows, shape.hidden))
+            for lane in range(shape.lanes)
+        ]
+        self._words = memoryview(self._memory)[:CONTROL_BYTES]
+
+    def _view(self, offset: int, dtype: torch.dtype, size: tuple[int, int]) -> torch.Tensor:
+        count = size[0] * size[1]
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(size)
+
+    def _word(self, offset: int, kind: str) -> int:
+        size = struct.calcsize(kind)
+        return int(struct.unpack_from(kind, self._words[offset : offset + size])[0])
+
+    @property
+    def asked(self) -> int:
+        """Returns the number of the last ask."""
+        return self._word(ASK_OFFSET, "=Q")
+
+    @property
+    def asked_rows(self) -> int:
+        """Returns the rows of the last ask."""
+        return self._word(ASK_OFFSET + 12, "=I")
+
+    @property
+    def asked_layer(self) -> int:
+        """Returns the layer of the last ask."""
+        return self._word(ASK_OFFSET + 8, "=I")
+
+    @property
+    def steps(self) -> int:
+        """Returns how often the asking rank has begun a step."""
+        return self._word(BELL_OFFSET + 4, "=I")
+
+    @property
+    def failed(self) -> bool:
+        """Returns whether the device gave up waiting for an answer."""
+        return bool(self._word(END_OFFSET + 4, "=I"))
+
+    @property
+    def stopped(self) -> bool:
+        """Returns whether all waits on this slab have been ended."""
+        return bool(self._word(END_OFFSET, "=I"))
+
+    def lane(self, lane: int) -> "LaneView":
+        """Returns what a lane's words say now."""
+        return LaneView(*_LANE.unpack_from(self._words, LANES_OFFSET + lane * LANE_BYTES))
+
+    def write_nonce(self, lane: int, nonce: bytes) -> None:
+        """Puts a lane's nonce where the asking rank looks for it."""
+        start = LANES_OFFSET + lane * LANE_BYTES + NONCE_OFFSET
+        self._memory[start : start + NONCE_BYTES] = nonce
+
+    def stop(self) -> None:
+        """Ends every wait on this slab, in every process that has it."""
+        library.load().heteroinfer_ff_stop(ctypes.c_void_p(self.address))
+
+    def ring(self) -> None:
+        """Says that asks of a step follow, so that lanes wake."""
+        library.load().heteroinfer_ff_ring(ctypes.c_void_p(self.address))
+
+
+_LANE: Final = struct.Struct("=QiI16sQQQQQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class LaneView:
+    """A lane's words.
+
+    Attributes:
+        answered: number of the last ask that it answered.
+        status: of that answer; 0 is good.
+        sleeps: whether the asking process sleeps until it answers.
+        nonce: proof that it maps this memory.
+        busy_ns: spent computing so far.
+        idle_ns: spent waiting for asks so far.
+        asks: answered so far.
+        rows: computed so far.
+        experts: whose weights it read so far; of an MLP, one an ask.
+        seen: number of the ask that it works on.
+    """
+
+    answered: int
+    status: int
+    sleeps: int
+    nonce: bytes
+    busy_ns: int
+    idle_ns: int
+    asks: int
+    rows: int
+    experts: int
+    seen: int
+
+
+def create(shape: Shape) -> tuple[Slab, Offer]:
+    """Returns a new slab of this process and where others find it.
+
+    Its descriptor stays open as long as the process runs.
+
+    Raises:
+        OSError: there is not so much memory.
+    """
+    name = f"heteroinfer-feed-forward-{secrets.token_hex(16)}"
+    fd = os.memfd_create(name)
+    try:
+        os.posix_fallocate(fd, 0, shape.num_bytes)
+        os.pwrite(fd, shape.header(), 0)
+        slab = Slab(fd, shape)
+    except OSError as error:
+        os.close(fd)
+        raise OSError(f"no {shape.num_bytes} bytes of memory for a feed-forward slab: {error}") from error
+    return slab, Offer(pid=os.getpid(), fd=fd, name=name, shape=shape)
+
+
+def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
+    """Returns the slab that another process offers, and the nonce written into it as this lane's proof.
+
+    Args:
+        offer: of the rank that asks.
+        lane: of this process.
+        expected: what the slab must carry as this rank sees it; its `topk` may be larger than ours.
+
+    Raises:
+        ContractError: the offer is of another shape, or its memory cannot be mapped here.
+    """
+    ours = dataclasses.replace(expected, topk=offer.shape.topk)
+    if offer.shape != ours or offer.shape.topk < expected.topk:
+        raise ContractError(
+            f"feed-forward lane {lane}: got a slab of {offer.shape}, expected {expected}; "
+            "mount the same model in every pod"
+        )
+    path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
+    try:
+        # In another PID namespace this is another process: its file must not be written to.
+        target = os.readlink(path)
+        if target != f"/memfd:{offer.name} (deleted)":
+            raise OSError(f"{path} is {target}, not the slab of the rank that asks")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ContractError(
+            f"feed-forward lane {lane}: {error}; it runs in the pod of the rank that it serves"
+        ) from error
+    try:
+        slab = Slab(fd, offer.shape)
+    finally:
+        os.close(fd)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    slab.write_nonce(lane, nonce)
+    return slab, nonce

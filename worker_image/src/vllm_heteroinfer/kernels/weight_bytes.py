@@ -1,0 +1,21 @@
+"""The size of a loaded model's weights, packed ones of CPU ranks among them. Imports nothing of torch."""
+
+from typing import Any
+
+
+def weight_bytes(model: Any) -> int:
+    """Returns the size of a loaded model's weights, in bytes.
+
+    A CPU linear layer hands its weight to oneDNN, packed, and keeps an empty tensor, so it is
+    counted by its shape. Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0.
+    """
+    total = sum(
+        tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    )
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.numel() == 0 and hasattr(module, "output_size_per_partition"):
+            total += (
+                module.input_size_per_partition * module.output_size_per_partition * weight.element_size()
+            )
+    return total
