@@ -12,6 +12,8 @@ from heteroinfer_operator.quantity import parse_quantity
 Manifest: TypeAlias = Mapping[str, Any]
 """A Kubernetes object, or a part of one, as JSON."""
 
+REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
+"""Of an affinity: what must hold when a pod is placed."""
 PODS: Final = "pods"
 """The resource of which every pod takes one."""
 
@@ -79,7 +81,7 @@ def pod_demand(
     """
     affinity = spec.get("affinity") or {}
     nodes = affinity.get("nodeAffinity") or {}
-    required = nodes.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    required = nodes.get(REQUIRED) or {}
     return PodDemand(
         name=name,
         requests={**(effective_requests(spec) if requests is None else requests), PODS: 1.0},
@@ -99,6 +101,14 @@ def preferred_node(node: str) -> dict[str, Any]:
     return {"weight": 100, "preference": {"matchFields": fields}}
 
 
+def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
+    """Returns an affinity with one more requirement of the node's labels, in each of its alternatives."""
+    nodes = dict(affinity.get("nodeAffinity") or {})
+    terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
+    added = [{**term, "matchExpressions": [*term.get("matchExpressions", ()), expression]} for term in terms]
+    return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": added}}}
+
+
 def _hint(preferred: Iterable[Manifest]) -> str:
     for term in preferred:
         for wanted in term["preference"].get("matchFields") or ():
@@ -108,7 +118,7 @@ def _hint(preferred: Iterable[Manifest]) -> str:
 
 
 def _terms(affinity: Manifest, kind: str) -> tuple[Manifest, ...]:
-    return tuple((affinity.get(kind) or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or ())
+    return tuple((affinity.get(kind) or {}).get(REQUIRED) or ())
 
 
 def tolerates(tolerations: Iterable[Manifest], taint: Taint) -> bool:

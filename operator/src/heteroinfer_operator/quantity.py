@@ -4,6 +4,7 @@ Pure. Imports nothing of this project.
 """
 
 import functools
+import math
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -68,6 +69,16 @@ def parse_duration_s(text: str) -> float:
         raise ValueError(f"got {text!r}, expected a duration such as 30m, 60s or 1h30m")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(hours * 3600 + minutes * 60 + seconds)
+
+
+def format_quantity(value: Fraction) -> str:
+    """Returns a quantity of this number, rounded up to thousandths; whole ones in Gi or Mi if even."""
+    if value.denominator != 1:
+        return f"{math.ceil(value * 1000)}m"
+    for suffix in ("Gi", "Mi"):
+        if value and value % _SUFFIX[suffix] == 0:
+            return f"{value / _SUFFIX[suffix]}{suffix}"
+    return str(value)
 
 
 def mebibytes(size: int) -> str:

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device, EngineSettings, Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import (
+    MAX_WORLD_SIZE,
+    Device,
+    EngineSettings,
+    FeedForwardShare,
+    Mode,
+    Plan,
+    RankAssignment,
+)
 from heteroinfer_contract.pod_launch import CpuBinding, PodAddress, PodLaunch
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -46,13 +54,45 @@ def plans(draw: st.DrawFn) -> Plan:
                 predicted_step_s=draw(seconds),
             )
         )
+    mode = draw(st.sampled_from(Mode))
+    if mode is Mode.FEED_FORWARD:
+        ranks += _feed_forward_ranks(draw, ranks, layers)
     return Plan(
-        mode=draw(st.sampled_from([Mode.PIPELINE, Mode.TENSOR])),
+        mode=mode,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=len(layers),
         ranks=tuple(ranks),
         engine=draw(engines),
     )
+
+
+def _feed_forward_ranks(
+    draw: st.DrawFn, ranks: list[RankAssignment], layers: list[int]
+) -> list[RankAssignment]:
+    """Draws feed-forward ranks of some stages, of one at least."""
+    own: list[RankAssignment] = []
+    for stage in sorted(draw(st.sets(st.integers(0, len(layers) - 1), min_size=1))):
+        first = sum(layers[:stage])
+        remote = sorted(draw(st.sets(st.integers(first, first + layers[stage] - 1), min_size=1)))
+        pod = next(rank.pod for rank in ranks if rank.stage == stage)
+        own += [
+            RankAssignment(
+                rank=len(ranks) + len(own) + number,
+                local_rank=sum(rank.pod == pod for rank in [*ranks, *own]) + number,
+                pod=pod,
+                role=f"role-{pod}",
+                device=Device.CPU,
+                stage=stage,
+                tensor_rank=number,
+                first_layer=remote[0],
+                end_layer=remote[-1] + 1,
+                kv_cache_bytes=0,
+                weight_bytes=draw(counts),
+                feed_forward=FeedForwardShare(layers=tuple(remote), share=draw(positive)),
+            )
+            for number in range(draw(st.integers(1, 3)))
+        ]
+    return own
 
 
 engines = st.builds(

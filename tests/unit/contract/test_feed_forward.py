@@ -57,7 +57,7 @@ def _plan(*ranks: RankAssignment, mode: Mode = Mode.FEED_FORWARD) -> Plan:
     return Plan(mode=mode, tensor_parallel_size=1, pipeline_parallel_size=1, ranks=ranks, engine=ENGINE)
 
 
-def test_stage_and_feed_forward_ranks_are_told_apart() -> None:
+def test_stage_and_feed_forward_ranks_are_distinguished() -> None:
     plan = _plan(_rank(0), _lane(1, 0), _lane(2, 1, share=3))
     assert [rank.rank for rank in plan.stage_ranks] == [0]
     assert [rank.rank for rank in plan.feed_forward_ranks(0)] == [1, 2]

@@ -169,7 +169,7 @@ class Plan:
         Raises:
             ContractError: ranks are not 0..world_size-1 in order, a pod's ranks are
                 not together, sizes do not multiply to the number of vLLM's ranks, a rank is not
-                in the place that its number says, the stages' layers leave a gap, or
+                in the stage that its number says, the stages' layers leave a gap, or
                 feed-forward ranks don't fit the mode or their stage.
         """
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:

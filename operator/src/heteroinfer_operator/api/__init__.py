@@ -22,7 +22,7 @@ from heteroinfer_operator.api.resource import (
     parse_status,
     parse_stored_spec,
 )
-from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE, Resources, RoleSpec
+from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE, FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.api.spec import (
     MAX_GROUPS,
     MAX_ROLES,
@@ -86,6 +86,7 @@ __all__ = [
     "EnvSource",
     "EnvVar",
     "FailureStatus",
+    "FeedForwardSpec",
     "GroupPhase",
     "GroupStatus",
     "HeteroInference",

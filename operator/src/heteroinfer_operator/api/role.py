@@ -28,6 +28,33 @@ class Resources(Model):
     """What the container may use at most."""
 
 
+class FeedForwardSpec(Model):
+    """Ranks in a role's own pods that compute experts and MLPs on CPUs for the pod's other ranks."""
+
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
+            cel="self.ranks >= 1",
+            message="feedForward has at least 1 rank; set feedForward.ranks, or remove feedForward",
+            holds=lambda own: own.ranks >= 1,
+        ),
+        ValidationRule(
+            cel="!has(self.layers) || self.layers >= 1",
+            message="feedForward computes for at least 1 layer; set feedForward.layers to 1 or more, or "
+            "leave it out to have it planned",
+            holds=lambda own: own.layers is None or own.layers >= 1,
+        ),
+    )
+
+    ranks: Annotated[int, Field(ge=0, le=MAX_RANKS_PER_POD)] = 1
+    """Feed-forward ranks of each pod, at least 1: as many as the node has NUMA nodes is best."""
+    cpu: ResourceQuantity
+    """Cores of each of them, added to the pod's requests, and to its limits where it has one."""
+    memory: ByteSize
+    """Memory of each of them, added to the pod's requests, and to its limits where it has one."""
+    layers: Annotated[int, Field(ge=0, le=4096)] | None = None
+    """Layers whose experts or MLPs they compute; as few as the GPU's memory asks for if not given."""
+
+
 class RoleSpec(Model):
     """A list of alike pods of a group."""
 
@@ -75,6 +102,15 @@ class RoleSpec(Model):
             got_cel=("self.name",),
             got_values=lambda role: (role.name,),
         ),
+        ValidationRule(
+            cel=f"!has(self.feedForward) || self.ranksPerPod + self.feedForward.ranks <= {MAX_RANKS_PER_POD}",
+            message=f"a pod has at most {MAX_RANKS_PER_POD} ranks, those of feedForward among them; "
+            "use fewer",
+            holds=lambda role: role.pod_ranks <= MAX_RANKS_PER_POD,
+            got="%s",
+            got_cel=("self.name",),
+            got_values=lambda role: (role.name,),
+        ),
     )
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=20)]
@@ -102,8 +138,10 @@ class RoleSpec(Model):
     """Extended resource that a GPU is asked for by; nvidia.com/gpu if not given."""
     device_memory: ByteSize | None = None
     """Memory of one GPU; the nodes' own if not given."""
+    feed_forward: FeedForwardSpec | None = None
+    """CPU ranks in the same pods that compute experts and MLPs, in mode FeedForward."""
     resources: Resources | None = None
-    """CPU and memory of each pod; GPUs are added by the operator."""
+    """CPU and memory of each pod; GPUs, and what feedForward takes, are added by the operator."""
     template: PodTemplate | None = None
     """What else may be set on the pods."""
 
@@ -111,6 +149,11 @@ class RoleSpec(Model):
     def num_ranks(self) -> int:
         """Returns the ranks of all of the role's pods."""
         return self.pods * self.ranks_per_pod
+
+    @property
+    def pod_ranks(self) -> int:
+        """Returns the ranks of one of its pods, feed-forward ranks among them."""
+        return self.ranks_per_pod + (self.feed_forward.ranks if self.feed_forward else 0)
 
     @property
     def gpu_resource(self) -> str:

@@ -4,7 +4,7 @@ Attribute docstrings become the descriptions of the CRD. Pure.
 """
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
@@ -39,9 +39,9 @@ class StageOrder(StrEnum):
 class ParallelismSpec(Model):
     """How the ranks share the model; whatever is left out is planned."""
 
-    # Feed-forward mode is not planned yet.
-    mode: Literal[Mode.PIPELINE, Mode.TENSOR] = Mode.PIPELINE
-    """Pipeline: each stage holds whole layers. Tensor: GPU and CPU ranks split each layer."""
+    mode: Mode = Mode.PIPELINE
+    """Pipeline: each stage holds whole layers. Tensor: GPU and CPU ranks split each layer. FeedForward: the
+    GPU keeps attention, and CPU ranks of its pod (roles[].feedForward) compute experts and MLPs."""
     tensor: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
     """Ranks of a stage."""
     pipeline: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
@@ -174,10 +174,36 @@ def _layers_match_stages(spec: "HeteroInferenceSpec") -> bool:
     )
 
 
+def _is_one_rank(spec: "HeteroInferenceSpec") -> bool:
+    sizes = spec.parallelism
+    return sizes.mode is not Mode.FEED_FORWARD or (
+        spec.world_size == 1
+        and spec.roles[0].layers is None
+        and (sizes.tensor or 1) == (sizes.pipeline or 1) == 1
+    )
+
+
 class HeteroInferenceSpec(Model):
     """What the user asks for."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
+            cel="(self.parallelism.mode == 'FeedForward') == self.roles.exists(r, has(r.feedForward))",
+            message="parallelism.mode FeedForward and roles[].feedForward go together; give both, or neither",
+            holds=lambda spec: (
+                (spec.parallelism.mode is Mode.FEED_FORWARD)
+                == any(role.feed_forward is not None for role in spec.roles)
+            ),
+        ),
+        ValidationRule(
+            cel=f"self.parallelism.mode != 'FeedForward' || ({_WORLD_CEL} == 1 && !has(self.roles[0].layers) "
+            "&& (!has(self.parallelism.tensor) || self.parallelism.tensor == 1) "
+            "&& (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1))",
+            message="parallelism.mode FeedForward: expected one role with pods 1, ranksPerPod 1 and no "
+            "layers (set feedForward.layers), and tensor and pipeline 1 or left out; several GPUs are not "
+            "supported yet: use mode Pipeline for them",
+            holds=_is_one_rank,
+        ),
         ValidationRule(
             cel=f"{_WORLD_CEL} <= {MAX_WORLD_SIZE}",
             message=f"roles: a group has at most {MAX_WORLD_SIZE} ranks; use fewer pods or ranksPerPod",

@@ -22,8 +22,10 @@ from typing import Any, Final
 from heteroinfer_contract import names
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.cluster import Manifest
+from heteroinfer_operator.demand import REQUIRED, require_label
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.quantity import parse_quantity
+from heteroinfer_operator.role_demand import unshared
 
 DEFAULT_GRACE_S: Final = 30
 """Kubernetes' own terminationGracePeriodSeconds."""
@@ -119,7 +121,9 @@ def parse_pod(
     pod = _FieldReader(manifest["metadata"]["name"], config_maps, secrets)
     pod.only(manifest, _POD_FIELDS, "")
     spec = manifest["spec"]
-    pod.only(spec, _SPEC_FIELDS, "spec")
+    pod.only(
+        {key: value for key, value in spec.items() if not _is_met_here(key, value)}, _SPEC_FIELDS, "spec"
+    )
     if spec.get("restartPolicy") != "Never":
         pod.refuse("spec.restartPolicy", f"expected Never, got {spec.get('restartPolicy')!r}")
     if len(spec["containers"]) != 1:
@@ -141,6 +145,19 @@ def parse_pod(
         health_port=port,
         readiness_path=path,
     )
+
+
+def _is_met_here(field: str, value: Any) -> bool:
+    """Returns whether a field only keeps a pod off GPUs that others share: nobody shares this machine's."""
+    return field == "affinity" and any(
+        value == require_label({}, unshared(term["key"].removesuffix(".sharing-strategy")))
+        for term in _first_expressions(value)
+    )
+
+
+def _first_expressions(affinity: Manifest) -> list[Manifest]:
+    terms = affinity.get("nodeAffinity", {}).get(REQUIRED, {}).get("nodeSelectorTerms", ())
+    return [term["matchExpressions"][0] for term in terms if term.get("matchExpressions")]
 
 
 class _FieldReader:

@@ -1,18 +1,16 @@
 """Where the pods of a group may be placed, as fields of their manifests. Pure."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import PodAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
-from heteroinfer_operator.demand import preferred_node
+from heteroinfer_operator.demand import REQUIRED, preferred_node, require_label
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.role_demand import role_fields
 
-_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
@@ -34,22 +32,15 @@ def assigned_fields(
         labels = {**identity.group_labels(group), names.LABEL_EPOCH: str(group.epoch)}
         term = {"topologyKey": spec.scheduling.topology_key, "labelSelector": {"matchLabels": labels}}
         near = affinity.setdefault("podAffinity", {})
-        near[_REQUIRED] = [*near.get(_REQUIRED, ()), term]
+        near[REQUIRED] = [*near.get(REQUIRED, ()), term]
     if node_assignment.domain is not None:
         key, value = node_assignment.domain
         fields["nodeSelector"] = {**fields.get("nodeSelector", {}), key: value}
     if pod.index in node_assignment.gpu_memory_mib:
         more_than = str(node_assignment.gpu_memory_mib[pod.index] - 1)
         label = {"key": f"{role.gpu_resource}.memory", "operator": "Gt", "values": [more_than]}
-        _require(affinity.setdefault("nodeAffinity", {}), label)
+        affinity = require_label(affinity, label)
     if pod.index in node_assignment.nodes:
         nodes = affinity.setdefault("nodeAffinity", {})
         nodes[_PREFERRED] = [*nodes.get(_PREFERRED, ()), preferred_node(node_assignment.nodes[pod.index])]
     return {**fields, "affinity": affinity} if affinity else fields
-
-
-def _require(nodes: dict[str, Any], expression: Mapping[str, Any]) -> None:
-    """Adds a requirement to each of the alternatives of a required node affinity."""
-    terms = nodes.get(_REQUIRED, {}).get("nodeSelectorTerms") or [{}]
-    added = [{**term, "matchExpressions": [*term.get("matchExpressions", ()), expression]} for term in terms]
-    nodes[_REQUIRED] = {"nodeSelectorTerms": added}

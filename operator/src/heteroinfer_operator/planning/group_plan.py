@@ -157,7 +157,9 @@ def gpu_memory_mib(spec: HeteroInferenceSpec, plan: Plan, labelled: Collection[s
     by_labels = {role.name for role in spec.roles if role.device_memory is None and role.name in labelled}
     return {
         pod.index: max(
-            ceil((rank.weight_bytes + rank.kv_cache_bytes) / GPU_USABLE / 2**20) for rank in pod.ranks
+            ceil((rank.weight_bytes + rank.kv_cache_bytes) / GPU_USABLE / 2**20)
+            for rank in pod.ranks
+            if rank.device is Device.GPU
         )
         for pod in plan.pods
         if pod.role in by_labels and pod.device is Device.GPU

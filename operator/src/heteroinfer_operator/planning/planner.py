@@ -6,12 +6,19 @@ from itertools import accumulate
 from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings, Plan, RankAssignment
+from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.planning.advice import advise
+from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.engine_settings import engine_settings
+from heteroinfer_operator.planning.feed_forward import (
+    Remote,
+    choose_remote,
+    feed_forward_notes,
+    feed_forward_ranks,
+    feed_forward_rates,
+)
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import check_explicit, explicit_layers, split_by_memory
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
@@ -51,6 +58,7 @@ class Planned:
         plan: the plan.
         sizes: of one rank's share of the model.
         rates: how fast each rank is taken to work, by rank.
+        remote: what feed-forward ranks have of the model, or None without them.
         notes: one line each.
         limiting_rank: the rank whose memory holds the fewest KV blocks, as predicted; None
             where the memory of some rank is unknown.
@@ -63,6 +71,7 @@ class Planned:
     plan: Plan
     sizes: Sizes
     rates: tuple[Rates, ...]
+    remote: Remote | None = None
     notes: tuple[str, ...] = ()
     limiting_rank: int | None = None
     hybrid_not_needed: str = ""
@@ -87,14 +96,16 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     engine = engine_settings(
         spec,
         profile,
-        has_cpu=topology.has_cpu,
+        has_cpu=topology.has_cpu or spec.parallelism.mode is Mode.FEED_FORWARD,
         has_mixed_stage=topology.has_mixed_stage,
         tensor=topology.tensor,
         served_name=request.served_name,
         model_path=request.model_path,
     )
     warnings = check_support(profile, engine, topology, inventory)
-    sizes = Sizes.of(profile, engine, topology.tensor, stages=len(topology.stages))
+    remote = choose_remote(topology, profile, engine, inventory)
+    kept = profile if remote is None else remote.kept
+    sizes = Sizes.of(kept, engine, topology.tensor, stages=len(topology.stages))
     budgets = stage_budgets(topology.stages, sizes, inventory)
     min_tokens = longest_sequence_tokens(engine)
     layers = explicit_layers(spec, topology)
@@ -102,15 +113,25 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         layers = split_by_memory(budgets, sizes, min_tokens)
     else:
         check_explicit(layers, budgets, sizes, min_tokens)
-    rates = _rates(topology, profile, engine, inventory)
+    rates = _rates(topology, kept, engine, inventory)
+    ranks = _assign(topology, layers, budgets, sizes, engine, rates)
+    if remote is not None:
+        theirs = feed_forward_rates(remote, engine)
+        ranks += feed_forward_ranks(topology, remote, engine, theirs)
+        rates += (theirs,) * remote.spec.ranks
     plan = Plan(
         mode=spec.parallelism.mode,
         tensor_parallel_size=topology.tensor,
         pipeline_parallel_size=len(topology.stages),
-        ranks=_assign(topology, layers, budgets, sizes, engine, rates),
+        ranks=ranks,
         engine=engine,
     )
     advice = advise(topology, plan, profile, inventory)
+    if remote is not None:
+        notes, not_needed = feed_forward_notes(
+            topology, remote, profile, engine, (rates[0], rates[-1]), inventory
+        )
+        advice = Advice(notes=notes, hybrid_not_needed=not_needed)
     return Planned(
         plan=plan,
         notes=(*topology.notes, *warnings, *advice.notes),
@@ -119,6 +140,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         on_cpus="; ".join(topology.notes),
         sizes=sizes,
         rates=rates,
+        remote=remote,
     )
 
 

@@ -50,10 +50,13 @@ def _ms(seconds: float) -> str:
 
 def predict(plan: Plan) -> Prediction:
     """Returns a step of this plan; one batch is in flight, so that stages wait for each other."""
-    stages = [plan.stage(stage) for stage in range(plan.pipeline_parallel_size)]
-    return _with_range(
-        plan, sum(max(rank.predicted_step_s for rank in ranks) for ranks in stages) + STEP_OVERHEAD_S
+    stages = range(plan.pipeline_parallel_size)
+    # A stage waits for its feed-forward ranks in each of their layers.
+    waits = (plan.stage(stage) for stage in stages), (plan.feed_forward_ranks(stage) for stage in stages)
+    step_s = sum(
+        max((rank.predicted_step_s for rank in ranks), default=0.0) for part in waits for ranks in part
     )
+    return _with_range(plan, step_s + STEP_OVERHEAD_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,11 @@ class LayerKind:
         codec.at_most(self.experts, "LayerKind", experts_per_token=self.experts_per_token)
 
     @property
+    def feed_forward_bytes(self) -> int:
+        """Returns what feed-forward ranks can take of a layer: its routed experts, or its MLP, in bytes."""
+        return self.routed_bytes or self.mlp_bytes
+
+    @property
     def routed_bytes(self) -> int:
         """Returns the weights of all routed experts of a layer, in bytes."""
         return self.experts * self.expert_bytes

@@ -50,7 +50,7 @@ def _compute(part: Any, views: Views) -> Compute:
 
 
 def _unquantized(part: Any, experts: Any, views: Views) -> Compute:
-    """As `CPUUnquantizedExperts.apply`, whose kernel writes where it is told: no copy, no allocation."""
+    """As `CPUUnquantizedExperts.apply`, whose kernel writes into a given buffer: no copy, no allocation."""
     call = torch.ops._C.cpu_fused_moe
     w13, w2 = part.w13_weight.data, part.w2_weight.data
     bias13, bias2 = experts.w1_bias, experts.w2_bias

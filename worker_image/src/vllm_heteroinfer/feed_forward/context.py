@@ -1,4 +1,4 @@
-"""What feed-forward mode needs to know of its rank; the context of the rank's own room has it all."""
+"""What feed-forward mode needs to know of its rank; the context of the package rank has it all."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol

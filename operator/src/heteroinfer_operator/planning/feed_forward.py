@@ -1,0 +1,295 @@
+"""Mode FeedForward: which layers' experts or MLPs go to CPU ranks of the GPU's pod. Pure.
+
+The GPU then has a model without them, which the rest of the planner sees as any other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from heteroinfer_contract.model import LayerKind
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, RankAssignment
+from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
+from heteroinfer_operator.planning.prediction import Load, Reads, count_reads
+from heteroinfer_operator.planning.rates import Rates, cpu_rates
+from heteroinfer_operator.planning.topology import Topology
+from heteroinfer_operator.quantity import format_bytes, parse_bytes
+
+EXCHANGE_S: Final = 20e-6
+"""What a layer's exchange between GPU and CPU takes besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """What feed-forward ranks have of a model.
+
+    Attributes:
+        spec: of the role.
+        layers: whose experts or MLPs they have, ascending.
+        profile: the model with nothing but these, so that reads are counted as in any other.
+        kept: the model without them, which the role's own rank has.
+    """
+
+    spec: FeedForwardSpec
+    layers: tuple[int, ...]
+    profile: ModelProfile
+    kept: ModelProfile
+
+
+def choose_remote(
+    topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
+) -> Remote | None:
+    """Returns what feed-forward ranks get, or None where the role has none.
+
+    As many layers as the user says; else as few as leave the role's own rank KV cache for one
+    longest sequence, those first that cost least: whose step reads the smallest part of what they hold.
+
+    Raises:
+        PlanError: the model has nothing that can go there, or what goes doesn't fit; the message says
+            what is missing.
+    """
+    role = topology.stages[0][0].placed.role
+    own = role.feed_forward
+    if own is None:
+        return None
+    order = _cheapest_first(profile)
+    if not order:
+        raise PlanError(
+            f"role {role.name}: got feedForward, but nothing is known of experts or MLPs in the layers of "
+            f"{profile.architecture}; use mode Pipeline for this model",
+            reason="UnsupportedParallelism",
+        )
+    if own.layers is not None and own.layers > len(order):
+        raise PlanError(
+            f"role {role.name}: got feedForward.layers {own.layers}, the model has {len(order)} layers with "
+            f"experts or an MLP; set {len(order)} or less",
+            reason="LayersMismatch",
+        )
+    counts = range(1, len(order) + 1) if own.layers is None else (own.layers,)
+    missing = 0
+    for count in counts:
+        remote = _split(own, profile, order[:count])
+        missing = _missing_bytes(topology, remote, engine, inventory)
+        if missing <= 0:
+            _check_memory(role.name, remote, profile, engine)
+            return remote
+    raise PlanError(
+        f"role {role.name}: without experts or MLPs of {counts[-1]} layers the model and KV cache for "
+        f"{engine.max_model_len} tokens still miss {format_bytes(missing)} of memory of its rank; "
+        f"{'set feedForward.layers higher, ' if counts[-1] < len(order) else ''}give it a larger device, "
+        "or lower engine.maxModelLen",
+        reason="InsufficientMemory",
+    )
+
+
+def _cheapest_first(profile: ModelProfile) -> list[int]:
+    """Returns the layers that have experts or an MLP, by the part of it that a step of one token reads."""
+
+    def cost(index: int) -> tuple[float, int]:
+        kind = profile.layer(index)
+        active = kind.expected_experts(1) * kind.expert_bytes if kind.experts else kind.mlp_bytes
+        # Of equal ones the last: the first layers are the last whose answers are waited for.
+        return active / kind.feed_forward_bytes, -index
+
+    having = [index for index in range(profile.num_layers) if profile.layer(index).feed_forward_bytes]
+    return sorted(having, key=cost)
+
+
+def _split(own: FeedForwardSpec, profile: ModelProfile, chosen: Sequence[int]) -> Remote:
+    layers = tuple(sorted(chosen))
+    kinds = profile.layers
+    moved = set(layers)
+    kept = [_without(kind) if index in moved else kind for index, kind in enumerate(kinds)]
+    gone = [kind.feed_forward_bytes if index in moved else 0 for index, kind in enumerate(kinds)]
+    only = [_only(kind) if index in moved else LayerKind() for index, kind in enumerate(kinds)]
+    return Remote(
+        spec=own,
+        layers=layers,
+        profile=replace(
+            _with_kinds(profile, only),
+            layer_bytes=tuple(gone),
+            embedding_bytes=0,
+            head_bytes=0,
+            other_bytes=0,
+            encoder_bytes=0,
+        ),
+        kept=replace(
+            _with_kinds(profile, kept),
+            layer_bytes=tuple(size - away for size, away in zip(profile.layer_bytes, gone, strict=True)),
+        ),
+    )
+
+
+def _without(kind: LayerKind) -> LayerKind:
+    mlp = kind.mlp_bytes if _mlp_is_quantized(kind) else 0
+    return replace(
+        kind,
+        experts=0,
+        experts_per_token=0,
+        expert_bytes=0,
+        experts_quantized=False,
+        mlp_bytes=0,
+        quantized_bytes=max(kind.quantized_bytes - mlp, 0),
+    )
+
+
+def _mlp_is_quantized(kind: LayerKind) -> bool:
+    """Returns whether a dense layer's MLP is in the model's scheme: all linear layers are, or none."""
+    return not kind.experts and kind.quantized_bytes >= kind.mlp_bytes > 0
+
+
+def _only(kind: LayerKind) -> LayerKind:
+    return LayerKind(
+        experts=kind.experts,
+        experts_per_token=kind.experts_per_token,
+        expert_bytes=kind.expert_bytes,
+        experts_quantized=kind.experts_quantized,
+        mlp_bytes=kind.mlp_bytes,
+        quantized_bytes=kind.mlp_bytes if _mlp_is_quantized(kind) else 0,
+    )
+
+
+def _with_kinds(profile: ModelProfile, kinds: Sequence[LayerKind]) -> ModelProfile:
+    known = tuple(dict.fromkeys(kinds))
+    return replace(profile, kinds=known, kind_of_layer=tuple(known.index(kind) for kind in kinds))
+
+
+def _missing_bytes(topology: Topology, remote: Remote, engine: EngineSettings, inventory: Inventory) -> int:
+    """Returns what the role's own rank lacks for its layers and one longest sequence; <= 0 if nothing."""
+    sizes = Sizes.of(remote.kept, engine, 1, stages=1)
+    free = stage_budgets(topology.stages, sizes, inventory)[0].free_bytes
+    layers = remote.kept.num_layers
+    return 0 if free is None else sizes.layers(0, layers) + sizes.cache(0, layers) - free
+
+
+def _rank_bytes(remote: Remote, profile: ModelProfile, engine: EngineSettings) -> int:
+    """Returns the weights of one feed-forward rank, in bytes."""
+    sizes = Sizes.of(remote.profile, engine, 1, stages=1)
+    return -(-sizes.layers(0, profile.num_layers) // remote.spec.ranks)
+
+
+def _check_memory(role: str, remote: Remote, profile: ModelProfile, engine: EngineSettings) -> None:
+    need = _rank_bytes(remote, profile, engine) + RANK_OVERHEAD_BYTES
+    have = parse_bytes(remote.spec.memory)
+    if need > have:
+        raise PlanError(
+            f"role {role}: each of {remote.spec.ranks} feed-forward ranks needs {format_bytes(need)} for its "
+            f"part of {len(remote.layers)} layers, got feedForward.memory {format_bytes(have)}: "
+            f"{format_bytes(need - have)} missing; raise it, or use more ranks",
+            reason="InsufficientMemory",
+        )
+
+
+def feed_forward_rates(remote: Remote, engine: EngineSettings) -> Rates:
+    """Returns how fast each feed-forward rank works while all of them do."""
+    requests = {"cpu": remote.spec.cpu}
+    role = RoleSpec(name="feed-forward", device=Device.CPU, resources=Resources(requests=requests))
+    return cpu_rates(role, remote.profile, engine, leads=False, together=remote.spec.ranks)
+
+
+def feed_forward_ranks(
+    topology: Topology, remote: Remote, engine: EngineSettings, rates: Rates
+) -> tuple[RankAssignment, ...]:
+    """Returns the feed-forward ranks, which number after the role's own."""
+    seat = topology.stages[0][0]
+    own = topology.stages[0]
+    step_s = feed_forward_seconds(remote, engine, rates, Load())
+    return tuple(
+        RankAssignment(
+            rank=len(own) + number,
+            local_rank=len(own) + number,
+            pod=seat.pod,
+            role=seat.placed.role.name,
+            device=Device.CPU,
+            stage=0,
+            tensor_rank=number,
+            first_layer=remote.layers[0],
+            end_layer=remote.layers[-1] + 1,
+            kv_cache_bytes=0,
+            weight_bytes=_rank_bytes(remote, remote.profile, engine),
+            predicted_step_s=step_s,
+            feed_forward=FeedForwardShare(layers=remote.layers),
+        )
+        for number in range(remote.spec.ranks)
+    )
+
+
+def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, load: Load) -> float:
+    """Returns how long feed-forward ranks take in a step of a load, exchanges included, in seconds."""
+    sizes = Sizes.of(remote.profile, engine, 1, stages=1)
+    reads = count_reads(sizes, 0, remote.profile.num_layers, load, last=False, engine=engine)
+    part = 1 / remote.spec.ranks
+    share = Reads(
+        plain=reads.plain * part,
+        quantized=reads.quantized * part,
+        experts=reads.experts * part,
+        operations=reads.operations * part,
+    )
+    return share.seconds(rates) + len(remote.layers) * EXCHANGE_S
+
+
+def feed_forward_notes(
+    topology: Topology,
+    remote: Remote,
+    profile: ModelProfile,
+    engine: EngineSettings,
+    rates: Sequence[Rates],
+    inventory: Inventory,
+) -> tuple[tuple[str, ...], str]:
+    """Returns what the user should know, a line each, and which of them says that CPUs are not needed, or "".
+
+    Args:
+        topology: of the group.
+        remote: what feed-forward ranks have.
+        profile: of the whole model.
+        engine: the group's settings.
+        rates: of the role's own rank, and of a feed-forward rank.
+        inventory: what is known of devices.
+    """
+    notes = [_in_pipeline(remote, profile, engine, rates)]
+    resources = topology.stages[0][0].placed.role.resources
+    if resources and resources.limits and "cpu" in resources.limits:
+        notes.append(
+            "the pod has a CPU limit: feed-forward ranks sleep between layers in place of spinning, since "
+            "spinning would use up its CPU time; leave limits.cpu out, or use nodes with the static CPU "
+            "manager"
+        )
+    whole = Remote(spec=remote.spec, layers=(), profile=remote.profile, kept=profile)
+    seat = topology.stages[0][0]
+    known = stage_budgets(topology.stages, Sizes.of(profile, engine, 1, stages=1), inventory)[0].budget
+    if seat.placed.device is not Device.GPU or known is None:
+        return tuple(notes), ""
+    if _missing_bytes(topology, whole, engine, inventory) > 0:
+        return tuple(notes), ""
+    words = (
+        f"feed-forward ranks not needed: the GPU holds the model and KV cache for {engine.max_model_len} "
+        "tokens; CPUs add capacity, not speed: use mode Pipeline without feedForward"
+    )
+    return (*notes, words), words
+
+
+def _in_pipeline(
+    remote: Remote, profile: ModelProfile, engine: EngineSettings, rates: Sequence[Rates]
+) -> str:
+    """Returns what the same memory would give if the CPUs had whole layers."""
+    moved = sum(remote.profile.layer_bytes)
+    count, held = 0, 0
+    while held < moved and count < profile.num_layers:
+        held += profile.layer_bytes[count]
+        count += 1
+    sizes = Sizes.of(profile, engine, 1, stages=1)
+    on_cpus = count_reads(sizes, 0, count, Load(), last=False, engine=engine)
+    on_gpu = count_reads(sizes, count, profile.num_layers, Load(), last=True, engine=engine)
+    pipeline_s = on_cpus.seconds(rates[1]) / remote.spec.ranks + on_gpu.seconds(rates[0])
+    kept = Sizes.of(remote.kept, engine, 1, stages=1)
+    ours_s = count_reads(kept, 0, profile.num_layers, Load(), last=True, engine=engine).seconds(rates[0])
+    ours_s += feed_forward_seconds(remote, engine, rates[1], Load())
+    return (
+        f"experts or MLPs of {len(remote.layers)} layers ({format_bytes(moved)}) are on CPUs: a step of one "
+        f"request computes for about {ours_s * 1e3:.1f} ms; with the same memory, mode Pipeline would have "
+        f"{count} whole layers on CPUs and compute for {pipeline_s * 1e3:.1f} ms"
+    )

@@ -1,0 +1,52 @@
+"""Feed-forward ranks in the resource: what is taken, and what is refused in which words."""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
+from heteroinfer_operator.errors import SpecError
+
+OWN = {"cpu": "14", "memory": "64Gi"}
+
+
+def spec(mode: str = "FeedForward", own: dict[str, Any] | None = OWN, **fields: Any) -> dict[str, Any]:
+    role = {"name": "gpu", "device": "GPU", **({"feedForward": own} if own else {}), **fields}
+    return {
+        "model": {"uri": "pvc://models/moe"},
+        "parallelism": {"mode": mode},
+        "roles": [role],
+    }
+
+
+def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
+    parsed: HeteroInferenceSpec = parse_spec(spec())
+    assert (parsed.world_size, parsed.roles[0].pod_ranks) == (1, 2)
+    assert parse_spec(spec(own={**OWN, "ranks": 2, "layers": 6})).roles[0].pod_ranks == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (spec(mode="Pipeline"), "give both, or neither"),
+        (spec(own=None), "give both, or neither"),
+        (spec(pods=2), "several GPUs are not supported yet"),
+        (spec(ranksPerPod=2), "several GPUs are not supported yet"),
+        (spec(layers=[4]), "set feedForward.layers"),
+        (spec(own={**OWN, "ranks": 0}), "feedForward has at least 1 rank"),
+        (spec(own={**OWN, "ranks": 16}), "a pod has at most 16 ranks"),
+        (spec(own={**OWN, "layers": 0}), "feedForward computes for at least 1 layer"),
+        (spec(own={"cpu": "14"}), "memory"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(raw: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(raw)
+    assert words in caught.value.message
+
+
+def test_tensor_and_pipeline_may_be_one_and_nothing_else() -> None:
+    sizes = {"mode": "FeedForward", "tensor": 1, "pipeline": 1}
+    assert parse_spec({**spec(), "parallelism": sizes}).world_size == 1
+    with pytest.raises(SpecError):
+        parse_spec({**spec(), "parallelism": {**sizes, "pipeline": 2}})

@@ -1,0 +1,125 @@
+"""Mode FeedForward: which layers' experts or MLPs go to CPUs, and what the plan says of it."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.model import LayerKind
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, Mode
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.prediction import predict
+from tests.unit.planning.models import GIB, MIB, gpu, plan, profile, spec
+
+EXPERT = 9 * MIB
+MOE = LayerKind(kv_heads=4, kv_width=256, experts=128, experts_per_token=8, expert_bytes=EXPERT)
+DENSE = LayerKind(kv_heads=8, kv_width=256, mlp_bytes=336 * MIB)
+
+
+def mixture(dense_layers: int = 0, layers: int = 24) -> ModelProfile:
+    """Returns a model of Qwen3-30B-A3B's shape; its first layers may be dense."""
+    kinds = (0,) * dense_layers + (1,) * (layers - dense_layers)
+    sizes = (416 * MIB,) * dense_layers + (128 * EXPERT + 40 * MIB,) * (layers - dense_layers)
+    return profile(
+        num_layers=layers,
+        layer_bytes=sizes,
+        kinds=(replace(DENSE), MOE),
+        kind_of_layer=kinds,
+        embedding_bytes=600 * MIB,
+        head_bytes=600 * MIB,
+        hidden_size=2048,
+    )
+
+
+def feed_forward(memory: str = "64Gi", **fields: Any) -> HeteroInferenceSpec:
+    own = {"cpu": "14", "memory": memory, **fields.pop("own", {})}
+    role = gpu(feedForward=own, deviceMemory=fields.pop("device_memory", "24Gi"), **fields)
+    return spec(role, parallelism={"mode": "FeedForward"}, engine={"maxModelLen": 4096})
+
+
+def test_as_few_layers_as_the_gpu_asks_for_go_to_cpus() -> None:
+    planned = plan(feed_forward(), mixture())
+    own, theirs = planned.plan.ranks
+    assert planned.plan.mode is Mode.FEED_FORWARD
+    assert (own.device, own.num_layers, theirs.device, theirs.pod) == (Device.GPU, 24, Device.CPU, 0)
+    assert theirs.feed_forward is not None
+    count = len(theirs.feed_forward.layers)
+    # One layer less on CPUs, and the GPU's 21.6 GiB would not hold the rest and one sequence.
+    assert own.weight_bytes + own.kv_cache_bytes <= 0.9 * 24 * GIB
+    assert own.weight_bytes + EXPERT * 128 + own.kv_cache_bytes / 64 > 0.9 * 24 * GIB
+    assert theirs.weight_bytes == count * 128 * EXPERT
+    with pytest.raises(PlanError, match=r"missing|miss"):
+        plan(feed_forward(own={"layers": count - 1}), mixture())
+
+
+def test_experts_go_before_mlps_and_the_last_layers_first() -> None:
+    planned = plan(feed_forward(own={"layers": 3}, device_memory="80Gi"), mixture(dense_layers=2))
+    share = planned.plan.ranks[1].feed_forward
+    assert share is not None
+    assert share.layers == (21, 22, 23)
+    everything = plan(feed_forward(own={"layers": 24}), mixture(dense_layers=2)).plan.ranks[1].feed_forward
+    assert everything is not None
+    assert everything.layers == tuple(range(24))
+
+
+def test_several_ranks_share_each_layer() -> None:
+    one = plan(feed_forward(own={"layers": 6, "ranks": 1}, device_memory="80Gi"), mixture()).plan
+    two = plan(feed_forward(own={"layers": 6, "ranks": 2}, device_memory="80Gi"), mixture()).plan
+    assert [rank.weight_bytes for rank in two.ranks[1:]] == [one.ranks[1].weight_bytes // 2] * 2
+    assert [(rank.rank, rank.local_rank, rank.tensor_rank) for rank in two.ranks[1:]] == [
+        (1, 1, 0),
+        (2, 2, 1),
+    ]
+
+
+def test_a_step_counts_the_experts_that_it_reads() -> None:
+    planned = plan(feed_forward(own={"layers": 24}), mixture())
+    active = 24 * 8 * EXPERT
+    cpu = planned.plan.ranks[1].predicted_step_s
+    assert active / 130e9 < cpu < active / 50e9
+    assert predict(planned.plan).step_s > cpu + planned.plan.ranks[0].predicted_step_s
+
+
+def test_the_plan_says_what_pipeline_would_give() -> None:
+    note = plan(feed_forward(own={"layers": 12}), mixture()).notes[0]
+    found = re.search(
+        r"for about ([0-9.]+) ms; .* mode Pipeline would have (\d+) whole .* for ([0-9.]+) ms", note
+    )
+    assert found is not None, note
+    assert int(found[2]) == 12
+    assert float(found[1]) < float(found[3]) * 1.05
+
+
+def test_mlps_of_a_dense_model_go_too() -> None:
+    model = profile(kinds=(DENSE,), kind_of_layer=(0,) * 32)
+    planned = plan(feed_forward(device_memory="12Gi"), model)
+    own, theirs = planned.plan.ranks
+    assert theirs.feed_forward is not None
+    assert theirs.weight_bytes == len(theirs.feed_forward.layers) * 336 * MIB
+    assert own.weight_bytes + theirs.weight_bytes == 32 * 416 * MIB + 2 * 1002 * MIB + 8192
+
+
+def test_on_a_gpu_that_holds_all_it_says_so() -> None:
+    planned = plan(feed_forward(own={"layers": 1}, device_memory="80Gi"), mixture())
+    assert "feed-forward ranks not needed" in planned.hybrid_not_needed
+
+
+def test_what_does_not_fit_is_refused_with_the_amount() -> None:
+    with pytest.raises(
+        PlanError, match=r"needs 28\.00 GiB .* got feedForward.memory 16.00 GiB: 12.00 GiB missing"
+    ):
+        plan(feed_forward(memory="16Gi", own={"layers": 24}), mixture())
+    with pytest.raises(PlanError, match="nothing is known of experts or MLPs"):
+        plan(feed_forward(), profile())
+    with pytest.raises(PlanError, match="has 24 layers with experts or an MLP; set 24 or less"):
+        plan(feed_forward(own={"layers": 25}), mixture())
+    with pytest.raises(PlanError, match="still miss"):
+        plan(feed_forward(device_memory="2Gi"), mixture())
+
+
+def test_a_cpu_limit_means_that_threads_sleep() -> None:
+    limits = {"limits": {"cpu": "2", "memory": "8Gi"}}
+    assert any("CPU limit" in note for note in plan(feed_forward(resources=limits), mixture()).notes)
