@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_operator.crd import build_schema
+from heteroinfer_operator.quantity import DURATION_PATTERN
 
 Json: TypeAlias = dict[str, Any]
 SCHEMA = build_schema()
@@ -90,6 +91,8 @@ def _texts(schema: Json) -> st.SearchStrategy[str]:
     if schema.get("format") == "date-time":
         return st.datetimes().map(lambda time: time.isoformat(timespec="seconds") + "Z")
     shortest, longest = schema.get("minLength", 0), schema["maxLength"]
+    if schema.get("pattern") == DURATION_PATTERN:  # within the bounds of every duration there is
+        return st.sampled_from(["1m", "90s", "2m5s", "300s"])
     if "pattern" in schema:
         pattern = schema["pattern"].replace("$", r"\Z")
         return st.from_regex(pattern).filter(lambda text: shortest <= len(text) <= longest)

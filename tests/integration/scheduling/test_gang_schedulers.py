@@ -49,6 +49,9 @@ PLACED_S = 90.0
 """A scheduler tries again what did not fit; kube-scheduler and its like do so after up to a minute."""
 GONE_S = 60.0
 
+_FIRST_EPOCHS: dict[str, int] = {}
+"""By resource: what its first epoch was called."""
+
 
 class Site:
     """A control plane with one gang scheduler, two nodes and an operator; each node holds one pod."""
@@ -145,17 +148,26 @@ class Resource:
 
     async def pods(self) -> list[dict[str, Any]]:
         """Returns its stored pods, of every epoch."""
-        return await pods_of(self.server, self.namespace, self.name)
+        found = await pods_of(self.server, self.namespace, self.name)
+        epochs = [int(pod["metadata"]["labels"][names.LABEL_EPOCH]) for pod in found]
+        if epochs:
+            _FIRST_EPOCHS.setdefault(f"{self.namespace}/{self.name}", min(epochs))
+        return found
+
+    def nth_epoch(self, ordinal: int) -> int:
+        """Returns the number of an epoch: a clock's for the first, 0 while there is none."""
+        first = _FIRST_EPOCHS.get(f"{self.namespace}/{self.name}")
+        return 0 if first is None else first + ordinal - 1
 
     async def waiting(self, epoch: int = 1) -> list[str]:
         """Returns the pods of an epoch once both are there and the status says why they have no node."""
         kueue = self.site.gang is Gang.KUEUE
-        words = f"Kueue's Workload {self.name}-0-{epoch} says why" if kueue else ""
 
         async def reported() -> list[str]:
-            pods = [
-                pod for pod in await self.pods() if pod["metadata"]["labels"][names.LABEL_EPOCH] == str(epoch)
-            ]
+            every = await self.pods()
+            number = self.nth_epoch(epoch)
+            pods = [pod for pod in every if pod["metadata"]["labels"][names.LABEL_EPOCH] == str(number)]
+            words = f"Kueue's Workload {self.name}-0-{number} says why" if kueue else ""
             placed = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName")]
             assert not placed, f"half a gang was placed: {placed}"
             status, reason, message = await capacity(self.server, self.namespace, self.name)
@@ -168,7 +180,7 @@ class Resource:
             "pods without a node, and why", reported, timeout_s=PLACED_S, said=self.everything
         )
         if kueue:
-            assert f"workload.kueue.x-k8s.io/{self.name}-0-{epoch}" in self._gang_objects()
+            assert f"workload.kueue.x-k8s.io/{self.name}-0-{self.nth_epoch(epoch)}" in self._gang_objects()
         return found
 
     async def ready(self, epoch: int) -> None:
@@ -177,10 +189,11 @@ class Resource:
         async def is_ready() -> bool:
             status = await self.status()
             conditions = {c["type"]: c["status"] for c in status.get("conditions", ())}
-            if conditions.get("Ready") != "True" or status["groups"][0]["epoch"] != epoch:
-                return False
             pods = await self.pods()
-            assert {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in pods} == {str(epoch)}
+            number = self.nth_epoch(epoch)
+            if conditions.get("Ready") != "True" or status["groups"][0]["epoch"] != number:
+                return False
+            assert {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in pods} == {str(number)}
             assert len({pod["spec"]["nodeName"] for pod in pods}) == len(pods) == 2
             return True
 

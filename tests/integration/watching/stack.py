@@ -136,9 +136,9 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
         _say_ready(plane)
         plane.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(_resource()))
         _tell_model(plane, model)
-        _fail_once(plane)
+        first = _fail_once(plane)
         _say_ready(plane)  # planned anew; its controller gives a silent node 50 s
-        pods = _wait_for_pods(plane, epoch=2)
+        pods = _wait_for_pods(plane, after=first)
         plan, addresses = _plan(plane, model), _addresses(len(pods))
         env = {
             "OMP_NUM_THREADS": "1",  # the pods share this machine
@@ -231,13 +231,14 @@ def _tell_model(plane: Cluster, model: Path) -> None:
     _end(plane, pod, 0, profile.strip())
 
 
-def _fail_once(plane: Cluster) -> None:
-    """Has the first epoch end by a lost pod, so that restarts and failures are there to be seen."""
-    pods = _wait_for_pods(plane, epoch=1)
+def _fail_once(plane: Cluster) -> str:
+    """Has the first epoch end by a lost pod, so that restarts and failures can be seen; returns it."""
+    pods = _wait_for_pods(plane)
     for pod in pods:
         patch(plane, f"pod/{pod['metadata']['name']}", _running("127.0.0.1", ready=False), NAMESPACE)
     lost = Failure(reason=FailureReason.POD_LOST, message="pod 1 went silent", pod=1, rank=1)
     _end(plane, pods[0], names.EXIT_PEER_FAILED, lost.to_json())
+    return str(pods[0]["metadata"]["labels"][names.LABEL_EPOCH])
 
 
 def _end(plane: Cluster, pod: dict[str, Any], exit_code: int, message: str) -> None:
@@ -248,8 +249,9 @@ def _end(plane: Cluster, pod: dict[str, Any], exit_code: int, message: str) -> N
     patch(plane, f"pod/{pod['metadata']['name']}", status, NAMESPACE)
 
 
-def _wait_for_pods(plane: Cluster, epoch: int) -> list[dict[str, Any]]:
-    selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_WORKER},{names.LABEL_EPOCH}={epoch}"
+def _wait_for_pods(plane: Cluster, after: str = "") -> list[dict[str, Any]]:
+    """Returns the pods of an epoch that is not the one before, where one is named."""
+    selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_WORKER},{names.LABEL_EPOCH}!={after or 0}"
     found = _wait_for(plane, selector, len(SPEC["roles"]))
     return sorted(found, key=lambda pod: int(pod["metadata"]["labels"][names.LABEL_POD_INDEX]))
 
