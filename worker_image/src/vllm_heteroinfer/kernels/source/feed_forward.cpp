@@ -81,23 +81,25 @@ constexpr int kPollsPerClock = 64;
 
 // Spins, then sleeps on a futex of which a wake may or may not come, in naps that grow: a GPU wakes nobody.
 struct Waiter {
-  Waiter(uint64_t spin_ns, uint64_t limit_ns) : start(now_ns()), spin(spin_ns), limit(limit_ns) {}
+  Waiter(uint64_t spin_ns, uint64_t limit_ns, uint64_t idle_since_ns = 0)
+      : start(now_ns()), since(idle_since_ns ? idle_since_ns : start), spin(spin_ns), limit(limit_ns) {}
   // Returns false once the limit is reached. `sleeps`, if any, says while this process needs a wake.
   bool wait(const void* word, uint32_t value, uint32_t* sleeps = nullptr) {
     if (++polls % kPollsPerClock && waited < spin) {
       _mm_pause();
       return true;
     }
-    waited = now_ns() - start;
-    if (waited >= limit) return false;
+    const uint64_t now = now_ns();
+    waited = now - since;
+    if (now - start >= limit) return false;
     if (waited < spin) return true;
     if (sleeps) __atomic_store_n(sleeps, 1u, __ATOMIC_SEQ_CST);
     sleep_on(word, value, waited > 1000000000u ? 20000000u : waited > 50000000u ? 1000000u : 50000u);
     if (sleeps) store(sleeps, 0u);
-    waited = now_ns() - start;
+    waited = now_ns() - since;
     return true;
   }
-  uint64_t start, spin, limit, waited = 0, polls = 0;
+  uint64_t start, since, spin, limit, waited = 0, polls = 0;
 };
 
 float from_bfloat16(uint16_t v) {
@@ -181,7 +183,10 @@ enum { kAsked = 1, kNothing = 0, kStopped = -1 };
 int heteroinfer_ff_next(void* memory, int lane, uint64_t spin_ns, uint64_t limit_ns, uint32_t* layer, uint32_t* rows) {
   Slab* slab = static_cast<Slab*>(memory);
   Lane& own = slab->lanes[lane];
-  Waiter waiter(spin_ns, limit_ns);
+  // Since the last ask or ring, over several calls: an idle lane must not spin anew in each.
+  static thread_local uint64_t idle_since = 0;
+  if (!idle_since) idle_since = now_ns();
+  Waiter waiter(spin_ns, limit_ns, idle_since);
   for (;;) {
     const uint32_t rung = load(&slab->bell.rung);
     const uint64_t number = load(&slab->ask.number);
@@ -190,6 +195,7 @@ int heteroinfer_ff_next(void* memory, int lane, uint64_t spin_ns, uint64_t limit
       *rows = slab->ask.rows;
       own.idle_ns += now_ns() - waiter.start;
       store(&own.seen, number);
+      idle_since = 0;
       return kAsked;
     }
     if (stopped(slab)) return kStopped;
@@ -198,7 +204,11 @@ int heteroinfer_ff_next(void* memory, int lane, uint64_t spin_ns, uint64_t limit
       return kNothing;
     }
     // A ring means work within microseconds: spin again.
-    if (load(&slab->bell.rung) != rung) waiter = Waiter(spin_ns, limit_ns);
+    if (load(&slab->bell.rung) != rung) {
+      idle_since = now_ns();
+      waiter.since = idle_since;
+      waiter.waited = 0;
+    }
   }
 }
 
