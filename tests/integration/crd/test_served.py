@@ -68,11 +68,14 @@ def test_a_name_too_long_for_host_names_is_refused_in_words(cluster: Cluster) ->
 
 def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
     created = server.create(resource("columns"), dry_run=False)
-    ready = Condition(
-        type=ConditionType.READY,
-        status=ConditionStatus.TRUE,
-        reason="AllGroupsReady",
-        last_transition_time=datetime.now(UTC),
+    available, ready = (
+        Condition(
+            type=kind,
+            status=ConditionStatus.TRUE,
+            reason="AllGroupsReady",
+            last_transition_time=datetime.now(UTC),
+        )
+        for kind in (ConditionType.AVAILABLE, ConditionType.READY)
     )
     summary = Summary(
         groups="1/1",
@@ -83,11 +86,12 @@ def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
         restarts=3,
         plan="0a1b",
     )
-    status = HeteroInferenceStatus(conditions=(ready,), summary=summary)
+    status = HeteroInferenceStatus(conditions=(available, ready), summary=summary)
     server.put_status("columns", {**created, "status": status.dump()}, dry_run=False)
     heads, row = cluster.kubectl("get", "hinf", "columns").splitlines()
     assert heads.split() == [
         "NAME",
+        "AVAILABLE",
         "READY",
         "REASON",
         "GROUPS",
@@ -97,7 +101,18 @@ def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
         "SLOWESTRANK",
         "AGE",
     ]
-    assert row.split()[:9] == ["columns", "True", "AllGroupsReady", "1/1", "1", "2", "41.7", "0", "(cpu)"]
+    assert row.split()[:10] == [
+        "columns",
+        "True",
+        "True",
+        "AllGroupsReady",
+        "1/1",
+        "1",
+        "2",
+        "41.7",
+        "0",
+        "(cpu)",
+    ]
     heads, row = cluster.kubectl("get", "hinf", "columns", "-o", "wide").splitlines()
     assert heads.split()[-3:] == ["MODEL", "RESTARTS", "PLAN"]
     assert row.split()[-3:] == ["hf://org/model", "3", "0a1b"]
