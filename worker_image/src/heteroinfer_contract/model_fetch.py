@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from heteroinfer_contract import codec
-from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.errors import ContractError, ModelIncompleteError
 from heteroinfer_contract.model_profile import ModelProfile
 
 MARKER_FILE: Final = ".heteroinfer-complete.json"
@@ -85,10 +85,6 @@ def read_marker(directory: Path) -> CompleteModel | None:
 def damaged_files(directory: Path, complete: CompleteModel) -> list[FetchedFile]:
     """Returns the files of a complete model that are missing or of another size."""
     return [file for file in complete.files if _size_bytes(directory / file.path) != file.size_bytes]
-
-
-class ModelIncompleteError(ContractError):
-    """A model that was fetched is not complete any more; the text says what is missing."""
 
 
 def check_complete(directory: Path) -> None:

@@ -14,20 +14,21 @@ import tempfile
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from heteroinfer_contract import names
-from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.errors import ContractError, ModelIncompleteError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_key import GroupKey
-from heteroinfer_contract.model_fetch import HUB_SCHEME, ModelIncompleteError, check_complete
-from heteroinfer_contract.model_files import read_profile
-from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.parent_death import adopt_orphans
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.output import BackgroundHandler
 from vllm_heteroinfer.launch.pod_processes import Commands
 from vllm_heteroinfer.launch.supervisor import Supervisor, SupervisorSettings
+
+if TYPE_CHECKING:
+    from heteroinfer_contract.model_profile import ModelProfile
 
 LOG_FINISH_TIMEOUT_S = 1.0
 
@@ -119,7 +120,11 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
     return code
 
 
-def _read_profile(model: str, revision: str) -> ModelProfile:
+def _read_profile(model: str, revision: str) -> "ModelProfile":
+    # For this command alone: a supervisor is there in a moment.
+    from heteroinfer_contract.model_fetch import HUB_SCHEME
+    from heteroinfer_contract.model_files import read_profile
+
     if not model.startswith(HUB_SCHEME):
         return read_profile(Path(model))
     _prepare_hub(os.environ)
@@ -155,6 +160,8 @@ def supervise(env: Mapping[str, str], commands: Commands) -> int:
         )
         _check(plan, launch)
         if env.get(names.ENV_MODEL_FETCHED) == "1":
+            from heteroinfer_contract.model_fetch import check_complete
+
             check_complete(Path(plan.engine.model))
     except ContractError as error:
         incomplete = isinstance(error, ModelIncompleteError)
