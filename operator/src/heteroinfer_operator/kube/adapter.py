@@ -66,7 +66,8 @@ class KubeCluster:
         self._recorder = recorder
         self._groups = groups
         self._on_observed = on_observed
-        self._refusals: dict[ResourceKey, tuple[Refusal, ...]] = {}
+        self._refusals: dict[ResourceKey, tuple[int, tuple[Refusal, ...]]] = {}
+        """What was refused, and of which generation: a spec that was changed is tried anew, at once."""
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         """Returns the resource as stored now and its children as last seen, or None if it is gone.
@@ -100,8 +101,12 @@ class KubeCluster:
             gangs=self._cluster_state.gangs,
             groups=groups,
             fetch=fetch,
-            refusals=self._refusals.get(key, ()),
+            refusals=self._refusals_of(resource),
         )
+
+    def _refusals_of(self, resource: ResourceView) -> tuple[Refusal, ...]:
+        generation, refusals = self._refusals.get(resource.key, (resource.generation, ()))
+        return refusals if generation == resource.generation else ()
 
     async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> float | None:
         """Runs actions in order; what they changed is in the caches when this returns.
@@ -129,7 +134,7 @@ class KubeCluster:
             try:
                 conflict = await run_of_actions.run_all(actions)
             finally:
-                self._refusals[key] = tuple(acting.known.values())
+                self._refusals[key] = (observation.resource.generation, tuple(acting.known.values()))
         if conflict is not None:
             raise conflict
         return acting.look_again_s()
