@@ -43,13 +43,16 @@ async def test_half_a_gang_is_never_placed(
             assert not [p["metadata"]["name"] for p in pods if p["spec"].get("nodeName")], "half a gang"
             status, reason, message = await capacity(server, namespace, "whole")
             return (
-                len(pods) == 2 and (status, reason) == ("False", "Unschedulable") and "whole-0-1-" in message
+                len(pods) == 2
+                and (status, reason) == ("False", "Unschedulable")
+                and any(pod["metadata"]["name"] in message for pod in pods)
             )
 
         # One of the two found a node and waits for the other, which did not: the scheduler said so.
         await until("the scheduler has tried both", blocked, timeout_s=60)
         (workload,) = (await server.get(WORKLOAD.path(namespace)))["items"]
-        assert workload["metadata"]["name"] == "whole-0-1"
+        pods = await pods_of(server, namespace, "whole")
+        assert {workload["metadata"]["name"]} == {p["metadata"]["name"].rpartition("-")[0] for p in pods}
         assert workload["spec"]["podGroups"] == [{"name": "ranks", "policy": {"gang": {"minCount": 2}}}]
         assert await blocked()
 
@@ -84,7 +87,8 @@ async def test_coschedulings_pod_group_and_kueues_labels(
             await apply(server, namespace, "grouped", roles=roles)
             pods = await until("its pods", lambda: pods_of(server, namespace, "grouped"), timeout_s=30)
             assert pods[0]["spec"]["schedulerName"] == "scheduler-plugins-scheduler"
-            assert pods[0]["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == "grouped-0-1"
+            named = pods[0]["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"]
+            assert named == pods[0]["metadata"]["name"].rpartition("-")[0]
             (group,) = (await server.get(COSCHEDULING_POD_GROUP.path(namespace)))["items"]
             assert group["spec"] == {"minMember": 2}
             assert group["metadata"]["ownerReferences"][0]["kind"] == names.KIND
@@ -93,7 +97,7 @@ async def test_coschedulings_pod_group_and_kueues_labels(
             pods = await until("its pods", lambda: pods_of(server, namespace, "queued"), timeout_s=30)
             labels, notes = pods[0]["metadata"]["labels"], pods[0]["metadata"]["annotations"]
             assert labels["kueue.x-k8s.io/queue-name"] == "team"
-            assert labels["kueue.x-k8s.io/pod-group-name"] == "queued-0-1"
+            assert labels["kueue.x-k8s.io/pod-group-name"] == pods[0]["metadata"]["name"].rpartition("-")[0]
             assert notes["kueue.x-k8s.io/pod-group-total-count"] == "2"
     finally:
         for name in installed:

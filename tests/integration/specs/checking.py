@@ -39,6 +39,7 @@ _PLURALS = {
     "Pod": "pods",
     "Service": "services",
     "ConfigMap": "configmaps",
+    "Secret": "secrets",
     "PersistentVolumeClaim": "persistentvolumeclaims",
     "NetworkPolicy": "networkpolicies",
     "PodDisruptionBudget": "poddisruptionbudgets",
