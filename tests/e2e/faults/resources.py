@@ -38,6 +38,6 @@ def build_pair(second_node: str) -> dict[str, Any]:
     return build_resource(
         PAIR,
         roles=[front, back],
-        restart={"maxRestarts": 20, "window": "1s", "nodeLostAfter": "5s"},
+        restart={"maxRestarts": 20, "window": "1m", "nodeLostAfter": "5s"},
         drainTimeout="5s",
     )
