@@ -11,7 +11,9 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.prediction import predict
+from heteroinfer_operator.planning.account import describe_speed
+from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
+from heteroinfer_operator.planning.prediction import Load, predict
 from tests.unit.planning.models import GIB, MIB, gpu, plan, profile, spec
 
 EXPERT = 9 * MIB
@@ -123,3 +125,14 @@ def test_what_does_not_fit_is_refused_with_the_amount() -> None:
 def test_a_cpu_limit_means_that_threads_sleep() -> None:
     limits = {"limits": {"cpu": "2", "memory": "8Gi"}}
     assert any("CPU limit" in note for note in plan(feed_forward(resources=limits), mixture()).notes)
+
+
+def test_steps_by_load_count_what_feed_forward_ranks_take() -> None:
+    planned = plan(feed_forward(own={"layers": 24}), mixture())
+    assert planned.remote is not None
+    load = Load(requests=8, context=1024)
+    on_cpus = feed_forward_seconds(planned.remote, planned.plan.engine, planned.rates[-1], load)
+    words = " ".join(describe_speed(planned))
+    found = re.search(r"8: ([0-9.]+) ms", words)
+    assert found is not None, words
+    assert float(found[1]) / 1e3 > on_cpus > 0

@@ -5,6 +5,7 @@ from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
+from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
 from heteroinfer_operator.planning.planner import Planned
 from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token
 from heteroinfer_operator.quantity import format_bytes
@@ -58,13 +59,18 @@ def describe_speed(planned: Planned) -> tuple[str, ...]:
     plan, sizes, rates = planned.plan, planned.sizes, planned.rates
     contexts = [context for context in CONTEXTS if context < plan.engine.max_model_len]
     lines = []
+
+    def elsewhere(load: Load) -> float:
+        remote = planned.remote
+        return 0.0 if remote is None else feed_forward_seconds(remote, plan.engine, rates[-1], load)
+
     for context in contexts or [max(plan.engine.max_model_len // 2, 1)]:
         steps = [
-            f"{requests}: {forecast(plan, sizes, rates, Load(requests=requests, context=context))}"
+            f"{requests}: {forecast(plan, sizes, rates, Load(requests=requests, context=context), elsewhere)}"
             for requests in REQUESTS
             if requests <= plan.engine.max_num_seqs
         ]
-        first = forecast_first_token(plan, sizes, rates, context)
+        first = forecast_first_token(plan, sizes, rates, context, elsewhere)
         lines.append(
             f"predicted step by requests of {context} tokens: {', '.join(steps)}; first token: {first}"
         )

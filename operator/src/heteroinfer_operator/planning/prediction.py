@@ -5,10 +5,10 @@ experts that the step's tokens choose; the head; and the KV cache of each reques
 Where a step has many tokens, operations take longer than reading.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Final
+from typing import Final, TypeAlias
 
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.plan import Device, EngineSettings, Plan
@@ -153,7 +153,17 @@ def _cached_bytes(kind: LayerKind, context: int, engine: EngineSettings, tensor:
     return tokens * by_token + 2 * state_bytes(kind, engine, tensor)
 
 
-def forecast(plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load) -> Prediction:
+Elsewhere: TypeAlias = Callable[[Load], float]
+"""Seconds of a step that a stage waits for its feed-forward ranks; only plans of one stage have these."""
+
+
+def _nowhere(_: Load) -> float:
+    return 0.0
+
+
+def forecast(
+    plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load, elsewhere: Elsewhere = _nowhere
+) -> Prediction:
     """Returns a decode step of a load.
 
     Args:
@@ -161,24 +171,29 @@ def forecast(plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load) -> Pr
         sizes: of one rank.
         rates: by rank.
         load: requests, each with one new token.
+        elsewhere: what feed-forward ranks take of a step.
     """
-    step_s = sum(_stage_seconds(plan, sizes, rates, load)) + STEP_OVERHEAD_S
+    step_s = sum(_stage_seconds(plan, sizes, rates, load, elsewhere)) + STEP_OVERHEAD_S
     return _with_range(plan, step_s)
 
 
-def forecast_first_token(plan: Plan, sizes: Sizes, rates: Sequence[Rates], prompt: int) -> Prediction:
+def forecast_first_token(
+    plan: Plan, sizes: Sizes, rates: Sequence[Rates], prompt: int, elsewhere: Elsewhere = _nowhere
+) -> Prediction:
     """Returns the time to the first token of a prompt; its chunks follow each other through the stages."""
     chunk = plan.engine.max_num_batched_tokens
     total_s = longest_s = 0.0
     for begin in range(0, prompt, chunk):
         load = Load(context=begin + min(chunk, prompt - begin) // 2, tokens=min(chunk, prompt - begin))
-        stages = _stage_seconds(plan, sizes, rates, load)
+        stages = _stage_seconds(plan, sizes, rates, load, elsewhere)
         total_s += sum(stages) if begin == 0 else max(stages)
         longest_s = max(longest_s, sum(stages))
     return _with_range(plan, max(total_s, longest_s) + ceil(prompt / chunk) * STEP_OVERHEAD_S)
 
 
-def _stage_seconds(plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load) -> list[float]:
+def _stage_seconds(
+    plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load, elsewhere: Elsewhere
+) -> list[float]:
     """Returns how long each stage takes: its slowest rank."""
     last = plan.pipeline_parallel_size - 1
     return [
@@ -188,6 +203,7 @@ def _stage_seconds(plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load)
             ).seconds(rates[rank.rank])
             for rank in plan.stage(stage)
         )
+        + elsewhere(load)
         for stage in range(plan.pipeline_parallel_size)
     ]
 
