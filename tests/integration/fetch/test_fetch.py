@@ -53,7 +53,7 @@ def model_files(folder: Path) -> dict[str, bytes]:
         write_safetensors(folder / shard, {name: TENSORS[name] for name in tensors})
     # Padding as a tensor that no layer has, so that a kill hits the middle.
     shapes = {name: TENSORS[name] for name in halves[SHARDS[1]]}
-    write_safetensors(folder / SHARDS[1], {**shapes, "vision.padding": [SHARD_BYTES // 2]})
+    write_safetensors(folder / SHARDS[1], {**shapes, "padding": [SHARD_BYTES // 2]})
     weight_map = {name: shard for shard, tensors in halves.items() for name in tensors}
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     return files | {

@@ -85,9 +85,12 @@ async def test_another_replica_takes_over(
 
 
 async def delete(server: ApiServer, namespace: str) -> None:
-    """Deletes the resource while there is an operator to remove its finalizer."""
+    """Deletes the resource while there is an operator to remove its finalizer.
+
+    Its children go with Kubernetes' garbage collector, which needs up to 50 s to learn of a CRD that is new.
+    """
     await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-    await until("it is gone", lambda: nothing_left(server, namespace), timeout_s=40)
+    await until("it is gone", lambda: nothing_left(server, namespace), timeout_s=120)
 
 
 async def stands_by(process: OperatorProcess) -> bool:
