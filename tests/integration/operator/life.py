@@ -104,6 +104,10 @@ async def bring_up(server: ApiServer, namespace: str) -> list[str]:
     return await serve_epoch(server, namespace, 1)
 
 
+COLLECTED_S = 120.0
+"""Children go with Kubernetes' garbage collector, which needs up to 50 s to learn of a CRD that is new."""
+
+
 async def nothing_left(server: ApiServer, namespace: str) -> bool:
     listed = [await stored(server, kind, namespace) for kind in CHILDREN]
     resources = (await server.get(HETERO_INFERENCE.path(namespace)))["items"]

@@ -12,6 +12,7 @@ from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.integration.operator.between import Asked, between
 from tests.integration.operator.conftest import Installation
 from tests.integration.operator.life import (
+    COLLECTED_S,
     Install,
     bring_up,
     condition,
@@ -85,12 +86,9 @@ async def test_another_replica_takes_over(
 
 
 async def delete(server: ApiServer, namespace: str) -> None:
-    """Deletes the resource while there is an operator to remove its finalizer.
-
-    Its children go with Kubernetes' garbage collector, which needs up to 50 s to learn of a CRD that is new.
-    """
+    """Deletes the resource while there is an operator to remove its finalizer."""
     await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-    await until("it is gone", lambda: nothing_left(server, namespace), timeout_s=120)
+    await until("it is gone", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
 
 
 async def stands_by(process: OperatorProcess) -> bool:

@@ -14,6 +14,7 @@ from heteroinfer_operator.kube.paths import CONFIG_MAP, EVENT, HETERO_INFERENCE,
 from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster.cluster import Cluster
 from tests.integration.operator.life import (
+    COLLECTED_S,
     Install,
     bring_up,
     condition,
@@ -69,7 +70,7 @@ async def test_from_apply_to_ready_through_a_failure_to_delete(
         assert any("rank 1" in note for note in notes), notes
 
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=60)
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
         assert await process.stop() == 0
         assert " 403 " not in process.said
         assert "Traceback" not in process.said, process.said

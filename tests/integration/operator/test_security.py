@@ -16,7 +16,7 @@ from heteroinfer_operator.kube.rights import AccessRule
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer, load_configuration
 from tests.cluster.cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
-from tests.integration.operator.life import Install, bring_up, nothing_left, stored
+from tests.integration.operator.life import COLLECTED_S, Install, bring_up, nothing_left, stored
 from tests.integration.operator.support import SPEC, create_resource, operator, pod, until
 
 
@@ -34,7 +34,7 @@ async def test_namespaced_scope_serves_its_namespaces_with_a_role_only(
         untouched = await server.get(HETERO_INFERENCE.path(elsewhere, "tiny"))
         assert "finalizers" not in untouched["metadata"]
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=60)
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
         assert await process.stop() == 0
         assert " 403 " not in process.said
     for verb, resource in (
@@ -248,7 +248,7 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
         assert token not in process.said, "it logs all it can"
         for name in ("tiny", "hub", "path"):
             await server.delete(HETERO_INFERENCE.path(namespace, name), {})
-        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=60)
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
 
 
 async def create_named(server: ApiServer, namespace: str, name: str, spec: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster.cluster import Cluster
 from tests.integration.operator.life import (
+    COLLECTED_S,
     Install,
     bring_up,
     nothing_left,
@@ -149,7 +150,7 @@ async def test_from_a_serving_group_to_what_is_left_of_a_failed_one(
         assert "rank 1 (-9)" in reported(viewer, "top", "tiny")
 
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=60)
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
 
 
 async def test_a_pod_that_has_ended_tells_why(
@@ -177,4 +178,4 @@ async def test_a_pod_that_has_ended_tells_why(
         await process.working()
         assert (await status_of(server, namespace))["groups"]
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=60)
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
