@@ -52,8 +52,8 @@ static: lint imports types
 imports: setup  ## import-linter: the direction of imports
 	$(BIN)/lint-imports
 
-unit: setup  ## pure tests, seconds
-	$(PYTEST) tests/unit
+unit: setup  ## pure tests, on all cores
+	$(PYTEST) tests/unit -n auto --maxprocesses 8
 
 # Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
 LONGEST := --durations=100 --durations-min=5
