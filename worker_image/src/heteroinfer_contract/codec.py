@@ -12,6 +12,8 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, TypeVar
 
 from heteroinfer_contract.errors import ContractError
@@ -25,7 +27,16 @@ _SHOWN_CHARS: Final = 200
 
 def to_json(value: Any) -> str:
     """Returns the one JSON text of a contract dataclass: keys sorted, no spaces."""
-    return text_of(dataclasses.asdict(value))
+    return text_of(raw_of(value))
+
+
+def raw_of(value: Any) -> Any:
+    """Returns the JSON values of what the contract uses; those that cannot change are not copied."""
+    if isinstance(value, tuple | list):
+        return [raw_of(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {field.name: raw_of(getattr(value, field.name)) for field in _fields_of(type(value))}
+    return value
 
 
 def text_of(raw: Mapping[str, Any]) -> str:
@@ -51,7 +62,40 @@ def from_json(cls: type[T], text: str, *, where: str = "", tolerant: bool = Fals
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ContractError(f"{where}: not JSON: {error}") from error
-    return typing.cast("T", _decode(cls, _trim(cls, raw) if tolerant else raw, where))
+    try:
+        return typing.cast("T", _decode(cls, raw, where))
+    except ContractError:
+        if not tolerant:
+            raise
+    return typing.cast("T", _decode(cls, _trim(cls, raw), where))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """A field of a dataclass, with its type looked up: that costs more than to read a value.
+
+    Attributes:
+        name: of the field.
+        kind: its type.
+        needed: whether it has no default.
+    """
+
+    name: str
+    kind: Any
+    needed: bool
+
+
+@cache
+def _fields_of(kind: type) -> tuple[_Field, ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        _Field(
+            name=field.name,
+            kind=hints[field.name],
+            needed=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(kind)
+    )
 
 
 def _trim(kind: Any, raw: Any) -> Any:
@@ -61,16 +105,15 @@ def _trim(kind: Any, raw: Any) -> Any:
         return [_trim(item, value) for value in raw]
     if not dataclasses.is_dataclass(kind) or not isinstance(raw, Mapping):
         return raw
-    hints, kept = typing.get_type_hints(kind), {}
-    for field in dataclasses.fields(kind):
+    kept = {}
+    for field in _fields_of(kind):
         if field.name not in raw:
             continue
-        value = _trim(hints[field.name], raw[field.name])
-        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        value = _trim(field.kind, raw[field.name])
         try:
-            _decode(hints[field.name], value, field.name)
+            _decode(field.kind, value, field.name)
         except ContractError:
-            if not needed:
+            if not field.needed:
                 continue
         kept[field.name] = value
     return kept
@@ -143,15 +186,14 @@ def _shown(raw: Any) -> str:
 def _decode_dataclass(kind: Any, raw: Any, where: str) -> Any:
     if not isinstance(raw, Mapping):
         raise ContractError(f"{where}: got {type(raw).__name__}, expected an object")
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = sorted(set(raw) - set(fields))
+    fields = _fields_of(kind)
+    unknown = sorted(set(raw) - {field.name for field in fields})
     if unknown:
         raise ContractError(f"{where}: unknown field {_shown(unknown[0])}; written by another version?")
     values: dict[str, Any] = {}
-    for name, field in fields.items():
-        if name in raw:
-            values[name] = _decode(hints[name], raw[name], f"{where}.{name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ContractError(f"{where}: field {name!r} is missing; written by another version?")
+    for field in fields:
+        if field.name in raw:
+            values[field.name] = _decode(field.kind, raw[field.name], f"{where}.{field.name}")
+        elif field.needed:
+            raise ContractError(f"{where}: field {field.name!r} is missing; written by another version?")
     return kind(**values)

@@ -4,7 +4,6 @@ Stdlib only. A plan is a value: computed before any pod exists, kept in an immut
 ConfigMap, and compared by its hash in the supervisors' first hand-shake.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -228,7 +227,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Returns the one JSON text of this plan: without feed-forward ranks, that of older versions."""
-        raw = dataclasses.asdict(self)
+        raw = codec.raw_of(self)
         for rank in raw["ranks"]:
             if rank["feed_forward"] is None:
                 del rank["feed_forward"]

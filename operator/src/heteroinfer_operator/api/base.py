@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Self
 
@@ -104,16 +105,12 @@ class Model(BaseModel):
 
     def _repeated_keys(self) -> Iterator[str]:
         # The API server checks the same by x-kubernetes-list-map-keys.
-        for name, field in type(self).model_fields.items():
-            extra = field.json_schema_extra
-            keys = extra.get(LIST_MAP_KEYS) if isinstance(extra, dict) else None
-            if not isinstance(keys, list):
-                continue
-            fields = [to_snake(str(key)) for key in keys]
+        for name, alias, keys in _keyed_lists(type(self)):
+            fields = [to_snake(key) for key in keys]
             entries = Counter(tuple(getattr(item, key) for key in fields) for item in getattr(self, name))
             for entry in (entry for entry, count in entries.items() if count > 1):
-                what, got = "/".join(map(str, keys)), "/".join(map(str, entry))
-                yield f"{field.alias}: expected each {what} once, rename or remove one: got {got} twice"
+                what, got = "/".join(keys), "/".join(map(str, entry))
+                yield f"{alias}: expected each {what} once, rename or remove one: got {got} twice"
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -141,11 +138,36 @@ class Model(BaseModel):
         """
         found: dict[str, Any] = {}
         dumped = self.model_dump(mode="json", by_alias=True)
-        for name, field in type(self).model_fields.items():
-            value, alias = getattr(self, name), str(field.alias)
-            if value != self.first_defaults.get(name, field.get_default(call_default_factory=True)):
+        for name, alias, first_default in _first_defaults(type(self)):
+            value = getattr(self, name)
+            if value != first_default:
                 found[alias] = _given(value) if _holds_models(value) else dumped[alias]
         return found
+
+
+@cache
+def _keyed_lists(cls: type[Model]) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    """Returns name, name in the resource and keys of each list whose entries have keys of their own."""
+    found = []
+    for name, field in cls.model_fields.items():
+        extra = field.json_schema_extra
+        keys = extra.get(LIST_MAP_KEYS) if isinstance(extra, dict) else None
+        if isinstance(keys, list):
+            found.append((name, str(field.alias), tuple(map(str, keys))))
+    return tuple(found)
+
+
+@cache
+def _first_defaults(cls: type[Model]) -> tuple[tuple[str, str, Any], ...]:
+    """Returns of each field its name, its name in the resource, and the default that it had when it came."""
+    return tuple(
+        (
+            name,
+            str(field.alias),
+            cls.first_defaults.get(name, field.get_default(call_default_factory=True)),
+        )
+        for name, field in cls.model_fields.items()
+    )
 
 
 def _holds_models(value: object) -> bool:

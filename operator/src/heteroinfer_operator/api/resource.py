@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -92,6 +94,10 @@ def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
     Raises:
         SpecError: it cannot be read even so.
     """
+    try:
+        return _as_stored(HeteroInferenceSpec, raw)
+    except ValidationError:  # it may be for a field that is not known here
+        pass
     return _parse(HeteroInferenceSpec, _known_only(raw, HeteroInferenceSpec), "spec", context=AS_STORED)
 
 
@@ -114,6 +120,10 @@ def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
 
 
 def _salvage(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
+    try:
+        return _as_stored(cls, {key: raw[key] for key in _fields(cls) if key in raw})
+    except ValidationError:  # seldom: what follows costs ten times as much
+        pass
     value = _known_only(_without_nulls(raw, cls), cls)
     while True:
         try:
@@ -124,6 +134,11 @@ def _salvage(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
             return cls()
         for path in sorted(lost, key=_last_first):
             _remove(value, path)
+
+
+def _as_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
+    """Returns the model of what is stored, if nothing of it has to be left out; raises ValidationError."""
+    return cls.model_validate_json(_text(raw, cls), context=AS_STORED, by_alias=True, by_name=False)
 
 
 def _deepest(value: Any, problem: Mapping[str, Any]) -> tuple[str | int, ...]:
@@ -162,21 +177,23 @@ def _known_only(raw: object, cls: type[Model] | None) -> Any:
     if isinstance(raw, Mapping):
         if cls is None:
             return dict(raw)
-        fields = {field.alias: field for field in cls.model_fields.values()}
-        return {
-            key: _known_only(value, _model_of(fields[key].annotation))
-            for key, value in raw.items()
-            if key in fields
-        }
+        fields = _fields(cls)
+        return {key: _known_only(value, fields[key]) for key, value in raw.items() if key in fields}
     return [_known_only(value, cls) for value in raw] if isinstance(raw, list | tuple) else raw
 
 
 def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str, *, context: str | None = None) -> ModelT:
     # Through JSON, since strict models take enums and lists only from JSON.
     try:
-        return cls.model_validate_json(json.dumps(_without_nulls(raw, cls)), context=context)
+        return cls.model_validate_json(_text(raw, cls), context=context)
     except ValidationError as error:
         raise SpecError(_problem(where, problem) for problem in _causes(error)) from None
+
+
+def _text(raw: Mapping[str, Any], cls: type[Model]) -> str:
+    """Returns JSON values as text, without the nulls that mean nothing."""
+    text = json.dumps(raw, default=dict)  # kopf's views are mappings, and no dicts
+    return text if "null" not in text else json.dumps(_without_nulls(raw, cls))
 
 
 def _without_nulls(raw: object, cls: type[Model] | None) -> object:
@@ -186,15 +203,22 @@ def _without_nulls(raw: object, cls: type[Model] | None) -> object:
     unknown field. Mappings that aren't dicts (kopf's views) become dicts.
     """
     if isinstance(raw, Mapping):
-        fields = {} if cls is None else {field.alias: field for field in cls.model_fields.values()}
+        fields = {} if cls is None else _fields(cls)
         return {
-            key: _without_nulls(value, _model_of(fields[key].annotation) if key in fields else None)
+            key: _without_nulls(value, fields.get(key))
             for key, value in raw.items()
             if value is not None or (cls is not None and key not in fields)
         }
     if isinstance(raw, list | tuple):
         return [_without_nulls(value, cls) for value in raw]
     return raw
+
+
+@cache
+def _fields(cls: type[Model]) -> Mapping[str, type[Model] | None]:
+    """Returns by its name in the resource the model inside each field, or None."""
+    fields = cls.model_fields.values()
+    return MappingProxyType({str(field.alias): _model_of(field.annotation) for field in fields})
 
 
 def _model_of(annotation: object) -> type[Model] | None:

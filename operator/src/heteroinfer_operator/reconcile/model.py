@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, Final
 
 from heteroinfer_contract import names
@@ -35,6 +36,8 @@ _PROGRESS_EVERY_S: Final = 5.0
 _STEPS: Final = 100
 """Progress is written in so many parts of the whole: no fetch, however long, writes the status more often."""
 _STOP_GRACE_S: Final = 2
+_PROFILES_AT_HAND: Final = 1024
+"""Profiles that are not read anew at each reconcile."""
 _IMAGE_REASONS: Final = frozenset({"ErrImagePull", "ImagePullBackOff"})
 
 
@@ -150,9 +153,14 @@ def _kept_profile(context: ModelContext, kept: ModelStatus) -> ModelProfile | No
     ):
         return None
     try:
-        return ModelProfile.from_json(kept.profile)
+        return _profile(kept.profile)
     except ContractError:  # written by another version: read the model again
         return None
+
+
+@lru_cache(maxsize=_PROFILES_AT_HAND)
+def _profile(text: str) -> ModelProfile:
+    return ModelProfile.from_json(text)
 
 
 def _start(context: ModelContext, kept: ModelStatus) -> ModelDecision:

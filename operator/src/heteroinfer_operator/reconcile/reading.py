@@ -3,6 +3,8 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import Final
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError
@@ -10,6 +12,9 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.cluster import PodView, ResourceObservation
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
+
+_PLANS_AT_HAND: Final = 4096
+"""Plans that are not read anew at each reconcile: of the groups that a cluster may have."""
 
 
 def with_complete_labels(pods: Sequence[PodView], owner: Owner) -> tuple[PodView, ...]:
@@ -47,7 +52,12 @@ def kept_plans(observation: ResourceObservation, owner: Owner) -> dict[str, Plan
         if manifest["kind"] != "ConfigMap" or text is None or not name.startswith(prefix):
             continue
         try:
-            plans[name.removeprefix(prefix)] = codec.from_json(Plan, text, tolerant=True)
+            plans[name.removeprefix(prefix)] = _plan(text)
         except ContractError:
             continue  # its group serves on, and the status says so
     return plans
+
+
+@lru_cache(maxsize=_PLANS_AT_HAND)
+def _plan(text: str) -> Plan:
+    return codec.from_json(Plan, text, tolerant=True)
