@@ -34,8 +34,10 @@ def raw_of(value: Any) -> Any:
     """Returns the JSON values of what the contract uses; those that cannot change are not copied."""
     if isinstance(value, tuple | list):
         return [raw_of(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return {field.name: raw_of(getattr(value, field.name)) for field in _fields_of(type(value))}
+    kind: Any = type(value)
+    if hasattr(kind, "__dataclass_fields__"):
+        fields = _fields_of(kind)
+        return {field.name: raw_of(getattr(value, field.name)) for field in fields}
     return value
 
 
@@ -95,6 +97,7 @@ def _fields_of(kind: type) -> tuple[_Field, ...]:
             needed=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(kind)
+        if field.init
     )
 
 
@@ -106,7 +109,7 @@ def _trim(kind: Any, raw: Any) -> Any:
     if not dataclasses.is_dataclass(kind) or not isinstance(raw, Mapping):
         return raw
     kept = {}
-    for field in _fields_of(kind):
+    for field in _fields_of(typing.cast("type", kind)):
         if field.name not in raw:
             continue
         value = _trim(field.kind, raw[field.name])

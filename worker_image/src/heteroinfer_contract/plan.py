@@ -6,7 +6,7 @@ ConfigMap, and compared by its hash in the supervisors' first hand-shake.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby
@@ -161,6 +161,8 @@ class Plan:
     pipeline_parallel_size: int
     ranks: tuple[RankAssignment, ...]
     engine: EngineSettings
+    _texts: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
+    """JSON text and hash, once they were asked for: a plan never changes."""
 
     def __post_init__(self) -> None:
         """Checks what every reader relies on.
@@ -223,15 +225,21 @@ class Plan:
     @property
     def hash(self) -> str:
         """Returns 16 hex digits that tell this plan from any other."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return self._text_and_hash()[1]
 
     def to_json(self) -> str:
         """Returns the one JSON text of this plan: without feed-forward ranks, that of older versions."""
-        raw = codec.raw_of(self)
-        for rank in raw["ranks"]:
-            if rank["feed_forward"] is None:
-                del rank["feed_forward"]
-        return codec.text_of(raw)
+        return self._text_and_hash()[0]
+
+    def _text_and_hash(self) -> list[str]:
+        if not self._texts:
+            raw = codec.raw_of(self)
+            for rank in raw["ranks"]:
+                if rank["feed_forward"] is None:
+                    del rank["feed_forward"]
+            text = codec.text_of(raw)
+            self._texts.extend((text, hashlib.sha256(text.encode()).hexdigest()[:16]))
+        return self._texts
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
