@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from charts.dashboards.fleet import FLEET
-from charts.dashboards.group import GROUP
-from charts.dashboards.rank import RANK
+from charts.dashboards.fleet_board import FLEET
+from charts.dashboards.group_board import GROUP
+from charts.dashboards.rank_board import RANK
 
 BOARDS: Final = (FLEET, GROUP, RANK)

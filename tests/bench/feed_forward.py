@@ -28,7 +28,7 @@ from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.plan import Device, Plan
 from tests.bench.offload import ending
 from tests.gpu.scrape import scrape
-from tests.integration.feed_forward.plans import feed_forward_plan
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.worker.groups import Group, start_group
 from tests.models import Recipe, cached_model
 
@@ -349,12 +349,12 @@ def decode(options: argparse.Namespace) -> None:
 
 def echo_lane(offer: str, lane: int, ready: Any) -> None:
     """A lane in C++ that gives back what it is asked, until stopped."""
-    from vllm_heteroinfer.feed_forward import library
+    from vllm_heteroinfer.feed_forward import slab_library
     from vllm_heteroinfer.feed_forward.slab import Offer, connect
 
     slab, _ = connect(Offer.from_json(offer), lane, Offer.from_json(offer).shape)
     ready.put(lane)
-    library.load().heteroinfer_ff_echo(slab.address, ctypes.byref(slab.layout), lane, 2_000_000, 0)
+    slab_library.load().heteroinfer_ff_echo(slab.address, ctypes.byref(slab.layout), lane, 2_000_000, 0)
 
 
 class Exchange:
@@ -363,7 +363,7 @@ class Exchange:
     def __init__(self, hidden: int, max_rows: int, lanes: int = 1) -> None:
         import torch
 
-        from vllm_heteroinfer.feed_forward.cuda import CudaExchange
+        from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
         from vllm_heteroinfer.feed_forward.slab import Shape, create
 
         shape = Shape(epoch=1, hidden=hidden, topk=8, max_rows=max_rows, dtype="bfloat16", lanes=lanes)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster import images, tested, tools
-from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.cluster.errors import ClusterError
 from tests.cluster.node import attach, start_node_cluster
+from tests.cluster.running_cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.cluster.state import State, all_states
 from tests.cluster.volumes import volume_manifests
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.cluster import processes
-from tests.cluster.cluster import Cluster
+from tests.cluster.running_cluster import Cluster
 
 TIMEOUT_S = 30.0
 

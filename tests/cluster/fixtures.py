@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster import tools
-from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.cluster.images import ensure_images
 from tests.cluster.node import NodeCluster, start_node_cluster
+from tests.cluster.running_cluster import Cluster, ensure_tools, start_control_plane_only
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from tests.cluster import processes, tools
-from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import GO_ENVIRONMENT, site_of
 from tests.cluster.crds import apply_crds
 from tests.cluster.programs import Program
+from tests.cluster.running_cluster import Cluster
 from tests.cluster.tools import Tool, source_folder
 from tests.ports import free_port
 

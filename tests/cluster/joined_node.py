@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.cluster import cgroups, processes
+from tests.cluster import cluster_cgroup, processes
 from tests.cluster.control_plane import site_of
 from tests.cluster.image_store import SEED_MARK
 from tests.cluster.namespaces import Addresses, Namespaces, create_namespaces, end_here, link
@@ -111,7 +111,7 @@ def _join(cluster: NodeCluster, state: State) -> JoinedNode:
     end_here(state, (addresses.link_range, addresses.pod_range))  # what the first node does not know
     link(partial(cluster.namespaces.run, "ip"), namespaces, addresses, (addresses.pod_range,))
     state.will_change("cgroup", node_cgroup(state))
-    cgroups.create(node_cgroup(state))
+    cluster_cgroup.create(node_cgroup(state))
     give_images(state, namespaces, Path((cluster.state.folder / SEED_MARK).read_text()))
     programs = NodePrograms(state=state, namespaces=namespaces, addresses=addresses)
     programs.start_containerd()

@@ -15,10 +15,10 @@ from typing import Any
 
 from heteroinfer_contract import names
 from tests.cluster import processes, tools
-from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import GO_ENVIRONMENT
 from tests.cluster.errors import ClusterError
 from tests.cluster.processes import ProcessIdentity
+from tests.cluster.running_cluster import Cluster
 
 READY_TIMEOUT_S = 60.0
 LABEL = "heteroinfer.test/kwok"

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import cgroups, debian, image_store, network_policy, processes, tools
-from tests.cluster.cluster import Cluster, ensure_tools, removed_on_failure
+from tests.cluster import cluster_cgroup, debian, image_store, policy_enforcer, processes, tools
 from tests.cluster.control_plane import Site, start_control_plane
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
@@ -20,6 +19,7 @@ from tests.cluster.oci import Image
 from tests.cluster.pki import Pki, create_pki
 from tests.cluster.processes import ProcessIdentity
 from tests.cluster.programs import Program
+from tests.cluster.running_cluster import Cluster, ensure_tools, removed_on_failure
 from tests.cluster.state import State
 
 NODE_LIMIT = 4
@@ -103,7 +103,7 @@ def _start(state: State, seed: Path) -> NodeCluster:
     (state.folder / "holder.json").write_text(json.dumps(dataclasses.asdict(namespaces.holder)))
     connect_namespaces(state, namespaces, addresses)
     state.will_change("cgroup", node_cgroup(state))
-    cgroups.create(node_cgroup(state))
+    cluster_cgroup.create(node_cgroup(state))
     give_images(state, namespaces, seed)
     programs = NodePrograms(state=state, namespaces=namespaces, addresses=addresses)
     programs.start_containerd()
@@ -145,7 +145,7 @@ def _wait_ready(cluster: NodeCluster) -> None:
         return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
     def enforced() -> bool:
-        return network_policy.TABLE in cluster.namespaces.run("nft", "list", "tables")
+        return policy_enforcer.TABLE in cluster.namespaces.run("nft", "list", "tables")
 
     processes.wait_until("the node", ready, timeout_s=READY_TIMEOUT_S, log=cluster.state.log("kubelet"))
     log = cluster.state.log("network-policy")
@@ -190,7 +190,7 @@ class NodePrograms:
         self._spawn("kube-proxy", str(binaries / "kube-proxy"), *self._proxy_flags(kubeconfigs["kube-proxy"]))
         corefile = self._configure("Corefile", build_corefile(self.addresses, kubeconfigs["coredns"]))
         self._spawn("coredns", str(tools.program(tools.COREDNS, "coredns")), "-conf", corefile)
-        enforcer = (sys.executable, "-B", "-m", "tests.cluster.network_policy")
+        enforcer = (sys.executable, "-B", "-m", "tests.cluster.policy_enforcer")
         self._spawn("network-policy", *enforcer, str(pki.folder), site.address, str(site.api_port))
 
     def start_kubelet(self, site: Site, pki: Pki, key: str, *, dns: str, flags: Sequence[str] = ()) -> None:

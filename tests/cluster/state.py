@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
-from tests.cluster import cgroups, processes
+from tests.cluster import cluster_cgroup, processes
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import locked, state_root
 from tests.cluster.processes import ProcessIdentity
@@ -30,7 +30,7 @@ def _undo_blackhole(destination: str) -> None:
 
 
 UNDO: dict[str, Callable[[str], None]] = {
-    "cgroup": cgroups.remove,
+    "cgroup": cluster_cgroup.remove,
     "link": _undo_link,
     "blackhole": _undo_blackhole,
 }

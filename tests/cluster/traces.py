@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.cluster import cgroups, processes
+from tests.cluster import cluster_cgroup, processes
 
 
 def observe_traces() -> set[str]:
@@ -11,7 +11,7 @@ def observe_traces() -> set[str]:
     routes = processes.run(["ip", "route", "show", "table", "all"]).splitlines()
     links = [folder.name for folder in Path("/sys/class/net").iterdir()]
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    groups = [str(f) for root in cgroups.hierarchies() for f in root.glob("*") if f.is_dir()]
+    groups = [str(f) for root in cluster_cgroup.hierarchies() for f in root.glob("*") if f.is_dir()]
     settings = [f"{name} = {Path('/proc/sys', name).read_text().strip()}" for name in _SETTINGS]
     return {
         *(f"route {re.sub(r' +', ' ', line).strip()}" for line in routes),

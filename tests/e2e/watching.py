@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from http.client import OK, HTTPException, HTTPSConnection
 from typing import Any
 
-from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import site_of
+from tests.cluster.running_cluster import Cluster
 
 POLL_S = 0.02
 RETRY_S = 0.1

@@ -18,7 +18,7 @@ from tests.gpu import reference
 from tests.gpu.machine import visible_gpus
 from tests.gpu.reference import Answer
 from tests.gpu.report import Report
-from tests.gpu.serving import STARTS_AT_ONCE, Groups, Served, Site
+from tests.gpu.started_groups import STARTS_AT_ONCE, Groups, Served, Site
 from tests.gpu.topologies import TOPOLOGIES, Topology
 from tests.integration.worker.conftest import make
 

@@ -19,7 +19,7 @@ from tests.gpu.conftest import References
 from tests.gpu.reference import ALL_PROMPTS, MAX_TOKENS
 from tests.gpu.report import Report
 from tests.gpu.scrape import Scrape, scrape
-from tests.gpu.serving import Served
+from tests.gpu.started_groups import Served
 from tests.gpu.topologies import SLEEPERS_KV_BYTES, TOPOLOGIES, Topology
 from tests.integration.worker import deaths as death
 from tests.integration.worker.groups import Group, fetch

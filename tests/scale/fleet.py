@@ -17,7 +17,7 @@ from heteroinfer_operator.kube.paths import (
     Kind,
 )
 from heteroinfer_operator.kube.server import ApiServer
-from tests.integration.operator.support import PROFILE, OperatorProcess
+from tests.integration.operator.running_operator import PROFILE, OperatorProcess
 
 NAMESPACES = tuple(f"team-{number:02d}" for number in range(20))
 """Controllers look at all Services and budgets of a namespace for each of its pods: teams have their own."""

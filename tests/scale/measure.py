@@ -16,12 +16,12 @@ from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster import tools
-from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.cluster.crds import apply_crds
 from tests.cluster.kwok import start_kwok
 from tests.cluster.progress import say
+from tests.cluster.running_cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.integration.operator.conftest import CHART, Installation
-from tests.integration.operator.support import OperatorProcess, operator, until
+from tests.integration.operator.running_operator import OperatorProcess, operator, until
 from tests.scale import fleet
 from tests.scale.report import Figures
 

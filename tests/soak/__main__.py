@@ -17,9 +17,9 @@ from pathlib import Path
 
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
-from tests.cluster.cluster import Cluster
 from tests.cluster.images import reference_of
-from tests.integration.operator.support import operator
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.running_operator import operator
 from tests.soak.chaos import Chaos
 from tests.soak.report import build_table, find_faults
 from tests.soak.site import NAMESPACE, build_resources, site

@@ -13,12 +13,12 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
-from tests.cluster import cgroups
-from tests.cluster.cluster import Cluster
+from tests.cluster import cluster_cgroup
 from tests.cluster.control_plane import SCHEDULER, api_server_down
 from tests.cluster.node import node_cgroup
 from tests.cluster.programs import Program
-from tests.integration.operator.support import end_rank
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.running_operator import end_rank
 from tests.worker_processes import is_rank
 
 AWAY_MOST_S = 20.0
@@ -111,7 +111,7 @@ def real_ranks(cluster: Cluster) -> list[int]:
     """Returns the processes of ranks on the node; none on a cluster without one."""
     mark = f"{names.ENV_RANK}=".encode()
     found = []
-    for pid in cgroups.pids(node_cgroup(cluster.state)):
+    for pid in cluster_cgroup.pids(node_cgroup(cluster.state)):
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):

@@ -10,13 +10,13 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_operator.crd import build_crd
 from tests.cluster import kwok
-from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.crds import apply_crds
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.images import ensure_images
 from tests.cluster.node import NodeCluster, start_node_cluster
+from tests.cluster.running_cluster import Cluster, start_control_plane_only
 from tests.cluster.volumes import volume_manifests
-from tests.integration.operator.support import PROFILE
+from tests.integration.operator.running_operator import PROFILE
 
 NAMESPACE = "soak"
 REAL = "real"

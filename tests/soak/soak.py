@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
-from tests.cluster.cluster import Cluster
-from tests.integration.operator.support import OperatorProcess
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.running_operator import OperatorProcess
 from tests.soak.chaos import Chaos
 from tests.soak.observing import (
     WORKERS,

@@ -4,8 +4,8 @@ import tempfile
 from pathlib import Path
 
 from charts.dashboards import BOARDS
-from tests.cluster.cluster import start_control_plane_only
 from tests.cluster.folders import REPOSITORY
+from tests.cluster.running_cluster import start_control_plane_only
 from tests.integration.watching.stack import start_stack, watch
 from tests.integration.worker.conftest import make
 from tests.watching.pictures import draw

@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 
 from tests.cluster import processes, tools
-from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import reserved_ports
 from tests.cluster.crds import wait_established
 from tests.cluster.errors import ClusterError
+from tests.cluster.running_cluster import Cluster
 
 NAMESPACE = "monitoring"
 _NAME = "watching"

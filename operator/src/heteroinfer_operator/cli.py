@@ -1,4 +1,4 @@
-"""`heteroinfer`: the shell of the command line. Each sub-command is a module of `commands`.
+"""`heteroinfer`: the shell of the command line. Each sub-command is a module of `commands`, NAME_command.
 
 A sub-command has `add_arguments(parser)` and `run(arguments) -> exit code`, and is imported
 only when it is the one that is asked for: `plan` must not wait for kopf's import.
@@ -23,7 +23,7 @@ COMMANDS: Final = MappingProxyType(
         "operator": "run the operator (in a cluster)",
     }
 )
-"""Name of each sub-command, which is also its module's, and what it does."""
+"""Name of each sub-command, whose module is NAME_command, and what it does."""
 
 EXIT_REFUSED: Final = 1
 EXIT_INTERRUPTED: Final = 130
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, purpose in COMMANDS.items():
         command = subparsers.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
         if arguments[:1] == [name]:
-            module = importlib.import_module(f"heteroinfer_operator.commands.{name}")
+            module = importlib.import_module(f"heteroinfer_operator.commands.{name}_command")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     parsed = parser.parse_args(arguments)

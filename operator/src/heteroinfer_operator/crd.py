@@ -1,6 +1,6 @@
 """The CustomResourceDefinition, from the models of the resource.
 
-Pure: no file is read or written here (commands/crd.py writes). Imports no Kubernetes client.
+Pure: no file is read or written here (commands/crd_command.py writes). Imports no Kubernetes client.
 """
 
 import functools

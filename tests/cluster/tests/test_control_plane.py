@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from tests.cluster import processes
-from tests.cluster.cluster import Cluster, removed_on_failure, start_control_plane_only
 from tests.cluster.control_plane import Site, start_control_plane
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.pki import create_pki
+from tests.cluster.running_cluster import Cluster, removed_on_failure, start_control_plane_only
 from tests.cluster.state import State, all_states
 
 
@@ -74,7 +74,7 @@ def test_a_start_that_fails_half_way_names_the_cause_and_leaves_nothing() -> Non
 
 STARTER = """
 import signal
-from tests.cluster.cluster import start_control_plane_only
+from tests.cluster.running_cluster import start_control_plane_only
 print(start_control_plane_only().state.folder, flush=True)
 signal.pause()
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import names
-from tests.cluster import cgroups, processes
+from tests.cluster import cluster_cgroup, processes
 from tests.cluster.joined_node import JoinedNode
 from tests.cluster.node import NodeCluster, node_cgroup
 from tests.e2e.serving import Resource
@@ -102,14 +102,16 @@ class Scene:
     def process_epochs(self) -> set[int]:
         """Returns the epochs of all processes of workers on both nodes, whatever Kubernetes knows of them."""
         groups = (node_cgroup(self.cluster.state), self.second.cgroup)
-        found = (variables(pid).get(names.ENV_EPOCH) for group in groups for pid in cgroups.pids(group))
+        found = (
+            variables(pid).get(names.ENV_EPOCH) for group in groups for pid in cluster_cgroup.pids(group)
+        )
         return {int(epoch) for epoch in found if epoch is not None}
 
     def rank_process(self, rank: int) -> int:
         """Returns the process of a rank of this epoch, as this machine numbers it."""
         wanted = {names.ENV_RANK: str(rank), names.ENV_EPOCH: str(self.group["epoch"])}
         groups = (node_cgroup(self.cluster.state), self.second.cgroup)
-        pids = [pid for group in groups for pid in cgroups.pids(group)]
+        pids = [pid for group in groups for pid in cluster_cgroup.pids(group)]
         return next(pid for pid in pids if is_rank(pid) and wanted.items() <= variables(pid).items())
 
     def events(self, resource: str) -> list[Mapping[str, Any]]:

@@ -58,7 +58,7 @@ def part_of(call: Call, rank: int, seed: int) -> torch.Tensor:
 
 
 def summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum in the group's order, in float32 for narrow floats."""
+    """Returns the sum in the process group's order, in float32 for narrow floats."""
     narrow = parts[0].dtype in (torch.bfloat16, torch.float16)
     total = parts[0].float() if narrow else parts[0].clone()
     for part in parts[1:]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.integration.forking import ForkedProcess, forks
+from tests.integration.forked_python import ForkedProcess, forks
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 
 DEADLINE_S = 120.0

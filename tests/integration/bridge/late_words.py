@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.integration.bridge.bridge_rank import CountingMeter
 from vllm_heteroinfer.distributed.bridge.bridge_link import ProcessGroupRanks
+from vllm_heteroinfer.distributed.bridge.bridge_slab import BridgeSlab, slab_bytes
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
 from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink
-from vllm_heteroinfer.distributed.bridge.slab import Slab, slab_bytes
 
 HEADER = b"h" * HEADER_BYTES
 LATE_S = 0.3
@@ -19,7 +19,7 @@ LATE_S = 0.3
 class LateWords:
     """A stream that runs when it is asked to, or has failed."""
 
-    def __init__(self, slab: Slab) -> None:
+    def __init__(self, slab: BridgeSlab) -> None:
         self._slab = slab
         self.pending: list[tuple[int, int]] = []
         self.failed = False
@@ -42,7 +42,7 @@ class LateWords:
 def links(timeout_s: float) -> tuple[LateWords, list[SharedMemoryLink], list[CountingMeter]]:
     fd = os.memfd_create("late-words")
     os.posix_fallocate(fd, 0, slab_bytes(2))
-    slab = Slab(fd, 2)
+    slab = BridgeSlab(fd, 2)
     meters = [CountingMeter(), CountingMeter()]
     ranks = [ProcessGroupRanks(group="late", ranks=(0, 1), index=index, listeners=(1,)) for index in range(2)]
     return (

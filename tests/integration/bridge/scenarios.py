@@ -102,7 +102,7 @@ def check_differences(reported: list[dict[str, Any]]) -> None:
             assert one["seconds"] < 2, context
             own, other = reversed(words) if rank == last else words
             here, there = one["message"].split("; ")[:2]
-            assert here.startswith(f"group test: rank {rank} is at"), context
+            assert here.startswith(f"process group test: rank {rank} is at"), context
             assert own in here, context
             assert there.startswith(f"rank {one['peer']} at"), context
             assert other in there, context

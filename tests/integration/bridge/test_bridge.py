@@ -17,7 +17,7 @@ from tests.integration.bridge.scenarios import (
     differing_calls,
     every_operation,
 )
-from tests.integration.kernels.asking import ask
+from tests.integration.kernels.probe_answers import ask
 
 pytestmark = pytest.mark.timeout(180)
 LATE_S = 0.3

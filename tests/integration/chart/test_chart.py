@@ -15,10 +15,10 @@ from heteroinfer_contract import names
 from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.rights import AccessRule
 from heteroinfer_operator.settings import InstallationSettings
-from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.crds import is_established, wait_established
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
+from tests.cluster.running_cluster import Cluster, start_control_plane_only
 
 CHART = REPOSITORY / "charts" / "heteroinfer"
 CRD = f"{names.PLURAL}.{names.API_GROUP}"

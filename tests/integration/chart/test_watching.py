@@ -10,8 +10,8 @@ import yaml
 
 from heteroinfer_contract import names
 from tests.cluster import processes, tools
-from tests.cluster.cluster import Cluster
 from tests.cluster.errors import ClusterError
+from tests.cluster.running_cluster import Cluster
 from tests.integration.chart.test_chart import CHART, of_kind, render
 from tests.watching.monitoring import install_definitions
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.cluster import Cluster
-from tests.integration.crd.server import Server
+from tests.cluster.running_cluster import Cluster
+from tests.integration.crd.resource_requests import Server
 from tests.integration.specs.checking import start_cluster
 
 

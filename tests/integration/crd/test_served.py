@@ -13,9 +13,9 @@ from heteroinfer_operator.api import (
     HeteroInferenceStatus,
     Summary,
 )
-from tests.cluster.cluster import Cluster
 from tests.cluster.errors import ClusterError
-from tests.integration.crd.server import Server
+from tests.cluster.running_cluster import Cluster
+from tests.integration.crd.resource_requests import Server
 
 
 def resource(name: str = "llama", **fields: Any) -> dict[str, Any]:

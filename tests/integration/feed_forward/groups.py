@@ -13,8 +13,8 @@ from typing import Any
 
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.plan import Device
-from tests.integration.feed_forward import models
-from tests.integration.feed_forward.plans import feed_forward_plan
+from tests.integration.feed_forward import tiny_models
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON, Group, start_group
 
 NAMED_WITHIN_S = 2.0
@@ -23,8 +23,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def run_models(*arguments: str) -> str:
-    """Returns what tests.integration.feed_forward.models prints last; it needs the worker's Python."""
-    command = [str(WORKER_PYTHON), "-m", "tests.integration.feed_forward.models", *arguments]
+    """Returns what tests.integration.feed_forward.tiny_models prints last; it needs the worker's Python."""
+    command = [str(WORKER_PYTHON), "-m", "tests.integration.feed_forward.tiny_models", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
     return done.stdout.splitlines()[-1]
 
@@ -35,7 +35,7 @@ def make_model(architecture: str, folder: Path, dtype: str = "float32") -> Path:
 
 
 def reference(model: Path) -> list[list[int]]:
-    """Returns transformers' greedy tokens after each of models.PROMPTS."""
+    """Returns transformers' greedy tokens after each of tiny_models.PROMPTS."""
     tokens: list[list[int]] = json.loads(run_models("reference", str(model)))
     return tokens
 
@@ -52,19 +52,19 @@ def serving(
     **engine: Any,
 ) -> Iterator[Group]:
     """Starts a group with every layer's feed-forward part on feed-forward ranks; yields it once it serves."""
-    remote = range(models.first_remote_layer(architecture), models.LAYERS)
+    remote = range(tiny_models.first_remote_layer(architecture), tiny_models.LAYERS)
     plan = feed_forward_plan(
-        model, num_layers=models.LAYERS, remote=remote, shares=shares, device=device, **engine
+        model, num_layers=tiny_models.LAYERS, remote=remote, shares=shares, device=device, **engine
     )
     with start_group(plan, logs, env={**ONE_THREAD, **(env or {})}) as group:
         group.wait_ready()
         yield group
 
 
-def answers(group: Group, tokens: int = models.ANSWER_TOKENS) -> list[list[int]]:
+def answers(group: Group, tokens: int = tiny_models.ANSWER_TOKENS) -> list[list[int]]:
     """Returns the group's greedy tokens after each prompt, all asked at once."""
-    with ThreadPoolExecutor(len(models.PROMPTS)) as pool:
-        return list(pool.map(lambda prompt: group.complete(prompt, tokens), models.PROMPTS))
+    with ThreadPoolExecutor(len(tiny_models.PROMPTS)) as pool:
+        return list(pool.map(lambda prompt: group.complete(prompt, tokens), tiny_models.PROMPTS))
 
 
 def check_signal(group: Group, rank: int, number: signal.Signals) -> Failure:
@@ -75,7 +75,7 @@ def check_signal(group: Group, rank: int, number: signal.Signals) -> Failure:
     """
     with ThreadPoolExecutor(2) as pool:
         before = group.status().ranks[0].steps
-        requests = [pool.submit(group.complete, prompt, 400) for prompt in models.PROMPTS]
+        requests = [pool.submit(group.complete, prompt, 400) for prompt in tiny_models.PROMPTS]
         deadline = time.monotonic() + 60
         while group.status().ranks[0].steps < before + 5:
             assert time.monotonic() < deadline, group.logs()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from heteroinfer_contract.plan import Device, FeedForwardShare, RankAssignment
-from vllm_heteroinfer.feed_forward import library
+from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.errors import LaneError
 from vllm_heteroinfer.feed_forward.exchange import HostExchange, LaneReady, probe
 from vllm_heteroinfer.feed_forward.slab import Offer, Shape, Slab, connect, create
@@ -36,7 +36,7 @@ def answer(offer: str, lane: int, skip: int, ready: Any) -> None:
     shape = Offer.from_json(offer).shape
     slab, _ = connect(Offer.from_json(offer), lane, shape)
     ready.put(lane)
-    library.load().heteroinfer_ff_echo(slab.address, ctypes.byref(slab.layout), lane, SPIN_NS, skip)
+    slab_library.load().heteroinfer_ff_echo(slab.address, ctypes.byref(slab.layout), lane, SPIN_NS, skip)
 
 
 def idle(offer: str, lane: int, spin_ns: int, ready: Any) -> None:
@@ -46,7 +46,7 @@ def idle(offer: str, lane: int, spin_ns: int, ready: Any) -> None:
     threading.Timer(SETTLE_S, lambda: ready.put(_cpu_s())).start()
     threading.Timer(SETTLE_S + IDLE_S, lambda: ready.put(_cpu_s())).start()
     threading.Timer(SETTLE_S + IDLE_S + 0.2, slab.stop).start()
-    library.load().heteroinfer_ff_echo(slab.address, ctypes.byref(slab.layout), lane, spin_ns, 0)
+    slab_library.load().heteroinfer_ff_echo(slab.address, ctypes.byref(slab.layout), lane, spin_ns, 0)
 
 
 def _cpu_s() -> float:
@@ -95,7 +95,7 @@ class Bench:
 
     def stress(self, count: int) -> int:
         """Returns how many of `count` asks came back right."""
-        call = library.load().heteroinfer_ff_stress
+        call = slab_library.load().heteroinfer_ff_stress
         layout = ctypes.byref(self.slab.layout)
         return int(call(self.slab.address, layout, count, 16, SPIN_NS, LIMIT_NS))
 

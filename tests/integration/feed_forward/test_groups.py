@@ -11,7 +11,7 @@ from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import RankPhase
 from tests.gpu.scrape import scrape
-from tests.integration.feed_forward import models
+from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.groups import (
     answers,
     check_signal,
@@ -23,7 +23,7 @@ from tests.integration.worker.groups import Group
 
 pytestmark = pytest.mark.timeout(600)
 
-ALL = tuple(models.ARCHITECTURES)
+ALL = tuple(tiny_models.ARCHITECTURES)
 
 
 def test_a_mixture_over_two_ranks_serves_sleeps_and_names_who_is_killed(tmp_path: Path) -> None:
@@ -58,11 +58,11 @@ def check_lanes(group: Group) -> None:
     rows = first.total(names.TOKENS_TOTAL)
     for rank in (1, 2):
         total = scrape(group, rank).total
-        assert total(names.FEED_FORWARD_ROWS_TOTAL) >= models.LAYERS * rows > 0
+        assert total(names.FEED_FORWARD_ROWS_TOTAL) >= tiny_models.LAYERS * rows > 0
         assert total(names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL) > 0
         experts = total(names.FEED_FORWARD_EXPERTS_TOTAL)
         assert experts > 0
-        each = total(names.WEIGHT_BYTES) / (models.LAYERS * models.EXPERTS)
+        each = total(names.WEIGHT_BYTES) / (tiny_models.LAYERS * tiny_models.EXPERTS)
         assert total(names.FEED_FORWARD_BYTES_TOTAL) == pytest.approx(experts * each)
     assert scrape(group, 1).total(names.WEIGHT_BYTES) == scrape(group, 2).total(names.WEIGHT_BYTES)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.kernels.asking import Asking, asking
 from tests.integration.kernels.instructions import SETS, build_emulated, of_this_cpu
+from tests.integration.kernels.probe_answers import Asking, asking
 from vllm_heteroinfer.kernels import build
 
 pytestmark = pytest.mark.timeout(300)

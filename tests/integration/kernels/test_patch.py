@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.kernels.asking import ask, ask_forked
 from tests.integration.kernels.instructions import SETS, of_this_cpu
+from tests.integration.kernels.probe_answers import ask, ask_forked
 from vllm_heteroinfer.kernels import build
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PATCHES
 from vllm_heteroinfer.patches.seams import VLLM_VERSION

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract import names
-from tests.integration.kernels.asking import ask
 from tests.integration.kernels.instructions import of_this_cpu
+from tests.integration.kernels.probe_answers import ask
 from tests.integration.worker.conftest import make
 from tests.integration.worker.deaths import check_death
 from tests.integration.worker.groups import Group, build_plan, start_group

@@ -11,10 +11,10 @@ import yaml
 from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import NODE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
-from tests.cluster.cluster import Cluster
 from tests.cluster.crds import apply_crds
 from tests.cluster.folders import REPOSITORY
-from tests.integration.operator.support import CrdName, add_node
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.running_operator import CrdName, add_node
 
 _NUMBERS = itertools.count(1)
 

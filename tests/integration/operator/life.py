@@ -15,7 +15,7 @@ from heteroinfer_operator.kube.paths import (
 )
 from heteroinfer_operator.kube.server import ApiServer
 from tests.integration.operator.conftest import Installation
-from tests.integration.operator.support import PROFILE, create_resource, end_pod, run_pod, until
+from tests.integration.operator.running_operator import PROFILE, create_resource, end_pod, run_pod, until
 
 Install = Callable[..., Installation]
 CHILDREN = (POD, SERVICE, NETWORK_POLICY, CONFIG_MAP)

@@ -21,7 +21,7 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.manifests.identity import Owner
-from tests.integration.operator.support import Watched, child, create_resource, pod, until, watching
+from tests.integration.operator.running_operator import Watched, child, create_resource, pod, until, watching
 
 
 async def observe(watched: Watched, owner: Owner) -> ResourceObservation:

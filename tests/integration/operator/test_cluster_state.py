@@ -19,9 +19,16 @@ from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.paths import NODE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from tests.cluster import processes
-from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.crds import apply_crds
-from tests.integration.operator.support import DEADLINE_S, child, create_resource, pod, until, watching
+from tests.cluster.running_cluster import Cluster, start_control_plane_only
+from tests.integration.operator.running_operator import (
+    DEADLINE_S,
+    child,
+    create_resource,
+    pod,
+    until,
+    watching,
+)
 
 
 class Wire:

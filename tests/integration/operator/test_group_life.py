@@ -23,7 +23,7 @@ from tests.integration.operator.life import (
     stored,
     workers,
 )
-from tests.integration.operator.support import add_node, operator, until
+from tests.integration.operator.running_operator import add_node, operator, until
 
 
 @pytest.fixture

@@ -22,7 +22,14 @@ from tests.integration.operator.life import (
     serve_epoch,
     status_of,
 )
-from tests.integration.operator.support import OperatorProcess, create_resource, end_pod, operator, pod, until
+from tests.integration.operator.running_operator import (
+    OperatorProcess,
+    create_resource,
+    end_pod,
+    operator,
+    pod,
+    until,
+)
 
 LEASE_S = 3
 
@@ -177,7 +184,7 @@ def about_pods(asked: Asked) -> bool:
     return asked.path.endswith("/pods")
 
 
-async def test_a_watch_that_fails_silent_is_found(
+async def test_a_watch_that_goes_silent_is_found(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
     """No connection breaks, nothing is refused: nothing comes any more."""

@@ -20,7 +20,7 @@ from heteroinfer_contract.report_access import CHALLENGE_HEADER, CODE_HEADER, SC
 from heteroinfer_operator.cluster import PodView, ResourceKey
 from heteroinfer_operator.kube.leader_client import KEEP_S, MOST_BYTES, UNREADY_TIMEOUT_S, LeaderClient
 from heteroinfer_operator.kube.trim import PodRecord
-from heteroinfer_operator.manifests.group_key import group_key_secret
+from heteroinfer_operator.manifests.group_key_secret import group_key_secret
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from tests.integration.launch.groups import free_ports
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer

@@ -14,7 +14,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.kube.paths import CLAIM, EVENT, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from tests.integration.operator.life import Install, condition, serve_epoch, status_of, stored
-from tests.integration.operator.support import PROFILE, SPEC, end_pod, operator, run_pod, until
+from tests.integration.operator.running_operator import PROFILE, SPEC, end_pod, operator, run_pod, until
 
 COMMIT = "c" * 40
 ADDRESS = "127.0.0.77"

@@ -12,7 +12,7 @@ from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.kube.paths import CONFIG_MAP, EVENT, HETERO_INFERENCE, NETWORK_POLICY, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
-from tests.cluster.cluster import Cluster
+from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.life import (
     COLLECTED_S,
     Install,
@@ -26,7 +26,7 @@ from tests.integration.operator.life import (
     versions,
     workers,
 )
-from tests.integration.operator.support import OperatorProcess, end_pod, operator, until
+from tests.integration.operator.running_operator import OperatorProcess, end_pod, operator, until
 
 
 async def test_from_apply_to_ready_through_a_failure_to_delete(

@@ -10,7 +10,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.operator_key import DATA_KEY, ensure_operator_key
 from heteroinfer_operator.kube.paths import SECRET
 from heteroinfer_operator.kube.server import ApiServer
-from tests.cluster.cluster import Cluster
+from tests.cluster.running_cluster import Cluster
 
 
 async def test_two_operators_that_start_at_once_have_one_key(

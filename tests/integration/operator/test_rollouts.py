@@ -17,9 +17,9 @@ import pytest_asyncio
 from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
-from tests.cluster.cluster import Cluster
+from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.life import Install
-from tests.integration.operator.support import PROFILE, SPEC, end_pod, operator, run_pod, until
+from tests.integration.operator.running_operator import PROFILE, SPEC, end_pod, operator, run_pod, until
 
 GOOD, BETTER, BROKEN = "worker:1", "worker:2", "worker:broken"
 

@@ -14,10 +14,10 @@ from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, LEASE, POD
 from heteroinfer_operator.kube.rights import AccessRule
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer, load_configuration
-from tests.cluster.cluster import Cluster
+from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
 from tests.integration.operator.life import COLLECTED_S, Install, bring_up, nothing_left, stored
-from tests.integration.operator.support import SPEC, create_resource, operator, pod, until
+from tests.integration.operator.running_operator import SPEC, create_resource, operator, pod, until
 
 
 async def test_namespaced_scope_serves_its_namespaces_with_a_role_only(

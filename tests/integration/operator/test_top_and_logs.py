@@ -16,7 +16,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiServer
-from tests.cluster.cluster import Cluster
+from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.life import (
     COLLECTED_S,
     Install,
@@ -27,7 +27,7 @@ from tests.integration.operator.life import (
     serve_epoch,
     status_of,
 )
-from tests.integration.operator.support import end_pod, operator, until
+from tests.integration.operator.running_operator import end_pod, operator, until
 
 VIEWER = "viewer"
 

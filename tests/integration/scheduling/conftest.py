@@ -13,10 +13,10 @@ from heteroinfer_contract import names
 from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
-from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.crds import apply_crds
+from tests.cluster.running_cluster import Cluster, start_control_plane_only
 from tests.cluster.tools import source_folder
-from tests.integration.operator.support import PROFILE, SPEC, end_pod, until
+from tests.integration.operator.running_operator import PROFILE, SPEC, end_pod, until
 
 _NUMBERS = itertools.count(1)
 FOREIGN_CRDS = {

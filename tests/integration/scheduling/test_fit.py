@@ -7,8 +7,8 @@ import pytest
 
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
-from tests.cluster.cluster import Cluster
-from tests.integration.operator.support import operator, run_pod, until
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.running_operator import operator, run_pod, until
 from tests.integration.scheduling.conftest import (
     add_node,
     apply,

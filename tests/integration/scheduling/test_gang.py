@@ -13,8 +13,8 @@ from heteroinfer_operator.kube.paths import COSCHEDULING_POD_GROUP, WORKLOAD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
-from tests.cluster.cluster import Cluster
-from tests.integration.operator.support import SPEC, operator, until
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.running_operator import SPEC, operator, until
 from tests.integration.scheduling.conftest import (
     add_node,
     apply,

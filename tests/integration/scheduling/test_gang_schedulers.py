@@ -19,7 +19,6 @@ from heteroinfer_operator.kube.gangs import find_gangs
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster import kwok
-from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.crds import apply_crds
 from tests.cluster.gang_schedulers import (
     KUEUE_QUEUE,
@@ -30,7 +29,15 @@ from tests.cluster.gang_schedulers import (
     start_volcano,
     stop_kueue_queue,
 )
-from tests.integration.operator.support import PROFILE, SPEC, OperatorProcess, end_rank, operator, until
+from tests.cluster.running_cluster import Cluster, start_control_plane_only
+from tests.integration.operator.running_operator import (
+    PROFILE,
+    SPEC,
+    OperatorProcess,
+    end_rank,
+    operator,
+    until,
+)
 from tests.integration.scheduling.conftest import capacity, pods_of
 
 pytestmark = [pytest.mark.gang_schedulers, pytest.mark.timeout(300)]

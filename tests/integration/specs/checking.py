@@ -19,7 +19,7 @@ from heteroinfer_operator.kube.installation import wait_for_resource
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from tests.cluster import tools
-from tests.cluster.cluster import Cluster, ensure_tools, start_control_plane_only
+from tests.cluster.running_cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.integration.crd.strategies import changed, resources
 from tests.integration.specs.lives import NAMESPACE, Crash, Life, live
 

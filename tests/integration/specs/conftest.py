@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.cluster import Cluster
+from tests.cluster.running_cluster import Cluster
 from tests.integration.specs.checking import start_cluster
 
 

@@ -1,6 +1,6 @@
 """A sample of what `make specs` does with 10,000."""
 
-from tests.cluster.cluster import Cluster
+from tests.cluster.running_cluster import Cluster
 from tests.integration.specs.checking import check_specs
 
 COUNT = 300

@@ -22,9 +22,9 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, NETWORK_POLICY, POD, SERVICE, Kind
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
-from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.folders import REPOSITORY
-from tests.integration.operator.support import PROFILE, end_pod, operator, run_pod, until
+from tests.cluster.running_cluster import Cluster, start_control_plane_only
+from tests.integration.operator.running_operator import PROFILE, end_pod, operator, run_pod, until
 
 NAMESPACE = "recorded"
 RESOURCES = Path(__file__).parent / "resources.yaml"

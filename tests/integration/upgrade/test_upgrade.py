@@ -18,9 +18,16 @@ from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.kube.paths import CHILDREN, EVENT, HETERO_INFERENCE, POD, SECRET
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.manifests.identity import first_revision, revision
-from tests.cluster.cluster import Cluster, start_control_plane_only
 from tests.cluster.folders import REPOSITORY
-from tests.integration.operator.support import OperatorProcess, add_node, end_pod, operator, run_pod, until
+from tests.cluster.running_cluster import Cluster, start_control_plane_only
+from tests.integration.operator.running_operator import (
+    OperatorProcess,
+    add_node,
+    end_pod,
+    operator,
+    run_pod,
+    until,
+)
 from tests.integration.upgrade.record import NAMESPACE, OBJECTS
 
 VERSIONS = sorted(path for path in (Path(__file__).parent / "versions").iterdir() if path.is_dir())

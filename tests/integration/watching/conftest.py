@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import tools
-from tests.cluster.cluster import ensure_tools, start_control_plane_only
+from tests.cluster.running_cluster import ensure_tools, start_control_plane_only
 from tests.integration.watching.stack import Stack, start_stack
 from tests.integration.worker.conftest import make
 

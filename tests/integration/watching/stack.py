@@ -29,9 +29,9 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodAddress
 from tests.cluster import processes
-from tests.cluster.cluster import Cluster
 from tests.cluster.folders import REPOSITORY
-from tests.integration.operator.support import SPEC, OperatorProcess
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.running_operator import SPEC, OperatorProcess
 from tests.integration.worker.groups import Group, start_group
 from tests.ports import free_port
 from tests.watching.monitoring import Prometheus, install_definitions, start_prometheus

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from tests.cluster import processes, tools
-from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import reserved_ports
 from tests.cluster.crds import wait_established
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
+from tests.cluster.running_cluster import Cluster
 from tests.integration.watching.stack import MAX_SEQS, NAME, NAMESPACE, Stack, get
 
 EXAMPLES = REPOSITORY / "examples" / "autoscaling"

@@ -17,7 +17,7 @@ def ran() -> Any:
     command = [
         str(WORKER_PYTHON),
         "-m",
-        "tests.integration.worker.following",
+        "tests.integration.worker.following_probe",
         "none",
         "twice",
         "short",

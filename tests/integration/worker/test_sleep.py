@@ -11,7 +11,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.group_report import RankPhase
 from tests.integration.worker.answers import ONE_THREAD, answer_all, rank_pids
 from tests.integration.worker.conftest import Reference
-from tests.integration.worker.draining import check_drain_timeout
+from tests.integration.worker.drains import check_drain_timeout
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
 
 pytestmark = pytest.mark.timeout(600)

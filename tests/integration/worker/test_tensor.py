@@ -80,7 +80,7 @@ def test_a_skipped_collective_is_named_by_both_sides(skipping: Skipping, referen
             failure = group.failure(pod)
             assert failure is not None, group.logs()
             assert failure.reason is FailureReason.RANK_RAISED
-            assert "CollectiveMismatchError: group tp:0" in failure.message
+            assert "CollectiveMismatchError: process group tp:0" in failure.message
             assert "rank 0" in failure.message
             assert "rank 1" in failure.message
             assert 0 <= failure.time - skipped_at < NAMED_WITHIN_S

@@ -16,7 +16,7 @@ import pytest
 from heteroinfer_contract import metric_names as names
 from tests.integration.worker.answers import ONE_THREAD, answer_all, samples, shared_memory
 from tests.integration.worker.conftest import Reference
-from tests.integration.worker.draining import check_drain
+from tests.integration.worker.drains import check_drain
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
 
 pytestmark = pytest.mark.timeout(600)

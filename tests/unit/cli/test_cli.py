@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_operator.cli import COMMANDS, main
-from heteroinfer_operator.commands.crd import COPIES
+from heteroinfer_operator.commands.crd_command import COPIES
 from heteroinfer_operator.crd import render_crd
 
 

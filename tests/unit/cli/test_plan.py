@@ -10,7 +10,7 @@ import yaml
 from heteroinfer_contract import codec
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.cli import main
-from tests.unit.cli.model_files import write_model
+from tests.unit.cli.model_directory import write_model
 
 CPU_ONLY = {"onGPUShortage": {"action": "CPUOnly"}}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.network_policy import build_ruleset, matches
+from tests.cluster.policy_enforcer import build_ruleset, matches
 
 NAMESPACES: list[dict[str, Any]] = [
     {"metadata": {"name": "ours", "labels": {"team": "a"}}},

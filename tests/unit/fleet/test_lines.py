@@ -7,8 +7,8 @@ from rich.console import Console
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.fleet.fleet_reader import kv_use_of
 from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_cells, build_line, waits
-from heteroinfer_operator.fleet.reading import kv_use_of
 from heteroinfer_operator.fleet.screen import build_screen
 
 KEY = ResourceKey(namespace="ml", name="llama")

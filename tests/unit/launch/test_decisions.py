@@ -6,7 +6,7 @@ import pytest
 
 from heteroinfer_contract.group_report import RankPhase, RankStatus
 from tests.unit.launch.test_environment import FOLLOWER, LEADER, PLAN
-from vllm_heteroinfer.launch.child_process import Life, ProcessObservation, parse_stat
+from vllm_heteroinfer.launch.child_process import ProcessObservation, ProcessState, parse_stat
 from vllm_heteroinfer.launch.pod_processes import describe_exit
 from vllm_heteroinfer.launch.readiness import GroupView
 from vllm_heteroinfer.launch.supervisor_link import Hello, RankBeat, check_hello
@@ -93,13 +93,13 @@ def test_status_has_every_rank() -> None:
 @pytest.mark.parametrize(
     ("state", "flags", "status", "seen"),
     [
-        ("S", 0x400040, 0, ProcessObservation(life=Life.RUNNING)),
-        ("R", 0x400004, 9, ProcessObservation(life=Life.ENDED, exit_code=-9)),
-        ("D", 0x4, 3 << 8, ProcessObservation(life=Life.ENDED, exit_code=3)),
-        ("D", 0x4, 0, ProcessObservation(life=Life.ENDED, exit_code=None)),
-        ("Z", 0x400044, 0, ProcessObservation(life=Life.ENDED, exit_code=None)),
-        ("T", 0x400040, 19, ProcessObservation(life=Life.STOPPED)),
-        ("t", 0x400040, 5, ProcessObservation(life=Life.STOPPED)),
+        ("S", 0x400040, 0, ProcessObservation(state=ProcessState.RUNNING)),
+        ("R", 0x400004, 9, ProcessObservation(state=ProcessState.ENDED, exit_code=-9)),
+        ("D", 0x4, 3 << 8, ProcessObservation(state=ProcessState.ENDED, exit_code=3)),
+        ("D", 0x4, 0, ProcessObservation(state=ProcessState.ENDED, exit_code=None)),
+        ("Z", 0x400044, 0, ProcessObservation(state=ProcessState.ENDED, exit_code=None)),
+        ("T", 0x400040, 19, ProcessObservation(state=ProcessState.STOPPED)),
+        ("t", 0x400040, 5, ProcessObservation(state=ProcessState.STOPPED)),
     ],
 )
 def test_stat_of_a_process_with_an_ugly_name(

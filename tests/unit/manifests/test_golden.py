@@ -22,7 +22,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
 from heteroinfer_operator.manifests.drift import says
-from heteroinfer_operator.manifests.group_key import build_group_key
+from heteroinfer_operator.manifests.group_key_secret import build_group_key
 from heteroinfer_operator.manifests.identity import EpochRef, Owner, revision
 from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name

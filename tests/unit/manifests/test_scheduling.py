@@ -10,7 +10,7 @@ from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.role_demand import role_fields
-from tests.unit.planning.models import gpu, plan, spec
+from tests.unit.planning.planned_models import gpu, plan, spec
 
 GROUP = EpochRef(owner=Owner(key=ResourceKey(namespace="ns", name="llama"), uid="u"), index=0, epoch=3)
 

@@ -11,7 +11,7 @@ from heteroinfer_operator.demand import Taint
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.placement import FreeNode
-from tests.unit.planning.models import GIB, cpu, gpu, profile, spec
+from tests.unit.planning.planned_models import GIB, cpu, gpu, profile, spec
 from tests.unit.planning.test_placement import GPU, ZONE, node
 
 CPU_ONLY = {"onGPUShortage": {"action": "CPUOnly", "after": "10m"}}

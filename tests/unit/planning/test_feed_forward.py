@@ -14,7 +14,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.account import describe_speed
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
 from heteroinfer_operator.planning.prediction import Load, predict
-from tests.unit.planning.models import GIB, MIB, gpu, plan, profile, spec
+from tests.unit.planning.planned_models import GIB, MIB, gpu, plan, profile, spec
 
 EXPERT = 9 * MIB
 MOE = LayerKind(kv_heads=4, kv_width=256, experts=128, experts_per_token=8, expert_bytes=EXPERT)

@@ -13,7 +13,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Inventory
 from heteroinfer_operator.planning.memory import rank_budget
 from heteroinfer_operator.planning.topology import PlacedRole, Seat
-from tests.unit.planning.models import GIB, MIB, plan, profile, spec
+from tests.unit.planning.planned_models import GIB, MIB, plan, profile, spec
 
 
 @st.composite

@@ -8,7 +8,7 @@ from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Inventory
-from tests.unit.planning.models import GIB, MIB, cpu, gpu, plan, profile, spec
+from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
 
 
 def refusal(parsed: HeteroInferenceSpec, **arguments: Any) -> PlanError:

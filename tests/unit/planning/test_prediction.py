@@ -6,7 +6,7 @@ import pytest
 
 from heteroinfer_operator.planning import Inventory
 from heteroinfer_operator.planning.prediction import STEP_OVERHEAD_S, predict
-from tests.unit.planning.models import cpu, gpu, plan, profile, spec
+from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 
 SIXTEEN_CORES = {"resources": {"limits": {"cpu": "16"}}}
 

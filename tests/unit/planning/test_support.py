@@ -12,7 +12,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, build_free_nodes, plan_group
 from heteroinfer_operator.planning.inventory import AMX
 from tests.shapes.profiles import recorded_profiles
-from tests.unit.planning.models import cpu, gpu, plan, spec
+from tests.unit.planning.planned_models import cpu, gpu, plan, spec
 
 HUGE = {"memory": "4Ti", "pods": 2}
 MIXED = (gpu(deviceMemory="80Gi"), cpu(**HUGE))

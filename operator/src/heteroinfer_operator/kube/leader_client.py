@@ -18,7 +18,7 @@ from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.report_access import CHALLENGE_LIFE_S, ReportReader
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.trim import PodRecord
-from heteroinfer_operator.manifests.group_key import group_key_secret, key_of
+from heteroinfer_operator.manifests.group_key_secret import group_key_secret, key_of
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 
 logger = logging.getLogger(__name__)

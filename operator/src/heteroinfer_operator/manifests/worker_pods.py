@@ -17,7 +17,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate, RoleSpec
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
-from heteroinfer_operator.manifests.group_key import build_key_variable
+from heteroinfer_operator.manifests.group_key_secret import build_key_variable
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.node_assignment import NodeAssignment

@@ -10,8 +10,8 @@ from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_contract.refused_args import find_refused
 from heteroinfer_operator.api import DType, HeteroInferenceSpec, When
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, state_bytes, token_bytes
-from heteroinfer_operator.planning.options import option_value
 
 STATE_DTYPE_OPTION: Final = "--mamba-ssm-cache-dtype"
 FOUR_BITS: Final = frozenset({SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4})

@@ -13,7 +13,7 @@ from typing import Final
 from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
-from heteroinfer_operator.planning.options import option_value
+from heteroinfer_operator.planning.engine_options import option_value
 
 ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 _GROUP_SLACK: Final = 1.5

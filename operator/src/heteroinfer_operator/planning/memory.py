@@ -9,9 +9,9 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.architectures import TABLES_ON_EVERY_STAGE
+from heteroinfer_operator.planning.engine_options import has_flag, option_value
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, KvCache, build_kv_cache
-from heteroinfer_operator.planning.options import has_flag, option_value
 from heteroinfer_operator.planning.topology import Seat
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
 

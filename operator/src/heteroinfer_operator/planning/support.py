@@ -15,10 +15,10 @@ from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.architectures import IMAGES_ATTEND_BOTH_WAYS, UNGATED_EXPERTS
+from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.planning.inventory import AMX, Inventory
 from heteroinfer_operator.planning.memory import serves_text_only
-from heteroinfer_operator.planning.options import option_value
 from heteroinfer_operator.planning.topology import Topology
 
 REASON: Final = "UnsupportedModel"

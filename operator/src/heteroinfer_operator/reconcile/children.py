@@ -21,8 +21,8 @@ from heteroinfer_operator.manifests.network_policy import build_network_policy
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.revision_record import build_revision_record
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service
-from heteroinfer_operator.reconcile.context import Context, group_scope
 from heteroinfer_operator.reconcile.group import GroupDecision
+from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.revisions import Revision
 
 MODEL_SCOPE: Final = "model"

@@ -30,10 +30,10 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.errors import HeteroInferError, PlanError, SpecError
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
-from heteroinfer_operator.reconcile.context import Context
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end
 from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_object, start_events
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan, gang_of
+from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.revisions import Revision
 
 _ENDED_EPOCH_GRACE_S = 2

@@ -15,10 +15,10 @@ from heteroinfer_operator.cluster import Refusal, ResourceObservation
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.conditions import Life
-from heteroinfer_operator.reconcile.context import Context, group_scope
 from heteroinfer_operator.reconcile.group import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import gpus_missing_since
 from heteroinfer_operator.reconcile.model import ModelDecision
+from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.rollout import find_rollout
 
 

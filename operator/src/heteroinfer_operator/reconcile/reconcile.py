@@ -37,7 +37,6 @@ from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
-from heteroinfer_operator.reconcile.context import Context
 from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
 from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS, GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.model import COMPONENTS as MODEL_COMPONENTS
@@ -51,6 +50,7 @@ from heteroinfer_operator.reconcile.next_status import build_next_status
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.reading import kept_plans, pods_by_group, with_complete_labels
+from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.revisions import (
     Revision,
     Target,

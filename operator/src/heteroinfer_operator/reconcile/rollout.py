@@ -11,9 +11,9 @@ from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupPhase, GroupStatus
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.reconcile.context import Context
 from heteroinfer_operator.reconcile.group import GroupDecision, decide_group
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
+from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""vLLM's collectives of a tensor-parallel group with CPU ranks, over the bridge. Imports vLLM."""
+"""vLLM's collectives of a tensor-parallel process group with CPU ranks, over the bridge. Imports vLLM."""
 
 from typing import Any, NoReturn
 
@@ -10,10 +10,10 @@ from vllm_heteroinfer.distributed.bridge import Bridge
 
 
 class BridgeCommunicator(DeviceCommunicatorBase):
-    """A group's collectives over the bridge, once it is connected.
+    """A process group's collectives over the bridge, once it is connected.
 
     The constructor does no collective, so that nothing depends on which class the other side
-    builds. Groups other than the tensor-parallel one (a mixture of experts has one more)
+    builds. Process groups other than the tensor-parallel one (a mixture of experts has one more)
     are never connected: what vLLM asks of them is refused.
     Source: vllm/distributed/parallel_state.py::GroupCoordinator@v0.32.0, the only caller.
     """
@@ -25,7 +25,7 @@ class BridgeCommunicator(DeviceCommunicatorBase):
         """Makes every collective from now on go over `bridge`.
 
         Args:
-            bridge: of exactly this group's ranks.
+            bridge: of exactly this process group's ranks.
             in_place: whether a sum may overwrite its operand, as vLLM's CpuCommunicator does; not
                 where vLLM calls it through an operator of torch's, which must not.
         """
@@ -33,7 +33,7 @@ class BridgeCommunicator(DeviceCommunicatorBase):
         self._in_place = in_place
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over the group; every rank calls it in the same order."""
+        """Returns the sum over the process group; every rank calls it in the same order."""
         return self._connected("all_reduce").all_reduce(input_, in_place=self._in_place)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -47,31 +47,31 @@ class BridgeCommunicator(DeviceCommunicatorBase):
         return self._connected("all_gatherv").all_gatherv(input_, dim, sizes)
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Returns this rank's even part, along `dim`, of the sum over the group."""
+        """Returns this rank's even part, along `dim`, of the sum over the process group."""
         return self._connected("reduce_scatter").reduce_scatter(input_, dim)
 
     def reduce_scatterv(
         self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> torch.Tensor:
-        """Returns this rank's part of the sum over the group; rank i's has `sizes[i]` rows."""
+        """Returns this rank's part of the sum over the process group; rank i's has `sizes[i]` rows."""
         return self._connected("reduce_scatterv").reduce_scatterv(input_, dim, sizes)
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """Returns the ranks' tensors, concatenated along `dim`, on rank `dst` of the group; else None."""
+        """Returns the ranks' tensors, concatenated along `dim`, on the process group's `dst`; else None."""
         return self._connected("gather").gather(input_, dst, dim)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Fills `tensor` with that of rank `src` of the group."""
+        """Fills `tensor` with that of rank `src` of the process group."""
         return self._connected("broadcast").broadcast(tensor, src)
 
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
-        """Sends to rank `dst` of the group, by default the next one."""
+        """Sends to rank `dst` of the process group, by default the next one."""
         self._connected("send").send(
             tensor, (self.rank_in_group + 1) % self.world_size if dst is None else dst
         )
 
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
-        """Returns what rank `src` of the group sends, by default the one before."""
+        """Returns what rank `src` of the process group sends, by default the one before."""
         src = (self.rank_in_group - 1) % self.world_size if src is None else src
         return self._connected("recv").recv(size, dtype, src)
 
@@ -92,6 +92,6 @@ class BridgeCommunicator(DeviceCommunicatorBase):
 
     def _refuse(self, operation: str) -> NoReturn:
         raise ContractError(
-            f"group {self.unique_name}: got {operation}, expected none: over GPU and CPU ranks only the "
-            "collectives of tensor parallelism are built; set spec.parallelism.mode: Pipeline for this model"
+            f"process group {self.unique_name}: got {operation}, expected none: over GPU and CPU ranks only "
+            "the collectives of tensor parallelism are built; set spec.parallelism.mode: Pipeline for it"
         )

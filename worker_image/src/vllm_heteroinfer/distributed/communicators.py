@@ -1,13 +1,13 @@
-"""Communicators of vLLM's process groups, by what the group's ranks are.
+"""Communicators of vLLM's process groups, by what their ranks are.
 
-| group | mode | communicator |
+| process group | mode | communicator |
 |---|---|---|
 | pipeline | any | none |
 | all on GPUs | any | vLLM's CudaCommunicator (NCCL) |
 | on CPUs only | Pipeline | GroupCpuCommunicator (vLLM's shared memory, or gloo) |
 | with CPUs | Tensor | BridgeCommunicator |
 
-A pipeline group gets none: its hops are `distributed.transport`, and without a communicator
+A pipeline's process group gets none: its hops are `distributed.transport`, and without a communicator
 neither side does hidden collectives, nor does CUDA graph capture look for one
 (vllm/distributed/parallel_state.py::GroupCoordinator.graph_capture@v0.32.0).
 """
@@ -39,9 +39,9 @@ def take_wait_s() -> float:
 
 
 def build_cpu_communicator(**kwargs: Any) -> Any:
-    """Returns the communicator of a CPU rank's group, or None for a pipeline group.
+    """Returns the communicator of a CPU rank's process group, or None for a pipeline's.
 
-    Called by vLLM instead of a communicator class, on every rank of the group.
+    Called by vLLM instead of a communicator class, on every rank of the process group.
     """
     if _is_pipeline(kwargs):
         return None
@@ -61,7 +61,7 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
                 (SHARED_MEMORY / name).unlink(missing_ok=True)
 
         def _all_group_ranks_share_shm_group_name(self) -> bool:
-            """Returns whether the group's collectives may go by shared memory; equal on each rank.
+            """Returns whether the process group's collectives may go by shared memory; equal on each rank.
 
             vLLM compares names made of the rendezvous port, which are equal in every pod.
             Its collectives spin, so each rank needs CPUs of its own.
@@ -73,12 +73,12 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
             return all(wishes)
 
         def all_reduce(self, input_: Any) -> Any:
-            """Sums over the group; every rank calls it in the same order."""
+            """Sums over the process group; every rank calls it in the same order."""
             with _Timed():
                 return super().all_reduce(input_)
 
         def all_gather(self, input_: Any, dim: int = -1) -> Any:
-            """Concatenates over the group along `dim`; every rank calls it in the same order."""
+            """Concatenates over the process group along `dim`; every rank calls it in the same order."""
             with _Timed():
                 return super().all_gather(input_, dim)
 
@@ -91,10 +91,10 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
 
 
 def build_cuda_communicator(**kwargs: Any) -> Any:
-    """Returns the communicator of a GPU rank's group, or None for a pipeline group.
+    """Returns the communicator of a GPU rank's process group, or None for a pipeline's.
 
     Raises:
-        ContractError: the group has CPU ranks too in pipeline mode, or there is no NCCL.
+        ContractError: the process group has CPU ranks too in pipeline mode, or there is no NCCL.
     """
     if _is_pipeline(kwargs):
         return None
@@ -106,7 +106,7 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
         if plan.mode is Mode.TENSOR:
             return _bridge_communicator(kwargs)
         raise ContractError(
-            f"group {kwargs.get('unique_name')}: got GPU and CPU ranks {ranks}, expected one device; "
+            f"process group {kwargs.get('unique_name')}: got GPU and CPU ranks {ranks}, expected one device; "
             "set spec.parallelism.mode: Tensor, or give each stage one device"
         )
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
@@ -115,8 +115,8 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
     if communicator.pynccl_comm is None or communicator.pynccl_comm.disabled:
         # vLLM would go on over gloo, through host memory.
         raise ContractError(
-            f"group {kwargs.get('unique_name')}: got no NCCL on GPU ranks {ranks}, expected libnccl.so.2; "
-            "install it in the worker image, and unset VLLM_DISABLE_PYNCCL"
+            f"process group {kwargs.get('unique_name')}: got no NCCL on GPU ranks {ranks}, expected "
+            "libnccl.so.2; install it in the worker image, and unset VLLM_DISABLE_PYNCCL"
         )
     return communicator
 
@@ -152,7 +152,7 @@ def may_spin(plan: Plan, launch: PodLaunch) -> bool:
 
 
 def forget_shared_memory(*groups: Any) -> None:
-    """Takes the names off the message queues of vLLM's groups, once their constructors have returned.
+    """Takes the names off the message queues of vLLM's process groups, once their constructors have returned.
 
     Every rank has mapped them by then; without a name they vanish with the processes,
     however these end.

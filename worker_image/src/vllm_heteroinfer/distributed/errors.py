@@ -25,6 +25,6 @@ class CollectiveMismatchError(RuntimeError):
     def __init__(self, group: str, peer: int, here: str, there: str) -> None:
         self.peer = peer
         super().__init__(
-            f"group {group}: {here}; {there}; every rank must call the same collectives in the same "
+            f"process group {group}: {here}; {there}; every rank must call the same collectives in the same "
             "order: the forwards of these ranks differ, so the group must start again"
         )

@@ -138,11 +138,11 @@ class _StagedSend:
 
 
 class PipelineTransport:
-    """The hops of one rank, put on vLLM's pipeline group as instance attributes.
+    """The hops of one rank, put on vLLM's process group of the pipeline as instance attributes.
 
     Every rank of a stage calls `isend_tensor_dict` once for each step with tokens, and the
     rank of equal tensor rank in the next stage `irecv_tensor_dict`, in the same order.
-    Each sends all of its rows: vLLM's slicing over the tensor-parallel group would need an
+    Each sends all of its rows: vLLM's slicing over the tensor-parallel process group would need an
     all_gather on the other side, which a hop between devices does not have.
     """
 
@@ -160,7 +160,7 @@ class PipelineTransport:
         """Makes the buffers.
 
         Args:
-            group: vLLM's GroupCoordinator of the pipeline group.
+            group: vLLM's GroupCoordinator of the pipeline.
             schema: of every hop.
             max_rows: most rows of a step, padding for CUDA graphs included.
             device: of this rank.
@@ -183,7 +183,7 @@ class PipelineTransport:
         self._sender = ThreadPoolExecutor(1, "heteroinfer-send") if on_gpu and sends else None
 
     def attach(self) -> None:
-        """Replaces the group's own hops, on this instance only.
+        """Replaces the process group's own hops, on this instance only.
 
         Source: vllm/v1/worker/gpu_worker.py::Worker.execute_model@v0.32.0, the only caller.
         """

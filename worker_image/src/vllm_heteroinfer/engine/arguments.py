@@ -18,7 +18,7 @@ from heteroinfer_contract.refused_args import (
     Unsupported,
     find_refused,
 )
-from vllm_heteroinfer.feed_forward import placement
+from vllm_heteroinfer.feed_forward import remote_parts
 from vllm_heteroinfer.pod import addresses
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
     if refused is not None:
         raise ContractError(str(refused))
     _check_stages(plan)
-    placement.check_plan(plan)
+    remote_parts.check_plan(plan)
     # The planner says so too; a plan written by hand must not hang in its first captured graph.
     eager_gpu = engine.eager_gpu or eager_reason(plan) is not None
     eager = engine.eager_cpu if rank.device is Device.CPU else eager_gpu
@@ -73,7 +73,7 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
 
 def _scheduling(plan: Plan, rank: RankAssignment) -> list[str]:
     """Returns what schedules: vLLM's own, a step ahead, where one GPU holds all layers; else ours."""
-    if placement.schedules_asynchronously(plan):
+    if remote_parts.schedules_asynchronously(plan):
         # A feed-forward rank's configuration is for its model only; vLLM has no such scheduling on CPUs.
         return ["--async-scheduling" if rank.device is Device.GPU else "--no-async-scheduling"]
     return ["--no-async-scheduling", "--scheduler-cls", SCHEDULER]

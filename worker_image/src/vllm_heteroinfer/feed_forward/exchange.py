@@ -1,6 +1,6 @@
 """The asking side on a CPU: the slab's exchange by calls of the host. Imports torch.
 
-A GPU's is in `cuda`; both have the same way to start, and the same watch over lanes that don't answer.
+A GPU's is in `cuda_exchange`; both start in the same way, and watch alike over lanes that don't answer.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import RankAssignment
-from vllm_heteroinfer.feed_forward import library
+from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.errors import LaneError
 from vllm_heteroinfer.feed_forward.slab import Shape, Slab, create
 
@@ -105,7 +105,7 @@ class HostExchange:
     def __init__(self, slab: Slab, lanes: Sequence[RankAssignment], ready: Sequence[LaneReady]) -> None:
         self.slab = slab
         self._lanes, self._ready = lanes, ready
-        self._call = library.load().heteroinfer_ff_exchange
+        self._call = slab_library.load().heteroinfer_ff_exchange
         self._layout = ctypes.byref(slab.layout)
 
     def ask(
@@ -145,7 +145,7 @@ class HostExchange:
         return out
 
     def _raise(self, result: int, layer: int, rows: int, limit_s: float) -> None:
-        if result == library.WAS_STOPPED:
+        if result == slab_library.WAS_STOPPED:
             raise RuntimeError("the feed-forward slab was stopped: the group is ending")
         rank = self._lanes[abs(result) - 1].rank
         raise LaneError(rank, describe(rank, layer, rows, limit_s if result > 0 else None))

@@ -9,7 +9,7 @@ from heteroinfer_contract import metric_names as names
 from vllm_heteroinfer.feed_forward.slab import LaneView, Slab
 
 if TYPE_CHECKING:
-    from vllm_heteroinfer.feed_forward.context import RankContext
+    from vllm_heteroinfer.feed_forward.rank_port import RankPort
     from vllm_heteroinfer.feed_forward.skeleton import Skeleton
 
 INTERVAL_S: Final = 0.25
@@ -19,7 +19,7 @@ INTERVAL_S: Final = 0.25
 class LaneMeter:
     """Reads a lane's counters in a thread, for the supervisor and for Prometheus."""
 
-    def __init__(self, context: "RankContext", slab: Slab, skeleton: "Skeleton") -> None:
+    def __init__(self, context: "RankPort", slab: Slab, skeleton: "Skeleton") -> None:
         self._context, self._slab = context, slab
         self._lane = context.rank.tensor_rank
         experts = sum(

@@ -15,17 +15,17 @@ import torch
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
-from vllm_heteroinfer.feed_forward import library
+from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.compute import Compute, Views, computes
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key
 from vllm_heteroinfer.feed_forward.meters import LaneMeter
-from vllm_heteroinfer.feed_forward.placement import served_rank
+from vllm_heteroinfer.feed_forward.remote_parts import served_rank
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton, SkeletonBuilder
 from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect
 from vllm_heteroinfer.patches import cpu_linear
 
 if TYPE_CHECKING:
-    from vllm_heteroinfer.feed_forward.context import RankContext
+    from vllm_heteroinfer.feed_forward.rank_port import RankPort
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ FAILED: Final = 1
 """Status of an answer whose computation raised."""
 
 
-def serve(context: "RankContext", config: Any) -> NoReturn:
+def serve(context: "RankPort", config: Any) -> NoReturn:
     """Loads, says that it is ready, and answers.
 
     Raises:
@@ -80,7 +80,7 @@ class _Scratch:
 class Lane:
     """This rank's side of the slab."""
 
-    def __init__(self, context: "RankContext", config: Any, skeleton: Skeleton, *, lanes: int) -> None:
+    def __init__(self, context: "RankPort", config: Any, skeleton: Skeleton, *, lanes: int) -> None:
         """Warms up, and waits for the slab of the rank that asks."""
         self._context, self._skeleton = context, skeleton
         self._number = context.rank.tensor_rank
@@ -125,7 +125,7 @@ class Lane:
 
     def run(self) -> NoReturn:
         """Answers asks; raises what ends that."""
-        calls, address, lane = library.load(), self._slab.address, self._number
+        calls, address, lane = slab_library.load(), self._slab.address, self._number
         layer, rows = ctypes.c_uint32(), ctypes.c_uint32()
         layer_at, rows_at = ctypes.byref(layer), ctypes.byref(rows)
         wait, answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
@@ -136,9 +136,9 @@ class Lane:
         with torch.inference_mode():
             while True:
                 got = wait(address, lane, spin_ns, LIMIT_NS, layer_at, rows_at)
-                if got == library.STOPPED:
+                if got == slab_library.STOPPED:
                     raise RuntimeError("the slab was stopped: the rank that asks has ended")
-                if got != library.ASKED:
+                if got != slab_library.ASKED:
                     continue
                 start = time.perf_counter_ns()
                 try:

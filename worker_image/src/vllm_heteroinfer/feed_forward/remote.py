@@ -23,7 +23,7 @@ from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offl
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from heteroinfer_contract.errors import ContractError
-from vllm_heteroinfer.feed_forward.placement import MLP_NAMES, Remote, layer_of
+from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
 
 EXPERTS_CLASSES = (RoutedExperts, GptOssRoutedExperts)
 """Classes of vLLM's that are replaced by name; a model with another one is refused."""
@@ -123,7 +123,7 @@ def _feed_forward_fake(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
 
 
 @contextmanager
-def replacing(layers: frozenset[int]) -> Iterator[Remote]:
+def replacing(layers: frozenset[int]) -> Iterator[RemoteParts]:
     """Has a model that is built inside leave the feed-forward parts of `layers` to others.
 
     Yields:
@@ -133,7 +133,7 @@ def replacing(layers: frozenset[int]) -> Iterator[Remote]:
         ContractError: the user offloads weights in another way.
     """
     _register_op()
-    found = Remote()
+    found = RemoteParts()
     before = get_offloader()
     if type(before) is not NoopOffloader:
         raise ContractError(
@@ -141,7 +141,7 @@ def replacing(layers: frozenset[int]) -> Iterator[Remote]:
             "--cpu-offload-gb and --offload-group-size out"
         )
 
-    class Mixin:
+    class WithRemoteExperts:
         def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
             layer = layer_of(prefix)
             if layer not in layers or layer is None:
@@ -151,7 +151,7 @@ def replacing(layers: frozenset[int]) -> Iterator[Remote]:
 
     set_offloader(_Swapping(layers, found))
     try:
-        with registered(Mixin):
+        with registered(WithRemoteExperts):
             yield found
     finally:
         set_offloader(before)
@@ -180,7 +180,7 @@ def registered(mixin: type) -> Iterator[None]:
 class _Swapping(NoopOffloader):
     """Takes the MLP out of each dense layer just built, so that at most one is there too much."""
 
-    def __init__(self, layers: frozenset[int], found: Remote) -> None:
+    def __init__(self, layers: frozenset[int], found: RemoteParts) -> None:
         self._layers, self._found = layers, found
 
     def wrap_modules(

@@ -27,7 +27,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward import columns, remote
 from vllm_heteroinfer.feed_forward.columns import Columns
-from vllm_heteroinfer.feed_forward.placement import MLP_NAMES, Remote, layer_of
+from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class SkeletonBuilder:
             text, "quantization_config", None
         )
         self._unit = columns.unit_of(group_of(quantization))
-        self._found = Remote()
+        self._found = RemoteParts()
         self._totals: dict[int, Columns] = {}
         self._parts: dict[int, Any] = {}
         self._loaded_bytes = 0
@@ -119,7 +119,7 @@ class SkeletonBuilder:
     def _build_model(self) -> Any:
         builder = self
 
-        class Mixin:
+        class WithOwnExperts:
             def __init__(
                 self, layer_name: str, params_dtype: Any, moe_config: Any, *args: Any, **kwargs: Any
             ) -> None:
@@ -141,7 +141,7 @@ class SkeletonBuilder:
         dtype = self._config.model_config.dtype
         set_offloader(_Materializing(self))
         try:
-            with set_default_torch_dtype(dtype), torch.device("meta"), remote.registered(Mixin):
+            with set_default_torch_dtype(dtype), torch.device("meta"), remote.registered(WithOwnExperts):
                 return initialize_model(self._config)
         finally:
             set_offloader(None)
@@ -197,7 +197,7 @@ class SkeletonBuilder:
         quantization.get_quant_method = method
 
     def _check_parts(self) -> None:
-        from vllm_heteroinfer.feed_forward.placement import check_found
+        from vllm_heteroinfer.feed_forward.remote_parts import check_found
 
         check_found(self._found, self._layers, self._config.model_config.model)
         for layer, part in self._parts.items():

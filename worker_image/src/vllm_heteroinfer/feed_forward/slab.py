@@ -1,7 +1,7 @@
 """The memory in which feed-forward ranks are asked and answer, and the proof that both sides map the same.
 
 It is a memfd of the rank that asks, which its feed-forward ranks open through /proc, as the bridge's
-(distributed/bridge/slab.py): nothing is left however processes end, and no /dev/shm is taken. They
+(distributed/bridge/bridge_slab.py): nothing is left however processes end, and no /dev/shm is taken. They
 share a PID namespace, since they are of one pod.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
-from vllm_heteroinfer.feed_forward import library
+from vllm_heteroinfer.feed_forward import slab_library
 
 MAGIC: Final = 0x464F_4657_4545_4446
 VERSION: Final = 1
@@ -71,13 +71,13 @@ class Shape:
         return self.hidden * (4 if self.dtype == "float32" else 2)
 
     @property
-    def layout(self) -> library.Layout:
+    def layout(self) -> slab_library.Layout:
         """Returns where everything is."""
         rows = _pages(self.max_rows * self.row_bytes)
         choices = _pages(self.max_rows * max(1, self.topk) * 4)
         x = CONTROL_BYTES
         ids = x + rows
-        return library.Layout(
+        return slab_library.Layout(
             x=x,
             ids=ids,
             weights=ids + choices,
@@ -224,11 +224,11 @@ class Slab:
 
     def stop(self) -> None:
         """Ends every wait on this slab, in every process that has it."""
-        library.load().heteroinfer_ff_stop(ctypes.c_void_p(self.address))
+        slab_library.load().heteroinfer_ff_stop(ctypes.c_void_p(self.address))
 
     def ring(self) -> None:
         """Says that asks of a step follow, so that lanes wake."""
-        library.load().heteroinfer_ff_ring(ctypes.c_void_p(self.address))
+        slab_library.load().heteroinfer_ff_ring(ctypes.c_void_p(self.address))
 
 
 _LANE: Final = struct.Struct("=QiI16sQQQQQQ")

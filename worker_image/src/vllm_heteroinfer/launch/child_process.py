@@ -28,7 +28,7 @@ hangs in the kernel, and nothing in user space can help."""
 REAP_INTERVAL_S = 0.01
 
 
-class Life(Enum):
+class ProcessState(Enum):
     """What the kernel says of a process."""
 
     RUNNING = "running"
@@ -41,12 +41,12 @@ class ProcessObservation:
     """A process now.
 
     Attributes:
-        life: whether it runs.
+        state: whether it runs.
         exit_code: as subprocess has it; None while it runs, or as long as the kernel
             doesn't tell.
     """
 
-    life: Life
+    state: ProcessState
     exit_code: int | None = None
 
 
@@ -57,9 +57,9 @@ def parse_stat(stat: str) -> ProcessObservation:
     if state in "ZXx" or flags & PF_EXITING:
         # The status is 0 also when the kernel may not tell: then wait until it is reaped.
         return ProcessObservation(
-            life=Life.ENDED, exit_code=os.waitstatus_to_exitcode(status) if status else None
+            state=ProcessState.ENDED, exit_code=os.waitstatus_to_exitcode(status) if status else None
         )
-    return ProcessObservation(life=Life.STOPPED if state in "Tt" else Life.RUNNING)
+    return ProcessObservation(state=ProcessState.STOPPED if state in "Tt" else ProcessState.RUNNING)
 
 
 class ForkedProcess:
@@ -137,10 +137,10 @@ class ChildProcess:
     def observe(self) -> ProcessObservation:
         """Returns what it does now, and reaps it when it can be reaped."""
         if self._process is None:
-            return ProcessObservation(life=Life.RUNNING)  # or will: who forks it is watched meanwhile
+            return ProcessObservation(state=ProcessState.RUNNING)  # or will; who forks it is watched
         code = self._process.poll()
         if code is not None:
-            return ProcessObservation(life=Life.ENDED, exit_code=code)
+            return ProcessObservation(state=ProcessState.ENDED, exit_code=code)
         return parse_stat(Path(f"/proc/{self.pid}/stat").read_text())
 
     def reaped(self) -> bool:
@@ -149,7 +149,7 @@ class ChildProcess:
 
     def stopped_for_s(self, observation: ProcessObservation, now_s: float) -> float:
         """Returns for how long it has been seen stopped, in seconds; 0 if it runs."""
-        if observation.life is not Life.STOPPED:
+        if observation.state is not ProcessState.STOPPED:
             self._stopped_since_s = None
             return 0.0
         if self._stopped_since_s is None:

@@ -18,8 +18,8 @@ from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.child_process import (
     ChildProcess,
-    Life,
     ProcessObservation,
+    ProcessState,
     kill_everything,
     reap_orphans,
 )
@@ -231,7 +231,7 @@ class PodProcesses:
     def drained(self) -> bool:
         """Returns whether no request is left that could end: no API server runs, or it says so."""
         servers = [m for m in self._processes if m.assignment is None]
-        return all(m.report.drained or m.child.observe().life is Life.ENDED for m in servers)
+        return all(m.report.drained or m.child.observe().state is ProcessState.ENDED for m in servers)
 
     def watch(self) -> None:
         """Looks at every process, and reports each failure once."""
@@ -288,12 +288,12 @@ class PodProcesses:
 
     def _watch_one(self, process: SupervisedProcess, now_s: float) -> None:
         seen = process.child.observe()
-        if seen.life is Life.ENDED:
+        if seen.state is ProcessState.ENDED:
             self._readable(process)  # its last words are in the socket already
         stopped_s = process.child.stopped_for_s(seen, now_s)
         if stopped_s > STOPPED_LIMIT_S and process.assignment is not None:
             self._blame(process, seen, now_s)
-        elif seen.life is Life.ENDED or process.reported is not None:
+        elif seen.state is ProcessState.ENDED or process.reported is not None:
             if process.failing_since_s is None:
                 process.failing_since_s = now_s
             if seen.exit_code is not None or now_s - process.failing_since_s > EXIT_CODE_WAIT_S:
@@ -333,7 +333,7 @@ def _failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObse
     who = f"rank {rank} (pod {pod})" if rank is not None else f"the API server (pod {pod})"
     if process.reported is not None:
         return _as_reported(process.reported, known, plan, who)
-    if seen.life is Life.STOPPED:
+    if seen.state is ProcessState.STOPPED:
         message = f"{who} has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
         return replace(known, reason=FailureReason.RANK_STOPPED, message=message)
     return replace(known, message=f"{who} {describe_exit(seen.exit_code, RankPhase(process.report.phase))}")

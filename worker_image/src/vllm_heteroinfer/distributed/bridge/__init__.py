@@ -1,4 +1,4 @@
-"""Collectives between the GPU and CPU ranks of one group, over host memory; imports nothing of vLLM.
+"""Collectives between the GPU and CPU ranks of one process group, over host memory; imports nothing of vLLM.
 
 torch is imported with `Bridge`, not with the package: headers are read without it.
 """

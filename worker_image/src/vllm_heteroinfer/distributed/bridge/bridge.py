@@ -1,4 +1,4 @@
-"""The collectives of one group of GPU and CPU ranks, over host memory.
+"""The collectives of one process group of GPU and CPU ranks, over host memory.
 
 Each rank publishes its own part and reads all others', and combines them itself in the
 process group's order: with the same numbers in the same order every rank gets the same bits.
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.distributed.bridge.bridge_exchange import Exchange
 from vllm_heteroinfer.distributed.bridge.bridge_link import (
     MESSAGE_BYTES,
     PART_BYTES,
@@ -22,7 +23,7 @@ from vllm_heteroinfer.distributed.bridge.bridge_link import (
     ProcessGroupRanks,
     form_of,
 )
-from vllm_heteroinfer.distributed.bridge.exchange import Exchange
+from vllm_heteroinfer.distributed.bridge.bridge_slab import PROOF, WORDS, gather_values, share_slab
 from vllm_heteroinfer.distributed.bridge.gloo import GlooLink
 from vllm_heteroinfer.distributed.bridge.header import (
     HeaderTemplate,
@@ -32,7 +33,6 @@ from vllm_heteroinfer.distributed.bridge.header import (
     pack_header,
 )
 from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink, choose_path
-from vllm_heteroinfer.distributed.bridge.slab import PROOF, WORDS, gather_values, share_slab
 from vllm_heteroinfer.distributed.bridge.staging import CudaStaging, HostStaging, Staging
 from vllm_heteroinfer.distributed.bridge.stream_signal import find_signal
 from vllm_heteroinfer.distributed.meter import Meter
@@ -45,7 +45,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 class Bridge:
     """Collectives of one process group; every rank calls each of them, in the same order.
 
-    Ranks in arguments (`src`, `dst`) are ranks in the group, as in vLLM's
+    Ranks in arguments (`src`, `dst`) are ranks in the process group, as in vLLM's
     DeviceCommunicatorBase; errors name global ranks. Calls are made by one thread. Returned
     GPU tensors are ordered on the current stream, and arguments may be overwritten at once.
 
@@ -90,8 +90,8 @@ class Bridge:
         hellos = gather_values((share_host, device.type, platform.machine()), cpu_group)
         if len({share for share, _, _ in hellos}) > 1:
             raise ContractError(
-                f"group {group}: got share_host {[share for share, _, _ in hellos]} of ranks {list(ranks)}, "
-                "expected one answer; start every rank with the same plan"
+                f"process group {group}: got share_host {[share for share, _, _ in hellos]} of ranks "
+                f"{list(ranks)}, expected one answer; start every rank with the same plan"
             )
         self._process_group = ProcessGroupRanks(
             group=group,
@@ -120,7 +120,7 @@ class Bridge:
         self._wide = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
         self._step = self._count = self._history = 0
         self._mailed: dict[tuple[int, int], int] = {}
-        words = "bridge of group %s, ranks %s: %s, because %s; host memory is %s; %s"
+        words = "bridge of process group %s, ranks %s: %s, because %s; host memory is %s; %s"
         _logger.info(words, group, list(ranks), self.path, why, staging.way, publisher)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -176,7 +176,7 @@ class Bridge:
         return target
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Returns the ranks' tensors, concatenated along `dim` in the group's order."""
+        """Returns the ranks' tensors, concatenated along `dim` in the process group's order."""
         header = self._header(Operation.ALL_GATHER, x, x.shape)
         return self._gather(header, x, dim, [x.shape[dim]] * len(self._process_group.ranks))
 

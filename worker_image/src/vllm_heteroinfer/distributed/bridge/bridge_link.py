@@ -115,7 +115,7 @@ class BridgeLink(Protocol):
         """Lets the others see the outgoing part, of `num_bytes` bytes: now, or when `signal` says so."""
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
-        """Yields (rank in group, header, part) of each other rank as they come.
+        """Yields (rank in the process group, header, part) of each other rank as they come.
 
         Raises:
             PeerLostError: one is gone or did not publish in time.

@@ -161,7 +161,7 @@ class GlooLink:
         """Sends one part to one rank and waits until it is taken.
 
         Args:
-            peer: rank in group.
+            peer: rank in the process group.
             header: of the part.
             part: [n], any device, at most PART_BYTES.
         """

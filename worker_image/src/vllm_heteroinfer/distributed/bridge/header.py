@@ -61,7 +61,7 @@ def pack_header(  # noqa: PLR0913 - the fields of a header
         operation: which collective.
         shape: of the tensor that each rank gives, -1 where they may differ; at most 8 dims.
         dtype: of the tensor, as torch writes it: `torch.bfloat16`.
-        root: rank in group that sends or gathers, where there is one.
+        root: rank in the process group that sends or gathers, where there is one.
         step: as `Bridge.begin_step` was given it.
         count: collectives since then, this one included.
         history: as `Bridge.set_history` was given it, 64 bits.

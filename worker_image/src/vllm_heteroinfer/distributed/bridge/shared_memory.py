@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal
 
 from vllm_heteroinfer.distributed.bridge.bridge_link import Buffer, ProcessGroupRanks
-from vllm_heteroinfer.distributed.bridge.slab import (
+from vllm_heteroinfer.distributed.bridge.bridge_slab import (
     ANNOUNCED,
     CLOSED,
     PARTS,
@@ -18,7 +18,7 @@ from vllm_heteroinfer.distributed.bridge.slab import (
     RING,
     WORDS,
     WRITTEN,
-    Slab,
+    BridgeSlab,
 )
 from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
 from vllm_heteroinfer.distributed.bridge.waiting import SPIN_S, wait_until
@@ -35,7 +35,7 @@ class SharedMemoryLink:
     """See `BridgeLink`."""
 
     def __init__(
-        self, slab: Slab, process_group: ProcessGroupRanks, *, timeout_s: float, meter: Meter
+        self, slab: BridgeSlab, process_group: ProcessGroupRanks, *, timeout_s: float, meter: Meter
     ) -> None:
         self._slab, self._process_group, self._meter, self.timeout_s = slab, process_group, meter, timeout_s
         self._published = self._announced = self._read = 0
@@ -91,8 +91,8 @@ class SharedMemoryLink:
             if time.perf_counter() - start > self.timeout_s:
                 rank = self._process_group.own_rank
                 raise TimeoutError(
-                    f"group {self._process_group.group}: the device of rank {rank} has not finished what its "
-                    f"part is made of within {self.timeout_s:.0f} s"
+                    f"process group {self._process_group.group}: the device of rank {rank} has not finished "
+                    f"what its part is made of within {self.timeout_s:.0f} s"
                 )
 
     def _wait_for_any(self, pending: tuple[int, ...], published: int) -> None:
@@ -128,7 +128,7 @@ class SharedMemoryLink:
         waited = time.perf_counter() - start
         if not came:
             raise PeerLostError(
-                rank, waited, f"group {self._process_group.group}: no sign of it", awaited=awaited
+                rank, waited, f"process group {self._process_group.group}: no sign of it", awaited=awaited
             )
         if reported:
             self._meter.waiting_for(None)

@@ -29,7 +29,7 @@ from vllm_heteroinfer.rank.worker import headroom, sampling, weight_loading
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_heteroinfer.feed_forward.asking import Asking
+    from vllm_heteroinfer.feed_forward.asking_rank import Asking
     from vllm_heteroinfer.rank.worker.tensor_group import TensorGroup
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class GroupWorkerMixin:
         context = self.context
         context.reporter.phase(RankPhase.LOADING, 0, context.rank.weight_bytes)
         if context.plan.mode is Mode.FEED_FORWARD:
-            from vllm_heteroinfer.feed_forward.asking import Asking
+            from vllm_heteroinfer.feed_forward.asking_rank import Asking
 
             self._asking = Asking(context)
         runner = self.model_runner  # type: ignore[attr-defined]

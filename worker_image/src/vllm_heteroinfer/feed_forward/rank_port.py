@@ -1,4 +1,4 @@
-"""What feed-forward mode needs to know of its rank; the context of the package rank has it all."""
+"""What feed-forward mode needs of its rank, as a port: the context of the package rank has it all."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
@@ -25,7 +25,7 @@ class Reporter(Protocol):
         """Says what this rank does for long."""
 
 
-class Meter(Protocol):
+class MetricsPort(Protocol):
     """The rank's metrics."""
 
     @property
@@ -45,8 +45,8 @@ class Meter(Protocol):
         """Returns the gauge of the weights' size."""
 
 
-class RankContext(Protocol):
-    """As `vllm_heteroinfer.rank.context.RankContext`."""
+class RankPort(Protocol):
+    """What feed-forward mode reads of `vllm_heteroinfer.rank.context.RankContext`."""
 
     @property
     def plan(self) -> Plan:
@@ -69,7 +69,7 @@ class RankContext(Protocol):
         """Returns the group's store."""
 
     @property
-    def metrics(self) -> Meter:
+    def metrics(self) -> MetricsPort:
         """Returns its meter."""
 
     @property

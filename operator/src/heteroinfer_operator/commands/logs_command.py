@@ -10,7 +10,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.fleet.reading import current_namespace, read_resources
+from heteroinfer_operator.fleet.fleet_reader import current_namespace, read_resources
 from heteroinfer_operator.fleet.story import PodStory, build_stories, epochs, tell_failure, tell_group
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer, Query, load_configuration

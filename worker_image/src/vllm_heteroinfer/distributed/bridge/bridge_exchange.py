@@ -1,4 +1,4 @@
-"""Every rank's part to every other one, compared and in the group's order; the core of all collectives."""
+"""Every rank's part to every other one, compared and in the process group's order, for every collective."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
 from vllm_heteroinfer.distributed.meter import Meter
 
 Take = Callable[[int, int, Sequence[torch.Tensor]], None]
-"""Uses elements [begin, end) of each rank's tensor, in the group's order; less of those that end before."""
+"""Uses elements [begin, end) of each rank's tensor, in the process group's order; less of shorter ones."""
 
 
 class Exchange:
@@ -36,7 +36,7 @@ class Exchange:
         self._staging.put(self._link.outgoing(), x, form, first=True)
 
     def swap(self, header: bytes, x: torch.Tensor, form: Form) -> list[torch.Tensor]:
-        """Returns each rank's tensor, in the group's order, once `x` was put; valid until `taken`.
+        """Returns each rank's tensor, in the process group's order, once `x` was put; valid until `taken`.
 
         A tensor of one part goes in its own shape: `run` would make views of it, which takes
         longer than all else here.

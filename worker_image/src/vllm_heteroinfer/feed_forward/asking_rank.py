@@ -10,13 +10,13 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Mode
-from vllm_heteroinfer.feed_forward import placement, remote
+from vllm_heteroinfer.feed_forward import remote, remote_parts
 from vllm_heteroinfer.feed_forward.exchange import HostExchange, Watch, open_slab, probe
-from vllm_heteroinfer.feed_forward.placement import Remote
+from vllm_heteroinfer.feed_forward.remote_parts import RemoteParts
 from vllm_heteroinfer.feed_forward.slab import Shape
 
 if TYPE_CHECKING:
-    from vllm_heteroinfer.feed_forward.context import RankContext
+    from vllm_heteroinfer.feed_forward.rank_port import RankPort
 
 _logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 class Asking:
     """This rank's side of the slab, from before its model is built."""
 
-    def __init__(self, context: "RankContext") -> None:
+    def __init__(self, context: "RankPort") -> None:
         self._context = context
         self._lanes = context.plan.feed_forward_ranks(context.rank.stage)
         share = self._lanes[0].feed_forward
@@ -34,12 +34,12 @@ class Asking:
         self._watch: Watch | None = None
 
     @classmethod
-    def of(cls, context: "RankContext") -> "Asking | None":
+    def of(cls, context: "RankPort") -> "Asking | None":
         """Returns this rank's, None in other modes."""
         return cls(context) if context.plan.mode is Mode.FEED_FORWARD else None
 
     @contextmanager
-    def loading(self, config: Any) -> Iterator[Remote]:
+    def loading(self, config: Any) -> Iterator[RemoteParts]:
         """Has the model that is built inside leave the plan's parts out; yields what it left out.
 
         vLLM keeps compiled graphs by its configuration: what is left out becomes a part of that.
@@ -50,7 +50,7 @@ class Asking:
         }
         with remote.replacing(self._layers) as found:
             yield found
-        placement.check_found(found, self._layers, self._context.plan.engine.model)
+        remote_parts.check_found(found, self._layers, self._context.plan.engine.model)
 
     def start(self, model: torch.nn.Module, config: Any, device: torch.device) -> None:
         """Opens the slab, waits until every lane can answer, and asks each once.
@@ -64,7 +64,7 @@ class Asking:
         shape = self._shape(model, config)
         slab, ready = open_slab(shape, context.rank, self._lanes, context.store, context.startup)
         if device.type == "cuda":
-            from vllm_heteroinfer.feed_forward.cuda import CudaExchange
+            from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
 
             self._exchange = CudaExchange(slab, device, limit_s=context.step_timeout_s)
         else:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.live import Live as LiveTable
 
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.fleet.fleet_reader import LeaderReader, current_namespace, read_resources
 from heteroinfer_operator.fleet.lines import ResourceLine, build_line
-from heteroinfer_operator.fleet.reading import LeaderReader, current_namespace, read_resources
 from heteroinfer_operator.fleet.screen import build_screen
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 

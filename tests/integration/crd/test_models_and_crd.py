@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 
 from heteroinfer_operator.api import parse_resource, parse_spec, parse_status
 from heteroinfer_operator.errors import SpecError
-from tests.integration.crd.server import Refused, Server
+from tests.integration.crd.resource_requests import Refused, Server
 from tests.integration.crd.strategies import changed, resources, statuses
 
 # Shrinking a failure would ask the server thousands of times: the example is shown as it was found.

@@ -21,7 +21,7 @@ def layer_of(name: str) -> int | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Remote:
+class RemoteParts:
     """What a rank's model has elsewhere; found while it is built.
 
     Attributes:
@@ -44,7 +44,7 @@ class Remote:
         return layer in self.mlps and rest.startswith(f"{self.mlps[layer]}.")
 
 
-def check_found(remote: Remote, wanted: Iterable[int], model: str) -> None:
+def check_found(remote: RemoteParts, wanted: Iterable[int], model: str) -> None:
     """Raises ContractError unless every layer of the plan has a part that can be elsewhere."""
     missing = sorted(set(wanted) - remote.experts - set(remote.mlps))
     if missing:

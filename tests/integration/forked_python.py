@@ -3,7 +3,7 @@
 For many short processes, whose imports would be most of their time. Not for what is about imports, or about
 the environment that a process begins with. The parent runs no tensor operation: it has no thread to lose.
 
-`python -m tests.integration.forking MODULE...` is that parent; requests come by the socket at its stdin.
+`python -m tests.integration.forked_python MODULE...` is that parent; requests come by the socket at stdin.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Forks:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as this object
         with theirs:
             self._parent = subprocess.Popen(
-                [str(python), "-m", "tests.integration.forking", *modules],
+                [str(python), "-m", "tests.integration.forked_python", *modules],
                 cwd=REPOSITORY,
                 stdin=theirs.fileno(),
                 stdout=self._log,

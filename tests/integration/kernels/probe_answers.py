@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.integration.forking import forks
+from tests.integration.forked_python import forks
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 
 TIMEOUT_S = 280.0

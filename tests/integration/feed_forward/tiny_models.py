@@ -2,8 +2,8 @@
 
 Run it with the worker's Python, the one that has torch and transformers:
 
-    python -m tests.integration.feed_forward.models ARCHITECTURE DIR [--dtype bfloat16]   makes one
-    python -m tests.integration.feed_forward.models reference DIR         transformers' greedy tokens as JSON
+    python -m tests.integration.feed_forward.tiny_models ARCHITECTURE DIR [--dtype bfloat16]   makes one
+    python -m tests.integration.feed_forward.tiny_models reference DIR    transformers' greedy tokens as JSON
 
 Imports torch and transformers inside functions only.
 """
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["reference"]:
         print(json.dumps(reference(Path(argv[1]))))
         return 0
-    parser = argparse.ArgumentParser(prog="python -m tests.integration.feed_forward.models")
+    parser = argparse.ArgumentParser(prog="python -m tests.integration.feed_forward.tiny_models")
     parser.add_argument("architecture", choices=sorted(ARCHITECTURES))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--dtype", default="float32")

@@ -1,6 +1,6 @@
 """A leader's warm-up and a follower's, on a small torch module; run by the worker's Python.
 
-`python -m tests.integration.worker.following MISTAKE...` prints what both ran, as JSON by mistake: the
+`python -m tests.integration.worker.following_probe MISTAKE...` prints what both ran, as JSON by mistake: the
 follower's forward makes it (`twice`, `short`), or the leader's end says `more`; with `none` nothing is wrong.
 """
 

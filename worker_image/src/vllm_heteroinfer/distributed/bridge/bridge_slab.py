@@ -43,13 +43,13 @@ _PAGE_BYTES = 4096
 _T = TypeVar("_T")
 
 
-class Slab:
+class BridgeSlab:
     """The shared memory of a process group, as one rank sees it.
 
     Attributes:
         words: int64 view of the ranks' lines, WORDS each.
-        parts: by rank in group, the PARTS buffers of that rank.
-        headers: by rank in group, the headers of these.
+        parts: by rank in the process group, the PARTS buffers of that rank.
+        headers: by rank in the process group, the headers of these.
         ring: the announcements of the first rank: length in 8 bytes, then the bytes.
         unlock: takes `lock_pages` back; the second call and later ones do nothing.
     """
@@ -101,7 +101,7 @@ def _parts_offset(num_ranks: int) -> int:
 
 
 def slab_bytes(num_ranks: int) -> int:
-    """Returns the size of the shared memory of a group."""
+    """Returns the size of the shared memory of a process group."""
     return _parts_offset(num_ranks) + num_ranks * PARTS * PART_BYTES
 
 
@@ -119,13 +119,13 @@ class _Offer:
 class _Attempt:
     """What a rank got of the hand-shake so far."""
 
-    slab: Slab | None = None
+    slab: BridgeSlab | None = None
     error: str = ""
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
 
 
-def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.device) -> Slab:
-    """Returns the group's shared memory, proven to be one and the same for all ranks.
+def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.device) -> BridgeSlab:
+    """Returns the process group's shared memory, proven to be one and the same for all ranks.
 
     Every rank calls it at once. On a GPU rank it is page-locked, so that the device
     copies from and to it.
@@ -147,8 +147,8 @@ def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.d
     failures = [verdict for verdict in verdicts if verdict]
     if failures or attempt.slab is None:
         raise ContractError(
-            f"group {process_group.group}: the plan says that ranks {list(process_group.ranks)} share a "
-            f"host's memory; got: {'; '.join(failures)}; expected one memory that each of them maps; put "
+            f"process group {process_group.group}: the plan says that ranks {list(process_group.ranks)} "
+            f"share a host's memory; got: {'; '.join(failures)}; expected one memory that each maps; put "
             "them into one pod (or one PID namespace of one machine), or let the plan say that they don't "
             "share a host"
         )
@@ -184,15 +184,15 @@ def _attempt(offer: _Offer, process_group: ProcessGroupRanks, device: torch.devi
     return attempt
 
 
-def _open(offer: _Offer, num_ranks: int) -> Slab:
+def _open(offer: _Offer, num_ranks: int) -> BridgeSlab:
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     # In another PID namespace this is another process: its file must not be written to.
     target = os.readlink(path)
     if target != f"/memfd:{offer.name} (deleted)":
-        raise OSError(f"{path} is {target}, not the memory of the group's first rank")
+        raise OSError(f"{path} is {target}, not the memory of the process group's first rank")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return Slab(fd, num_ranks)
+        return BridgeSlab(fd, num_ranks)
     finally:
         os.close(fd)
 
@@ -210,8 +210,8 @@ def _verdict(attempt: _Attempt, seen: list[tuple[bytes, str]], process_group: Pr
     return f"{here} does not see what ranks {unseen} wrote" if unseen else ""
 
 
-def lock_pages(slab: Slab, device: torch.device) -> None:
-    """Lets the GPU copy from and to a slab by itself, until `Slab.unlock` or the slab's end.
+def lock_pages(slab: BridgeSlab, device: torch.device) -> None:
+    """Lets the GPU copy from and to a slab by itself, until `BridgeSlab.unlock` or the slab's end.
 
     Memory that went while it was locked would keep its address from being locked again.
 
@@ -229,7 +229,7 @@ def lock_pages(slab: Slab, device: torch.device) -> None:
 
 
 def gather_values(value: _T, cpu_group: Any) -> list[_T]:
-    """Returns every rank's value, in the group's order."""
+    """Returns every rank's value, in the process group's order."""
     values: list[Any] = [None] * dist.get_world_size(cpu_group)
     dist.all_gather_object(values, value, group=cpu_group)
     return values

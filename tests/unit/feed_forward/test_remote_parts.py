@@ -3,10 +3,10 @@
 import pytest
 
 from heteroinfer_contract.errors import ContractError
-from vllm_heteroinfer.feed_forward.placement import Remote, check_found, layer_of
+from vllm_heteroinfer.feed_forward.remote_parts import RemoteParts, check_found, layer_of
 
-EXPERTS = Remote(experts={1, 2})
-MLPS = Remote(mlps={0: "mlp", 2: "mlp"})
+EXPERTS = RemoteParts(experts={1, 2})
+MLPS = RemoteParts(mlps={0: "mlp", 2: "mlp"})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""One meaning a name: classes and modules of the product, and files and modules that text names."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCES = (ROOT / "operator" / "src", ROOT / "worker_image" / "src")
+SAME_IN_EACH_PACKAGE = {
+    "__init__.py": "of a package",
+    "adapter.py": "of the port in cluster.py: on Kubernetes, on this machine",
+    "cli.py": "a distribution's command line",
+    "entry.py": "where a process begins",
+    "errors.py": "of a package",
+}
+FOLDERS = ("charts", "docs", "examples", "operator", "tests", "worker_image")
+OF_OTHERS = ("huggingface_hub", "kopf", "torch", "vllm")
+"""Projects whose files are cited."""
+NO_LONGER_THERE = {
+    # docs/testing.md says where the tests of these are now
+    "worker/test_serving.py", "worker/test_features.py", "worker/test_drain.py", "worker/test_death.py",
+    "integration/test_control_plane.py", "e2e/test_node.py", "e2e/test_joined_node.py",
+}  # fmt: skip
+_PATH = re.compile(
+    r"(?<![\w./:@{}$~*-])((?:\.\./)*(?:[\w-][\w.-]*/)+[\w.-]*[\w-]\.(?:py|md|ya?ml|toml|cpp|cu|h|sh))(?![\w/])"
+)
+_MODULE = re.compile(
+    r"\b(?:heteroinfer_operator|heteroinfer_contract|vllm_heteroinfer|tests|charts)(?:\.[A-Za-z_]\w*)+"
+)
+
+
+def product() -> Iterator[tuple[str, ast.Module]]:
+    """Yields each module of the product: its path and what is in it."""
+    for source in SOURCES:
+        for file in sorted(source.rglob("*.py")):
+            yield str(file.relative_to(ROOT)), ast.parse(file.read_text())
+
+
+def test_a_class_name_is_one_class() -> None:
+    found = defaultdict(list)
+    for path, module in product():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{path}:{node.lineno}")
+    assert len(found) > 300
+    assert not {name: at for name, at in found.items() if len(at) > 1}
+
+
+def test_a_module_name_is_one_meaning() -> None:
+    found = defaultdict(list)
+    for path, _ in product():
+        found[Path(path).name].append(path)
+    twice = {name: at for name, at in found.items() if len(at) > 1}
+    assert {name: at for name, at in twice.items() if name not in SAME_IN_EACH_PACKAGE} == {}
+    assert set(SAME_IN_EACH_PACKAGE) == set(twice), "names that stand once need no reason"
+
+
+def text() -> Iterator[tuple[Path, str]]:
+    """Yields what is written for people: pages, and docstrings."""
+    for file in (*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))):
+        if file.suffix == ".md":
+            yield file, file.read_text()
+        elif file.suffix == ".py":
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield file, ast.get_docstring(node) or ""
+
+
+def test_every_file_that_text_names_is_there() -> None:
+    """By its path from the root or the page, or by the end of its path, as `kube/rights.py`."""
+    files = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    ends = {"/".join(parts[i:]) for parts in (file.split("/") for file in files) for i in range(len(parts))}
+    named = missing = 0
+    wrong = []
+    for file, words in text():
+        for match in _PATH.finditer(words):
+            name, named = match[1], named + 1
+            if name.split("/")[0] in OF_OTHERS or name in NO_LONGER_THERE:
+                missing += 1
+            elif not (name in ends or (file.parent / name).exists() or (ROOT / name).exists()):
+                wrong.append(f"{file.relative_to(ROOT)}: {name}")
+    assert named - missing > 100
+    assert wrong == []
+
+
+def test_every_module_that_text_names_is_there() -> None:
+    wrong = []
+    named = 0
+    for file, words in text():
+        for match in _MODULE.finditer(words):
+            named += 1
+            if not is_there(match[0].split(".")):
+                wrong.append(f"{file.relative_to(ROOT)}: {match[0]}")
+    assert named > 30
+    assert wrong == []
+
+
+def is_there(parts: list[str]) -> bool:
+    """Returns whether the parts are a module, a package, or what a module's text names after it."""
+    for base in (ROOT, *SOURCES):
+        path = base
+        for i, part in enumerate(parts):
+            if (path / part).is_dir():
+                path = path / part
+                continue
+            module = path / f"{part}.py"
+            if module.is_file():
+                return all(name in module.read_text() for name in parts[i + 1 :])
+            init = path / "__init__.py"
+            if i and init.is_file() and part in init.read_text():
+                return True
+            break
+        else:
+            return True
+    return False
