@@ -232,3 +232,26 @@ def apply_missing_model(scene: Scene) -> Iterator[float]:
     at = time.time()
     _apply(scene, resources.build_resource(resources.NO_MODEL, model={"uri": "pvc://models/none"}))
     yield at
+
+
+@contextlib.contextmanager
+def refuse_spec(scene: Scene) -> Iterator[float]:
+    """Edits the model into one that only the operator refuses, not the API server; edits it back."""
+    at = scene.change_spec(model={"uri": resources.REFUSED_MODEL})
+    try:
+        yield at
+    finally:
+        scene.change_spec(model={"uri": resources.MODEL})
+
+
+@contextlib.contextmanager
+def take_name(scene: Scene) -> Iterator[float]:
+    """Asks for a second group when a Service of the user's has the name of that group's; takes both back."""
+    name = f"{resources.PAIR}-1-ranks"
+    metadata, spec = {"name": name}, {"ports": [{"port": 80}]}
+    _apply(scene, {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec})
+    try:
+        yield scene.change_spec(replicas=2)
+    finally:
+        scene.change_spec(replicas=1)
+        scene.cluster.kubectl("delete", "service", "-n", scene.pair.namespace, name)

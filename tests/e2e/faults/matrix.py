@@ -2,8 +2,9 @@
 
 A row is a fault and its outcome. `Ends`: the epoch ends with a named culprit, and the next one serves.
 `GoesOn`: no pod is touched, and requests are answered meanwhile. `Waits`: a resource that cannot start says
-why, and starts nothing. Bounds are seconds, from the API server's point of view: from the fault until the
-change arrives on a watch.
+why, and starts nothing. `Blocked`: something of the resource is refused, and the group that runs keeps its
+whole life: an epoch that ends, the next one by its own plan, suspension. Bounds are seconds, from the API
+server's point of view: from the fault until the change arrives on a watch.
 """
 
 from collections.abc import Callable
@@ -86,6 +87,27 @@ class Waits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Blocked:
+    """Something of the resource is refused all along; then the follower's pod is deleted.
+
+    Attributes:
+        condition: which says what is refused.
+        status: of it.
+        reason: of it.
+        words: its message matches this regular expression.
+        within_s: bound of that, from the fault.
+        available_false_s: bound, from the deletion of the pod.
+    """
+
+    condition: str
+    status: str
+    reason: str
+    words: str
+    within_s: float = 10.0
+    available_false_s: float = RANK_DIES_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """A row.
 
@@ -100,7 +122,7 @@ class Fault:
     name: str
     how: str
     inject: Inject
-    outcome: Ends | GoesOn | Waits
+    outcome: Ends | GoesOn | Waits | Blocked
     always: bool = False
 
 
@@ -176,6 +198,19 @@ MATRIX = (
         how="the follower's node is cut off and its Node object deleted, as a cloud does with a dead machine",
         inject=injections.lose_node,
         outcome=Ends(reason="NodeLost", ready_false_s=SILENCE_S, counted=False, words="node", old_gone_s=90),
+    ),
+    Fault(
+        name="refused spec",
+        how="`spec.model.uri` edited to a hub's model without a cache; then the follower's pod is deleted",
+        always=True,
+        inject=injections.refuse_spec,
+        outcome=Blocked(condition="Stalled", status="True", reason="ModelCacheNotGiven", words="cache"),
+    ),
+    Fault(
+        name="refused child",
+        how="a user's Service named like a second group's, `replicas: 2`; then a pod of the first is deleted",
+        inject=injections.take_name,
+        outcome=Blocked(condition="Progressing", status="False", reason="NameTaken", words="pair-1-ranks"),
     ),
     Fault(
         name="image pull error",

@@ -8,6 +8,8 @@ from tests.cluster.joined_node import TAINT
 PAIR, NO_IMAGE, NO_MODEL = "pair", "no-image", "no-model"
 UNKNOWN_IMAGE = "localhost/heteroinfer/nowhere:test"
 MODEL = "pvc://models/small"
+REFUSED_MODEL = "hf://org/model"
+"""Accepted at apply, refused by the operator: there is no cache for it."""
 RESOURCES = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
 
 

@@ -1,6 +1,7 @@
 """Where faults happen: a group of two ranks on two real nodes, and what is seen of it."""
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,9 +55,8 @@ class Scene:
 
     @property
     def group(self) -> dict[str, Any]:
-        """Returns the status of the pair's group now."""
-        (group,) = self.pair.status["groups"]
-        return dict(group)
+        """Returns the status of the pair's first group now."""
+        return dict(self.pair.status["groups"][0])
 
     def pod(self, index: int) -> str:
         """Returns the name of a worker pod."""
@@ -68,20 +68,17 @@ class Scene:
             return
         self.second.wait_ready()
         epoch = self.group["epoch"]
-        patch = {"spec": {"restartedAt": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}}
-        self.cluster.kubectl(
-            "patch",
-            "-n",
-            self.pair.namespace,
-            "hinf",
-            self.pair.name,
-            "--type=merge",
-            "-p",
-            json.dumps(patch),
-        )
+        self.change_spec(restartedAt=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
         processes.wait_until("a fresh start", lambda: self.group["epoch"] > epoch, timeout_s=timeout_s)
         self.pair.wait_ready(timeout_s)
         assert self._follower_node() == self.second.name, "the scheduler prefers the second node"
+
+    def change_spec(self, **fields: Any) -> float:
+        """Edits fields of the pair's spec; returns the Unix time before it did."""
+        at, namespace = time.time(), self.pair.namespace
+        patch = json.dumps({"spec": fields})
+        self.cluster.kubectl("patch", "-n", namespace, "hinf", self.pair.name, "--type=merge", "-p", patch)
+        return at
 
     def _follower_node(self) -> str:
         return str(self.pair.pods()[1]["spec"]["nodeName"])

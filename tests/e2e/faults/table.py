@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.folders import REPOSITORY
-from tests.e2e.faults.matrix import MATRIX, Ends, Fault, GoesOn, Waits
+from tests.e2e.faults.matrix import MATRIX, Blocked, Ends, Fault, GoesOn, Waits
 
 PAGE = REPOSITORY / "docs/faults.md"
 BEGIN, END = "<!-- the matrix -->", "<!-- end of the matrix -->"
@@ -65,6 +65,10 @@ def expectation(fault: Fault) -> str:
         case GoesOn(slowest_rank=slowest):
             named = f"; `slowestRank` names rank {slowest.strip()}" if slowest else ""
             return f"serves on, no pod touched{named}"
+        case Blocked(condition=condition, status=status, reason=reason):
+            return (
+                f"`{condition}` {status}, `{reason}`; the group is back by its own plan; suspended, resumed"
+            )
         case Waits(condition=condition, reason=reason):
             return f"`{condition}` not True, `{reason}`; nothing is restarted"
 

@@ -21,7 +21,8 @@ from tests.cluster import processes
 from tests.cluster.joined_node import JoinedNode, joined_node
 from tests.cluster.node import NodeCluster
 from tests.cluster.volumes import volume_manifests
-from tests.e2e.faults.matrix import MATRIX, NEXT_EPOCH_S, Ends, Fault, GoesOn, Waits
+from tests.e2e.faults import injections
+from tests.e2e.faults.matrix import MATRIX, NEXT_EPOCH_S, RANK_DIES_S, Blocked, Ends, Fault, GoesOn, Waits
 from tests.e2e.faults.measuring import find_turn
 from tests.e2e.faults.resources import PAIR, build_pair
 from tests.e2e.faults.scene import Answer, Scene
@@ -109,6 +110,8 @@ def test_fault(fault: Fault, scene: Scene, measured: dict[str, Measured]) -> Non
             measured[fault.name] = check_going_on(scene, fault, goes_on)
         case Waits() as waits:
             measured[fault.name] = check_waiting(scene, fault, waits)
+        case Blocked() as blocked:
+            measured[fault.name] = check_blocked(scene, fault, blocked)
 
 
 def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
@@ -241,6 +244,67 @@ def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
     return Measured(said_s=said.at - at)
 
 
+def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
+    def says(change: Change) -> bool:
+        said = condition_of(change.stored, expected.condition)
+        generation = change.stored["metadata"]["generation"]
+        got = said.get("status"), said.get("reason"), said.get("observedGeneration")
+        wanted = expected.status, expected.reason, generation
+        return (
+            change.name == PAIR and got == wanted and re.search(expected.words, said["message"]) is not None
+        )
+
+    epoch, count = scene.group["epoch"], len(scene.pair.pods())
+    with fault.inject(scene) as at:
+        said = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
+        assert _says(said, "Available") == "True", "the group serves on"
+        scene.check_answer()
+        with injections.delete_pod(1)(scene) as deleted:
+            down = wait_available(scene, "False", expected.available_false_s + 10, since=deleted)
+            up = wait_available(scene, "True", START_S, since=down.at)
+        scene.check_answer()
+        assert says(up), "it is refused all the while"
+        assert scene.resources.find(lambda change: _ready(change) == "True", since=said.at) is None
+        turn = find_turn(scene.pods.changes, epoch, count)
+        check_suspend(scene)
+    failure = scene.group["failures"][-1]
+    assert (failure["reason"], failure["epoch"]) == ("PodDeleted", epoch), failure
+    assert down.at - deleted <= expected.available_false_s, f"Available=False after {down.at - deleted:.1f} s"
+    assert turn.first_created >= turn.old_gone, f"two epochs at once: {turn}"
+    assert turn.wait_s <= NEXT_EPOCH_S, turn
+    scene.pair.wait_ready(START_S)
+    assert scene.group["epoch"] == epoch + 2, "one for the pod, one for the suspension, none for the way back"
+    check_nothing_orphaned(scene, epoch + 2)
+    return Measured(
+        said_s=said.at - at,
+        ready_false_s=down.at - deleted,
+        old_gone_s=turn.old_gone - deleted,
+        next_epoch_s=turn.wait_s,
+        ready_s=up.at - deleted,
+    )
+
+
+def check_suspend(scene: Scene) -> None:
+    """The group ends in order when the resource is suspended, and serves again when it no longer is."""
+    at = scene.change_spec(suspend=True)
+    wait_available(scene, "False", RANK_DIES_S, since=at)
+    processes.wait_until("the end of all pods", lambda: not scene.pair.pods(), timeout_s=30)
+    resumed = scene.change_spec(suspend=False)
+    wait_available(scene, "True", START_S, since=resumed)
+    scene.check_answer()
+
+
+def wait_available(scene: Scene, status: str, timeout_s: float, *, since: float) -> Change:
+    def so(change: Change) -> bool:
+        return _says(change, "Available") == status
+
+    return scene.resources.wait_for(f"Available={status}", so, timeout_s, since=since)
+
+
 def _ready(change: Change) -> str:
-    """Returns what the pair's condition Ready says; "" for any other resource."""
-    return str(condition_of(change.stored, "Ready").get("status", "")) if change.name == PAIR else ""
+    return _says(change, "Ready")
+
+
+def _says(change: Change, condition: str) -> str:
+    """Returns what a condition of the pair says; "" for any other resource."""
+    return str(condition_of(change.stored, condition).get("status", "")) if change.name == PAIR else ""
