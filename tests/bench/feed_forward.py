@@ -4,7 +4,7 @@
     python -m tests.bench.feed_forward memory [--gib N]       a memfd: read rate by page size, registering it
     python -m tests.bench.feed_forward decode [...]           steps of a model's shape, ours and stock vLLM's
 
-Needs one GPU and a Python with vLLM's CUDA and CPU builds. In `decode` weights are dummies, and and
+Needs one GPU and a Python with vLLM's CUDA and CPU builds. In `decode` weights are dummies, and
 routing is uniform (VLLM_MOE_ROUTING_SIMULATION_STRATEGY) on both sides. A step is the time
 between steps while all requests decode, over at least 100 of them.
 """
@@ -26,11 +26,11 @@ from typing import Any
 
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.plan import Device, Plan
+from tests.bench.model_shapes import SHAPES, make_shape
 from tests.bench.offload import ending
 from tests.gpu.scrape import scrape
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.worker.groups import Group, start_group
-from tests.models import Recipe, cached_model
 
 MAX_LEN, MAX_SEQS, MAX_TOKENS, BLOCK = 512, 64, 2048, 32
 START_TIMEOUT_S = 400.0
@@ -39,66 +39,6 @@ WARM_STEPS = 20
 CAPTURE = json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]})
 GIB = 1 << 30
 ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
-
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-    },
-    "llama-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-    },
-}
-FP8_BLOCK = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-}
-
-
-def make_shape(folder: Path, shape: str, layers: int, *, fp8: bool) -> Path:
-    """Returns a folder with the configuration of a shape with so many layers; it has no weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in cached_model(Recipe()).glob("*token*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = {
-        **SHAPES[shape],
-        **(FP8_BLOCK if fp8 else {}),
-        "num_hidden_layers": layers,
-        "max_position_embeddings": 8192,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def off_bytes(shape: str, *, fp8: bool) -> int:

@@ -37,6 +37,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.bench import offload
+from tests.bench.model_shapes import make_shape
 from tests.bench.pipeline_vs_stock import SETTLE_S
 from tests.gpu.machine import describe_cpus, describe_gpus, visible_gpus
 from tests.integration.worker.conftest import make
@@ -86,10 +87,9 @@ class Cost:
 
 def plan_of(shape: str, folder: Path) -> Plan:
     """Returns the plan of both groups."""
-    tiny = make(folder / "tiny")
     if shape == "tiny":
-        return build_plan(tiny, layers=[4, 4], pods=[1, 1], eager_cpu=False)
-    model = offload.make_shape(folder / "model", tiny, offload.LAYERS)
+        return build_plan(make(folder / "tiny"), layers=[4, 4], pods=[1, 1], eager_cpu=False)
+    model = make_shape(folder / "model", offload.SHAPE, offload.LAYERS)
     options = argparse.Namespace(compile_cpu=False, batches_in_flight=1)
     return offload.plan_of(model, [4, offload.LAYERS - 4], [Device.CPU, Device.GPU], options)
 

@@ -22,7 +22,6 @@ import datetime
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -37,13 +36,16 @@ from typing import Any
 
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.plan import Device, Plan
+from tests.bench.model_shapes import SHAPES, make_shape
 from tests.bench.offload_tables import Load, Times, read_results, to_markdown, write_results
 from tests.gpu.scrape import scrape
 from tests.integration.worker.groups import Group, build_plan, start_group
-from tests.models import Recipe, cached_model
 
 LAYERS = 32
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
+SHAPE = "llama-8b"
+HIDDEN, INTERMEDIATE, KV_HEADS, HEAD_DIM = (
+    SHAPES[SHAPE][name] for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim")
+)
 LAYER_BYTES = 2 * (
     HIDDEN * HIDDEN * 2 + 2 * KV_HEADS * HEAD_DIM * HIDDEN + 3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN
 )
@@ -112,34 +114,6 @@ def counters(group: Group, rank: int) -> dict[str, float]:
         "idle": total(names.IDLE_SECONDS_TOTAL),
         "device": total(names.DEVICE_SECONDS + "_sum", **decode),
     }
-
-
-def make_shape(folder: Path, tokenizer: Path, layers: int) -> Path:
-    """Returns a folder with the configuration of an 8B-shaped Llama of so many layers; it has no weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in tokenizer.glob("*token*"):
-        shutil.copy(file, folder)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def plan_of(
@@ -291,8 +265,7 @@ def run(options: argparse.Namespace) -> dict[str, dict[Load, Times]]:
     results: dict[str, dict[Load, Times]] = {}
     with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
         folder = Path(scratch)
-        tokenizer = cached_model(Recipe())
-        whole = make_shape(folder / "whole", tokenizer, LAYERS)
+        whole = make_shape(folder / "whole", SHAPE, LAYERS)
 
         def one(name: str, work: Callable[[], dict[Load, Times]]) -> None:
             print(f"{name}", flush=True)
@@ -307,7 +280,7 @@ def run(options: argparse.Namespace) -> dict[str, dict[Load, Times]]:
             on = LAYERS - off
             uva = {"cpu_offload_gb": off * LAYER_BYTES / GIB}
             prefetch = {"offload_backend": "prefetch", "offload_group_size": LAYERS // off}
-            part = make_shape(folder / f"part-{on}", tokenizer, on)
+            part = make_shape(folder / f"part-{on}", SHAPE, on)
             ours = plan_of(whole, [off, on], [Device.CPU, Device.GPU], options)
             alone = plan_of(part, [on], [Device.GPU], options)
             works: dict[str, Callable[[], dict[Load, Times]]] = {
