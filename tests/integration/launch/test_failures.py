@@ -122,6 +122,47 @@ def test_killed_api_server(tmp_path: Path) -> None:
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
 
 
+def test_stopped_api_server(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        os.kill(group.child_pid("api", 0), signal.SIGSTOP)
+        end_of(group, death, limit_s=3.0)
+    failure = group.pods[1].failure()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
+    assert "the API server (pod 0) has been stopped" in failure.message
+
+
+@pytest.mark.parametrize(("api", "who"), [("silent", "API server"), ("engine", "engine")])
+def test_an_api_server_or_engine_that_answers_nothing(tmp_path: Path, api: str, who: str) -> None:
+    """Its process lives and no rank is busy: not ready within 2 s, ended after the limit."""
+    limit_s = 4.0
+    with tiny_group(tmp_path, env={names.ENV_STEP_TIMEOUT: str(limit_s), "TINY_API": api}) as group:
+        group.start()
+        group.wait_ready()
+        began = time.monotonic()
+        (tmp_path / "trigger").touch()
+        wait_until(lambda: not group.pods[0].is_ready(), 2.5, group.logs)
+        end_of(group, began + limit_s, limit_s=3.0)
+        assert time.monotonic() - began > limit_s
+    failure = group.pods[1].failure()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
+    assert f"the {who} (pod 0) has answered nothing for" in failure.message
+
+
+def test_a_silent_engine_is_waited_for_while_a_rank_is_busy(tmp_path: Path) -> None:
+    """As in a long prefill: the rank's own limit ends it, and the rank is named."""
+    env = {names.ENV_STEP_TIMEOUT: "4", "TINY_API": "engine"}
+    with tiny_group(tmp_path, do={1: "hang"}, env=env) as group:
+        (tmp_path / "trigger").touch()
+        group.start()
+        group.wait_ready()
+        end_of(group, time.monotonic(), limit_s=10.0)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.rank) == (FailureReason.STEP_TIMEOUT, 1)
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path: Path, victim: int) -> None:
     with tiny_group(tmp_path, (1, 2, 1)) as group:

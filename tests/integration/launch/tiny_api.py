@@ -1,5 +1,8 @@
 """An API server as far as the supervisor knows one: /health answers 200; SIGTERM ends it with 0.
 
+TINY_API says what it does once TINY_TRIGGER exists: `silent` (answers nothing), `engine` (says that its
+engine answers nothing); else it serves on.
+
 /slow answers a line every 0.1 s until TINY_TRIGGER exists, and is waited for when the supervisor
 says that the group drains; new requests are then refused.
 """
@@ -27,6 +30,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/slow":
             self.answer_slowly()
             return
+        while os.environ.get("TINY_API") == "silent" and Path(os.environ["TINY_TRIGGER"]).exists():
+            time.sleep(0.1)
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 
@@ -61,9 +66,18 @@ def drain() -> None:
     reporter.drained()
 
 
+def ask() -> None:
+    """Asks an engine that answers until TINY_TRIGGER exists."""
+    while not Path(os.environ["TINY_TRIGGER"]).exists():
+        time.sleep(0.05)
+    reporter.busy("question 7 to the engine")
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stop)
     own = json.loads(os.environ[names.ENV_ADDRESSES])[int(os.environ[names.ENV_POD_INDEX])]
     reporter = RankReporter.from_env(os.environ)
     threading.Thread(target=drain, daemon=True).start()
+    if os.environ.get("TINY_API") == "engine":
+        threading.Thread(target=ask, daemon=True).start()
     ThreadingHTTPServer((own["host"], own["api_port"]), Handler).serve_forever()

@@ -1,6 +1,7 @@
 """A step's time is explained by its parts."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.integration.worker.groups import build_plan
-from vllm_heteroinfer.pod.channel import RankChannel, RankReporter
+from vllm_heteroinfer.pod.channel import RankChannel, RankMessage, RankReporter
 from vllm_heteroinfer.rank.step_metrics import RankMetrics, Step, fit_transfer
 
 LAUNCH = PodLaunch(
@@ -81,6 +82,44 @@ def test_a_step_whose_copy_ends_early_is_not_counted_twice(ends: str) -> None:
         )
         assert step_s is not None
         assert 0.02 <= step_s <= took_s
+    finally:
+        reporter.close()
+        ours.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["its last copy", "a whole step"])
+def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
+    """So that a device which hangs is named, and its engine is not taken for hung meanwhile."""
+    ours, theirs = RankChannel.open_pair()
+    reporter = RankReporter(theirs, 0)
+
+    def busy() -> str | None:
+        """Returns what the rank says now: the line after the next, which may have been on its way."""
+        ours.read()
+        said: list[RankMessage] = []
+        deadline = time.monotonic() + 5
+        while len(said) < 2:
+            assert time.monotonic() < deadline
+            said += ours.read()
+            time.sleep(0.01)
+        assert said[-1].report is not None
+        return said[-1].report.busy
+
+    try:
+        metrics = RankMetrics(build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0], LAUNCH, reporter)
+        metrics.enter()
+        first = metrics.runs_ahead() if ahead else partial(metrics.runs_on(), 0.0)
+        metrics.leave()
+        metrics.finish_step(prefill_tokens=1, decode_tokens=0)
+        assert busy() == "step 1"
+        metrics.enter()
+        second = metrics.runs_ahead() if ahead else partial(metrics.runs_on(), 0.0)
+        first()
+        metrics.leave()
+        metrics.finish_step(prefill_tokens=0, decode_tokens=1)
+        assert busy() is not None, "the device works on the second step"
+        second()
+        assert busy() is None
     finally:
         reporter.close()
         ours.close()

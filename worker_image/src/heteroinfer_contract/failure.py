@@ -35,6 +35,8 @@ class FailureReason(StrEnum):
     RANK_STOPPED = "RankStopped"
     """A rank's process is stopped (SIGSTOP) or makes no progress."""
     API_SERVER_EXITED = "ApiServerExited"
+    ENGINE_STOPPED = "EngineStopped"
+    """The API server or its engine is stopped (SIGSTOP), or answers nothing while no rank is busy."""
     POD_LOST = "PodLost"
     """A pod's supervisor turned silent or closed its connection."""
     PLAN_MISMATCH = "PlanMismatch"

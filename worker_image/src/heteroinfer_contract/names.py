@@ -83,7 +83,8 @@ ENV_STARTUP_TIMEOUT: Final = "HETEROINFER_STARTUP_TIMEOUT_SECONDS"
 ENV_DRAIN_TIMEOUT: Final = "HETEROINFER_DRAIN_TIMEOUT_SECONDS"
 ENV_HEARTBEAT_TIMEOUT: Final = "HETEROINFER_HEARTBEAT_TIMEOUT_SECONDS"
 ENV_STEP_TIMEOUT: Final = "HETEROINFER_STEP_TIMEOUT_SECONDS"
-"""A rank busy with one step for longer than this ends the group; default DEFAULT_STEP_TIMEOUT_S."""
+"""A rank busy with one step for longer than this ends the group, and so does an API server or an engine that
+answers nothing for as long while no rank is busy; default DEFAULT_STEP_TIMEOUT_S."""
 DEFAULT_STEP_TIMEOUT_S: Final = 300.0
 ENV_METRICS: Final = "HETEROINFER_METRICS"
 """`on` (default), or `off`: ranks neither count nor serve metrics; the status keeps its step times."""

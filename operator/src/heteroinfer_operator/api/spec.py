@@ -320,7 +320,8 @@ class HeteroInferenceSpec(Model):
     drain_timeout: Duration = "60s"
     """How long running requests may take to end when a group is stopped; of pods made from then on."""
     step_timeout: Duration | None = None
-    """Longest time that a rank may be busy with one step before the group is ended; 5m if not given."""
+    """Longest time that a rank may be busy with one step, or API server and engine may answer nothing while
+    no rank is busy, before the group is ended; 5m if not given."""
 
     @property
     def world_size(self) -> int:

@@ -31,6 +31,8 @@ _logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.1
 """Time between two looks at the engine and at the supervisor's word."""
+_ASK_S = 0.5
+"""Between the engine's answer to a question and the next question."""
 _NAMING_S = 5.0
 """How much longer than the supervisors the engine waits for a step: they can name the stuck rank."""
 
@@ -90,9 +92,10 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     listen_address, sock = setup_server(args, reuse_port=False)
     async with entry.build_async_engine_client(args) as client:
         refuse_levels(client)
-        watcher = asyncio.create_task(_watch(client, reporter))
+        watchers = [asyncio.create_task(work(client, reporter)) for work in (_watch, _ask)]
         shutdown = await entry.build_and_serve(client, listen_address, sock, args)
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
     await shutdown
     sock.close()
 
@@ -122,6 +125,25 @@ async def _watch(client: "EngineClient", reporter: RankReporter) -> None:
         await asyncio.sleep(_WATCH_S)
     _logger.error("the engine has died: see its error above; the API server ends with it")
     os._exit(names.EXIT_RANK_FAILED)
+
+
+async def _ask(client: "EngineClient", reporter: RankReporter) -> None:
+    """Asks the engine something that it knows by itself, so that its supervisor sees whether it answers.
+
+    The engine answers between two steps, and whether it sleeps or not
+    (vllm/v1/engine/core.py::EngineCoreProc._process_input_queue@v0.32.0).
+    """
+    question = 0
+    while not client.errored:
+        question += 1
+        reporter.busy(f"question {question} to the engine")
+        try:
+            await client.is_sleeping()
+        except Exception as error:
+            # vLLM raises nothing narrower for a call that failed, and that is an answer, too.
+            _logger.debug("the engine answered with an error: %r", error)
+        reporter.busy(None)
+        await asyncio.sleep(_ASK_S)
 
 
 if __name__ == "__main__":

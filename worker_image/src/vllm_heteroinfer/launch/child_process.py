@@ -222,9 +222,21 @@ def reap_orphans(children: Sequence[ChildProcess]) -> None:
             os.waitpid(found.si_pid, 0)
 
 
-def child_pids() -> list[int]:
-    """Returns the process ids of our children, zombies included, without asking which thread made them."""
-    parent = os.getpid()
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped; one that has ended is not."""
+    try:
+        return parse_stat(Path(f"/proc/{pid}/stat").read_text()).state is ProcessState.STOPPED
+    except OSError:
+        return False
+
+
+def child_pids(parent: int | None = None) -> list[int]:
+    """Returns the process ids of a process's children, zombies included, whichever thread made them.
+
+    Args:
+        parent: ours by default.
+    """
+    parent = os.getpid() if parent is None else parent
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -24,7 +24,7 @@ class Weight(IntEnum):
     LOST_PEER = 2
     """It could not talk with a peer: a consequence whenever anything else is known."""
     ENGINE = 3
-    """The API server left, as it does when its engine loses a rank."""
+    """The API server left, as it does when its engine loses a rank, or is silent, as it may be then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,8 @@ def weigh(failure: Failure) -> Weight:
     match failure.reason:
         case FailureReason.RANK_STOPPED | FailureReason.POD_LOST | FailureReason.PLAN_MISMATCH:
             return Weight.OWN_END
+        case FailureReason.ENGINE_STOPPED:
+            return Weight.ENGINE
         case FailureReason.RANK_EXITED:
             if killed:
                 return Weight.OWN_END

@@ -20,6 +20,8 @@ from vllm_heteroinfer.launch.child_process import (
     ChildProcess,
     ProcessObservation,
     ProcessState,
+    child_pids,
+    is_stopped,
     kill_everything,
     reap_orphans,
 )
@@ -36,6 +38,7 @@ EXIT_CODE_WAIT_S = 0.15
 API_STOP_TIMEOUT_S = 3.0
 """For the API server to close its connections before it is killed."""
 STOP_INTERVAL_S = 0.02
+_STOPPED = f"has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
 _OF_REPORT = tuple({each.name for each in fields(RankReport)} & {each.name for each in fields(RankStatus)})
 """What the status of a rank takes over from its report, by name."""
 
@@ -114,6 +117,8 @@ class PodProcesses:
         self._processes: list[SupervisedProcess] = []
         self._forks: ForkClient | None = None
         self._draining = False
+        self._engine_pids: list[int] | None = None
+        self._engine_ran_at_s = 0.0
 
     def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
         """Starts every rank of the pod, and the API server on the leader's.
@@ -233,6 +238,30 @@ class PodProcesses:
         servers = [m for m in self._processes if m.assignment is None]
         return all(m.report.drained or m.child.observe().state is ProcessState.ENDED for m in servers)
 
+    def engine_waits_s(self) -> float:
+        """Returns the age of the API server's question that its engine has not answered, 0 without one."""
+        now_s = time.monotonic()
+        servers = (m for m in self._processes if m.assignment is None and m.report.busy is not None)
+        return max((now_s - server.busy_since_s for server in servers), default=0.0)
+
+    def watch_engine(self) -> None:
+        """Reports an engine that is stopped; call it once the API server, which starts it, has answered."""
+        server = next((m for m in self._processes if m.assignment is None), None)
+        if server is None or server.blamed or self._draining:
+            return
+        if self._engine_pids is None:
+            self._engine_pids, self._engine_ran_at_s = child_pids(server.child.pid), time.monotonic()
+        stopped = next((pid for pid in self._engine_pids if is_stopped(pid)), None)
+        now_s = time.monotonic()
+        if stopped is None:
+            self._engine_ran_at_s = now_s
+        elif now_s - self._engine_ran_at_s > STOPPED_LIMIT_S:
+            server.blamed = True
+            pod = self._launch.pod_index
+            message = f"the engine (pod {pod}, process {stopped}) {_STOPPED}"
+            failure = Failure(reason=FailureReason.ENGINE_STOPPED, message=message, pod=pod, time=time.time())
+            self._on_evidence(Evidence(failure=failure, age_s=now_s - self._engine_ran_at_s))
+
     def watch(self) -> None:
         """Looks at every process, and reports each failure once."""
         now_s = time.monotonic()
@@ -291,7 +320,7 @@ class PodProcesses:
         if seen.state is ProcessState.ENDED:
             self._readable(process)  # its last words are in the socket already
         stopped_s = process.child.stopped_for_s(seen, now_s)
-        if stopped_s > STOPPED_LIMIT_S and process.assignment is not None:
+        if stopped_s > STOPPED_LIMIT_S:
             self._blame(process, seen, now_s)
         elif seen.state is ProcessState.ENDED or process.reported is not None:
             if process.failing_since_s is None:
@@ -334,8 +363,8 @@ def _failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObse
     if process.reported is not None:
         return _as_reported(process.reported, known, plan, who)
     if seen.state is ProcessState.STOPPED:
-        message = f"{who} has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
-        return replace(known, reason=FailureReason.RANK_STOPPED, message=message)
+        reason = FailureReason.ENGINE_STOPPED if rank is None else FailureReason.RANK_STOPPED
+        return replace(known, reason=reason, message=f"{who} {_STOPPED}")
     return replace(known, message=f"{who} {describe_exit(seen.exit_code, RankPhase(process.report.phase))}")
 
 

@@ -17,6 +17,7 @@ class GroupView:
         beats: the last word on each rank that has spoken.
         missing_pods: pods that have not connected.
         api_healthy: whether the API server answers, or there is none to ask.
+        engine_answers: whether its engine does, likewise.
         only_pod: look at this pod's ranks only (a follower knows no others).
     """
 
@@ -24,6 +25,7 @@ class GroupView:
     beats: tuple[RankBeat, ...]
     missing_pods: tuple[int, ...] = ()
     api_healthy: bool = True
+    engine_answers: bool = True
     only_pod: int | None = None
 
     def statuses(self) -> tuple[RankStatus, ...]:
@@ -57,6 +59,8 @@ class GroupView:
         ]
         if not waits and not self.api_healthy:
             waits = ["the API server does not answer"]
+        if not waits and not self.engine_answers:
+            waits = ["the engine does not answer"]
         return f"waiting: {', '.join(waits)}" if waits else ""
 
     @property
@@ -66,7 +70,7 @@ class GroupView:
         A pod that has not come holds up the ranks of the others, so it comes first.
         """
         waited_for = [*self.missing_pods, *(status.pod for status in self._not_ready())]
-        return next(iter(waited_for), None if self.api_healthy else 0)
+        return next(iter(waited_for), None if self.api_healthy and self.engine_answers else 0)
 
     @property
     def rank(self) -> int | None:

@@ -30,6 +30,7 @@ from vllm_heteroinfer.launch.control import Handlers
 from vllm_heteroinfer.launch.control_client import ControlClient, Refused
 from vllm_heteroinfer.launch.control_server import ControlServer
 from vllm_heteroinfer.launch.culprit import Evidence
+from vllm_heteroinfer.launch.engine_clock import EngineClock
 from vllm_heteroinfer.launch.host import find_own_address, observe_host
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
@@ -64,7 +65,8 @@ class SupervisorSettings:
         base_env: environment of the pod; the ranks' is made from it.
         commands: what to run.
         termination_message_path: where a failure is written.
-        step_timeout_s: longest time a rank may be busy with one step, in seconds.
+        step_timeout_s: longest time a rank may be busy with one step, and the API server or the engine
+            may answer nothing while no rank is, in seconds.
         key: of the epoch; None where the operator gave the group none.
     """
 
@@ -97,6 +99,7 @@ class Supervisor:
         self._api_healthy = not (leads and settings.commands.api_server)
         self._was_ready = False
         self._start = StartClock(launch.startup_timeout_s)
+        self._engine = EngineClock(settings.step_timeout_s, time.monotonic())
         self._asked = False
         self._draining = False
         self._drained = False
@@ -199,15 +202,25 @@ class Supervisor:
             self._server.beat()
             self._server.check_silence(excused_s)
             self._pod.tell_age(self._server.news_age_s())
-            self._check_deadlines(self._view())
+            self._check_deadlines(self._server)
 
-    def _check_deadlines(self, view: GroupView) -> None:
+    def _check_deadlines(self, server: ControlServer) -> None:
+        ranks_busy = any(beat.busy is not None for beat in (*self._pod.beats(), *server.ranks()))
+        self._engine.look(
+            ranks_busy=ranks_busy or self._draining or not self._was_ready,
+            api_answers=self._api_healthy,
+            engine_waits_s=self._pod.engine_waits_s(),
+            now_s=time.monotonic(),
+        )
+        view = self._view()
         self._was_ready = self._was_ready or view.ready
         if not self._was_ready:
             if self._start.is_overdue(view, time.monotonic()):
                 self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
             return
-        stuck = culprit.blame_stuck(view.busy_ranks(), self._settings.step_timeout_s)
+        self._pod.watch_engine()
+        busy_ranks, limit_s = view.busy_ranks(), self._settings.step_timeout_s
+        stuck = culprit.blame_stuck(busy_ranks, limit_s) or self._engine.overdue()
         if stuck is not None:
             self._on_evidence(Evidence(failure=replace(stuck, time=time.time())))
 
@@ -365,6 +378,7 @@ class Supervisor:
             beats=(*self._pod.beats(), *self._server.ranks()),
             missing_pods=tuple(self._server.missing_pods()),
             api_healthy=self._api_healthy,
+            engine_answers=self._engine.engine_answers,
         )
 
     def _not_ready_because(self) -> str:

@@ -39,6 +39,9 @@ ENDING_METHODS = frozenset(
 )
 """Calls after whose failure a rank is of no use; others (say, an unknown profiler) only reply it."""
 
+STEP_METHODS = frozenset({"execute_model", "sample_tokens"})
+"""Calls that say themselves what this rank is busy with (StepMetrics); of all others the loop says it."""
+
 
 class RankProcess(WorkerProc):
     """vLLM's worker process, built in the process that the supervisor started.
@@ -52,6 +55,7 @@ class RankProcess(WorkerProc):
         self.context = context
         assignment = context.rank
         self.rank = assignment.rank
+        self._calls = 0
         wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=assignment.rank)
         wrapper.init_worker(
             [
@@ -113,11 +117,17 @@ class RankProcess(WorkerProc):
             if isinstance(method, str)
             else partial(cloudpickle.loads(method), self.worker)
         )
+        if method not in STEP_METHODS:
+            self._calls += 1
+            name = method if isinstance(method, str) else "a function of the engine"
+            self.context.reporter.busy(f"{name}, call {self._calls}")
         try:
             output: Any = call(*args, **kwargs)
         except Exception as error:
             if method in ENDING_METHODS:
                 self.context.fail(error)
             output = error
+        if method not in STEP_METHODS:
+            self.context.reporter.busy(None)
         if output_rank is None or output_rank == self.rank:
             self.handle_output(output)

@@ -108,6 +108,7 @@ class RankMetrics:
         self._left: float | None = None
         self._ended = 0.0
         self._inside = False
+        self._on_device = 0
         self._lock = threading.Lock()
 
     def waited(self, seconds: float) -> None:
@@ -142,13 +143,14 @@ class RankMetrics:
         self._reporter.busy(self._busy)
 
     def leave(self) -> None:
-        """Ends one call of a step; between two calls this rank is idle."""
+        """Ends one call of a step; between two calls this rank is idle, unless its device works on."""
         with self._lock:
             self._left, self._inside = time.perf_counter(), False
             self._step.left = True
             if not self._step.runs_on:
                 self._step.step_s += self._left - self._entered
-        self._reporter.busy(None)
+            if not self._on_device:
+                self._reporter.busy(None)
 
     def runs_on(self) -> Callable[[float], None]:
         """Says that the device works on this step after the worker's calls; called between enter and leave.
@@ -158,7 +160,7 @@ class RankMetrics:
             last copy to the host took.
         """
         step, entered = self._step, self._entered
-        step.runs_on = True
+        self._device_begins(step)
 
         def done(copy_s: float) -> None:
             with self._lock:
@@ -168,7 +170,7 @@ class RankMetrics:
                 if not self._inside:
                     self._left = now  # until now it was not idle
                 step.transfer_s["send"] += copy_s
-                step.runs_on = False
+                self._device_ends(step)
                 if step.tokens is not None:
                     self._record(step, step.tokens)
 
@@ -183,7 +185,7 @@ class RankMetrics:
             What to call once, from any thread, when its answer is there.
         """
         step = self._step
-        step.runs_on = True
+        self._device_begins(step)
 
         def done() -> None:
             with self._lock:
@@ -192,11 +194,23 @@ class RankMetrics:
                 self._ended = now
                 if not self._inside:
                     self._left = now
-                step.runs_on = False
+                self._device_ends(step)
                 if step.tokens is not None:
                     self._record(step, step.tokens)
 
         return done
+
+    def _device_begins(self, step: Step) -> None:
+        with self._lock:
+            step.runs_on = True
+            self._on_device += 1
+
+    def _device_ends(self, step: Step) -> None:
+        """Called with the lock held; this rank is idle once its device is."""
+        step.runs_on = False
+        self._on_device -= 1
+        if not self._on_device and not self._inside:
+            self._reporter.busy(None)
 
     def finish_step(self, *, prefill_tokens: int, decode_tokens: int) -> None:
         """Records the step whose calls have all been left.

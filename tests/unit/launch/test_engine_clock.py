@@ -1,0 +1,81 @@
+"""An API server or engine that answers nothing is overdue, unless a rank is busy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract.failure import FailureReason
+from vllm_heteroinfer.launch.engine_clock import ANSWERS_WITHIN_S, EngineClock
+
+LIMIT_S = 10.0
+TICK_S = 0.2
+
+
+def look(
+    clock: EngineClock, now_s: float, *, busy: bool = False, api: bool = True, waits_s: float = 0.0
+) -> None:
+    clock.look(ranks_busy=busy, api_answers=api, engine_waits_s=waits_s, now_s=now_s)
+
+
+def test_an_engine_that_answers_nothing_is_named() -> None:
+    clock = EngineClock(LIMIT_S, 100.0)
+    answers = []
+    for now_s, waits_s in ((110.0, 0.0), (111.5, 1.5), (111.6, 1.6)):
+        look(clock, now_s, waits_s=waits_s)
+        answers.append(clock.engine_answers)
+    assert answers == [True, True, False]
+    assert clock.overdue() is None
+    look(clock, 120.1, waits_s=10.1)
+    failure = clock.overdue()
+    assert failure is not None
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
+    assert "the engine (pod 0) has answered nothing for 10 s" in failure.message
+    assert "HETEROINFER_STEP_TIMEOUT_SECONDS" in failure.message
+
+
+def test_an_api_server_that_answers_nothing_is_named_before_its_engine() -> None:
+    clock = EngineClock(LIMIT_S, 100.0)
+    look(clock, 111.0, api=False, waits_s=11.0)
+    failure = clock.overdue()
+    assert failure is not None
+    assert failure.message.startswith("the API server (pod 0) has answered nothing")
+
+
+def test_a_long_step_is_no_silence() -> None:
+    """A prefill of an hour; then the engine answers what it was asked before it."""
+    clock = EngineClock(LIMIT_S, 0.0)
+    for second in range(3600):
+        look(clock, float(second), busy=True, api=False, waits_s=float(second))
+        assert clock.engine_answers
+        assert clock.overdue() is None
+    look(clock, 3600.2, waits_s=3600.2)
+    assert clock.engine_answers, "the answer may be on its way"
+    look(clock, 3600.4)
+    assert clock.engine_answers
+
+
+@given(
+    ticks=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=200),
+)
+def test_it_is_overdue_after_just_so_long_without_answers_and_busy_ranks(
+    ticks: list[tuple[bool, bool, bool]],
+) -> None:
+    """Whatever comes before: only the last silence without a busy rank counts, as a model of it says."""
+    clock = EngineClock(LIMIT_S, 0.0)
+    api_silent = engine_silent = waits = 0
+    for number, (busy, api, answers) in enumerate(ticks, 1):
+        waits = 0 if answers else waits + 1
+        api_silent = 0 if busy or api else api_silent + 1
+        engine_silent = 0 if busy or answers else engine_silent + 1
+        look(clock, number * 1.0, busy=busy, api=api, waits_s=float(waits))
+        assert clock.engine_answers is (engine_silent <= ANSWERS_WITHIN_S)
+        assert (clock.overdue() is not None) is (max(api_silent, engine_silent) > LIMIT_S)
+
+
+@pytest.mark.parametrize("limit_s", [10.0, 300.0, 86400.0])
+def test_the_limit_is_the_resources_own(limit_s: float) -> None:
+    clock = EngineClock(limit_s, 0.0)
+    look(clock, limit_s, waits_s=limit_s)
+    assert clock.overdue() is None
+    look(clock, limit_s + TICK_S, waits_s=limit_s + TICK_S)
+    assert clock.overdue() is not None
