@@ -89,7 +89,8 @@ class PodView:
         labels: the contract's labels.
         created: creation time.
         deleting: whether it has a deletionTimestamp.
-        gone_by: when a pod that is being deleted has used up its grace period, or None.
+        gone_by: when a pod that is being deleted has used up its grace period, or None; by the clock
+            of this process, as is the time of a reconcile.
         started: whether its worker container runs or ran: before, no rank of it can have spoken.
         phase: Pending, Running, Succeeded or Failed.
         reason: the pod's own, such as `Evicted`.
@@ -138,7 +139,8 @@ class NodeView:
         problem: why it is not schedulable, if it is not.
         labels: its labels.
         taints: its taints.
-        unreachable_since: since when its kubelet has sent no heartbeat, or None while it is.
+        unreachable_since: since when it is known that its kubelet sends no heartbeat, by the clock of
+            this process, or None while it does.
     """
 
     name: str

@@ -73,6 +73,13 @@ async def workers(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
     return sorted(each["name"] for each in found if each["labels"][names.LABEL_EPOCH] == wanted)
 
 
+async def bind(server: ApiServer, namespace: str, pod: str, node: str) -> None:
+    """Says for the scheduler that a pod has a node: from then on its deletion waits for a kubelet's word."""
+    target = {"apiVersion": "v1", "kind": "Node", "name": node}
+    body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
+    await server.create(POD.path(namespace, pod, "binding"), body)
+
+
 async def serve_epoch(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
     """Has the pods of an epoch run, and returns their names once the resource is Ready."""
 

@@ -12,6 +12,7 @@ from heteroinfer_operator.cluster import Gang, Manifest, NodeView, ResourceKey
 from heteroinfer_operator.demand import PodDemand, total
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import find_gangs
+from heteroinfer_operator.kube.own_clock import OwnClock
 from heteroinfer_operator.kube.paths import CHILDREN, GANG_CHILDREN, NODE, POD, Kind, ObjectName
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodRecord, PodRequests
@@ -48,6 +49,7 @@ class ClusterState:
         capacity_freed: Callable[[], None] = lambda: None,
     ) -> None:
         self.cluster_scope = not namespaces
+        self._silences, self._deletions = OwnClock(), OwnClock()
         scopes: list[str | None] = [*namespaces] or [None]
 
         def touch(before: PodRecord | ChildRecord | None, after: PodRecord | ChildRecord | None) -> None:
@@ -55,9 +57,20 @@ class ClusterState:
                 if record is not None:
                     touched(record.key)
 
+        def pod_changed(before: PodRecord | None, after: PodRecord | None) -> None:
+            if before is not None and (after is None or after.view.uid != before.view.uid):
+                self._deletions.note(before.view.uid, None)
+            if after is not None:
+                self._deletions.note(after.view.uid, after.view.gone_by, later_s=after.grace_s)
+            touch(before, after)
+
         def build_pods(scope: str | None) -> WatchCache[PodRecord]:
             return WatchCache(
-                server, _ours(POD, scope), trim=trim.pod_record, changed=touch, index=lambda pod: pod.key
+                server,
+                _ours(POD, scope),
+                trim=trim.pod_record,
+                changed=pod_changed,
+                index=lambda pod: pod.key,
             )
 
         def build_children(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:
@@ -154,7 +167,12 @@ class ClusterState:
     def pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
         """Returns the pods of a resource, in order of their names."""
         cache: WatchCache[PodRecord] = self.of(POD, key.namespace)
-        return [pod for pod in cache.under(key) if pod.owner_uid == uid]
+        return [self._by_own_clock(pod) for pod in cache.under(key) if pod.owner_uid == uid]
+
+    def _by_own_clock(self, pod: PodRecord) -> PodRecord:
+        if pod.view.gone_by is None:
+            return pod
+        return replace(pod, view=replace(pod.view, gone_by=self._deletions.moment(pod.view.uid)))
 
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
         """Returns the other children of a resource, in order of kind and name."""
@@ -178,7 +196,11 @@ class ClusterState:
     def _view_of(self, node: NodeView) -> NodeView:
         view = self._views.get(node.name)
         if view is None:
-            view = self._views[node.name] = replace(node, requested=self._requested_of(node.name))
+            view = self._views[node.name] = replace(
+                node,
+                requested=self._requested_of(node.name),
+                unreachable_since=self._silences.moment(node.name),
+            )
         return view
 
     def promised(self) -> tuple[PodDemand, ...]:
@@ -233,6 +255,7 @@ class ClusterState:
         for node in (before, after):
             if node is not None:
                 self._views.pop(node.name, None)
+                self._silences.note(node.name, after.unreachable_since if after is not None else None)
         self._nodes_changed()
 
 

@@ -41,6 +41,7 @@ class PodRecord:
         ip: or "" while it has none.
         health_port: of its supervisor, or 0.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
+        grace_s: of a pod that is being deleted: how long it was given to end, in seconds.
     """
 
     view: PodView
@@ -49,6 +50,7 @@ class PodRecord:
     ip: str
     health_port: int
     key_secret: str = ""
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,7 @@ def pod_record(stored: Manifest) -> PodRecord | None:
         ip=(stored.get("status") or {}).get("podIP", ""),
         health_port=ports.get(names.PORT_HEALTH, 0),
         key_secret=_key_secret(stored),
+        grace_s=float(stored["metadata"].get("deletionGracePeriodSeconds") or 0),
     )
 
 

@@ -1,7 +1,8 @@
 """Pods whose node is gone: when they are given up, and how they are deleted. Pure.
 
 A pod that is deleted stays until its kubelet says that it has ended. A node that is lost never
-says so: its pods are deleted by force, so that the next epoch can start.
+says so: its pods are deleted by force, so that the next epoch can start. All stamps that are compared
+here are of one clock, the operator's.
 """
 
 from collections.abc import Mapping, Sequence

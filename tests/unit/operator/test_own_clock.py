@@ -1,0 +1,118 @@
+"""A node's loss and a pod's grace are counted by the operator's own clock, whatever other clocks say."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import NodeView, PodView, ResourceKey
+from heteroinfer_operator.kube.cluster_state import ClusterState
+from heteroinfer_operator.kube.own_clock import OwnClock, utc_now
+from heteroinfer_operator.reconcile.node_loss import NodeLoss
+
+START = datetime(2026, 11, 22, tzinfo=UTC)
+AFTER = timedelta(seconds=60)
+GRACE_S = 90
+
+
+class Clocks:
+    """Time, as the operator's clock and those of the cluster have it."""
+
+    def __init__(self, skew_s: float) -> None:
+        self.now = START
+        self._skew = timedelta(seconds=skew_s)
+
+    def theirs(self) -> str:
+        """Returns the stamp that another program of the cluster writes now."""
+        return (self.now + self._skew).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def node(version: int, ready: str, since: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": "n", "uid": "node", "resourceVersion": str(version)},
+        "status": {
+            "allocatable": {"cpu": str(version)},  # so that each state differs, as images and sizes do
+            "conditions": [{"type": "Ready", "status": ready, "lastTransitionTime": since}],
+        },
+    }
+
+
+def going_pod(version: int, deletion: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "p",
+            "namespace": "ns",
+            "uid": "pod",
+            "resourceVersion": str(version),
+            "creationTimestamp": "2026-11-22T00:00:00Z",
+            "deletionTimestamp": deletion,
+            "deletionGracePeriodSeconds": GRACE_S,
+            "labels": {names.LABEL_RESOURCE: "llama"},
+            "ownerReferences": [{"uid": "owner", "controller": True}],
+        },
+        "spec": {"nodeName": "n", "containers": []},
+        "status": {"phase": "Running", "message": f"state {version}"},
+    }
+
+
+@given(
+    skew_s=st.integers(-86400, 86400),
+    states=st.lists(st.tuples(st.booleans(), st.integers(1, 50)), min_size=1, max_size=12),
+)
+def test_a_node_is_given_up_by_one_clock(skew_s: int, states: Sequence[tuple[bool, int]]) -> None:
+    """It is silent or not, for some seconds each; the node controller's clock is off by up to a day."""
+    clocks = Clocks(skew_s)
+    silences = OwnClock(lambda: clocks.now)
+    known_since: datetime | None = None
+    stamp: str | None = None
+    for silent, seconds in states:
+        if not silent:
+            known_since = stamp = None
+        elif known_since is None:
+            known_since, stamp = clocks.now, clocks.theirs()
+        silences.note("n", stamp)
+        clocks.now += timedelta(seconds=seconds)
+        silences.note("n", stamp)  # seen again, as after a list
+        view = NodeView(name="n", allocatable={}, unreachable_since=silences.moment("n"))
+        loss = NodeLoss(nodes={"n": view}, after=AFTER, now=clocks.now)
+        pod = PodView(name="p", uid="p", labels={}, created=START, node="n")
+        assert loss.is_silent(pod) is (known_since is not None and clocks.now - known_since >= AFTER)
+
+
+@pytest.mark.parametrize("skew_s", [-86400.0 * 365, 0.0, 86400.0 * 365])
+def test_caches_count_by_the_operators_clock(skew_s: float) -> None:
+    """Stamps of years ago and of years to come: what counts is when each was first seen."""
+    state = ClusterState(
+        None,  # type: ignore[arg-type]  # nothing is read: the test says what a watch would
+        namespaces=(),
+        touched=lambda key: None,
+        nodes_changed=lambda: None,
+    )
+    clocks = Clocks(skew_s)
+    stamp = clocks.theirs()
+    caches = {cache.collection.label: cache for cache in state.all()}
+    key = ResourceKey(namespace="ns", name="llama")
+
+    def moments(version: int, ready: str) -> tuple[datetime | None, datetime | None]:
+        """Returns since when the node is silent and when the pod is gone, after both have changed."""
+        caches["nodes"].note_written(node(version, ready, stamp))
+        caches["pods of all namespaces"].note_written(going_pod(version, stamp))
+        (view,), (pod,) = state.nodes() or (), state.pods(key, "owner")
+        return view.unreachable_since, pod.view.gone_by
+
+    began = utc_now()
+    silent_since, gone_by = moments(2, "Unknown")
+    assert silent_since is not None
+    assert gone_by is not None
+    assert began <= silent_since <= utc_now()
+    assert began <= gone_by - timedelta(seconds=GRACE_S) <= utc_now()
+    assert moments(3, "Unknown") == (silent_since, gone_by), "other changes of both count nothing anew"
+    assert moments(4, "True") == (None, gone_by)
