@@ -1,8 +1,8 @@
 """The programs that are built from pinned Go modules, and kept in the cache by what they are made of.
 
-A folder under modules/ holds go.mod (with its `tool` lines) and go.sum, nothing else. A
-build is named by the hash of both and of the recipe here, so that a changed pin is a new build
-and an old one is never taken for it.
+A folder under modules/ holds go.mod (with its `tool` lines) and go.sum, and of a program of our own
+its source. A build is named by the hash of these and of the recipe here, so that a changed pin is a
+new build and an old one is never taken for it.
 """
 
 import dataclasses
@@ -66,6 +66,8 @@ PROMETHEUS_OPERATOR = Tool(name="prometheus-operator", programs=("operator",))
 PROMETHEUS_ADAPTER = Tool(name="prometheus-adapter", programs=("adapter",))
 KUEUE = Tool(name="kueue", programs=("kueue",))
 VOLCANO = Tool(name="volcano", programs=("scheduler", "controller-manager"))
+KSTATUS = Tool(name="kstatus", programs=("kstatus",))
+"""Ours: what Flux and others make of a resource's status."""
 COSCHEDULING = Tool(name="scheduler-plugins", programs=("scheduler",))
 ALL = (ETCD, KUBERNETES, HELM, COREDNS)
 """What most tests need; the others are built where they are used."""
@@ -101,6 +103,8 @@ def program_folder(tool: Tool) -> Path:
     made_of = hashlib.sha256()
     for part in ((tool.source / "go.mod").read_bytes(), (tool.source / "go.sum").read_bytes()):
         made_of.update(hashlib.sha256(part).digest())
+    for source in sorted(tool.source.glob("*.go")):
+        made_of.update(hashlib.sha256(source.read_bytes()).digest())
     made_of.update(" ".join([build_ldflags(tool), RECIPE, *tool.tags]).encode())
     return cache_folder() / "tools" / f"{tool.name}-{made_of.hexdigest()[:16]}" / "bin"
 

@@ -82,6 +82,8 @@ def build_schema() -> dict[str, Any]:
         apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"}
     )
     schema["required"] = ["spec"]
+    # With it comes observedGeneration -1: kstatus takes a resource without a status for one that is done.
+    schema["properties"]["status"]["default"] = {}
     return schema
 
 

@@ -138,7 +138,10 @@ def test_kubectl_scale_sets_the_groups(cluster: Cluster, server: Server) -> None
 def test_a_status_cannot_be_written_with_the_spec(cluster: Cluster) -> None:
     body = {**resource("specs"), "status": {"replicas": 7}}
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(body))
-    assert cluster.kubectl("get", "hinf", "specs", "-o", "jsonpath={.status}") == ""
+    stored = cluster.kubectl(
+        "get", "hinf", "specs", "-o", "jsonpath={.status.observedGeneration} {.status.replicas}"
+    )
+    assert stored == "-1 0", "not the status that was sent, but that of a resource which nobody has seen"
 
 
 def test_kubectl_explain_describes_fields(cluster: Cluster) -> None:

@@ -163,7 +163,7 @@ async def test_a_delete_spares_an_object_of_another_uid(server: ApiServer, names
 async def test_a_status_decided_on_an_old_state_is_a_conflict(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     path = HETERO_INFERENCE.path(namespace, "tiny")
-    defaults = {"readyReplicas": 0, "updatedReplicas": 0}
+    defaults = {"observedGeneration": -1, "readyReplicas": 0, "updatedReplicas": 0}
     async with watching(server) as watched:
         old = await observe(watched, owner)
         version = old.resource.resource_version

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 
+import pytest
 from rich.console import Console
 
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
@@ -15,14 +16,14 @@ KEY = ResourceKey(namespace="ml", name="llama")
 SEEN = datetime(2026, 11, 21, 8, 0, tzinfo=UTC).isoformat()
 
 
-def status(ready: str = "True", reason: str = "GroupsReady") -> HeteroInferenceStatus:
-    condition = {
-        "type": "Ready",
-        "status": ready,
-        "reason": reason,
-        "message": "as it is",
-        "lastTransitionTime": SEEN,
-    }
+def status(
+    ready: str = "True", reason: str = "GroupsReady", available: str = "True"
+) -> HeteroInferenceStatus:
+    common = {"reason": reason, "message": "as it is", "lastTransitionTime": SEEN}
+    conditions = [
+        {"type": "Available", "status": available, **common},
+        {"type": "Ready", "status": ready, **common},
+    ]
     failure = {
         "epoch": 2, "time": SEEN, "reason": "RankExited", "message": "rank 1 was killed", "rank": 1,
         "exitCode": -9,
@@ -42,7 +43,7 @@ def status(ready: str = "True", reason: str = "GroupsReady") -> HeteroInferenceS
         "index": 0, "epoch": 3, "phase": "Ready", "restarts": 2, "failures": [failure], "kv": kv,
         "members": ranks,
     }  # fmt: skip
-    return parse_status({"conditions": [condition], "summary": {"groups": "1/1"}, "groups": [group]})
+    return parse_status({"conditions": conditions, "summary": {"groups": "1/1"}, "groups": [group]})
 
 
 def report(epoch: int = 3) -> GroupReport:
@@ -59,11 +60,28 @@ def rows(line: ResourceLine) -> list[list[str]]:
 
 def test_the_status_alone_gives_every_rank_and_the_last_culprit() -> None:
     resource, group, first, second = rows(build_line(KEY, status()))
-    assert resource[:3] == ["ml/llama", "", "GroupsReady 1/1"]
+    assert resource[:3] == ["ml/llama", "", "Available, GroupsReady 1/1"]
     culprit = "RankExited rank 1 (-9) at 11-21 08:00:00Z"
     assert group == ["group 0 epoch 3", "", "Ready", "", "", "", "", "256 tokens", "2", culprit]
     assert first[:7] == ["rank 0 cpu", "a", "Ready", "", "", "", ""]
     assert second[:7] == ["rank 1 gpu", "b", "Ready", "", "20.0", "15.0", "4.0"]
+
+
+@pytest.mark.parametrize(
+    ("ready", "available", "words"),
+    [
+        ("False", "True", "Available, RollingOut 1/1"),
+        ("False", "False", "not Available, RollingOut 1/1"),
+        ("True", "False", "not Available, RollingOut 1/1"),
+        ("Unknown", "Unknown", "RollingOut 1/1"),
+    ],
+)
+def test_whether_requests_are_answered_is_shown_beside_the_reason(
+    ready: str, available: str, words: str
+) -> None:
+    line = build_line(KEY, status(ready, "RollingOut", available))
+    assert rows(line)[0][2] == words
+    assert (line.dump()["available"], line.dump()["ready"]) == (available, ready)
 
 
 def test_a_leaders_word_is_newer_than_the_status() -> None:

@@ -277,8 +277,8 @@ class Summary(StatusModel):
 class HeteroInferenceStatus(StatusModel):
     """What is, as the operator last saw it."""
 
-    observed_generation: Count | None = None
-    """Generation of the spec that this status is about."""
+    observed_generation: Annotated[int, Field(ge=-1, le=2**53)] = -1
+    """Generation of the spec that this status is about; -1 before the operator has seen the resource."""
     replicas: GroupCount = 0
     """Groups that exist."""
     ready_replicas: GroupCount = 0

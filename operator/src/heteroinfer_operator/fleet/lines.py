@@ -103,14 +103,16 @@ class ResourceLine:
 
     Attributes:
         key: its name.
+        available: status of its condition Available: whether a request would be answered.
         ready: status of its condition Ready.
-        reason: of that condition.
-        message: of that condition.
+        reason: of Ready.
+        message: of Ready.
         groups: ready of all, as 1/2.
         lines: its groups, by index.
     """
 
     key: ResourceKey
+    available: str
     ready: str
     reason: str
     message: str
@@ -122,6 +124,7 @@ class ResourceLine:
         return {
             "namespace": self.key.namespace,
             "name": self.key.name,
+            "available": self.available,
             "ready": self.ready,
             "reason": self.reason,
             "message": self.message,
@@ -139,10 +142,12 @@ def build_line(
         status: as stored.
         live: by group index: what its leader says; one of another epoch is left out.
     """
+    available = status.condition(ConditionType.AVAILABLE.value)
     ready = status.condition(ConditionType.READY.value)
     reported = live or {}
     return ResourceLine(
         key=key,
+        available=available.status.value if available else ConditionStatus.UNKNOWN.value,
         ready=ready.status.value if ready else ConditionStatus.UNKNOWN.value,
         reason=ready.reason if ready else "",
         message=ready.message if ready else "",
@@ -209,7 +214,9 @@ HEADINGS = ("name", "node", "phase", "steps", "step", "compute", "wait", "kv", "
 def build_cells(resources: Sequence[ResourceLine]) -> Iterable[tuple[str, ...]]:
     """Yields rows of text under HEADINGS: each resource, under it its groups, under them their ranks."""
     for resource in resources:
-        words = f"{resource.reason} {resource.groups}".strip()
+        available = {"True": "Available", "False": "not Available"}.get(resource.available, "")
+        why = f"{resource.reason} {resource.groups}".strip()
+        words = ", ".join(each for each in (available, why) if each)
         yield (str(resource.key), "", words, *_empty(7))
         for group in resource.lines:
             yield (

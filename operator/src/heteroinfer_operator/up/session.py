@@ -15,6 +15,7 @@ from heteroinfer_operator.api import (
     Condition,
     ConditionStatus,
     ConditionType,
+    GroupPhase,
     HeteroInference,
     HeteroInferenceStatus,
     ModelPhase,
@@ -94,7 +95,7 @@ class Session:
         self._reconcile = build_process(self._cluster, decide)
         self._queue = WorkQueue(self._reconcile_or_fail, workers=1)
         self._reported: dict[str, tuple[str, str]] = {}
-        self._endpoint_reported = False
+        self._serving: frozenset[int] = frozenset()
         self._tenths_reported: int | None = None
         self._stops = 0
         self._stop = asyncio.Event()
@@ -168,11 +169,12 @@ class Session:
         self._tell_model(status.model)
         for kind in _REPORTED:
             self._tell_condition(status.condition(kind.value))
-        ready = status.condition(ConditionType.READY.value)
-        serves = ready is not None and ready.status is ConditionStatus.TRUE
-        if serves and not self._endpoint_reported:
-            self._tell_endpoints()
-        self._endpoint_reported = serves
+        available = status.condition(ConditionType.AVAILABLE.value)
+        serves = available is not None and available.status is ConditionStatus.TRUE
+        serving = frozenset(g.index for g in status.groups if g.phase is GroupPhase.READY)
+        if serves and serving - self._serving:
+            self._tell_endpoints(serving)
+        self._serving = serving if serves else frozenset()
         for kind, state in _FINAL:
             condition = status.condition(kind.value)
             if condition is not None and condition.status is state and not serves and _is_final(condition):
@@ -202,16 +204,19 @@ class Session:
         kind = "Warning" if event.warning else "Normal"
         self._display.line(f"{kind} {event.reason}: {event.message}", warning=event.warning)
 
-    def _tell_endpoints(self) -> None:
+    def _tell_endpoints(self, serving: frozenset[int]) -> None:
+        """Tells where the groups that serve are reached."""
         model = self._served_name
         self._display.table(self._rows())
-        for index, pods in sorted(self._addressing.current().items()):
+        current = self._addressing.current()
+        for index, pods in sorted((index, current[index]) for index in serving & current.keys()):
             url = self._addressing.group_endpoint(index)
             self._display.plain(f"OpenAI API of group {index}: {url} (model {model})")
             for line in _urls(pods, self._rows(), index):
                 self._display.plain(line)
+        first = self._addressing.group_endpoint(min(serving))
         self._display.plain(
-            f"  curl {self._addressing.group_endpoint(0)}/completions -H 'Content-Type: application/json' "
+            f"  curl {first}/completions -H 'Content-Type: application/json' "
             f'-d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 16}}\''
         )
 
