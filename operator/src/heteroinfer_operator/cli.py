@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():
-        command = subparsers.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
+        # capitalize() would write the kinds of Kubernetes in lower case.
+        description = f"{purpose[0].upper()}{purpose[1:]}."
+        command = subparsers.add_parser(name, help=purpose, description=description)
         if arguments[:1] == [name]:
             module = importlib.import_module(f"heteroinfer_operator.commands.{name}_command")
             module.add_arguments(command)

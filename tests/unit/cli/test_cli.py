@@ -22,7 +22,10 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         main([name, "--help"])
     assert caught.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: heteroinfer {name} ")
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: heteroinfer {name} ")
+    purpose = " ".join(COMMANDS[name].split())
+    assert f"{purpose[0].upper()}{purpose[1:]}." in " ".join(out.split()), "kinds keep their capitals"
 
 
 @pytest.mark.parametrize("arguments", [[], ["unknown"]])

@@ -11,9 +11,10 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.account import describe_speed
+from heteroinfer_operator.planning.account import describe_capacity, describe_choices, describe_speed
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
 from heteroinfer_operator.planning.prediction import Load, predict
+from heteroinfer_operator.quantity import format_bytes
 from tests.unit.planning.planned_models import GIB, MIB, gpu, plan, profile, spec
 
 EXPERT = 9 * MIB
@@ -136,3 +137,16 @@ def test_steps_by_load_count_what_feed_forward_ranks_take() -> None:
     found = re.search(r"8: ([0-9.]+) ms", words)
     assert found is not None, words
     assert float(found[1]) / 1e3 > on_cpus > 0
+
+
+def test_the_account_says_what_the_gpu_keeps_not_the_ranks_without_a_kv_cache() -> None:
+    planned = plan(feed_forward(), mixture())
+    kv = planned.sizes.kv
+    blocks = planned.plan.ranks[0].kv_cache_bytes // kv.block_bytes(0, 24)
+    assert blocks > kv.sequence_blocks
+    assert describe_capacity(planned).startswith(f"KV cache: {blocks} blocks of {kv.block_tokens} tokens")
+    assert f"each {format_bytes(kv.block_bytes(0, 24) * kv.sequence_blocks)} over" in describe_capacity(
+        planned
+    )
+    assert any(line.startswith("cheaper: ") for line in describe_choices(planned))
+    assert "role gpu (feed-forward): defaults for CPUs" in describe_speed(planned)[-1]

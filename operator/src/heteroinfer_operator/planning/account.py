@@ -40,9 +40,10 @@ def describe_model(profile: ModelProfile) -> str:
 def describe_capacity(planned: Planned) -> str:
     """Returns how much the KV cache holds."""
     plan, kv = planned.plan, planned.sizes.kv
-    sizes = [kv.block_bytes(rank.first_layer, rank.end_layer) for rank in plan.ranks]
+    ranks = plan.stage_ranks  # feed-forward ranks have no KV cache
+    sizes = [kv.block_bytes(rank.first_layer, rank.end_layer) for rank in ranks]
     blocks = min(
-        (rank.kv_cache_bytes // size for rank, size in zip(plan.ranks, sizes, strict=True) if size),
+        (rank.kv_cache_bytes // size for rank, size in zip(ranks, sizes, strict=True) if size),
         default=0,
     )
     longest = max(blocks - 1, 0) / max(kv.sequence_blocks, 1)
@@ -74,8 +75,14 @@ def describe_speed(planned: Planned) -> tuple[str, ...]:
         lines.append(
             f"predicted step by requests of {context} tokens: {', '.join(steps)}; first token: {first}"
         )
-    found = sorted({(rank.role, rates[rank.rank].source) for rank in plan.ranks})
-    return (*lines, f"rates: {', '.join(f'role {role}: {source}' for role, source in found)}")
+    found = sorted(
+        {
+            (rank.role, " (feed-forward)" if rank.feed_forward else "", rates[rank.rank].source)
+            for rank in plan.ranks
+        }
+    )
+    words = ", ".join(f"role {role}{kind}: {source}" for role, kind, source in found)
+    return (*lines, f"rates: {words}")
 
 
 def describe_choices(planned: Planned) -> tuple[str, ...]:
@@ -83,7 +90,7 @@ def describe_choices(planned: Planned) -> tuple[str, ...]:
     plan, kv = planned.plan, planned.sizes.kv
     lines = []
     spare: dict[str, int] = {}
-    for rank in plan.ranks:
+    for rank in plan.stage_ranks:
         least = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.least_blocks
         left = rank.kv_cache_bytes - least
         spare[rank.role] = min(spare.get(rank.role, left), left)

@@ -156,7 +156,7 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
         raise _refuse(
             f"weights in {scheme}, with engine.dtype float16",
             "vLLM takes a kernel that is ten times slower than that for bfloat16, without a word",
-            "set engine.dtype: bfloat16, or Auto",
+            "set engine.dtype: bfloat16, or auto",
         )
     return (kernel.warning,) if kernel.warning else ()
 
