@@ -80,7 +80,7 @@ class _Group:
     Attributes:
         index: from 0.
         phase: of GroupPhase.
-        epoch: from 1; 0 before the first.
+        epoch: grows with each start; 0 before the first.
         ranks: that its plan has; None without a plan.
         restarts: that count.
         failed_at: Unix time of its newest failure, in seconds; None without one.
@@ -184,7 +184,7 @@ def _of_groups(
 
     ready = gauge(names.GROUP_READY, "1 while the group serves.")
     phase = gauge(names.GROUP_PHASE, "The phase that the group is in; always 1.", "phase")
-    epoch = gauge(names.GROUP_EPOCH, "Incarnation of the group, from 1.")
+    epoch = gauge(names.GROUP_EPOCH, "Incarnation of the group; grows with each start.")
     ranks = gauge(names.GROUP_RANKS, "Ranks that the group's plan has.")
     failed = gauge(
         names.GROUP_LAST_FAILURE_TIMESTAMP_SECONDS,

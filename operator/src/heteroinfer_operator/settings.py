@@ -1,6 +1,7 @@
 """Settings of the operator: one value, read from the environment once.
 
-The chart sets every one of these variables; each name stands here and there only.
+The chart sets these variables, but not the times of resyncs and of silent watches; each name stands here and
+there only.
 """
 
 import re

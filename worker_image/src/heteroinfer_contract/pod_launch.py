@@ -54,7 +54,7 @@ class PodLaunch:
     Attributes:
         group: `namespace/name/index`, for people and metrics.
         group_uid: tells this group from any other that had its name.
-        epoch: incarnation of the group, from 1.
+        epoch: incarnation of the group, at least 1; grows with each start.
         pod_index: this pod's index in the plan; 0 is the leader.
         addresses: of every pod, by pod index.
         startup_timeout_s: longest time without progress from when all pods are connected to every

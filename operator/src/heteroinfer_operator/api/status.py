@@ -224,7 +224,7 @@ class GroupStatus(StatusModel):
     plan_hash: Hash | None = None
     """Its plan."""
     epoch: Count = 0
-    """Its incarnation, from 1; 0 before the first."""
+    """Its incarnation: grows with each start; 0 before the first."""
     phase: GroupPhase = GroupPhase.PENDING
     """What it is doing."""
     message: Text | None = None

@@ -62,7 +62,7 @@ class EpochRef(GroupRef):
     """One epoch of one group.
 
     Attributes:
-        epoch: from 1.
+        epoch: at least 1; grows with each start.
     """
 
     epoch: int
