@@ -33,7 +33,7 @@ quickstart: setup  ## a small model on this machine, from a file to served token
 	@$(BIN)/python -m tests.quickstart
 
 test: need-root check  ## what CI runs
-	@./.ci/lanes computing nodes
+	@./.ci/lanes computing nodes programs
 
 check: setup  ## the inner loop: lint, types, imports, unit; within a minute
 	@./.ci/lanes unit static
@@ -58,6 +58,7 @@ unit: setup  ## pure tests, on all cores
 # Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
 LONGEST := --durations=100 --durations-min=5
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models)
+WATCHING := tests/integration/watching
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
 	@./.ci/lanes computing waiting
@@ -66,8 +67,14 @@ computing: setup  ## those of them that start vLLM or compile
 	$(PYTEST) $(LONGEST) $(COMPUTING) -m "not feed_forward_matrix"
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
+	@$(BIN)/python -m tests.cluster build control-plane
+	$(PYTEST) $(LONGEST) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%) --ignore=$(WATCHING)
 	@$(BIN)/python -m tests.cluster build
-	$(PYTEST) $(LONGEST) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%)
+	$(PYTEST) $(LONGEST) $(WATCHING)
+
+programs: setup  ## builds what a real node and the watching tests need, ahead of them; seconds when it is cached
+	@$(BIN)/python -m tests.cluster build
+	@$(BIN)/python -m tests.cluster images
 
 need-root:
 	@if [ "$$(id -u)" != 0 ]; then \
@@ -77,11 +84,11 @@ need-root:
 
 cluster-tests: need-root setup  ## the test cluster's own tests, once for each state of tests/cluster; root
 	@$(BIN)/python -m tests.cluster tested || { \
-	  $(BIN)/python -m tests.cluster build && $(BIN)/python -m tests.cluster images && \
+	  $(BIN)/python -m tests.cluster build node && $(BIN)/python -m tests.cluster images && \
 	  $(PYTEST) tests/cluster/tests && $(BIN)/python -m tests.cluster tested --record; }
 
-nodes: cluster-tests waiting e2e
-.PHONY: computing waiting cluster-tests nodes
+nodes: waiting cluster-tests e2e
+.PHONY: computing waiting cluster-tests nodes programs
 
 feed-forward: setup  ## 20 architectures with feed-forward ranks on CPUs: the tokens of transformers
 	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix
@@ -93,7 +100,7 @@ gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-scheduler, w
 .PHONY: gangs
 
 e2e: need-root setup  ## a real Kubernetes node with images of this tree; root
-	@$(BIN)/python -m tests.cluster build
+	@$(BIN)/python -m tests.cluster build node
 	@$(BIN)/python -m tests.cluster images
 	$(PYTEST) $(LONGEST) tests/e2e -m "not every_fault"
 
@@ -138,18 +145,18 @@ churn: setup  ## 200 starts and ends of tiny CPU groups: no hang, nothing left
 
 SOAK := --seconds 3600 --resources 50 --real
 soak: setup  ## an hour of pods that go and an API server that dies: all Ready after it, nothing leaked; root
-	@$(BIN)/python -m tests.cluster build
+	@$(BIN)/python -m tests.cluster build node
 	$(BIN)/python -m tests.soak $(SOAK)
 .PHONY: soak
 
 SCALE := --resources 1000 --idle-seconds 600 --write docs/scale.md
 scale: setup  ## 1,000 resources of 4 pods on kwok nodes: time, memory, silence, restart; root
-	@$(BIN)/python -m tests.cluster build
+	@$(BIN)/python -m tests.cluster build control-plane
 	$(BIN)/python -m tests.scale $(SCALE)
 
 SPECS := --count 10000
 specs: setup  ## 10,000 random resources against models, CRD, planner, manifests and a real API server
-	@$(BIN)/python -m tests.cluster build
+	@$(BIN)/python -m tests.cluster build control-plane
 	$(BIN)/python -m tests.integration.specs $(SPECS)
 .PHONY: scale specs
 

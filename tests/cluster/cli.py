@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "build", help="compile the Kubernetes programs, etcd, Helm and CoreDNS into the cache"
-    )
+    build = commands.add_parser("build", help="compile the programs that tests need into the cache")
+    build.add_argument("set", nargs="?", choices=tools.SETS, default="all", metavar="SET",
+        help=f"{', '.join(tools.SETS)}; default: all")  # fmt: skip
     built = commands.add_parser("images", help="build the Dockerfile's images into the cache")
     built.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: {' '.join(images.TARGETS)}")
     built.add_argument("--load", action="store_true", help="import them into the running node too")
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(chosen: argparse.Namespace) -> None:
     if chosen.command == "build":
-        ensure_tools((*tools.ALL, *tools.WATCHING))
+        ensure_tools(tools.SETS[chosen.set])
     elif chosen.command == "images":
         _images(chosen.targets or images.TARGETS, chosen.load)
     elif chosen.command == "up":
@@ -87,7 +87,7 @@ def _images(targets: Sequence[str], load: bool) -> None:
 
 
 def _up(kind: str, with_images: bool, models: Path | None) -> None:
-    ensure_tools(tools.ALL)
+    ensure_tools(tools.NODE)
     if models is not None and kind != "node":
         raise ClusterError("a control plane has no node to mount a folder: leave --models out, or `up node`")
     if kind == "node":

@@ -17,7 +17,7 @@ from tests.cluster.running_cluster import Cluster, ensure_tools, start_control_p
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[Cluster]:
     """A real API server with controllers and scheduler, no node: for CRDs, RBAC, the operator, Helm."""
-    ensure_tools(tools.ALL)
+    ensure_tools(tools.CONTROL_PLANE)
     with start_control_plane_only() as cluster:
         yield cluster
 
@@ -25,6 +25,6 @@ def control_plane() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def node_cluster() -> Iterator[NodeCluster]:
     """A real node that is Ready, with the images of this working tree in it, built when they are not yet."""
-    ensure_tools(tools.ALL)
+    ensure_tools(tools.NODE)
     with start_node_cluster(ensure_images()) as cluster:
         yield cluster

@@ -69,10 +69,14 @@ VOLCANO = Tool(name="volcano", programs=("scheduler", "controller-manager"))
 KSTATUS = Tool(name="kstatus", programs=("kstatus",))
 """Ours: what Flux and others make of a resource's status."""
 COSCHEDULING = Tool(name="scheduler-plugins", programs=("scheduler",))
-ALL = (ETCD, KUBERNETES, HELM, COREDNS)
-"""What most tests need; the others are built where they are used."""
+CONTROL_PLANE = (ETCD, KUBERNETES, HELM, KSTATUS)
+"""What tests of an API server need."""
+NODE = (*CONTROL_PLANE, COREDNS)
+"""What tests of a real node need."""
 WATCHING = (PROMETHEUS, PROMETHEUS_OPERATOR, PROMETHEUS_ADAPTER)
 """What the tests of dashboards, alerts and autoscaling need besides."""
+SETS = {"control-plane": CONTROL_PLANE, "node": NODE, "all": (*NODE, *WATCHING)}
+"""By the name that `python -m tests.cluster build` takes; the others are built where they are used."""
 
 
 def build_ldflags(tool: Tool) -> str:

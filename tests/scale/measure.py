@@ -68,7 +68,7 @@ async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
     Raises:
         AssertionError: a step was not done within its deadline, or the operator ended.
     """
-    ensure_tools([*tools.ALL, tools.KWOK])
+    ensure_tools([*tools.CONTROL_PLANE, tools.KWOK])
     logs.mkdir(parents=True)
     with start_control_plane_only() as cluster:
         nodes = -(-resources // GPUS_PER_NODE) + 1

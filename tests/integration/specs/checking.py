@@ -74,7 +74,7 @@ class Result:
 @contextlib.contextmanager
 def start_cluster() -> Iterator[Cluster]:
     """Yields a control plane that serves HeteroInference."""
-    ensure_tools(tools.ALL)
+    ensure_tools(tools.CONTROL_PLANE)
     with start_control_plane_only() as started:
         started.kubectl("create", "-f", "-", stdin=render_crd())
         asyncio.run(_served(started))

@@ -13,7 +13,7 @@ from tests.integration.worker.conftest import make
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    ensure_tools((*tools.ALL, *tools.WATCHING))
+    ensure_tools(tools.SETS["all"])
     folder: Path = tmp_path_factory.mktemp("watching")
     model = make(folder / "model")
     with start_control_plane_only() as plane, start_stack(plane, model, folder) as started:
