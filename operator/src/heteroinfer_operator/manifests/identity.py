@@ -111,14 +111,12 @@ def complete_labels(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[
         labels: as stored.
 
     Returns:
-        None for a pod that is no worker by its labels and its name.
+        None for a pod that is no worker by its name, such as a copy that somebody made of one.
     """
     numbers = (names.LABEL_GROUP, names.LABEL_EPOCH, names.LABEL_POD_INDEX)
     match = re.fullmatch(rf"{re.escape(owner.key.name)}-([0-9]{{1,2}})-([0-9]{{1,16}})-([0-9]{{1,3}})", name)
     if match is None:
-        said = [labels.get(label, "") for label in numbers]
-        is_worker = labels.get(names.LABEL_COMPONENT) == names.COMPONENT_WORKER
-        return dict(labels) if is_worker and all(text.isdecimal() for text in said) else None
+        return None
     named = dict(zip(numbers, match.groups(), strict=True))
     leads = {names.LABEL_LEADER: "true"} if match[3] == "0" else {}
     return {**labels, **named, **leads, names.LABEL_COMPONENT: names.COMPONENT_WORKER}

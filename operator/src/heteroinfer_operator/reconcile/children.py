@@ -21,7 +21,7 @@ from heteroinfer_operator.manifests.network_policy import build_network_policy
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.revision_record import build_revision_record
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service
-from heteroinfer_operator.reconcile.group import GroupDecision
+from heteroinfer_operator.reconcile.group import GroupDecision, revision_of
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.revisions import Revision
 
@@ -51,10 +51,12 @@ class Children:
     Attributes:
         wanted: to be as their manifests say.
         kept: names of those that stay as they are, since what they were made with is not known.
+        kept_kinds: of which all that there are stay: claims hold models, and a refused spec names none.
     """
 
     wanted: tuple[Child, ...] = ()
     kept: frozenset[str] = field(default=frozenset())
+    kept_kinds: frozenset[str] = field(default=frozenset())
 
 
 def find_children(
@@ -96,16 +98,17 @@ def find_children(
             wanted.append(Child(manifest=record, scopes=frozenset(scopes)))
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
     wanted += _of_resource(context, sorted(in_use), ports)
-    if context.target.spec is None and not ports:
+    kept_kinds: set[str] = set()
+    if context.target.refusal is not None:
         kept.add(identity.client_service(owner))
-    return Children(wanted=tuple(wanted), kept=frozenset(kept))
+        kept_kinds.add(CLAIM)
+    return Children(wanted=tuple(wanted), kept=frozenset(kept), kept_kinds=frozenset(kept_kinds))
 
 
 def _revision_of(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
     """Returns what a group's pods are of, or those that it gets next; None where that is not known."""
-    labels = {pod.labels.get(names.LABEL_REVISION) for pod in pods} - {None}
     wanted = context.target.name if context.target.refusal is None else None
-    name = min(map(str, labels)) if labels else decision.status.revision or wanted
+    name = revision_of(context, decision.status, pods) or wanted
     return context.revisions.get(name or "")
 
 
@@ -186,7 +189,9 @@ def decide_children(
             uid=manifest["metadata"]["uid"],
         )
         for manifest in by_name.values()
-        if _spare(manifest, used_plans) and manifest["metadata"]["name"] not in children.kept
+        if _spare(manifest, used_plans)
+        and manifest["metadata"]["name"] not in children.kept
+        and manifest["kind"] not in children.kept_kinds
     ]
     return before, after
 

@@ -11,6 +11,7 @@ pods say the rest. While the spec is refused, the next epoch is of the revision 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Final
 
 from heteroinfer_contract import names
@@ -140,6 +141,18 @@ def _find_overdue(context: Context, living: GroupDecision, report: GroupReport |
     return startup.find_overdue(living.status.startup, report, timeout_s=timeout_s, now=context.now)
 
 
+def revision_of(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> str | None:
+    """Returns the revision that pods were made with, or else that of the status; None if neither says it."""
+    return _said(pods, names.LABEL_REVISION, context.revisions, status.revision)
+
+
+def _said(pods: Sequence[PodView], label: str, known: Mapping[str, Any], kept: str | None) -> str | None:
+    """Returns what pods say by a label; the status goes before a value of which nothing is kept."""
+    said = sorted({value for pod in pods if (value := pod.labels.get(label))})
+    order = [*(value for value in said if value in known), *([kept] if kept in known else []), *said, kept]
+    return order[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
     """What an epoch was made with.
@@ -161,11 +174,8 @@ class _Made:
     @classmethod
     def of(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "_Made":
         """Returns what the pods' labels say, or else the status."""
-        said: dict[str, str] = {}
-        for pod in current:
-            said |= {label: value for label, value in pod.labels.items() if label not in said}
-        revision_name = said.get(names.LABEL_REVISION) or status.revision
-        plan_hash = said.get(names.LABEL_PLAN) or status.plan_hash
+        revision_name = revision_of(context, status, current)
+        plan_hash = _said(current, names.LABEL_PLAN, context.plans, status.plan_hash)
         plan = context.plans.get(plan_hash or "")
         revision = context.revisions.get(revision_name or "")
         if plan is not None:
@@ -247,7 +257,8 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
         "phase": GroupPhase.STOPPING if pods else GroupPhase.PENDING,
         "message": message,
     }
-    if not pods and status.epoch_start_time is not None:
+    if status.epoch_start_time is not None or any(epoch_of(pod) == status.epoch for pod in pods):
+        # From its first pod on: all of them may have run, and be gone, before anybody looks again.
         update |= {"epoch": status.epoch + 1, "epoch_start_time": None}
     return GroupDecision(
         status=status.model_copy(update=update),
@@ -353,8 +364,11 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
             look_again_s=context.node_loss.look_again_s(pods),
         )
     if status.next_epoch_time is not None and status.next_epoch_time > context.now:
-        wait_s = (status.next_epoch_time - context.now).total_seconds()
-        update = {"phase": GroupPhase.WAITING}
+        # A clock that was set back, or a shorter backoffMax, prolongs no wait.
+        longest = timedelta(seconds=parse_duration_s(context.life.restart.backoff_max))
+        next_epoch_time = min(status.next_epoch_time, context.now + longest)
+        wait_s = (next_epoch_time - context.now).total_seconds()
+        update = {"phase": GroupPhase.WAITING, "next_epoch_time": next_epoch_time}
         return GroupDecision(status=status.model_copy(update=update), look_again_s=wait_s)
     refusal = context.refusal_of(status.index)
     if refusal is not None and refusal.kind == "Pod" and refusal.retry_at > context.now:
@@ -469,8 +483,10 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         }
         return GroupDecision(status=status.model_copy(update=update), refusal=problem)
     plan, refusal = planned.plan, context.refusal_of(status.index)
+    # Pods that nobody has seen run may have run all the same, where all of them are gone.
+    begun = status.epoch + (status.epoch_start_time is not None)
     update = {
-        "epoch": status.epoch or context.options.first_epoch(context.now),
+        "epoch": begun or context.options.first_epoch(context.now),
         "revision": revision.name,
         "plan_hash": plan_hash,
         "phase": GroupPhase.STARTING if refusal is None else GroupPhase.PENDING,

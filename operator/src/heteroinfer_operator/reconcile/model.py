@@ -276,7 +276,8 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
         commit=fetched.commit if fetched is not None else None,
         bytes_done=size_bytes,
         bytes_total=size_bytes,
-        checked_time=context.now,
+        # Never before the failure that it answers, though a clock was set back: it would be read for ever.
+        checked_time=max(context.now, context.unreadable_since or context.now),
         profile=text,
     )
     reported = fetched is not None and fetched.commit != kept.commit

@@ -136,8 +136,8 @@ def _group_request(
 
 
 def _replicas(asked: int | None, status: HeteroInferenceStatus) -> int:
-    """Returns how many groups are wanted: as many as there are, where the spec cannot be read."""
-    return asked if asked is not None else max((group.index + 1 for group in status.groups), default=0)
+    """Returns how many groups are wanted: as many as there are, at least one, where it cannot be read."""
+    return asked if asked is not None else max((group.index + 1 for group in status.groups), default=1)
 
 
 def _model(

@@ -33,8 +33,8 @@ def recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
 
 
 def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
-    """Returns whether a group has failed for good."""
-    return recent(failures, restart) > restart.max_restarts
+    """Returns whether a group has failed for good: by a failure that counts, never by an eviction."""
+    return bool(failures) and failures[-1].counted and recent(failures, restart) > restart.max_restarts
 
 
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:

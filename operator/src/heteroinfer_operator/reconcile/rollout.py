@@ -7,11 +7,10 @@ down only within `rollout.maxUnavailable`, and only for a revision that has a pl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupPhase, GroupStatus
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.reconcile.group import GroupDecision, decide_group
+from heteroinfer_operator.reconcile.group import GroupDecision, decide_group, revision_of
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
@@ -57,7 +56,12 @@ def decide_wanted(
     """
     count = context.replicas
     serving = {i for i in range(count) if i in old and _serves(old[i], by_group.get(i, ()))}
-    outdated = {i for i in range(count) if _is_outdated(by_group.get(i, ()), context.target.name)}
+    outdated = {
+        i
+        for i in range(count)
+        if by_group.get(i)
+        and revision_of(context, old.get(i, GroupStatus(index=i)), by_group[i]) != context.target.name
+    }
     problem = context.problem if outdated and not context.life.suspend else None
     goes_on = problem is None and not context.target_failed
     budget = context.life.rollout.max_unavailable - (count - len(serving))
@@ -112,7 +116,3 @@ def _serves(status: GroupStatus, pods: Sequence[PodView]) -> bool:
     present = {pod.name for pod in pods}
     whole = all(entry.pod in present for entry in status.members)
     return bool(pods) and whole and all(pod.ready and not pod.ended for pod in pods)
-
-
-def _is_outdated(pods: Sequence[PodView], revision: str | None) -> bool:
-    return any(pod.labels.get(names.LABEL_REVISION, revision) != revision for pod in pods)

@@ -1,0 +1,201 @@
+"""What a second attack found: each by the shortest way in which it came about."""
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
+
+CLAIM = "PersistentVolumeClaim"
+REFUSED = {"parallelism": {"tensor": 3}}
+HUB = {"uri": "hf://org/model", "cache": {"size": "10Gi"}}
+
+
+@pytest.fixture
+def world() -> World:
+    """A pair of CPU pods that serves."""
+    world = World(spec=cpu_pair())
+    world.serve()
+    return world
+
+
+def kinds(world: World) -> list[str]:
+    return sorted(kind for kind, _ in world.objects)
+
+
+def relabel(world: World, label: str, value: str | None) -> None:
+    """Has somebody overwrite, or remove, a label of every worker pod."""
+    for name in world.workers():
+        labels = {key: kept for key, kept in world.pods[name].labels.items() if key != label}
+        labels |= {label: value} if value is not None else {}
+        world.pods[name] = replace(world.pods[name], labels=labels)
+
+
+def create_pods(world: World) -> None:
+    """Brings a new resource up to the reconcile that creates its pods, and no further."""
+    world.settle()
+    world.answer_inspection()
+    while not world.workers():
+        world.step()
+
+
+@pytest.mark.parametrize("refused", [REFUSED, {"roles": "none"}], ids=["by a rule", "not to be read"])
+def test_a_refused_spec_deletes_no_claim(refused: dict[str, object]) -> None:
+    """A typo while a model is fetched, before any group of it: what was fetched went with its claim."""
+    world = World(spec=cpu_pair(model=HUB))
+    world.settle()
+    assert CLAIM in kinds(world)
+    world.change_spec(**refused)
+    world.settle()
+    assert CLAIM in kinds(world)
+    world.change_spec(**cpu_pair(model={**HUB, "cache": {"size": "20Gi"}}), parallelism={})
+    world.settle()
+    assert kinds(world).count(CLAIM) == 1  # the other one is of no use to the spec that is accepted
+
+
+def test_a_refused_spec_deletes_no_service_of_clients(world: World) -> None:
+    world.change_spec(replicas=0)
+    world.settle()
+    world.reap()
+    world.change_spec(**REFUSED)
+    world.settle()
+    assert ("Service", "demo") in world.objects
+
+
+def test_an_epoch_that_was_suspended_at_its_first_look_is_not_begun_again() -> None:
+    """The operator was away while pods ran: it had created them, and had not seen one of them."""
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    ran = world.workers()
+    world.all_ready()
+    world.change_spec(suspend=True)
+    world.settle()
+    world.reap()
+    world.change_spec(suspend=False)
+    world.settle()
+    assert world.workers()
+    assert not set(ran) & set(world.workers())
+
+
+def test_pods_that_are_all_gone_unseen_end_their_epoch() -> None:
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    world.step()
+    ran = world.workers()
+    world.all_ready()
+    world.pods.clear()
+    world.settle()
+    assert world.workers()
+    assert not set(ran) & set(world.workers())
+
+
+@pytest.mark.parametrize(
+    ("away", "back"), [({"suspend": True}, {"suspend": False}), ({"replicas": 0}, {"replicas": 1})]
+)
+def test_what_the_user_took_back_is_no_failure(
+    world: World, away: dict[str, object], back: dict[str, object]
+) -> None:
+    """Pods that still drain were taken for deleted by somebody, and it counted as a restart."""
+    world.change_spec(**away)
+    world.settle()
+    world.change_spec(**back)
+    world.settle()
+    world.reap()
+    world.settle()
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.status["groups"][0].get("failures", []) == []
+
+
+@pytest.mark.parametrize("label", [names.LABEL_REVISION, names.LABEL_PLAN])
+@pytest.mark.parametrize("value", ["zzz", "0", None])
+def test_a_damaged_label_ends_nothing_and_loses_nothing(world: World, label: str, value: str | None) -> None:
+    pods, objects = world.workers(), set(world.objects)
+    relabel(world, label, value)
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.condition("Planned")[0] == "True"
+    assert world.workers() == pods
+    assert not any(pod.deleting for pod in world.pods.values())
+    assert set(world.objects) == objects
+
+
+def test_a_group_without_its_revision_label_serves_on_while_the_spec_has_no_plan(world: World) -> None:
+    relabel(world, names.LABEL_REVISION, None)
+    world.change_spec(engine={"maxModelLen": 100_000})
+    world.settle()
+    assert world.condition("Available") == ("True", "Serving")
+    assert not any(pod.deleting for pod in world.pods.values())
+
+
+def test_a_copy_of_a_pod_is_no_rank(world: World) -> None:
+    """Somebody made one by `kubectl get -o yaml`, with its labels and owner, under another name."""
+    leader = world.pods[world.workers()[0]]
+    world.pods["copy"] = replace(leader, name="copy", uid="uid-copy", ready=False, started=False)
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    world.end_pod("copy")
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_an_eviction_never_ends_in_failed(world: World) -> None:
+    """Restarts that were allowed once count no more than that, when fewer are allowed since."""
+    world.end_pod(world.workers()[0])
+    world.settle()
+    world.reap()
+    world.settle()
+    world.all_ready()
+    world.change_spec(restart={"maxRestarts": 0})
+    world.settle()
+    evicted = world.workers()[0]
+    world.pods[evicted] = replace(world.pods[evicted], disrupted="EvictionByEvictionAPI", deleting=True)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.condition("Failed")[0] == "False"
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_a_clock_that_was_set_back_prolongs_no_wait(world: World) -> None:
+    world.advance_time(36_000)
+    for _ in range(2):
+        world.end_pod(world.workers()[0])
+        world.settle()
+        world.reap()
+        world.settle()
+    assert world.status["groups"][0]["phase"] == "Waiting"
+    world.advance_time(-36_000)
+    world.settle()
+    world.advance_time(301)  # restart.backoffMax is 5 m
+    world.settle()
+    assert world.workers()
+
+
+def test_a_clock_that_was_set_back_has_no_model_read_for_ever(world: World) -> None:
+    world.advance_time(36_000)
+    failure = Failure(reason=FailureReason.MODEL_NOT_READABLE, message="no such file", pod=0)
+    world.end_pod(world.workers()[0], message=failure.to_json())
+    world.settle()
+    world.reap()
+    world.now -= timedelta(hours=10)
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    world.advance_time(5)
+    world.settle()
+    assert world.condition("ModelReady") == ("True", "ProfileRead")
+    assert set(world.pods) == set(world.workers())
+
+
+@pytest.mark.parametrize("replicas", ["two", 65, None])
+def test_replicas_that_cannot_be_read_are_not_none(replicas: object) -> None:
+    world = World(spec=cpu_pair(replicas=replicas, **({} if replicas else REFUSED)), options=OPTIONS)
+    world.settle()
+    assert world.condition("Ready") == ("False", "InvalidSpec")
