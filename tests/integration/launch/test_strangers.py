@@ -1,6 +1,5 @@
 """A stranger on the network ends no group, stands in for no pod and learns nothing; a reset ends no epoch."""
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -10,9 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.group_key import GroupKey
@@ -21,10 +17,6 @@ from tests.integration.launch.groups import (
     tiny_group,
     wait_until,
 )
-from vllm_heteroinfer.launch import control_client
-from vllm_heteroinfer.launch.control import Handlers
-from vllm_heteroinfer.launch.control_client import ControlClient
-from vllm_heteroinfer.launch.control_server import ControlServer
 from vllm_heteroinfer.launch.handshake import build_opening
 from vllm_heteroinfer.launch.supervisor_link import Hello, Message
 
@@ -192,54 +184,26 @@ def test_a_reset_connection_ends_no_epoch(tmp_path: Path) -> None:
         lives_on(group)
 
 
-async def pair(key: GroupKey | None, lost: list[Any]) -> tuple[ControlServer, ControlClient]:
-    """Returns the two ends of a group of two, on this loop."""
-    with tiny_launches() as (plan, launches):
-        ends = []
-        for launch in launches:
-            handlers = Handlers(
-                on_evidence=lost.append, on_stopping=lost.append, on_left=lost.append, on_verdict=lost.append
-            )
-            kind = ControlServer if launch.pod_index == 0 else ControlClient
-            ends.append(kind(plan, launch, handlers, None if key is None else key.of_epoch(2)))
-    server, client = ends
-    assert isinstance(server, ControlServer)
-    assert isinstance(client, ControlClient)
-    await server.start()
-    return server, client
-
-
-@contextlib.contextmanager
-def tiny_launches() -> Iterator[tuple[Any, Any]]:
-    with tiny_group(Path("/nowhere")) as group:
-        yield group.plan, group.launches
-
-
-async def test_a_dns_answer_of_5_seconds_ends_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resolver asks again after 5 s when an answer is lost; the leader's name is asked for once."""
-    asked: list[float] = []
-    resolve = ControlClient._resolve
-
-    async def slow(client: ControlClient) -> str:
-        asked.append(time.monotonic())
-        await asyncio.sleep(control_client.CONNECT_TIMEOUT_S + 1.0)
-        return await resolve(client)
-
-    monkeypatch.setattr(ControlClient, "_resolve", slow)
-    lost: list[Any] = []
-    server, client = await pair(STRANGER, lost)
-    await asyncio.wait_for(client.connect(), 10)
-    listening = asyncio.create_task(client.listen())
-    assert client._link is not None
-    for _ in range(5):
-        client._link.abort()
-        link = client._link
-        deadline = time.monotonic() + 1.5
-        while client._link is link and time.monotonic() < deadline:
-            server.beat()
-            await asyncio.sleep(0.05)
-        assert client._link is not link
-    assert (len(asked), lost) == (1, [])
-    listening.cancel()
-    await client.end()
-    await server.end(None, 0.0)
+def test_a_dns_answer_of_5_seconds_ends_no_epoch(tmp_path: Path) -> None:
+    """Every name takes 5 s, longer than a heartbeat may: the group starts, and a reset ends nothing."""
+    slow = {"PYTHONPATH": str(Path(__file__).parent / "slow_names"), "SLOW_NAMES_SECONDS": "5.1"}
+    with tiny_group(tmp_path, env=slow) as group:
+        named = tuple(dataclasses.replace(a, host="localhost") for a in group.launches[0].addresses)
+        group.launches = [dataclasses.replace(launch, addresses=named) for launch in group.launches]
+        started = time.monotonic()
+        with wired(group) as wire:
+            group.wait_ready()
+            assert time.monotonic() - started > 5, "no name was asked for"
+            log = group.pods[1].log
+            for again in (1, 2):
+                asked = log.read_text().count("asks for localhost")
+                wire.reset()
+                wait_until(
+                    lambda: log.read_text().count("connected to the leader again") == again,  # noqa: B023 - called at once
+                    LONGER_THAN_A_HEARTBEAT_S,
+                    group.logs,
+                )
+                assert log.read_text().count("asks for localhost") == asked, "its address is known"
+            since = time.monotonic()
+            wait_until(lambda: time.monotonic() - since > LONGER_THAN_A_HEARTBEAT_S, 10)
+            lives_on(group)

@@ -169,6 +169,11 @@ class ControlClient:
         if self._link is not None:
             self._link.send(message)
 
+    def own_address(self) -> str:
+        """Returns this pod's IP address on the way to the leader, once it is connected."""
+        assert self._link is not None
+        return self._link.own_host
+
     def connected(self) -> bool:
         """Returns whether the leader had its last heartbeat within the heart-beat deadline."""
         return self._link is not None and self._link.silent_for_s() <= self._launch.heartbeat_timeout_s

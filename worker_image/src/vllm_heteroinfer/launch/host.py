@@ -134,11 +134,10 @@ def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv
             yield ipaddress.IPv6Address(int(fields[0], 16))
 
 
-async def find_own_address(launch: PodLaunch) -> str:
-    """Returns this pod's IP address on the way to its peers; the caller sets the deadline.
+async def find_leader_address(launch: PodLaunch) -> str:
+    """Returns the leader's IP address, for the leader itself; the caller sets the deadline.
 
-    The leader resolves its own name, a follower asks the kernel by which address it
-    reaches the leader. A name in a cluster can take half a minute to appear.
+    A name in a cluster can take half a minute to appear.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -149,9 +148,4 @@ async def find_own_address(launch: PodLaunch) -> str:
         except socket.gaierror:
             await asyncio.sleep(RESOLVE_INTERVAL_S)
             continue
-        family, kind, _, _, target = found[0]
-        if launch.pod_index == 0:
-            return str(target[0])
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # a datagram socket sends nothing; the kernel picks the route
-            return str(probe.getsockname()[0])
+        return str(found[0][4][0])

@@ -31,7 +31,7 @@ from vllm_heteroinfer.launch.control_client import ControlClient, Refused
 from vllm_heteroinfer.launch.control_server import ControlServer
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.engine_clock import EngineClock
-from vllm_heteroinfer.launch.host import find_own_address, observe_host
+from vllm_heteroinfer.launch.host import find_leader_address, observe_host
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
 from vllm_heteroinfer.launch.start_clock import StartClock
@@ -159,10 +159,7 @@ class Supervisor:
     async def _start_pod(self) -> None:
         """Joins the group, starts the ranks, and then listens to the leader."""
         try:
-            if self._client is not None:
-                await self._client.connect()
-            async with asyncio.timeout(self._launch.startup_timeout_s):
-                address = await find_own_address(self._launch)
+            address = await self._join()
         except TimeoutError:
             name = self._launch.leader.host
             self._conclude(self._startup_timeout(f"the name {name} has no address", pod=0))
@@ -177,6 +174,17 @@ class Supervisor:
             raise ContractError(f"a process cannot be started: {error}") from error
         if self._client is not None:
             await self._client.listen()
+
+    async def _join(self) -> str:
+        """Returns this pod's own IP address once it is part of the group; raises Refused and TimeoutError.
+
+        A follower asks for no name once it is connected: an answer may take longer than a heartbeat.
+        """
+        if self._client is not None:
+            await self._client.connect()
+            return self._client.own_address()
+        async with asyncio.timeout(self._launch.startup_timeout_s):
+            return await find_leader_address(self._launch)
 
     async def _watch_for_ever(self) -> None:
         while True:

@@ -103,6 +103,7 @@ class SupervisorLink:
         self._seal: Seal | None = None
         self.last_heartbeat_at_s = time.monotonic()
         self.peer_host = str((writer.get_extra_info("peername") or ("",))[0])
+        self.own_host = str((writer.get_extra_info("sockname") or ("",))[0])
         _set_options(writer, timeout_s)
 
     async def prove_as_leader(self, key: EpochKey) -> None:
