@@ -35,7 +35,7 @@ quickstart: setup  ## a small model on this machine, from a file to served token
 test: need-root check  ## what CI runs
 	@./.ci/lanes computing nodes programs
 
-check: setup  ## the inner loop: lint, types, imports, unit; within a minute
+check: setup  ## the inner loop: lint, types, imports, unit
 	@./.ci/lanes unit static
 
 lint: setup  ## ruff: rules and format; words that docs/glossary.md retired
