@@ -190,6 +190,20 @@ def test_an_unknown_value_in_the_status_loses_only_itself(world: World) -> None:
     assert group(world)["epoch"] == 2
 
 
+def test_a_pod_that_goes_with_the_status_does_not_come_again_under_its_name(world: World) -> None:
+    """Nothing tells any more that it had run: its epoch ends, and the next one's pods have other names."""
+    world.serve()
+    world.status = {}
+    world.version += 1
+    del world.pods[FOLLOWER]
+    again(world)
+    world.answer_inspection()  # what was known of the model went with the status
+    again(world)
+    assert world.created.count(FOLLOWER) == 1
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    assert group(world)["failures"][-1]["reason"] == "PodDeleted"
+
+
 # Plans and policies of what runs
 
 

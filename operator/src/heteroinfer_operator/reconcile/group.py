@@ -112,6 +112,7 @@ def decide_group(
         report: what its leader says of it now, or None.
     """
     epoch = max([status.epoch, *(epoch_of(pod) for pod in pods)])
+    is_forgotten = status.epoch < epoch
     current = [pod for pod in pods if epoch_of(pod) == epoch]
     status = status.model_copy(update={"epoch": epoch})
     if context.life.suspend:
@@ -119,11 +120,17 @@ def decide_group(
     if not current and not _had_run(status):
         return _between_epochs(context, status, pods)
     made = _Made.of(context, status, current)
+    if is_forgotten:
+        update = {"revision": made.revision_name, "plan_hash": made.plan_hash}
+        status = status.model_copy(update=update)
     if replace and current and made.revision_name != context.target.name:
         return _replace(context, status, pods)
     if report is not None and (report.epoch != epoch or (made.plan and not report.covers(made.plan))):
         report = None
     epoch_end = _find_epoch_end(context, status, current, made)
+    if epoch_end is None and is_forgotten and made.missing(current):
+        # The status was lost, and with it which pods had run: a name may have been used already.
+        epoch_end = EpochEnd(reason="PodDeleted", message="a pod of an epoch that no status tells of is gone")
     if epoch_end is not None:
         return _end_epoch(context, status, pods, epoch_end)
     refusal = context.refusal_of(status.index)
