@@ -148,7 +148,9 @@ class Acting:
     def _is_blocked(self, action: Action) -> bool:
         match action:
             case CreateObject() | ApplyObject():
-                return self._makes_nothing or bool(self._blocked & action.scopes)
+                # What several groups need is made for those that are not blocked.
+                nobody_needs_it = bool(action.scopes) and action.scopes <= self._blocked
+                return self._makes_nothing or nobody_needs_it
             case DeleteObject():
                 return self._conflict and action.after_status
         return False

@@ -199,3 +199,30 @@ def test_replicas_that_cannot_be_read_are_not_none(replicas: object) -> None:
     world = World(spec=cpu_pair(replicas=replicas, **({} if replicas else REFUSED)), options=OPTIONS)
     world.settle()
     assert world.condition("Ready") == ("False", "InvalidSpec")
+
+
+def test_a_pod_that_goes_with_the_status_is_not_made_again(world: World) -> None:
+    """Nothing says any more that it had run: its name is not used again."""
+    ran = world.workers()
+    world.status = {}
+    world.version += 1
+    del world.pods[ran[1]]
+    world.settle()
+    world.reap()
+    world.answer_inspection()
+    world.settle()
+    assert len(world.workers()) == 2
+    assert not set(ran) & set(world.workers())
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_pods_never_lack_the_plan_because_another_group_is_refused(group: int) -> None:
+    """Both groups have one plan: it was not made while either was blocked, and the other's pods hung."""
+    world = World(spec=cpu_pair(replicas=2))
+    world.refuses["Service", f"demo-{group}-ranks"] = "it is somebody else's"
+    world.serve()
+    other = 1 - group
+    assert {name.split("-")[1] for name in world.workers()} == {str(other)}
+    kept = {name for kind, name in world.objects if kind == "ConfigMap"}
+    assert {f"demo-plan-{pod.labels[names.LABEL_PLAN]}" for pod in world.pods.values()} <= kept
+    assert {f"demo-revision-{pod.labels[names.LABEL_REVISION]}" for pod in world.pods.values()} <= kept
