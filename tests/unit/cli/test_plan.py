@@ -234,4 +234,4 @@ def test_a_bad_option_is_a_usage_error(arguments: list[str], capsys: pytest.Capt
     with pytest.raises(SystemExit) as caught:
         main(["plan", "-f", "x.yaml", *arguments])
     assert caught.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+    assert f"{arguments[0]}: got {arguments[1]!r}, expected a" in capsys.readouterr().err

@@ -133,7 +133,9 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
     try:
         entries = os.listdir(directory)
     except FileNotFoundError as error:
-        raise ModelFilesError(f"{directory}: no such directory; see model.uri") from error
+        raise ModelFilesError(
+            f"{directory}: no such directory; expected one with config.json and *.safetensors"
+        ) from error
     except NotADirectoryError as error:
         raise ModelFilesError(
             f"{directory}: got a file, expected the directory that holds {CONFIG_FILE}"

@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--filename", required=True, metavar="FILE", help="a HeteroInference; - for stdin"
     )
     parser.add_argument(
-        "--model-dir", type=Path, help="the model's directory; needed where model.uri is pvc://"
+        "--model-dir",
+        type=Path,
+        metavar="DIR",
+        help="the model's folder, instead of the file's model.uri; needed where that is pvc://",
     )
     parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table")
     parser.add_argument(
@@ -78,10 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a number of GPUs, 0 or more")
-    return count
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of GPUs, 0 or more")
+    return int(text)
 
 
 def _size(text: str) -> int:
