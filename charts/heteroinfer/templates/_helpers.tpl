@@ -43,6 +43,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - {name: HETEROINFER_WORKER_IMAGE_CPU, value: {{ .Values.workerImages.cpu | default (printf "heteroinfer/worker-cpu:%s" .Chart.AppVersion) | quote }}}
 - {name: HETEROINFER_WORKER_IMAGE_GPU, value: {{ .Values.workerImages.gpu | default (printf "heteroinfer/worker:%s" .Chart.AppVersion) | quote }}}
 - {name: HETEROINFER_ALLOW_HOST_PATHS, value: {{ .Values.allowHostPaths | quote }}}
+- {name: HETEROINFER_ALLOW_REMOTE_CODE, value: {{ .Values.allowRemoteCode | quote }}}
+- {name: HETEROINFER_ALLOWED_ARGUMENTS, value: {{ join "," .Values.allowedArguments | quote }}}
+- {name: HETEROINFER_ALLOWED_ANNOTATIONS, value: {{ join "," .Values.allowedAnnotations | quote }}}
 - {name: HETEROINFER_LEADER_ELECTION, value: {{ .Values.leaderElection.enabled | quote }}}
 - {name: HETEROINFER_LEASE_NAME, value: {{ include "heteroinfer.name" . | quote }}}
 - {name: HETEROINFER_LEASE_SECONDS, value: {{ .Values.leaderElection.leaseSeconds | quote }}}

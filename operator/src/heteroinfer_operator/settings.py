@@ -11,6 +11,8 @@ from typing import Final
 
 from heteroinfer_operator.errors import HeteroInferError
 
+_ANNOTATION: Final = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{0,63}|[A-Za-z0-9._-]{1,63}")
+_OPTION: Final = re.compile(r"--[a-z0-9][a-z0-9-]*")
 _NAMESPACE: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -25,6 +27,12 @@ class InstallationSettings:
         worker_image_gpu: HETEROINFER_WORKER_IMAGE_GPU: image of GPU pods whose spec names none.
         allow_host_paths: HETEROINFER_ALLOW_HOST_PATHS: whether `file://` may mount a path of
             the node.
+        allow_remote_code: HETEROINFER_ALLOW_REMOTE_CODE: whether `--trust-remote-code` may stand in
+            `engine.args`.
+        allowed_arguments: HETEROINFER_ALLOWED_ARGUMENTS, separated by commas: options of vLLM that
+            `engine.args` may have beside those listed.
+        allowed_annotations: HETEROINFER_ALLOWED_ANNOTATIONS, separated by commas: keys of
+            annotations, or prefixes that end with a slash, which pods may have beside those listed.
         http_port: HETEROINFER_HTTP_PORT: of /healthz, /readyz and /metrics; 0 takes a free one.
         workers: HETEROINFER_WORKERS: resources reconciled at once, at least 1.
         resync_s: HETEROINFER_RESYNC_SECONDS: between resyncs, above 0.
@@ -46,6 +54,9 @@ class InstallationSettings:
     worker_image_cpu: str = ""
     worker_image_gpu: str = ""
     allow_host_paths: bool = False
+    allow_remote_code: bool = False
+    allowed_arguments: tuple[str, ...] = ()
+    allowed_annotations: tuple[str, ...] = ()
     http_port: int = 8080
     workers: int = 16
     resync_s: float = 300.0
@@ -80,10 +91,15 @@ class InstallationSettings:
         """
         read = _EnvReader(env)
         settings = cls(
-            watch_namespaces=read.namespaces("WATCH_NAMESPACES"),
+            watch_namespaces=read.listed("WATCH_NAMESPACES", _NAMESPACE, "names of namespaces"),
             worker_image_cpu=read.text("WORKER_IMAGE_CPU", ""),
             worker_image_gpu=read.text("WORKER_IMAGE_GPU", ""),
             allow_host_paths=read.flag("ALLOW_HOST_PATHS", default=False),
+            allow_remote_code=read.flag("ALLOW_REMOTE_CODE", default=False),
+            allowed_arguments=read.listed("ALLOWED_ARGUMENTS", _OPTION, "options such as --runner"),
+            allowed_annotations=read.listed(
+                "ALLOWED_ANNOTATIONS", _ANNOTATION, "keys of annotations, or prefixes that end with a slash"
+            ),
             http_port=read.number("HTTP_PORT", 8080, least=0, most=65535),
             workers=read.number("WORKERS", 16, least=1, most=64),
             resync_s=read.number("RESYNC_SECONDS", 300, least=1, most=86400),
@@ -136,12 +152,12 @@ class _EnvReader:
             raise _wrong(name, text, f"one of {', '.join(choices)}")
         return text
 
-    def namespaces(self, name: str) -> tuple[str, ...]:
-        found = tuple(part.strip() for part in self.text(name, "").split(",") if part.strip())
-        for part in found:
-            if not _NAMESPACE.fullmatch(part):
-                raise _wrong(name, part, "names of namespaces, separated by commas")
-        return tuple(sorted(set(found)))
+    def listed(self, name: str, pattern: re.Pattern[str], expected: str) -> tuple[str, ...]:
+        found = {part.strip() for part in self.text(name, "").split(",") if part.strip()}
+        for part in sorted(found):
+            if not pattern.fullmatch(part):
+                raise _wrong(name, part, f"{expected}, separated by commas")
+        return tuple(sorted(found))
 
 
 def _wrong(name: str, got: str, expected: str) -> HeteroInferError:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from hypothesis import strategies as st
 
 from heteroinfer_contract import names
+from heteroinfer_operator.api.env_vars import ALLOWED_ENV, OWNED_ENV
 from heteroinfer_operator.crd import build_schema
 from heteroinfer_operator.quantity import DURATION_PATTERN
 
@@ -196,6 +197,8 @@ def _engines(draw: st.DrawFn) -> Json:
         if draw(st.integers(0, 5)):
             variable.pop("valueFrom", None)
             variable["value"] = "1"
+        if draw(st.integers(0, 5)):
+            variable["name"] = draw(st.sampled_from([*ALLOWED_ENV, *OWNED_ENV, *names.USER_ENV]))
     return engine
 
 

@@ -54,6 +54,14 @@ def refusal(cluster: Cluster, body: dict[str, Any]) -> str:
             {"engine": {"env": [{"name": "RANK", "value": "0"}]}},
             "set roles[].device, roles[].layers or network instead: got RANK",
         ),
+        (
+            {"engine": {"env": [{"name": "LD_PRELOAD", "value": "/model/x.so"}]}},
+            "or set it in an image of your own (spec.engine.image): got LD_PRELOAD",
+        ),
+        (
+            {"engine": {"env": [{"name": "VLLM_API_KEY", "value": "hunter2"}]}},
+            "put it into a Secret and give valueFrom.secretKeyRef: got VLLM_API_KEY",
+        ),
     ],
 )
 def test_kubectl_apply_is_refused_in_words(fields: dict[str, Any], said: str, cluster: Cluster) -> None:

@@ -10,8 +10,9 @@ from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedModel
 from heteroinfer_operator.api import parse_resource
 from heteroinfer_operator.cluster import NodeView, Refusal, ResourceKey, ResourceObservation
 from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.refusals import OBJECT_REFUSED
-from tests.unit.reconcile.world import PROFILE, World
+from tests.unit.reconcile.world import OPTIONS, PROFILE, World
 
 NAMESPACE = "default"
 _NODES = 64
@@ -85,7 +86,12 @@ def _live(body: dict[str, Any]) -> Life:
     # What the API server does to numbers and texts in between.
     spec = json.loads(json.dumps(body["spec"]))
     world = _NamedWorld(
-        spec=spec, name=body["metadata"]["name"], finalizers=(names.FINALIZER,), nodes=_nodes(spec)
+        spec=spec,
+        name=body["metadata"]["name"],
+        finalizers=(names.FINALIZER,),
+        nodes=_nodes(spec),
+        # Whatever the schema takes is to become objects: no drawn key or word is on a list.
+        options=replace(OPTIONS, allowed=Allowed(arguments=None, annotations=None)),
     )
     world.settle()
     world.answer_inspection(_answer(spec))

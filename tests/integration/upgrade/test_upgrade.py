@@ -14,9 +14,9 @@ import yaml
 
 from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.group_key import GroupKey
-from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.api import parse_spec, parse_stored_spec
 from heteroinfer_operator.kube.paths import CHILDREN, EVENT, HETERO_INFERENCE, POD, SECRET
-from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from heteroinfer_operator.manifests.identity import first_revision, revision
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.running_cluster import Cluster, start_control_plane_only
@@ -160,6 +160,74 @@ async def test_groups_of_an_older_version_run_on(version: Path, plane: Cluster, 
             assert " 403 " not in process.said, process.said
     finally:
         await server.close()
+
+
+FORBIDDEN: dict[str, Any] = {
+    "engine": {
+        "args": ["--middleware", "model.Middleware", "--trust-remote-code"],
+        "env": [{"name": "LD_PRELOAD", "value": "/model/x.so"}, {"name": "VLLM_API_KEY", "value": "hunter2"}],
+    }
+}
+
+
+def with_spec(objects: list[dict[str, Any]], name: str, spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what the old operator would have stored of a resource with more in its spec."""
+    (resource,) = (item for item in resources(objects) if item["metadata"]["name"] == name)
+    changed = {**resource["spec"], "engine": {**resource["spec"]["engine"], **spec["engine"]}}
+    new, old = first_revision(parse_stored_spec(changed)), resource["status"]["currentRevision"]
+    kept = [item for item in objects if item["metadata"]["name"].startswith(f"{name}-")]
+    return list(json.loads(json.dumps([{**resource, "spec": changed}, *kept]).replace(old, new)))
+
+
+@every_version
+async def test_a_tightened_list_takes_neither_status_nor_restart(
+    version: Path, plane: Cluster, tmp_path: Path
+) -> None:
+    """A spec that the older list took is refused now: its group runs on, and starts again as it was made."""
+    (package,) = version.glob("*.tgz")
+    plane.helm("install", RELEASE, str(package), "-n", RELEASE, "--create-namespace", "--set", "replicas=0")
+    plane.kubectl("create", "namespace", NAMESPACE)
+    plane.kubectl("wait", "-n", NAMESPACE, "--for=create", "serviceaccount/default", "--timeout=20s")
+    server = ApiServer(await load_configuration(str(plane.kubeconfig)))
+    path = HETERO_INFERENCE.path(NAMESPACE, "pair")
+    try:
+        await restore(server, with_spec(recorded(version), "pair", FORBIDDEN))
+        before = await pods(server)
+        chart = str(REPOSITORY / "charts" / "heteroinfer")
+        plane.helm("upgrade", RELEASE, chart, "-n", RELEASE, "--set", "replicas=0")
+        settings = {"resync_seconds": "1", "namespace": RELEASE, "key_secret": f"{RELEASE}-key"}
+        async with operator(account_kubeconfig(plane, tmp_path), tmp_path / "log", **settings) as process:
+            await process.working()
+
+            async def says_so() -> bool:
+                planned = await condition(server, path, "Planned")
+                return planned["status"] == "False" and "LD_PRELOAD" in planned["message"]
+
+            await until("the condition", says_so, said=lambda: process.said)
+            assert (await condition(server, path, "Available"))["status"] == "True"
+            assert await pods(server) == before, process.said
+            await check_next_epoch(server, process)
+            (container,) = (await pods(server))["pair-0-2-0"]["spec"]["containers"]
+            assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in container["env"], "it is as it was made"
+            await server.merge(path, {"spec": {"suspend": True}})
+            await until("pods that go", lambda: all_go(server), said=lambda: process.said)
+            worse = [{"name": "PYTHONPATH", "value": "/model"}]
+            with pytest.raises(ApiError, match=r"or set it in an image of your own .*: got PYTHONPATH"):
+                await server.merge(path, {"spec": {"engine": {"env": worse}}})
+            assert "Traceback" not in process.said, process.said
+            assert " 422 " not in process.said, process.said
+    finally:
+        await server.close()
+
+
+async def condition(server: ApiServer, path: str, kind: str) -> dict[str, Any]:
+    found = (await server.get(path))["status"]["conditions"]
+    return next((item for item in found if item["type"] == kind), {"status": "Unknown", "message": ""})
+
+
+async def all_go(server: ApiServer) -> bool:
+    """Returns whether no pod is left but those that wait for a kubelet, which is not here."""
+    return all("deletionTimestamp" in pod["metadata"] for pod in (await pods(server)).values())
 
 
 async def check_as_recorded(server: ApiServer, objects: list[dict[str, Any]]) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import pytest
 
 from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
+from heteroinfer_operator.api.env_vars import ALLOWED_ENV
+from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, SHORT, VALUES, WHY
 from tests.integration.worker.groups import WORKER_PYTHON
 from vllm_heteroinfer.patches.seams import SEAMS
 
@@ -17,6 +19,25 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
 print("OPTIONS", json.dumps([o for action in parser._actions for o in action.option_strings]))
+"""
+
+ENVIRONMENT = """
+import json
+from vllm.envs import environment_variables
+print("ENVIRONMENT", json.dumps(sorted(environment_variables)))
+"""
+
+FIELDS = """
+import json, typing
+from vllm.config import AttentionConfig, CompilationConfig, StructuredOutputsConfig
+from vllm.config.cache import CacheDType
+fields = {
+    "--attention-config": AttentionConfig,
+    "--compilation-config": CompilationConfig,
+    "--structured-outputs-config": StructuredOutputsConfig,
+}
+found = {option: sorted(config.__dataclass_fields__) for option, config in fields.items()}
+print("FIELDS", json.dumps(found | {"--kv-cache-dtype": typing.get_args(CacheDType)}))
 """
 
 TARGETS = """
@@ -45,6 +66,20 @@ def test_options_are_vllms_and_no_other_is_refused() -> None:
     assert refused <= options, "names that this vLLM does not have"
     free = {option for option in options if find_refused([option]) is None}
     assert free == options - refused, "options refused by mistake, as a prefix of another"
+
+
+def test_what_is_allowed_is_vllms() -> None:
+    options = set(json.loads(ask(OPTIONS)))
+    listed = {*ALLOWED_ARGS, *SHORT, *(option for entry in WHY for option in entry.options)} - {"-O"}
+    assert listed <= options, "names that this vLLM does not have"
+    known = set(json.loads(ask(ENVIRONMENT)))
+    assert {name for name in ALLOWED_ENV if name.startswith("VLLM_")} <= known
+
+
+def test_keys_and_values_that_are_allowed_are_vllms() -> None:
+    known = json.loads(ask(FIELDS))
+    for option, names in {**KEYS, **VALUES}.items():
+        assert option == "--hf-overrides" or names <= set(known[option]), option
 
 
 def test_every_seam_is_there() -> None:

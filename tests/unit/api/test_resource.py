@@ -227,11 +227,11 @@ def test_an_integer_is_a_quantity() -> None:
             ),
         ),
         (
-            spec(engine={"env": [{"name": "X"}]}),
-            "spec.engine.env[0]: give exactly one of value and valueFrom: got X",
+            spec(engine={"env": [{"name": "TZ"}]}),
+            "spec.engine.env[0]: give exactly one of value and valueFrom: got TZ",
         ),
         (
-            spec(engine={"env": [{"name": "X", "valueFrom": {}}]}),
+            spec(engine={"env": [{"name": "TZ", "valueFrom": {}}]}),
             "spec.engine.env[0].valueFrom: valueFrom: give exactly one of secretKeyRef and configMapKeyRef",
         ),
         (

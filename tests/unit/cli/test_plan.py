@@ -155,6 +155,18 @@ def test_an_argument_belongs_to_the_plan(
     )
 
 
+def test_what_the_chart_does_not_allow_is_noted(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan can be had all the same: the administrator may allow it."""
+    file = write(tmp_path, model, engine={"args": ["--middleware", "a.B"]})
+    assert main(["plan", "-f", file]) == 0
+    noted = capsys.readouterr().err
+    assert noted.startswith("note: an operator with the chart's own values refuses this: engine.args: got")
+    assert main(["plan", "-f", write(tmp_path, model, engine={"args": ["--max-log-len", "0"]})]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_the_name_is_too_long(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = Path(write(tmp_path, model))
     file.write_text(file.read_text().replace("name: llama", f"name: {'a' * 41}"))

@@ -21,6 +21,9 @@ def test_every_setting_is_read() -> None:
         "WORKER_IMAGE_CPU": "cpu:1",
         "WORKER_IMAGE_GPU": "gpu:1",
         "ALLOW_HOST_PATHS": "true",
+        "ALLOW_REMOTE_CODE": "true",
+        "ALLOWED_ARGUMENTS": "--runner, --api-key",
+        "ALLOWED_ANNOTATIONS": "example.com/,cpu-quota.crio.io",
         "HTTP_PORT": "0",
         "WORKERS": "2",
         "RESYNC_SECONDS": "60",
@@ -38,6 +41,9 @@ def test_every_setting_is_read() -> None:
         worker_image_cpu="cpu:1",
         worker_image_gpu="gpu:1",
         allow_host_paths=True,
+        allow_remote_code=True,
+        allowed_arguments=("--api-key", "--runner"),
+        allowed_annotations=("cpu-quota.crio.io", "example.com/"),
         http_port=0,
         workers=2,
         resync_s=60,
@@ -60,6 +66,8 @@ def test_every_setting_is_read() -> None:
         ("LEASE_SECONDS", "-1", "a whole number from 3 to 3600"),
         ("LOG_LEVEL", "LOUD", "one of INFO, DEBUG"),
         ("WATCH_NAMESPACES", "a,B_c", "names of namespaces"),
+        ("ALLOWED_ARGUMENTS", "runner", "options such as --runner"),
+        ("ALLOWED_ANNOTATIONS", "a b", "keys of annotations, or prefixes"),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: str, expected: str) -> None:

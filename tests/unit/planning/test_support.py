@@ -11,6 +11,7 @@ from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, build_free_nodes, plan_group
 from heteroinfer_operator.planning.inventory import AMX
+from heteroinfer_operator.planning.kv_cache import cache_element_bytes
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import cpu, gpu, plan, spec
 
@@ -139,6 +140,19 @@ def test_the_type_of_the_kv_cache_counts(args: list[str], least: float, most: fl
         plan(spec(gpu(), **fields), profile).plan.ranks[0] for fields in ({}, {"engine": asked})
     )
     assert least <= smaller.kv_cache_bytes / plain.kv_cache_bytes <= most
+
+
+@pytest.mark.parametrize(
+    ("args", "bytes_each"),
+    [
+        ([], 4),
+        (["--kv-cache-dtype=auto"], 4),
+        (["--kv-cache-dtype", "bfloat16"], 2),
+        (["--kv_cache_dtype=fp8"], 1),
+    ],
+)
+def test_the_kv_cache_of_a_float32_model_may_be_smaller(args: list[str], bytes_each: int) -> None:
+    assert cache_element_bytes("float32", args) == bytes_each
 
 
 def test_quantization_at_load_halves_layers_on_gpus_and_is_refused_on_cpus() -> None:

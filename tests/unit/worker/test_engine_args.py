@@ -74,6 +74,8 @@ def test_other_options_are_taken(args: list[str]) -> None:
         (["--async-scheduling"], "forbids it across pipeline stages .* turns it off on CPU ranks"),
         (["--enable-lora"], "each rank reads an adapter from its own pod's files"),
         (["--lora-modules", "a=/a"], "merge the adapter into the model"),
+        (["--ssl-keyfile=/model/key"], "its health by HTTP.*gateway in front of the Service"),
+        (["--ssl_certfile", "/model/crt"], "its health by HTTP.*gateway in front of the Service"),
     ],
 )
 def test_features_that_are_refused_say_why(args: list[str], why: str) -> None:
@@ -120,6 +122,12 @@ def test_eager_is_each_devices_own() -> None:
 def test_an_owned_argument_is_refused_with_what_to_do() -> None:
     with pytest.raises(ContractError, match=r"got '--dtype=half', but --dtype belongs to the plan: set spec"):
         arguments.arguments(plan("--dtype=half"), LAUNCH, plan().ranks[0])
+
+
+def test_the_worker_knows_no_list_of_what_is_allowed() -> None:
+    """A plan was allowed when it was made: its group starts again by it, however strict the lists are now."""
+    args = ("--middleware", "a.B", "--api-key", "x", "--trust-remote-code", "--runner", "generate")
+    assert set(args) <= set(arguments.arguments(plan(*args), LAUNCH, plan().ranks[0]))
 
 
 def mixed_stage(*devices: Device, mode: Mode = Mode.TENSOR) -> Plan:

@@ -11,6 +11,7 @@ from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api.base import Model, StatusModel, ValidationRule, When
 from heteroinfer_operator.api.condition import Condition, ConditionStatus, ConditionType, merge_conditions
 from heteroinfer_operator.api.engine import DType, EngineSpec
+from heteroinfer_operator.api.env_vars import EnvSource, EnvVar, KeyReference
 from heteroinfer_operator.api.model_source import AccessMode, ModelCache, ModelSpec, TokenReference
 from heteroinfer_operator.api.resource import (
     MAX_NAME_LENGTH,
@@ -58,14 +59,7 @@ from heteroinfer_operator.api.status import (
     StartupStatus,
     Summary,
 )
-from heteroinfer_operator.api.template import (
-    Affinity,
-    EnvSource,
-    EnvVar,
-    KeyReference,
-    PodTemplate,
-    Toleration,
-)
+from heteroinfer_operator.api.template import Affinity, PodTemplate, Toleration
 
 __all__ = [
     "DEFAULT_GPU_RESOURCE",

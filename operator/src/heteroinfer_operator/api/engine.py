@@ -7,7 +7,7 @@ from pydantic import Field
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api.base import ByteSize, Model, Port, When, map_list
-from heteroinfer_operator.api.template import EnvVar
+from heteroinfer_operator.api.env_vars import EnvVar
 
 
 class DType(StrEnum):

@@ -1,10 +1,10 @@
-"""What a user may set on the pods of a role: an allow-list of the pod template, and the environment.
+"""What a user may set on the pods of a role: an allow-list of the pod template.
 
 Whatever isn't here belongs to the plan and to the manifests; unknown fields are refused. Pure.
 """
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -232,88 +232,3 @@ class PodTemplate(Model):
         tuple[ObjectReference, ...], Field(max_length=8, json_schema_extra=map_list("name"))
     ] = ()
     """Secrets to pull the image with."""
-
-
-class KeyReference(Model):
-    """A key of a Secret or a ConfigMap of the same namespace."""
-
-    name: ObjectName
-    """Name of the object."""
-    key: Annotated[str, Field(min_length=1, max_length=253)]
-    """Key in it."""
-
-
-class EnvSource(Model):
-    """Where the value of a variable comes from: exactly one of its fields."""
-
-    rules: ClassVar[tuple[ValidationRule, ...]] = (
-        ValidationRule(
-            cel="has(self.secretKeyRef) != has(self.configMapKeyRef)",
-            message="valueFrom: give exactly one of secretKeyRef and configMapKeyRef",
-            holds=lambda source: (source.secret_key_ref is None) != (source.config_map_key_ref is None),
-        ),
-    )
-
-    secret_key_ref: KeyReference | None = None
-    """A key of a Secret."""
-    config_map_key_ref: KeyReference | None = None
-    """A key of a ConfigMap."""
-
-
-OWNED_ENV: Final = (
-    "VLLM_PP_LAYER_PARTITION",
-    "VLLM_TARGET_DEVICE",
-    names.ENV_HETEROGENEOUS_DEVICE,
-    "CUDA_VISIBLE_DEVICES",
-    "VLLM_CPU_KVCACHE_SPACE",
-    "VLLM_USE_V2_MODEL_RUNNER",
-    "VLLM_PLUGINS",
-    "VLLM_HOST_IP",
-    "VLLM_PORT",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-)
-"""Variables that the plan or the supervisor sets."""
-OWNED_ENV_PREFIX: Final = "HETEROINFER_"
-
-
-class EnvVar(Model):
-    """A variable of every worker's environment."""
-
-    rules: ClassVar[tuple[ValidationRule, ...]] = (
-        ValidationRule(
-            cel="has(self.value) != has(self.valueFrom)",
-            message="give exactly one of value and valueFrom",
-            holds=lambda variable: (variable.value is None) != (variable.value_from is None),
-            got="%s",
-            got_cel=("self.name",),
-            got_values=lambda variable: (variable.name,),
-        ),
-        ValidationRule(
-            cel=f"(!self.name.startsWith({cel_text(OWNED_ENV_PREFIX)}) "
-            f"|| self.name in [{', '.join(map(cel_text, names.USER_ENV))}]) "
-            f"&& !(self.name in [{', '.join(map(cel_text, OWNED_ENV))}])",
-            message="a variable that the plan or the operator sets; remove it, "
-            "and set roles[].device, roles[].layers or network instead",
-            holds=lambda variable: (
-                (not variable.name.startswith(OWNED_ENV_PREFIX) or variable.name in names.USER_ENV)
-                and variable.name not in OWNED_ENV
-            ),
-            got="%s",
-            got_cel=("self.name",),
-            got_values=lambda variable: (variable.name,),
-        ),
-    )
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", min_length=1, max_length=128)]
-    """Its name."""
-    value: Annotated[str, Field(max_length=4096)] | None = None
-    """Its value."""
-    value_from: EnvSource | None = None
-    """Where its value comes from."""

@@ -14,7 +14,7 @@ from heteroinfer_operator.kube.lease import LeaseLostError
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.operator_process import Operator
-from heteroinfer_operator.reconcile import Options, reconcile
+from heteroinfer_operator.reconcile import Allowed, Options, reconcile
 from heteroinfer_operator.settings import InstallationSettings
 from heteroinfer_operator.workqueue import Decide
 
@@ -42,6 +42,11 @@ def build_options(settings: InstallationSettings, operator_key: bytes | None = N
         addressing=ClusterAddressing(allow_host_paths=settings.allow_host_paths),
         images=WorkerImages(cpu=settings.worker_image_cpu, gpu=settings.worker_image_gpu),
         operator_key=operator_key,
+        allowed=Allowed(
+            remote_code=settings.allow_remote_code,
+            arguments=settings.allowed_arguments,
+            annotations=settings.allowed_annotations,
+        ),
     )
 
 

@@ -29,6 +29,7 @@ from heteroinfer_operator.planning.account import (
 from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction import STEP_OVERHEAD_S, predict
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
+from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.resource_file import load_resource
 
 _FILE_SCHEME = "file://"
@@ -76,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         model_path=names.MODEL_MOUNT,
     )
     planned = plan_group(request, Capacity(free_nodes=_free_nodes(resource, arguments)))
+    refused = Allowed().find_forbidden(resource.spec)
+    if refused is not None:
+        sys.stderr.write(f"note: an operator with the chart's own values refuses this: {refused.message}\n")
     sys.stdout.write(_render(planned, arguments.output, resource.metadata.name))
     return 0
 

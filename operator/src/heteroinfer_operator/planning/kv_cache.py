@@ -172,4 +172,4 @@ def state_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
 def cache_element_bytes(dtype: str, extra_args: Sequence[str]) -> int:
     """Returns the size of one element of the KV cache, in bytes, by `--kv-cache-dtype`."""
     asked = option_value(extra_args, "--kv-cache-dtype") or "auto"
-    return 1 if asked.startswith(("fp8", "int8")) else ELEMENT_BYTES[dtype]
+    return 1 if asked.startswith(("fp8", "int8")) else ELEMENT_BYTES.get(asked, ELEMENT_BYTES[dtype])

@@ -4,7 +4,8 @@ One function serves create, update, resume and timer. Pure: must not import kopf
 client, os, time, random or logging.
 """
 
+from heteroinfer_operator.reconcile.allowed import Allowed
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.reconcile import reconcile
 
-__all__ = ["Options", "reconcile"]
+__all__ = ["Allowed", "Options", "reconcile"]

@@ -6,6 +6,7 @@ from typing import Final
 
 from heteroinfer_operator.manifests.addressing import Addressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
+from heteroinfer_operator.reconcile.allowed import Allowed
 
 _EPOCHS_SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -19,6 +20,7 @@ class Options:
         images: of workers whose spec names none.
         operator_key: of which groups' keys are made; None gives them none.
         nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
+        allowed: what a spec may ask for beyond its schema.
         names_come_again: whether a resource of the same name may have been here before.
     """
 
@@ -26,6 +28,7 @@ class Options:
     images: WorkerImages
     operator_key: bytes | None = field(default=None, repr=False)
     nodes_may_come: bool = True
+    allowed: Allowed = Allowed()  # noqa: RUF009 - frozen
     names_come_again: bool = True
 
     def first_epoch(self, now: datetime) -> int:

@@ -76,7 +76,7 @@ def find_target(
             return Target(refusal=refusal)
     name = _name(spec, recorded, _in_use(observation.pods, status))
     source = None
-    problem: HeteroInferError | None = refusal
+    problem: HeteroInferError | None = refusal or options.allowed.find_forbidden(spec)
     try:
         source = options.addressing.model(spec, owner)
     except PlanError as error:

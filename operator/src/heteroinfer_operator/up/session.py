@@ -27,7 +27,7 @@ from heteroinfer_operator.errors import HeteroInferError, Shortage
 from heteroinfer_operator.local import LocalAddressing, LocalCluster, LocalOptions
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, termination_grace_s
 from heteroinfer_operator.quantity import format_bytes
-from heteroinfer_operator.reconcile import Options, reconcile
+from heteroinfer_operator.reconcile import Allowed, Options, reconcile
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.up.console import Display
 from heteroinfer_operator.up.rank_rows import RankRow, build_rows
@@ -90,6 +90,7 @@ class Session:
             operator_key=new_key(),
             nodes_may_come=False,
             names_come_again=False,
+            allowed=Allowed(arguments=None, annotations=None),  # the machine is the user's own
         )
         decide = functools.partial(reconcile, options=fixed)
         self._reconcile = build_process(self._cluster, decide)

@@ -1,0 +1,314 @@
+"""Which of vLLM's options `engine.args` may have: listed by name, as vLLM 0.32.0 spells them. Pure.
+
+What is left out may load code, read the pod's files for its clients, hold a secret, open more of the pod to
+the network, or make ranks need memory that the plan does not count. What the plan owns, and what cannot work
+over ranks, is heteroinfer_contract.refused_args: the worker refuses that too, and this never, since a group
+that was made by an older list starts again by its own plan.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from heteroinfer_contract.refused_args import find_refused
+
+REMOTE_CODE: Final = "--trust-remote-code"
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ALLOWED_ARGS: Final = _words(
+    """
+    --chat-template --chat-template-content-format --default-chat-template-kwargs --response-role
+    --return-tokens-as-token-ids --enable-auto-tool-choice --exclude-tools-when-tool-choice-none
+    --tool-call-parser --tool-strict-level --reasoning-parser --reasoning-config --max-log-len
+    --enable-prompt-tokens-details --enable-per-request-metrics --enable-server-load-tracking
+    --enable-force-include-usage --sse-keep-alive-interval --enable-tokenizer-info-endpoint
+    --enable-log-outputs --enable-log-deltas --enable-log-requests --cohere-is-reasoning-model
+    --cohere-format --anthropic-disabled-thinking-effort --log-error-stack --tokens-only
+    --fingerprint-mode --fingerprint-value
+    --uvicorn-log-level --disable-uvicorn-access-log --disable-access-log-for-endpoints
+    --allow-credentials --allowed-origins --allowed-methods --allowed-headers --root-path
+    --enable-request-id-headers --disable-fastapi-docs --h11-max-incomplete-event-size
+    --h11-max-header-count --enable-offline-docs
+
+    --tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init --allowed-media-domains
+    --quantization --allow-deprecated-quantization --config-format --load-format --hf-overrides
+    --generation-config --override-generation-config --model-impl --max-logprobs --logprobs-mode
+    --use-fp64-gumbel --enable-sleep-mode --renderer-num-workers --safetensors-load-strategy
+    --safetensors-prefetch-num-threads --safetensors-prefetch-block-size --ignore-patterns
+    --use-tqdm-on-load --max-parallel-loading-workers
+
+    --attention-backend --attention-config --mamba-backend --mamba-ssu-algorithm --moe-backend
+    --linear-backend --gdn-prefill-backend --kda-prefill-backend --kda-decode-backend
+    --compilation-config --optimization-level --performance-mode --cudagraph-capture-sizes
+    --max-cudagraph-capture-size --enable-flashinfer-autotune --disable-cascade-attn
+
+    --kv-cache-dtype --mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-cache-mode
+    --enable-prefix-caching --prefix-caching-hash-algo --kv-cache-metrics --kv-cache-metrics-sample
+    --offload-backend --cpu-offload-gb --cpu-offload-params --offload-group-size --offload-num-in-group
+    --offload-prefetch-step --offload-params
+
+    --language-model-only --limit-mm-per-prompt --media-io-kwargs --mm-processor-kwargs
+    --mm-processor-cache-gb --mm-hasher-algorithm --mm-encoder-attn-backend --interleave-mm-strings
+    --skip-mm-profiling --video-pruning-rate --video-pruning-method
+
+    --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --long-prefill-token-threshold
+    --scheduling-policy --enable-chunked-prefill --disable-chunked-mm-input --stream-interval
+    --async-scheduling --enable-lora --enable-dbo --structured-outputs-config
+
+    --log-level --show-hidden-metrics-for-version --otlp-traces-endpoint --collect-detailed-traces
+    --custom-histogram-buckets --cudagraph-metrics --enable-mfu-metrics
+    --enable-logging-iteration-details --jit-monitor-mode --jit-monitor-verbose --disable-log-stats
+    """
+)
+"""Options, of flags without their `no-`."""
+SHORT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "-q": "--quantization",
+        "-cc": "--compilation-config",
+        "-ac": "--attention-config",
+        "-O": "--optimization-level",
+    }
+)
+KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "--compilation-config": _words(
+            """
+            mode custom_ops splitting_ops compile_sizes compile_ranges_endpoints cudagraph_mode
+            cudagraph_capture_sizes cudagraph_num_of_warmups cudagraph_copy_inputs
+            max_cudagraph_capture_size use_inductor_graph_partition pass_config
+            """
+        ),
+        "--attention-config": _words(
+            """
+            backend flash_attn_version flash_attn_max_num_splits_for_cuda_graph use_trtllm_attention
+            disable_flashinfer_q_quantization
+            """
+        ),
+        "--structured-outputs-config": _words(
+            """
+            backend disable_any_whitespace disable_additional_properties reasoning_parser
+            enable_in_reasoning
+            """
+        ),
+        "--hf-overrides": frozenset({"rope_parameters", "rope_scaling", "rope_theta"}),
+    }
+)
+"""Options that hold JSON, of which some keys load code or change what the plan counts: those that do not."""
+VALUES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {"--kv-cache-dtype": frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})}
+)
+"""Options of which some values make ranks need memory that the plan does not count: those that it counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Why:
+    """Why well-known options are not listed, and what to do instead."""
+
+    options: tuple[str, ...]
+    why: str
+    remedy: str
+
+
+_OWN_CODE: Final = "runs code from a file or a module with all that the pod may do"
+_OWN_IMAGE: Final = "leave it out, or put it into an image of your own"
+WHY: Final = (
+    _Why(
+        options=(
+            "--middleware",
+            "--worker-extension-cls",
+            "--logits-processors",
+            "--io-processor-plugin",
+            "--tool-parser-plugin",
+            "--reasoning-parser-plugin",
+            "--model-class-overrides",
+            "--logging-config",
+            "--log-config-file",
+        ),
+        why=_OWN_CODE,
+        remedy=_OWN_IMAGE,
+    ),
+    _Why(
+        options=("--allowed-local-media-path",),
+        why="lets every client read files of the pod",
+        remedy="leave it out: clients send what they mean",
+    ),
+    _Why(
+        options=("--api-key", "--hf-token"),
+        why="would show a secret to everybody who may read the resource, the plan or a log",
+        remedy="set VLLM_API_KEY by engine.env from a Secret; a hub's token is spec.model.tokenSecretRef",
+    ),
+    _Why(
+        options=("--runner",),
+        why="chooses pooling, which is not tested over stages, or says what is so anyway",
+        remedy="leave it out; serve a pooling model with plain vLLM",
+    ),
+)
+_NOT_LISTED: Final = "is not on the list of options"
+_IN_FULL: Final = (
+    "write an option of docs/operations.md in full, or have the chart's allowedArguments name this one"
+)
+_NUMBER: Final = re.compile(r"-\d+|-\d*\.\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unlisted:
+    """An argument that is not allowed.
+
+    Attributes:
+        given: as the user wrote it.
+        why: what it does.
+        remedy: what to do instead.
+        is_remote_code: whether only code that comes with models is to be allowed for it.
+    """
+
+    given: str
+    why: str
+    remedy: str
+    is_remote_code: bool = False
+
+    def __str__(self) -> str:
+        """Returns the refusal as one line: got, why, what to do."""
+        return f"engine.args: got {self.given!r}, which {self.why}: {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """An option as it was given.
+
+    Attributes:
+        arg: the argument.
+        option: in full, of flags without `no-`.
+        is_taken_back: whether it was given with `no-`.
+        path: keys inside its JSON, of `--option.key.key`.
+        value: of it, or None.
+    """
+
+    arg: str
+    option: str
+    is_taken_back: bool
+    path: tuple[str, ...]
+    value: str | None
+
+
+def find_unlisted(args: Sequence[str], *, more: Collection[str], remote_code: bool) -> Unlisted | None:
+    """Returns the first argument that is not allowed, or None.
+
+    Only options that are spelled in full are: with hyphens or underscores, `--opt value` or `--opt=value`,
+    and `--opt.key` or JSON for options that hold JSON.
+
+    Args:
+        args: as given to vLLM.
+        more: options that an installation allows beside those listed.
+        remote_code: whether code that comes with models may run.
+    """
+    return next(filter(None, (_refuse(given, more, remote_code) for given in _options(args))), None)
+
+
+def _options(args: Sequence[str]) -> Iterator[_Given]:
+    """Returns the options among arguments, as vLLM's parser tells them from values.
+
+    Source: vllm/utils/argparse_utils.py::FlexibleArgumentParser.parse_args@v0.32.0.
+    """
+    for index, arg in enumerate(args):
+        if not arg.startswith("-") or arg == "-" or _NUMBER.fullmatch(arg):
+            continue
+        head, equals, value = arg.partition("=")
+        name, *path = head.removesuffix("+").split(".")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        elif name.startswith("-O"):
+            name = "-O"  # and its level, as in -O3
+        following = args[index + 1] if index + 1 < len(args) else None
+        bare = name.replace("--no-", "--", 1) if name.startswith("--no-") else name
+        yield _Given(
+            arg=arg,
+            option=SHORT.get(bare, bare),
+            is_taken_back=bare != name,
+            path=tuple(path),
+            value=value if equals else following,
+        )
+
+
+def _refuse(given: _Given, more: Collection[str], remote_code: bool) -> Unlisted | None:
+    if find_refused([given.arg]) is not None:
+        return None  # the plan refuses it, in its own words
+    if given.option == REMOTE_CODE and not given.path:
+        return None if remote_code or given.is_taken_back else _remote_code(given)
+    if given.option in more:
+        return None
+    if given.option not in ALLOWED_ARGS:
+        known = next((entry for entry in WHY if given.option in entry.options), None)
+        why, remedy = (known.why, known.remedy) if known is not None else (_NOT_LISTED, _IN_FULL)
+        return Unlisted(given=given.arg, why=why, remedy=remedy)
+    return _refuse_value(given, remote_code)
+
+
+def _refuse_value(given: _Given, remote_code: bool) -> Unlisted | None:
+    values = VALUES.get(given.option)
+    if values is not None and given.value not in values:
+        expected = ", ".join(sorted(values))
+        return Unlisted(
+            given=f"{given.option} {given.value}",
+            why="makes a KV cache that the plan cannot count",
+            remedy=f"set one of {expected}",
+        )
+    inside = _read_json(given.value)
+    deep = {*given.path, *_keys(inside)}
+    if not remote_code and REMOTE_CODE.removeprefix("--").replace("-", "_") in deep:
+        return _remote_code(given)
+    keys = KEYS.get(given.option)
+    if keys is None:
+        return None
+    if not given.path and not isinstance(inside, Mapping):
+        return Unlisted(given=given.arg, why="holds no JSON object", remedy="write one behind it")
+    top = given.path[:1] or tuple(inside)
+    odd = next((key for key in top if key not in keys), None)
+    if odd is None:
+        return None
+    return Unlisted(
+        given=f"{given.option}.{odd}",
+        why="is not on the list of this option's keys",
+        remedy=f"leave it out; {', '.join(sorted(keys))} are allowed",
+    )
+
+
+def _remote_code(given: _Given) -> Unlisted:
+    return Unlisted(
+        given=given.arg,
+        why="runs code that comes with the model",
+        remedy="leave it out, or have the chart installed with allowRemoteCode=true",
+        is_remote_code=True,
+    )
+
+
+def _read_json(text: str | None) -> Any:
+    try:
+        return json.loads(text or "", object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError):
+        return None
+
+
+class _Pairs(dict[str, Any]):
+    """A JSON object that keeps what a key given twice hides."""
+
+    def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.pairs = pairs
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """Returns all keys inside a JSON value, at any depth."""
+    if isinstance(value, _Pairs):
+        for key, inner in value.pairs:
+            yield key
+            yield from _keys(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _keys(inner)

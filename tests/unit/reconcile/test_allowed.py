@@ -1,0 +1,299 @@
+"""What an installation allows: a stricter list refuses what is new, and takes nothing from what runs."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract import names
+from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.api.env_vars import ALLOWED_ENV, SECRET_ENV
+from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.reconcile import Allowed
+from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, SHORT, VALUES, WHY
+from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
+
+ALL = Allowed(arguments=None, annotations=None)
+REPOSITORY = Path(__file__).parents[3]
+
+
+def annotated(*keys: str) -> dict[str, Any]:
+    spec = cpu_pair()
+    role = {**spec["roles"][0], "template": {"annotations": dict.fromkeys(keys, "x")}}
+    return {**spec, "roles": [role, spec["roles"][1]]}
+
+
+def refusal(*args: str, allowed: Allowed | None = None) -> str:
+    """Returns why arguments are not allowed, or "" if they are."""
+    problem = (allowed or Allowed()).find_forbidden(parse_spec(cpu_pair(engine={"args": list(args)})))
+    return problem.message if problem is not None else ""
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "container.apparmor.security.beta.kubernetes.io/worker",
+        "vault.hashicorp.com/agent-inject",
+        "cdi.k8s.io/gpu",
+        "prometheus.io.example/x",
+        "io.kubernetes.cri-o.Devices",
+        "io.katacontainers.config.hypervisor.kernel_params",
+    ],
+)
+def test_annotations_by_which_others_act_are_refused(key: str) -> None:
+    problem = Allowed().find_forbidden(parse_spec(annotated(key)))
+    assert problem is not None
+    assert (problem.reason, key in problem.message) == ("AnnotationNotAllowed", True)
+    prefix = f"{key.partition('/')[0]}/" if "/" in key else key
+    assert Allowed(annotations=(prefix,)).find_forbidden(parse_spec(annotated(key))) is None
+
+
+def test_usual_annotations_are_allowed() -> None:
+    spec = parse_spec(annotated("note", "prometheus.io/scrape", "karpenter.sh/do-not-disrupt"))
+    assert Allowed().find_forbidden(spec) is None
+
+
+@pytest.mark.parametrize("arg", ["--trust-remote-code", "--trust_remote_code"])
+def test_code_of_a_model_takes_a_flag_of_the_operator(arg: str) -> None:
+    assert "allowRemoteCode" in refusal(arg)
+    assert not refusal(arg, allowed=Allowed(remote_code=True))
+    assert not refusal("--no-trust-remote-code")
+    assert "allowRemoteCode" in refusal("--no-trust-remote-code", arg), "the last one counts"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--mm-processor-kwargs", '{"trust_remote_code": true}'],
+        ["--mm_processor_kwargs.trust_remote_code=true"],
+        ["--media-io-kwargs", '{"a": [{"trust_remote_c\\u006fde": true}]}'],
+        ["--mm-processor-kwargs", '{"a": {"trust_remote_code": 1}, "a": 2}'],
+    ],
+)
+def test_code_of_a_model_is_found_inside_json(args: list[str]) -> None:
+    assert "allowRemoteCode" in refusal(*args)
+    assert not refusal(*args, allowed=Allowed(remote_code=True))
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--middleware", "runs code"),
+        ("--worker-extension-cls", "runs code"),
+        ("--logits-processors", "runs code"),
+        ("--io-processor-plugin", "runs code"),
+        ("--tool-parser-plugin", "runs code"),
+        ("--reasoning-parser-plugin", "runs code"),
+        ("--logging-config", "runs code"),
+        ("--allowed-local-media-path", "files of the pod"),
+        ("--hf-token", "tokenSecretRef"),
+        ("--api-key", "VLLM_API_KEY by engine.env from a Secret"),
+        ("--runner", "pooling"),
+        ("--profiler-config", "allowedArguments"),
+        ("--additional-config", "allowedArguments"),
+        ("--such-option", "allowedArguments"),
+    ],
+)
+def test_arguments_that_load_code_or_hold_secrets_are_refused(option: str, why: str) -> None:
+    for args in ([option, "x"], [f"{option}=x"], [f"{option}.key", "x"], ["--max-log-len", "0", option]):
+        assert why in refusal(*args), args
+    assert not refusal(option, "x", allowed=Allowed(arguments=(option,))), "an administrator allowed it"
+
+
+def test_what_ends_the_options_is_refused() -> None:
+    """Behind it the plan's own options would be words."""
+    assert "allowedArguments" in refusal("--max-log-len", "0", "--")
+
+
+@given(
+    st.sampled_from(sorted(ALLOWED_ARGS | {o for entry in WHY for o in entry.options})), st.integers(1, 40)
+)
+def test_no_abbreviation_is_allowed(option: str, length: int) -> None:
+    """A unique beginning is the option itself to the parser, and would be neither found nor counted."""
+    short = option[: 2 + length].replace("-", "_").replace("__", "--", 1)
+    name = short.replace("_", "-")
+    assert name in ALLOWED_ARGS or find_refused([short]) is not None or refusal(short, "1")
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        (["--compilation-config", '{"backend": "model.compile"}'], "--compilation-config.backend"),
+        (["--compilation-config.backend", "model.compile"], "--compilation-config.backend"),
+        (["--compilation_config.backend=model.compile"], "--compilation-config.backend"),
+        (["-cc.backend=model.compile"], "--compilation-config.backend"),
+        (["-cc", '{"mode": 3, "inductor_passes": {"x": "model.f"}}'], "--compilation-config.inductor_passes"),
+        (["-cc.inductor_passes.x=model.f"], "--compilation-config.inductor_passes"),
+        (["-cc.inductor_compile_config+", "x"], "--compilation-config.inductor_compile_config"),
+        (["--structured-outputs-config.reasoning_parser_plugin=/x.py"], "reasoning_parser_plugin"),
+        (['--structured-outputs-config={"reasoning_parser_plugin":"/x"}'], "reasoning_parser_plugin"),
+        (["--hf-overrides", '{"auto_map": {}}'], "--hf-overrides.auto_map"),
+        (["--hf-overrides", "model.overrides"], "JSON"),
+    ],
+)
+def test_json_is_looked_into(args: list[str], key: str) -> None:
+    assert key in refusal(*args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--enable-prefix-caching", "--no-enable-chunked-prefill", "--enable_sleep_mode"],
+        ["--max-logprobs", "-1", "--stream-interval=2", "--kv-cache-dtype", "fp8"],
+        ["-O3", "-cc.mode=0", "-q", "fp8", "--compilation-config", '{"cudagraph_mode": "PIECEWISE"}'],
+        ["--cudagraph-capture-sizes", "1", "2", "4", "--compilation-config.custom_ops+", "+rms_norm"],
+        ["--structured-outputs-config", '{"backend": "xgrammar"}', "--no-async-scheduling"],
+        ["--chat-template", "{% for m in messages %}{{ m.content }}{% endfor %}"],
+        ["--allowed-origins", '["https://a.example"]', "--limit-mm-per-prompt", '{"image": 2}'],
+    ],
+)
+def test_usual_arguments_are_allowed(args: list[str]) -> None:
+    assert not refusal(*args)
+
+
+@pytest.mark.parametrize("value", ["nvfp4", "fp8_ds_mla", "int4_per_token_head", "turboquant_4bit_nc"])
+def test_a_kv_cache_that_is_not_counted_is_refused(value: str) -> None:
+    assert "set one of auto, bfloat16" in refusal("--kv-cache-dtype", value)
+    assert "set one of auto, bfloat16" in refusal(f"--kv_cache_dtype={value}")
+    assert "set one of auto, bfloat16" in refusal("--kv-cache-dtype")
+
+
+def test_no_list_holds_what_another_refuses() -> None:
+    refused = set(PLAN_OWNED) | {option for entry in UNSUPPORTED for option in entry.options}
+    taken_back = {"--async-scheduling", "--enable-lora", "--enable-dbo"}
+    assert ALLOWED_ARGS & refused == taken_back, "of these the form with no- is allowed"
+    for option in taken_back:
+        assert find_refused([option]) is not None
+        assert not refusal(f"--no-{option.removeprefix('--')}")
+    assert {*SHORT.values(), *KEYS, *VALUES} <= ALLOWED_ARGS
+    assert not ALLOWED_ARGS & {option for entry in WHY for option in entry.options}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LD_PRELOAD",
+        "LD_LIBRARY_PATH",
+        "PYTHONPATH",
+        "PYTHONSTARTUP",
+        "NVIDIA_VISIBLE_DEVICES",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "VLLM_LOGGING_CONFIG_PATH",
+        "VLLM_NCCL_SO_PATH",
+        "VLLM_CACHE_ROOT",
+        "NCCL_NET_PLUGIN",
+        "NCCL_CONF_FILE",
+        "OMP_TOOL_LIBRARIES",
+        "TRITON_PTXAS_PATH",
+        "PATH",
+        "vllm_logging_level",
+    ],
+)
+def test_variables_that_load_code_or_devices_are_refused(name: str) -> None:
+    with pytest.raises(SpecError, match=f"docs/operations.md.*got {name}"):
+        parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "x"}]}))
+
+
+@given(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,40}", fullmatch=True))
+def test_only_listed_variables_are_allowed(name: str) -> None:
+    if name not in (*ALLOWED_ENV, *names.USER_ENV):
+        with pytest.raises(SpecError):
+            parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "x"}]}))
+
+
+@pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "HTTPS_PROXY", "OMP_NUM_THREADS", *names.USER_ENV])
+def test_usual_variables_are_allowed(name: str) -> None:
+    parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "x"}]}))
+
+
+@pytest.mark.parametrize("name", SECRET_ENV)
+def test_a_secret_is_of_a_secret(name: str) -> None:
+    for bad in ({"value": "x"}, {"valueFrom": {"configMapKeyRef": {"name": "a", "key": "b"}}}):
+        with pytest.raises(SpecError, match=r"put it into a Secret and give valueFrom\.secretKeyRef"):
+            parse_spec(cpu_pair(engine={"env": [{"name": name, **bad}]}))
+    good = {"valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}
+    parse_spec(cpu_pair(engine={"env": [{"name": name, **good}]}))
+
+
+def test_examples_keep_to_the_lists() -> None:
+    """What we tell people to write is allowed."""
+    text = (REPOSITORY / "docs" / "operations.md").read_text()
+    found = re.findall(r"args: \[(--[^\]]+)\]", text)
+    assert found
+    assert not [args for args in found if refusal(*args.split(", "))]
+
+
+STRICTER = [
+    pytest.param(annotated("vault.hashicorp.com/agent-inject"), id="annotation"),
+    pytest.param(cpu_pair(engine={"args": ["--trust-remote-code"]}), id="remote code"),
+    pytest.param(cpu_pair(engine={"args": ["--middleware", "a.B"]}), id="argument"),
+    pytest.param(cpu_pair(engine={"args": ["--kv-cache-dtype", "nvfp4"]}), id="value"),
+]
+
+
+def check_group_lives_on(world: World) -> None:
+    """Its status is true, it starts again by its own plan, suspends and wakes, and a condition says why."""
+    assert world.condition("Planned")[0] == "False"
+    assert world.condition("Available")[0] == "True"
+    world.end_pod("demo-0-1-1")
+    world.step()
+    assert world.condition("Available")[0] == "False", "the status is written at once"
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    world.all_ready()
+    world.settle()
+    assert world.condition("Available")[0] == "True"
+    assert world.condition("Planned")[0] == "False"
+
+
+@pytest.mark.parametrize("spec", STRICTER)
+def test_a_stricter_list_takes_nothing_from_what_runs(spec: dict[str, Any]) -> None:
+    world = World(spec=spec, options=replace(OPTIONS, allowed=ALL))
+    world.serve()
+    world.options = OPTIONS
+    world.settle()
+    assert world.condition("Ready")[0] == "True", "it serves the spec of this generation"
+    check_group_lives_on(world)
+    world.change_spec(suspend=True)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert world.workers() == []
+
+
+@pytest.mark.parametrize("spec", STRICTER)
+def test_a_list_that_allows_more_again_refuses_no_longer(spec: dict[str, Any]) -> None:
+    world = World(spec=spec)
+    world.settle()
+    assert world.workers() == []
+    assert world.condition("Stalled")[0] == "True"
+    world.options = replace(OPTIONS, allowed=ALL)
+    world.serve()
+    assert world.condition("Ready")[0] == "True"
+    assert world.condition("Stalled")[0] != "True"
+
+
+def test_a_stricter_schema_takes_nothing_from_what_runs() -> None:
+    """Variables that an older schema took: stored, refused by this one's rules, and started again with."""
+    world = World(spec=cpu_pair(engine={"env": [{"name": "VLLM_LOGGING_LEVEL", "value": "/model/x.so"}]}))
+    world.serve()
+    for stored in [world.spec, *world.objects.values()]:
+        older = json.loads(json.dumps(stored).replace("VLLM_LOGGING_LEVEL", "LD_PRELOAD"))
+        stored.clear()
+        stored.update(older)
+    world.settle()
+    planned = next(c for c in world.status["conditions"] if c["type"] == "Planned")
+    assert "got LD_PRELOAD" in planned["message"]
+    check_group_lives_on(world)
+    env = world.manifests["demo-0-2-0"]["spec"]["containers"][0]["env"]
+    assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in env
