@@ -226,3 +226,22 @@ def test_pods_never_lack_the_plan_because_another_group_is_refused(group: int) -
     kept = {name for kind, name in world.objects if kind == "ConfigMap"}
     assert {f"demo-plan-{pod.labels[names.LABEL_PLAN]}" for pod in world.pods.values()} <= kept
     assert {f"demo-revision-{pod.labels[names.LABEL_REVISION]}" for pod in world.pods.values()} <= kept
+
+
+def test_a_pod_that_is_seen_only_after_its_epoch_goes(world: World) -> None:
+    """Its creation had no answer, and the watch was behind: it would have held its devices for ever."""
+    follower = world.pods[world.workers()[1]]
+    world.end_pod(world.workers()[0])
+    world.settle()
+    world.reap()
+    world.settle()
+    world.all_ready()
+    world.settle()
+    world.pods[follower.name] = replace(follower, ready=False)
+    world.settle()
+    assert world.pods[follower.name].deleting
+    assert world.condition("Ready") == ("True", "Serving")
+    world.reap()
+    world.settle()
+    assert len(world.workers()) == 2
+    assert world.status["groups"][0]["epoch"] == 2

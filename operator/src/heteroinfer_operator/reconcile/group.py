@@ -10,7 +10,7 @@ pods say the rest. While the spec is refused, the next epoch is of the revision 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -136,9 +136,16 @@ def decide_group(
     refusal = context.refusal_of(status.index)
     if refusal is not None and refusal.kind == "Pod" and made.missing(current):
         return _give_back(context, status, current, refusal)
-    living = _living(context, status, current, made, report)
+    living = _without_older(context, _living(context, status, current, made, report), pods)
     overdue = _find_overdue(context, living, report)
     return living if overdue is None else _end_epoch(context, status, pods, overdue)
+
+
+def _without_older(context: Context, living: GroupDecision, pods: Sequence[PodView]) -> GroupDecision:
+    """Returns the decision with the deletion of pods of older epochs, seen only after their end."""
+    older = [pod for pod in pods if epoch_of(pod) < living.status.epoch]
+    deletes = context.node_loss.deletes(older, grace_s=_ENDED_EPOCH_GRACE_S)
+    return replace(living, deletes=(*living.deletes, *deletes))
 
 
 def _find_overdue(context: Context, living: GroupDecision, report: GroupReport | None) -> EpochEnd | None:

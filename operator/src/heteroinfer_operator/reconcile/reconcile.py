@@ -37,7 +37,7 @@ from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
-from heteroinfer_operator.reconcile.group import GroupDecision, stop_group
+from heteroinfer_operator.reconcile.group import GroupDecision, epoch_of, stop_group
 from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS, GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.model import COMPONENTS as MODEL_COMPONENTS
 from heteroinfer_operator.reconcile.model import (
@@ -229,7 +229,7 @@ def _measured(
     group = conditions.with_rank_entries(
         decision.status,
         decision.plan,
-        by_group.get(index, ()),
+        [pod for pod in by_group.get(index, ()) if epoch_of(pod) == decision.status.epoch],
         observation.groups.get(index),
         now=context.now,
     )
