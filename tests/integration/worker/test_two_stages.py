@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(600)
 
 LONG = 128
 """Tokens of an answer that takes longer than requests need to arrive."""
+STAGGERED_ROUNDS = 3
+"""Requests join stock vLLM's two halves by chance: in one round of eight all four join the same one."""
 HOP_BYTES = 2 * 256 * 4
 """Of a token: hidden states and residual, 256 wide, float32."""
 SCHEMA = {
@@ -52,7 +54,8 @@ def test_tokens_batches_and_metrics(group: Group, reference: Reference) -> None:
     """Of a group that has answered nothing before."""
     answer_all(group, reference)
     answer_all(group, reference)  # now from the prefix cache, where it covers a block
-    check_staggered(group, reference)
+    for _ in range(STAGGERED_ROUNDS):
+        check_staggered(group, reference)
     check_metrics(group)
 
 
@@ -94,8 +97,8 @@ def check_metrics(group: Group) -> None:
         assert total == pytest.approx(sum(step.values()), rel=1e-6)
         assert all(value > 0 for value in compute.values())
         tokens = samples(text, names.TOKENS_TOTAL)
-        # The first new token comes of the prompt's last step; 8 answers of 32 tokens, 4 of LONG.
-        assert tokens[names.PHASE_DECODE] == 8 * 31 + 4 * (LONG - 1)
+        # The first new token comes of the prompt's last step; 8 answers of 32 tokens, 4 of LONG a round.
+        assert tokens[names.PHASE_DECODE] == 8 * 31 + STAGGERED_ROUNDS * 4 * (LONG - 1)
         direction = "send" if rank == 0 else "recv"
         sent = samples(text, names.TRANSFER_BYTES_TOTAL)
         assert sent == {direction: sum(tokens.values()) * HOP_BYTES}
