@@ -104,7 +104,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/distributed/bridge/header.py",
         right="        return self._head + _COUNTS.pack(step, count, history) + self._tail",
         wrong="        return self._head + _COUNTS.pack(0, 0, 0) + self._tail",
-        tests=(f"{_GROUPS}/test_tensor.py", "-k", "skipped and shared_memory"),
+        tests=("tests/unit/bridge",),  # a group sees it at its next other collective
     ),
     PlantedFault(
         name="a follower does not look at what it ran",

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_heteroinfer.distributed.bridge.header import (
     HEADER_BYTES,
+    HeaderTemplate,
     Operation,
     describe,
     header_of_part,
@@ -54,6 +55,13 @@ def test_shapes_differ_also_by_trailing_zeros(call: dict[str, Any], shape: tuple
     assert pack(call) != pack(call | {"shape": shape})
     if len(shape) < 8:
         assert pack(call | {"shape": (*shape, 0)}) != pack(call | {"shape": shape})
+
+
+@given(call=CALLS)
+def test_a_template_fills_in_step_count_and_history(call: dict[str, Any]) -> None:
+    template = HeaderTemplate(call["operation"], shape=call["shape"], dtype=call["dtype"])
+    filled = template.fill(call["step"], call["count"], call["history"])
+    assert filled == pack(call | {"root": -1, "sizes": None})
 
 
 @given(call=CALLS, part=st.integers(1, 2**40))
