@@ -12,7 +12,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from tests.integration.operator.kstatus import CURRENT, FAILED, IN_PROGRESS, TERMINATING, becomes, kstatus
-from tests.integration.operator.life import Install, bind, condition, nothing_left, stored
+from tests.integration.operator.life import COLLECTED_S, Install, bind, condition, nothing_left, stored
 from tests.integration.operator.running_operator import (
     PROFILE,
     create_resource,
@@ -81,6 +81,16 @@ async def start(server: ApiServer, namespace: str, node: str) -> list[str]:
     return await run_pods(server, namespace, node)
 
 
+async def see_the_end(server: ApiServer, namespace: str) -> None:
+    """Waits for the end of a resource that is being deleted, and of all that it had."""
+
+    async def is_gone() -> bool:
+        await remove_pods(server, namespace)
+        return await nothing_left(server, namespace)
+
+    await until("nothing is left", is_gone, COLLECTED_S)
+
+
 async def test_just_applied(server: ApiServer, namespace: str) -> None:
     """No operator has seen it: an object without observedGeneration would be taken for done."""
     await create_resource(server, namespace)
@@ -127,12 +137,7 @@ async def test_a_life(server: ApiServer, namespace: str, install: Install, tmp_p
 
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
         assert await kstatus(server, namespace) == TERMINATING
-
-        async def gone() -> bool:
-            await remove_pods(server, namespace)
-            return await nothing_left(server, namespace)
-
-        await until("nothing is left", gone, timeout_s=60)
+        await see_the_end(server, namespace)
         assert "Traceback" not in process.said, process.said
 
 
@@ -152,3 +157,5 @@ async def test_observed_generation_is_behind(
     async with operator(installed.kubeconfig, tmp_path / "log-2", resync_seconds="1") as process:
         await process.working()
         await becomes(server, namespace, CURRENT, ("Ready", "True", "Serving"))
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        await see_the_end(server, namespace)
