@@ -90,7 +90,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/rank/worker/sampling.py",
         right="        runner._sample = self\n",
         wrong="",
-        tests=(f"{_GROUPS}/test_tensor.py", "-k", "of_one_pod"),
+        tests=(f"{_GROUPS}/test_tensor.py", "-k", "two_pods_split and shared_memory"),
     ),
     PlantedFault(
         name="collectives of one shape are not kept apart",

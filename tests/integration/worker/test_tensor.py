@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,10 @@ def test_two_ranks_of_one_pod_split_every_layer(model: Path, reference: Referenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipping:
-    """A group whose second rank skips one collective once a file is there, and the way its bridge takes."""
+    """A group whose second rank skips one collective once a file is there, and the way its bridge takes.
+
+    That rank's random stream is not the first one's, as on another device.
+    """
 
     group: Group
     way: str
@@ -63,6 +66,7 @@ def skipping(
 
 def test_two_pods_split_every_layer(skipping: Skipping, reference: Reference) -> None:
     check_all(skipping.group, reference, skipping.way)
+    check_one_samples(skipping.group, reference)
 
 
 def test_a_skipped_collective_is_named_by_both_sides(skipping: Skipping, reference: Reference) -> None:
@@ -137,11 +141,7 @@ def check_greedy(group: Group, reference: Reference) -> None:
 
 
 def check_seeds(group: Group, reference: Reference) -> None:
-    """At temperature 1 all ranks go on with the same tokens, and a seed gives them again.
-
-    Reading an answer as a prompt gives each of its tokens the logprob that it had when it was
-    sampled: a rank that had gone on with another token would have spoilt all that follow.
-    """
+    """At temperature 1 all ranks go on with the same tokens, and a seed gives them again."""
     prompts = [answer["prompt_token_ids"] for answer in reference.values()]
 
     def sample(number: int) -> Any:
@@ -153,7 +153,22 @@ def check_seeds(group: Group, reference: Reference) -> None:
         again = list(pool.map(sample, range(len(prompts))))
     assert [choice["token_ids"] for choice in first] == [choice["token_ids"] for choice in again]
     assert len({tuple(choice["token_ids"]) for choice in first}) == len(prompts)
-    for prompt, choice in zip(prompts, first, strict=True):
+    check_read(group, prompts, first)
+
+
+def check_one_samples(group: Group, reference: Reference) -> None:
+    """Without a seed, where each rank by itself would sample other tokens: all go on with the first one's."""
+    prompts = [answer["prompt_token_ids"] for answer in reference.values()]
+    body = {"temperature": 1, "logprobs": 0, "ignore_eos": True}
+    check_read(group, prompts, [complete(group, prompt, max_tokens=24, **body) for prompt in prompts])
+
+
+def check_read(group: Group, prompts: Sequence[list[int]], choices: Sequence[Any]) -> None:
+    """Reads answers as prompts, which gives each of their tokens the logprob that it had when it was sampled.
+
+    A rank that had gone on with another token would have spoilt all that follow.
+    """
+    for prompt, choice in zip(prompts, choices, strict=True):
         token_ids = choice["token_ids"]
         read = complete(group, [*prompt, *token_ids], max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
         expected = [read[len(prompt) + i][str(token)]["logprob"] for i, token in enumerate(token_ids)]
@@ -215,9 +230,14 @@ def check_warm_up(group: Group) -> None:
 
 
 SKIPPING = '''
-"""Skips one collective of this rank once a file is there; loaded by vLLM as any general plugin."""
+"""Skips one collective of this rank once a file is there; loaded by vLLM as any general plugin.
+
+Draws from this rank's random stream, so that it is not the first one's.
+"""
 import os
 from pathlib import Path
+
+import torch
 
 
 def load():
@@ -226,6 +246,7 @@ def load():
     whole, trigger = BridgeCommunicator.all_reduce, Path(os.environ["SKIP_ONE_WHEN"])
 
     def all_reduce(self, input_):
+        torch.rand(1)
         if trigger.exists():
             trigger.unlink()
             return input_
