@@ -4,8 +4,9 @@ What a version stored is kept in versions/, written by record.py in that version
 """
 
 import base64
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,31 +136,44 @@ def account_kubeconfig(plane: Cluster, folder: Path) -> Path:
     return path
 
 
-@every_version
-async def test_groups_of_an_older_version_run_on(version: Path, plane: Cluster, tmp_path: Path) -> None:
+@contextlib.asynccontextmanager
+async def upgraded(
+    version: Path, plane: Cluster, objects: list[dict[str, Any]], folder: Path
+) -> AsyncIterator[tuple[ApiServer, OperatorProcess, dict[str, Any]]]:
+    """Installs an older chart, stores what its operator had stored, and upgrades as docs/operations.md says.
+
+    Returns:
+        The API server, this operator at work, and the pods as they were before the upgrade.
+    """
     (package,) = version.glob("*.tgz")
     plane.helm("install", RELEASE, str(package), "-n", RELEASE, "--create-namespace", "--set", "replicas=0")
     plane.kubectl("create", "namespace", NAMESPACE)
     plane.kubectl("wait", "-n", NAMESPACE, "--for=create", "serviceaccount/default", "--timeout=20s")
     server = ApiServer(await load_configuration(str(plane.kubeconfig)))
     try:
-        objects = recorded(version)
         await restore(server, objects)
         before = await pods(server)
         chart = str(REPOSITORY / "charts" / "heteroinfer")
-        plane.helm("upgrade", RELEASE, chart, "-n", RELEASE, "--set", "replicas=0")
+        plane.helm("upgrade", RELEASE, chart, "-n", RELEASE, "--reset-then-reuse-values")
         settings = {"resync_seconds": "1", "namespace": RELEASE, "key_secret": f"{RELEASE}-key"}
-        async with operator(account_kubeconfig(plane, tmp_path), tmp_path / "log", **settings) as process:
+        async with operator(account_kubeconfig(plane, folder), folder / "log", **settings) as process:
             await process.working()
-            await settled(process)
-            assert await pods(server) == before, process.said
-            await check_as_recorded(server, objects)
-            await check_next_epoch(server, process)
-            await check_keys(server)
-            assert "Traceback" not in process.said, process.said
-            assert " 403 " not in process.said, process.said
+            yield server, process, before
     finally:
         await server.close()
+
+
+@every_version
+async def test_groups_of_an_older_version_run_on(version: Path, plane: Cluster, tmp_path: Path) -> None:
+    objects = recorded(version)
+    async with upgraded(version, plane, objects, tmp_path) as (server, process, before):
+        await settled(process)
+        assert await pods(server) == before, process.said
+        await check_as_recorded(server, objects)
+        await check_next_epoch(server, process)
+        await check_keys(server)
+        assert "Traceback" not in process.said, process.said
+        assert " 403 " not in process.said, process.said
 
 
 FORBIDDEN: dict[str, Any] = {
@@ -184,40 +198,27 @@ async def test_a_tightened_list_takes_neither_status_nor_restart(
     version: Path, plane: Cluster, tmp_path: Path
 ) -> None:
     """A spec that the older list took is refused now: its group runs on, and starts again as it was made."""
-    (package,) = version.glob("*.tgz")
-    plane.helm("install", RELEASE, str(package), "-n", RELEASE, "--create-namespace", "--set", "replicas=0")
-    plane.kubectl("create", "namespace", NAMESPACE)
-    plane.kubectl("wait", "-n", NAMESPACE, "--for=create", "serviceaccount/default", "--timeout=20s")
-    server = ApiServer(await load_configuration(str(plane.kubeconfig)))
     path = HETERO_INFERENCE.path(NAMESPACE, "pair")
-    try:
-        await restore(server, with_spec(recorded(version), "pair", FORBIDDEN))
-        before = await pods(server)
-        chart = str(REPOSITORY / "charts" / "heteroinfer")
-        plane.helm("upgrade", RELEASE, chart, "-n", RELEASE, "--set", "replicas=0")
-        settings = {"resync_seconds": "1", "namespace": RELEASE, "key_secret": f"{RELEASE}-key"}
-        async with operator(account_kubeconfig(plane, tmp_path), tmp_path / "log", **settings) as process:
-            await process.working()
+    objects = with_spec(recorded(version), "pair", FORBIDDEN)
+    async with upgraded(version, plane, objects, tmp_path) as (server, process, before):
 
-            async def says_so() -> bool:
-                planned = await condition(server, path, "Planned")
-                return planned["status"] == "False" and "LD_PRELOAD" in planned["message"]
+        async def says_so() -> bool:
+            planned = await condition(server, path, "Planned")
+            return planned["status"] == "False" and "LD_PRELOAD" in planned["message"]
 
-            await until("the condition", says_so, said=lambda: process.said)
-            assert (await condition(server, path, "Available"))["status"] == "True"
-            assert await pods(server) == before, process.said
-            await check_next_epoch(server, process)
-            (container,) = (await pods(server))["pair-0-2-0"]["spec"]["containers"]
-            assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in container["env"], "it is as it was made"
-            await server.merge(path, {"spec": {"suspend": True}})
-            await until("pods that go", lambda: all_go(server), said=lambda: process.said)
-            worse = [{"name": "PYTHONPATH", "value": "/model"}]
-            with pytest.raises(ApiError, match=r"or set it in an image of your own .*: got PYTHONPATH"):
-                await server.merge(path, {"spec": {"engine": {"env": worse}}})
-            assert "Traceback" not in process.said, process.said
-            assert " 422 " not in process.said, process.said
-    finally:
-        await server.close()
+        await until("the condition", says_so, said=lambda: process.said)
+        assert (await condition(server, path, "Available"))["status"] == "True"
+        assert await pods(server) == before, process.said
+        await check_next_epoch(server, process)
+        (container,) = (await pods(server))["pair-0-2-0"]["spec"]["containers"]
+        assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in container["env"], "it is as it was made"
+        await server.merge(path, {"spec": {"suspend": True}})
+        await until("pods that go", lambda: all_go(server), said=lambda: process.said)
+        worse = [{"name": "PYTHONPATH", "value": "/model"}]
+        with pytest.raises(ApiError, match=r"or set it in an image of your own .*: got PYTHONPATH"):
+            await server.merge(path, {"spec": {"engine": {"env": worse}}})
+        assert "Traceback" not in process.said, process.said
+        assert " 422 " not in process.said, process.said
 
 
 async def condition(server: ApiServer, path: str, kind: str) -> dict[str, Any]:
