@@ -194,5 +194,5 @@ class RunningPod:
 
 def _state_and_session(entry: Path) -> tuple[str, int]:
     # proc_pid_stat(5): the name in parentheses may hold anything; state and session follow it.
-    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+    fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[3])

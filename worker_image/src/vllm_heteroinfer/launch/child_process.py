@@ -62,6 +62,14 @@ def parse_stat(stat: str) -> ProcessObservation:
     return ProcessObservation(state=ProcessState.STOPPED if state in "Tt" else ProcessState.RUNNING)
 
 
+def _read_stat(pid: int) -> str:
+    """Returns the text of /proc/PID/stat; raises OSError when the process is gone.
+
+    The kernel cuts a process's name at 15 bytes, maybe inside of a letter.
+    """
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace")
+
+
 class ForkedProcess:
     """A process that another one forked, and that became our child; the part of Popen that is needed."""
 
@@ -141,7 +149,7 @@ class ChildProcess:
         code = self._process.poll()
         if code is not None:
             return ProcessObservation(state=ProcessState.ENDED, exit_code=code)
-        return parse_stat(Path(f"/proc/{self.pid}/stat").read_text())
+        return parse_stat(_read_stat(self.pid))
 
     def reaped(self) -> bool:
         """Returns whether nothing of it is left, and reaps it if it can be."""
@@ -225,7 +233,7 @@ def reap_orphans(children: Sequence[ChildProcess]) -> None:
 def is_stopped(pid: int) -> bool:
     """Returns whether a process is stopped; one that has ended is not."""
     try:
-        return parse_stat(Path(f"/proc/{pid}/stat").read_text()).state is ProcessState.STOPPED
+        return parse_stat(_read_stat(pid)).state is ProcessState.STOPPED
     except OSError:
         return False
 
@@ -242,7 +250,7 @@ def child_pids(parent: int | None = None) -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            stat = (entry / "stat").read_text()
+            stat = _read_stat(int(entry.name))
         except OSError:
             continue  # it ended meanwhile
         if int(stat[stat.rindex(")") + 2 :].split()[1]) == parent:

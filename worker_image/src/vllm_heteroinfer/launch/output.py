@@ -122,7 +122,7 @@ def _wait(fd: int, event: int) -> None:
 
 
 def _write(data: bytes) -> None:
-    """Writes whole lines; blocks as long as the reader does."""
+    """Writes whole lines; blocks as long as the reader does. What cannot be written is lost."""
     view = memoryview(data)
     with _stdout_lock:
         while view:
@@ -130,6 +130,7 @@ def _write(data: bytes) -> None:
                 view = view[os.write(sys.stdout.fileno(), view) :]
             except BlockingIOError:
                 _wait(sys.stdout.fileno(), select.POLLOUT)
-            except BrokenPipeError:
-                # Nobody reads any more; the processes must not block because of it.
+            except OSError:
+                # Nobody reads any more, or the disk of a log file is full; the processes must not block
+                # because of it, and the next lines may find room again.
                 return
