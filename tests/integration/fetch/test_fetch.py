@@ -307,6 +307,23 @@ def test_a_server_that_is_no_hub(hub: HubServer, cache: Path) -> None:
     assert "HF_ENDPOINT" in failure.message or "404" in failure.message
 
 
+class Outside(Repository):
+    """A model whose commit would be a folder outside of the cache."""
+
+    @property
+    def commit(self) -> str:
+        """Returns a path."""
+        return "../../outside"
+
+
+def test_a_commit_that_leaves_the_cache(hub: HubServer, cache: Path) -> None:
+    hub.repositories[MODEL] = Outside(files=hub.repositories[MODEL].files)
+    failure = refuse(hub, cache).failure()
+    assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
+    assert "for a commit" in failure.message
+    assert not (cache.parent / "outside").exists()
+
+
 def test_a_model_without_safetensors(hub: HubServer, cache: Path) -> None:
     files = hub.repositories[MODEL].files
     hub.repositories[MODEL].files = {

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from heteroinfer_contract import names
 from tests.integration.launch.groups import tiny_group, wait_until
 from vllm_heteroinfer.launch.child_process import ChildProcess, ProcessState, child_pids, is_stopped
 
 NAME_OF_8_LETTERS = "процессы"
 """16 bytes, of which the kernel keeps 15 (prctl(2), PR_SET_NAME): no UTF-8."""
-RENAMED = "import ctypes, sys, time\nctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0)\ntime.sleep(60)"
+RENAMED = (
+    "import ctypes, sys, time\nctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0)\ntime.sleep(60)"
+)
 
 
 @contextmanager
@@ -59,6 +62,20 @@ def test_a_full_disk_of_logs_holds_up_no_rank(tmp_path: Path) -> None:
         wait_until(lambda: max(map(written_bytes, group.marked())) > 10 << 20, 30, group.logs)
         pod.process.terminate()
         assert group.wait_exits(time.monotonic() + 10) == [0]
+
+
+def test_a_last_word_that_cannot_be_left_is_in_the_log(tmp_path: Path) -> None:
+    env = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        names.ENV_TERMINATION_MESSAGE_PATH: str(tmp_path / "no folder" / "message"),
+    }
+    worker = [sys.executable, "-m", "vllm_heteroinfer.launch.entry"]
+    ended = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == names.EXIT_USAGE, ended
+    assert f"{names.ENV_PLAN} is not set" in ended.stdout
+    assert "the termination message cannot be written" in ended.stdout
+    assert "Traceback" not in ended.stderr
 
 
 def written_bytes(pid: int) -> int:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -236,3 +237,48 @@ def error_of(directory: Path) -> str:
     except ModelFilesError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"torch_dtype": []},
+        {"model_type": {}},
+        {"sliding_window": "abc"},
+        {"sliding_window": -5},
+        {"head_dim": "x"},
+        {"num_attention_heads": 16, "num_key_value_heads": 16},  # no width is left for a head
+        {"vocab_size": 10**30},
+        {"attn_layer_period": 0},
+        {"quantization_config": {"quant_method": "gptq", "group_size": "abc"}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": 5}},
+    ],
+)
+def test_a_config_that_says_what_no_model_does(tmp_path: Path, changed: Mapping[str, Any]) -> None:
+    model = write_model(tmp_path, config={**CONFIG, **changed})
+    with pytest.raises(ModelFilesError, match=re.escape(str(tmp_path))):
+        read_profile(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX_FILE])
+def test_json_that_is_nested_too_deeply(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(ModelFilesError, match="expected JSON"):
+        read_profile(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["1e400", "NaN", '"x"'])
+def test_a_header_with_an_offset_that_is_no_number(tmp_path: Path, end: str) -> None:
+    write_model(tmp_path)
+    header = f'{{"a": {{"dtype": "F32", "shape": [1], "data_offsets": [0, {end}]}}}}'.encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(ModelFilesError, match="its header is not safetensors'"):
+        read_profile(tmp_path)
+
+
+def test_an_index_with_a_name_too_long_for_a_file(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(ModelFilesError, match="File name too long"):
+        read_profile(tmp_path)

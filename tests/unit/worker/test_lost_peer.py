@@ -23,6 +23,9 @@ from vllm_heteroinfer.rank.entry import failure, is_peer_lost
         (BrokenPipeError(32, "Broken pipe"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (MemoryError("got memory for 1.0 MiB of KV cache"), False),
+        (RuntimeError("ProcessGroupGloo: rank 1 is gone"), True),
+        (FileNotFoundError(2, "No such file or directory", "/home/me/igloo/model.safetensors"), False),
+        (ValueError("model.layers.3.mlp.gloobal_scale: broken pipeline of scales"), False),
     ],
 )
 def test_rank_and_supervisor_know_a_lost_peer_by_the_same_words(error: Exception, lost: bool) -> None:

@@ -109,7 +109,7 @@ def check_complete(directory: Path) -> None:
 def _size_bytes(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return -1
 
 

@@ -42,8 +42,27 @@ def read_profile(directory: Path) -> ModelProfile:
 
     Raises:
         ModelFilesError: the path is missing or no directory, it holds no model, or a
-            file of it is missing, unreadable or cut short.
+            file of it is missing, unreadable or cut short, or says what no model does.
     """
+    try:
+        profile = _read_profile(directory)
+        return ModelProfile.from_json(profile.to_json())  # as everybody reads it
+    except ModelFilesError:
+        raise
+    except OSError as error:
+        raise _not_readable(directory, error) from error
+    except _NOT_UNDERSTOOD as error:
+        raise ModelFilesError(
+            f"{directory}: {CONFIG_FILE} or a header says what no model does ({type(error).__name__}: "
+            f"{str(error)[:200]}); download the model again, or take another one"
+        ) from error
+
+
+_NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What comes of a word where a number should be, and the like; config.json has a hundred fields."""
+
+
+def _read_profile(directory: Path) -> ModelProfile:
     config, consolidated = _read_config(directory)
     text = text_config(config)
     tensors = [tensor for path in _shards(directory, consolidated) for tensor in _read_header(path)]
@@ -216,7 +235,7 @@ def _read_header(path: Path) -> list[Tensor]:
             )
             for name, entry in entries.items()
         ]
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+    except _NOT_UNDERSTOOD as error:
         raise ModelFilesError(
             f"{path}: its header is not safetensors' ({error!r}); download it again"
         ) from error
@@ -239,7 +258,7 @@ def _read_json(path: Path) -> Any:
 def _parse_json(path: Path, content: bytes) -> Any:
     try:
         return json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path}: expected JSON: {error}; download it again") from error
 
 

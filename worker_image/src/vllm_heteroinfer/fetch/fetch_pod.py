@@ -13,9 +13,11 @@ from pathlib import Path
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.model_fetch import HUB_SCHEME
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob
+from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
 
 logger = logging.getLogger(__name__)
@@ -69,15 +71,15 @@ def fetch_model(options: FetchOptions) -> int:
             patience_s=options.patience_s,
         )
         text, code = asyncio.run(_run(job, options)), names.EXIT_STOPPED
-    except ContractError as error:
+    except Exception as error:  # the boundary of this process: without its word nobody knows why
         reason = error.reason if isinstance(error, FetchError) else FailureReason.MODEL_NOT_READABLE
-        failure = Failure(
-            reason=reason, message=str(error), exit_code=names.EXIT_FETCH_FAILED, time=time.time()
-        )
+        known = isinstance(error, ContractError)
+        words = str(error) if known else f"{HUB_SCHEME}{options.repository} cannot be fetched: {error!r}"
+        failure = Failure(reason=reason, message=words, exit_code=names.EXIT_FETCH_FAILED, time=time.time())
         text, code = failure.to_json(), names.EXIT_FETCH_FAILED
-        logger.error("%s: %s", reason, error)
+        logger.error("%s: %s", reason, words, exc_info=not known)
     if options.termination_message_path is not None:
-        options.termination_message_path.write_text(text)
+        termination_message.leave(options.termination_message_path, text)
     sys.stdout.write(f"{text}\n")
     return code
 

@@ -1,13 +1,12 @@
 """A hub's model without its weights: config.json, and the headers of its safetensors, by ranges."""
 
-import json
 from pathlib import Path
 
 from heteroinfer_contract.model_fetch import FetchedFile
 from heteroinfer_contract.model_files import CONFIG_FILE, INDEX_FILE, MAX_HEADER_BYTES, read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from vllm_heteroinfer.fetch.hub import HubModel
-from vllm_heteroinfer.fetch.selection import describing_files, weight_files
+from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 
 _LENGTH_BYTES = 8
 """Of the header's length, at the front of a safetensors file."""
@@ -31,7 +30,7 @@ def read_hub_profile(hub: HubModel, folder: Path) -> ModelProfile:
         (folder / file.path).touch()
         hub.fetch(commit, file, folder / file.path)
     named = any(file.path == INDEX_FILE for file in small)
-    index = json.loads((folder / INDEX_FILE).read_bytes()) if named else None
+    index = parse_index((folder / INDEX_FILE).read_bytes()) if named else None
     for file in weight_files(files, index):
         _write_hollow(hub, commit, file, folder / file.path)
     return read_profile(folder)

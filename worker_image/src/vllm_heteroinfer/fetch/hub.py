@@ -9,9 +9,10 @@ import contextlib
 import io
 import os
 import re
+import reprlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
@@ -22,6 +23,8 @@ REQUEST_TIMEOUT_S: Final = 30.0
 _BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUERY: Final = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 """Of a URL: a content network's holds a signature that is as good as a token for a while."""
+_COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
+_HASH: Final = re.compile(r"git:[0-9a-f]{40}|(git|sha256):[0-9a-f]{64}")
 _HOW_TO_GIVE_A_TOKEN: Final = (
     "set spec.model.tokenSecretRef to a Secret with a token of an account that may read it "
     f"(with `heteroinfer up`: export {names.ENV_HUB_TOKEN})"
@@ -56,20 +59,26 @@ class HubModel:
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self._endpoint, token=self._token)
-        with self._in_words():
-            found = api.model_info(
-                self._repository, revision=self._revision, files_metadata=True, timeout=REQUEST_TIMEOUT_S
-            )
+        try:
+            with self._in_words():
+                found = api.model_info(
+                    self._repository, revision=self._revision, files_metadata=True, timeout=REQUEST_TIMEOUT_S
+                )
+        except (AttributeError, LookupError, RecursionError, TypeError) as error:
+            raise self._no_hub(f"its listing cannot be read: {self._clean(error)}") from error
         if not found.sha or not found.siblings:
             raise self._no_hub("its answer names no commit or no files")
-        return str(found.sha), [self._file(sibling) for sibling in found.siblings]
+        if not _COMMIT.fullmatch(str(found.sha)):  # it becomes part of a path
+            raise self._no_hub(f"got {reprlib.repr(found.sha)} for a commit")
+        # Names that no file can have here are of no model.
+        return str(found.sha), [self._file(each) for each in found.siblings if can_be_a_file(each.rfilename)]
 
     def _file(self, sibling: Any) -> FetchedFile:
-        size_bytes = sibling.lfs.size if sibling.lfs else sibling.size
+        path, size_bytes = sibling.rfilename, sibling.lfs.size if sibling.lfs else sibling.size
         digest = f"sha256:{sibling.lfs.sha256}" if sibling.lfs else f"git:{sibling.blob_id}"
-        if size_bytes is None or digest == "git:None":
-            raise self._no_hub(f"it does not tell size and hash of {sibling.rfilename}")
-        return FetchedFile(path=str(sibling.rfilename), size_bytes=int(size_bytes), digest=digest)
+        if not isinstance(size_bytes, int) or size_bytes < 0 or not _HASH.fullmatch(digest):
+            raise self._no_hub(f"it does not tell size and hash of {path}")
+        return FetchedFile(path=path, size_bytes=size_bytes, digest=digest)
 
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
         """Fetches what `into` lacks of a file; bytes that it holds are not asked for again.
@@ -91,7 +100,7 @@ class HubModel:
             have_bytes = target.seek(0, os.SEEK_END)
             http_get(
                 self._url(commit, file),
-                target,
+                BoundedFile(target, file),
                 resume_size=have_bytes,
                 headers=self._headers(),
                 expected_size=file.size_bytes,
@@ -109,10 +118,10 @@ class HubModel:
 
         size_bytes = min(size_bytes, file.size_bytes)
         headers = {**self._headers(), "range": f"bytes=0-{size_bytes - 1}"}
-        got = io.BytesIO()
-        with self._in_words():
+        got = FrontOfFile(size_bytes)
+        with self._in_words(), contextlib.suppress(EnoughError):
             http_get(self._url(commit, file), got, headers=headers, expected_size=size_bytes)
-        return got.getvalue()
+        return got.getvalue()[:size_bytes]
 
     def _url(self, commit: str, file: FetchedFile) -> str:
         from huggingface_hub import hf_hub_url
@@ -218,3 +227,47 @@ class HubModel:
         text = " ".join(str(error).split()) or "no further word"
         text = _QUERY.sub(r"\1", text)
         return (text.replace(self._token, "***") if self._token else text)[:300]
+
+
+def can_be_a_file(path: Any) -> bool:
+    """Returns whether a path of the hub's can be a file of the model's folder."""
+    if not isinstance(path, str) or "\0" in path or path != path.encode(errors="replace").decode():
+        return False
+    parts = PurePosixPath(path).parts
+    return bool(parts) and not path.startswith("/") and ".." not in parts
+
+
+class BoundedFile:
+    """A file that takes no more than the hub has said: who answers with more does not fill the cache."""
+
+    def __init__(self, target: BinaryIO, file: FetchedFile) -> None:
+        self._target = target
+        self._file = file
+        self.seek, self.tell, self.truncate = target.seek, target.tell, target.truncate
+
+    def write(self, chunk: bytes) -> int:
+        """Writes; raises OSError, with nothing kept, if it gets too long."""
+        if self._target.tell() + len(chunk) > self._file.size_bytes:
+            self._target.seek(0)
+            self._target.truncate()
+            raise OSError(f"{self._file.path} comes with more than its {self._file.size_bytes} bytes")
+        return self._target.write(chunk)
+
+
+class EnoughError(Exception):
+    """All that was asked for is there."""
+
+
+class FrontOfFile(io.BytesIO):
+    """Takes the front of a file; what a server that knows no ranges sends after it is not waited for."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__()
+        self._size_bytes = size_bytes
+
+    def write(self, chunk: Any) -> int:
+        """Writes; raises EnoughError once it has more than the front."""
+        written = super().write(chunk)
+        if self.tell() > self._size_bytes:
+            raise EnoughError
+        return written

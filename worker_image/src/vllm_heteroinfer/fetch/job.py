@@ -1,6 +1,5 @@
 """One fetch: lists the model, fetches what is missing, verifies, marks; waits out what may heal."""
 
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile, FetchedModel, FetchProgress
 from heteroinfer_contract.model_files import INDEX_FILE, read_profile
 from vllm_heteroinfer.fetch.errors import FetchError
-from vllm_heteroinfer.fetch.selection import describing_files, weight_files
+from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 from vllm_heteroinfer.fetch.store import ModelStore
 
 PATIENCE_S: Final = 600.0
@@ -180,7 +179,4 @@ class FetchJob:
 def _read_index(folder: Path, files: Sequence[FetchedFile]) -> Any:
     if not any(file.path == INDEX_FILE for file in files):
         return None
-    try:
-        return json.loads((folder / INDEX_FILE).read_bytes())
-    except ValueError:
-        return {}  # named by the caller as an index without files
+    return parse_index((folder / INDEX_FILE).read_bytes())

@@ -5,6 +5,7 @@ Hubs keep a model several times over: as safetensors, as .bin or .pth, as GGUF, 
 (`vllm/model_executor/model_loader/weight_utils.py::filter_duplicate_safetensors_files@v0.32.0`).
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -40,6 +41,14 @@ def describing_files(files: Sequence[FetchedFile]) -> list[FetchedFile]:
         and not _OF_OTHER_WEIGHTS.fullmatch(file.path)
         and file.path != MARKER_FILE  # of a cache that the repository was filled from; ours is written last
     ]
+
+
+def parse_index(content: bytes) -> Any:
+    """Returns a parsed index; one without files for what is not JSON, which weight_files refuses."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
 
 
 def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:

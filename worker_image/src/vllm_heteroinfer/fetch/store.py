@@ -157,7 +157,9 @@ class ModelStore:
 
     def adopt(self, file: FetchedFile) -> bool:
         """Links a file from another commit of the model that has the same; returns whether there was one."""
-        for other in sorted(self.folder.parent.iterdir()):
+        with self.in_words():
+            others = sorted(self.folder.parent.iterdir())
+        for other in others:
             marker = read_marker(other) if other != self.folder else None
             for candidate in marker.files if marker else ():
                 if (candidate.digest, candidate.size_bytes) == (file.digest, file.size_bytes):

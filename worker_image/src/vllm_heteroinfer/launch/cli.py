@@ -26,6 +26,7 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.output import BackgroundHandler
 from vllm_heteroinfer.launch.pod_processes import Commands
 from vllm_heteroinfer.launch.supervisor import Supervisor, SupervisorSettings
+from vllm_heteroinfer.pod import termination_message
 
 if TYPE_CHECKING:
     from heteroinfer_contract.model_profile import ModelProfile
@@ -104,19 +105,20 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
     """
     try:
         text, code = _read_profile(model, revision).to_json(), names.EXIT_STOPPED
-    except ContractError as error:
+    except Exception as error:  # the boundary of this command: without its word nobody knows why
+        words = str(error) if isinstance(error, ContractError) else f"it cannot be inspected: {error!r}"
         failure = Failure(
             reason=FailureReason.MODEL_NOT_READABLE,
-            message=str(error),
+            message=words,
             exit_code=names.EXIT_USAGE,
             time=time.time(),
         )
         text, code = failure.to_json(), names.EXIT_USAGE
-        print(f"heteroinfer-worker inspect: {error}", file=sys.stderr)  # noqa: T201 - a command prints
+        print(f"heteroinfer-worker inspect: {words}", file=sys.stderr)  # noqa: T201 - a command prints
     else:
         print(text)  # noqa: T201 - a command prints
     if termination_message_path is not None:
-        termination_message_path.write_text(text)
+        termination_message.leave(termination_message_path, text)
     return code
 
 
@@ -171,8 +173,8 @@ def supervise(env: Mapping[str, str], commands: Commands) -> int:
             pod=launch.pod_index if incomplete else None,
             time=time.time(),
         )
-        path.write_text(failure.to_json())
         logging.getLogger(__name__).error("%s", error)
+        termination_message.leave(path, failure.to_json())
         code = names.EXIT_USAGE
     else:
         adopt_orphans()

@@ -132,5 +132,5 @@ def _write(data: bytes) -> None:
                 _wait(sys.stdout.fileno(), select.POLLOUT)
             except OSError:
                 # Nobody reads any more, or the disk of a log file is full; the processes must not block
-                # because of it, and the next lines may find room again.
+                # because of it, and the next lines may find space again.
                 return

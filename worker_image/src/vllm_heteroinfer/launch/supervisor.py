@@ -36,6 +36,7 @@ from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
 from vllm_heteroinfer.launch.start_clock import StartClock
 from vllm_heteroinfer.launch.supervisor_link import Message
+from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
 
@@ -352,7 +353,7 @@ class Supervisor:
         if verdict is None:
             gone = await self._pod.stop(self._hurry)
         else:
-            self._write_termination_message(verdict)
+            termination_message.leave(self._settings.termination_message_path, verdict.to_json())
             log.error("group %s ends: %s: %s", self._launch.group, verdict.reason, verdict.message)
             gone = await self._pod.kill()
         if not gone:
@@ -370,12 +371,6 @@ class Supervisor:
             if verdict is None:
                 self._client.send(Message(stopping=True))
             await self._client.end()
-
-    def _write_termination_message(self, verdict: Failure) -> None:
-        try:
-            self._settings.termination_message_path.write_text(verdict.to_json())
-        except OSError as error:
-            log.error("the termination message cannot be written: %s", error)
 
     # Answers
 

@@ -4,8 +4,9 @@ import re
 
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|socket closed"
-    r"|broken pipe|econnreset|connectionerror|disterror|distnetworkerror|diststoreerror|distbackenderror"
-    r"|gloo|nccl (communicator|error)|tcpstore|timed out waiting|no route to host|remote process exited"
+    r"|broken pipe\b|econnreset|connectionerror|disterror|distnetworkerror|diststoreerror|distbackenderror"
+    r"|(?<![a-z])(processgroup)?gloo(?![a-z])"
+    r"|nccl (communicator|error)|tcpstore|timed out waiting|no route to host|remote process exited"
     r"|peerlosterror",
     re.IGNORECASE,
 )

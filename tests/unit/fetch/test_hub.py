@@ -1,0 +1,51 @@
+"""What is believed of a hub's words, before the client is asked for anything."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile, damaged_files
+from vllm_heteroinfer.fetch.hub import BoundedFile, EnoughError, FrontOfFile, can_be_a_file
+from vllm_heteroinfer.fetch.selection import parse_index
+
+FILE = FetchedFile(path="model.safetensors", size_bytes=10, digest=f"sha256:{'0' * 64}")
+
+
+@pytest.mark.parametrize("path", ["config.json", "sub/a b.safetensors", "..a/b..json", "größe.json"])
+def test_names_that_a_file_can_have(path: str) -> None:
+    assert can_be_a_file(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["", ".", "../a.json", "a/../../b", "/etc/passwd", "a\0.json", "\ud800.json", 5]
+)
+def test_names_that_no_file_of_a_model_has(path: object) -> None:
+    assert not can_be_a_file(path)
+
+
+def test_a_body_longer_than_the_hub_has_said_is_not_kept() -> None:
+    target = io.BytesIO()
+    bounded = BoundedFile(target, FILE)
+    assert bounded.write(b"0123456789") == 10
+    with pytest.raises(OSError, match="more than its 10 bytes") as refused:
+        bounded.write(b"x")
+    assert refused.value.errno is None  # the hub's fault, not the cache's
+    assert target.getvalue() == b""
+
+
+def test_of_a_server_without_ranges_only_the_front_is_read() -> None:
+    front = FrontOfFile(4)
+    front.write(b"0123")
+    with pytest.raises(EnoughError):
+        front.write(b"45")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff"])
+def test_an_index_that_is_none_names_no_files(content: bytes) -> None:
+    assert parse_index(content) == {}
+
+
+def test_a_marker_with_a_name_that_no_file_can_have_is_of_a_damaged_model(tmp_path: Path) -> None:
+    odd = FetchedFile(path="a\0b", size_bytes=1, digest="")
+    assert damaged_files(tmp_path, CompleteModel(repository="o/m", commit="c", files=(odd,))) == [odd]
