@@ -249,8 +249,15 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     assert error.message == (
         "the model does not fit: it has 32 layers, and with KV cache for 8224 tokens 26 fit, 4 in stage 0 "
         "(role cpu), "
-        "22 in stage 1 (role gpu): 6 layers (2.63 GiB) don't; add pods or memory, or lower engine.maxModelLen"
+        "22 in stage 1 (role gpu): 6 layers (2.63 GiB) don't; add pods or memory for them"
     )
+
+
+def test_a_shorter_context_is_proposed_only_where_the_weights_fit() -> None:
+    short = spec(gpu(deviceMemory="16Gi"), cpu(memory="10Gi"))
+    long = spec(gpu(deviceMemory="16Gi"), cpu(memory="10Gi"), engine={"maxModelLen": 131072})
+    assert plan(short).plan.layers_by_stage
+    assert refusal(long).message.endswith("add pods or memory for them, or lower engine.maxModelLen")
 
 
 def test_a_stage_without_capacity_for_a_layer_says_by_how_much() -> None:
@@ -260,15 +267,21 @@ def test_a_stage_without_capacity_for_a_layer_says_by_how_much() -> None:
         f"stage 0 (role cpu): one layer needs {need:.2f} GiB with embedding or head"
     )
     assert f"its ranks have 2.00 GiB: {need - 2:.2f} GiB missing" in error.message
+    assert error.message.endswith("missing; raise the role's resources.limits.memory")
 
 
 def test_a_pod_smaller_than_its_processes_is_refused() -> None:
     error = refusal(spec(cpu(memory="2Gi")))
     assert error.message == (
-        "role cpu: got 2.00 GiB of memory a pod, expected more than the 2.00 GiB that 1 ranks and the API "
-        "server "
-        "take without a model; raise resources.limits.memory"
+        "role cpu: got 2.00 GiB of memory a pod, expected more than the 2.00 GiB that 1 rank and the API "
+        "server need before a model is loaded; raise resources.limits.memory"
     )
+
+
+def test_ranks_that_cannot_split_the_model_are_refused_with_those_that_can() -> None:
+    error = refusal(spec(cpu(ranksPerPod=3), parallelism={"mode": "Tensor"}))
+    assert "got 3 ranks a stage, the model has 32 attention heads" in error.message
+    assert error.message.endswith("; set one of 1, 2, 4, 8, 16, 32")
 
 
 def test_more_stages_than_layers_are_refused() -> None:

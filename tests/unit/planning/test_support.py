@@ -31,7 +31,11 @@ def refusal(name: str, parsed: HeteroInferenceSpec, inventory: Inventory | None 
     ("name", "why", "remedy"),
     [
         ("DeepSeek-V3.2", "sparse attention", "DeepSeek-V3, V3.1"),
-        ("Kimi-K2-Thinking", "its kernel is for groups of 128", "in bf16, or use GPU roles only"),
+        (
+            "Kimi-K2-Thinking",
+            "its kernel is for groups of 128",
+            "in groups of 128, or in bf16, or use GPU roles only",
+        ),
         ("MiniMax-M2", "chosen by MiniMax2 routing", "in bf16, or use GPU roles only"),
         ("Nemotron-3-Nano-30B-A3B", "have no gate", "use GPU roles only"),
         ("Llama-3.3-70B-Instruct-NVFP4", "weights in NVFP4, groups of 16", "AWQ, GPTQ"),
@@ -115,7 +119,7 @@ def test_features_are_read_from_the_labels_of_the_nodes() -> None:
     with_amx = node("a", AMXTILE="true", AMXBF16="true", AVX512F="true")
     assert not on(with_amx, replace(with_amx, name="b"))
     assert any("do not say" in note for note in on(node("a"), node("b")))
-    with pytest.raises(PlanError, match="needs AMX, which its nodes do not have"):
+    with pytest.raises(PlanError, match="and its nodes do not have it"):
         on(node("a", AVX2="true"), node("b", AVX2="true"))
 
 

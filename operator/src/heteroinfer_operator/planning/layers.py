@@ -1,8 +1,10 @@
 """Layers to stages. Pure."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
@@ -105,11 +107,24 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
     return best[num_layers][1]
 
 
+_Cost: TypeAlias = Callable[[Sizes, int, int], int]
+_SHORTER: Final = ", or lower engine.maxModelLen"
+"""Said where it can help: KV cache is what is too large, and not the weights."""
+
+
+_MORE_MEMORY: Final = MappingProxyType(
+    {
+        Device.CPU: "raise the role's resources.limits.memory",
+        Device.GPU: "raise the role's deviceMemory, or give it larger GPUs",
+    }
+)
+
+
 def _cost(sizes: Sizes, first: int, end: int) -> int:
     return sizes.layers(first, end) + sizes.cache(first, end)
 
 
-def _capacity(stage: StageBudget, sizes: Sizes, first: int) -> int:
+def _capacity(stage: StageBudget, sizes: Sizes, first: int, cost: _Cost = _cost) -> int:
     """Returns how many layers from `first` on the stage can hold."""
     most = sizes.profile.num_layers - first
     free_bytes = stage.free_bytes
@@ -117,11 +132,10 @@ def _capacity(stage: StageBudget, sizes: Sizes, first: int) -> int:
         return most
     # Costs grow with the count: as many counts are within the bytes as layers are.
     counts = range(1, most + 1)
-    return bisect_right(counts, free_bytes, key=lambda count: _cost(sizes, first, first + count))
+    return bisect_right(counts, free_bytes, key=lambda count: cost(sizes, first, first + count))
 
 
 def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) -> PlanError:
-    remedy = "add pods or memory, or lower engine.maxModelLen"
     held: list[str] = []
     first = 0
     for index, stage in enumerate(budgets):
@@ -129,20 +143,30 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
         count = _capacity(stage, sizes, min(first, sizes.profile.num_layers - 1))
         if count == 0:
             need = _cost(sizes, 0, 1) + stage.tables
+            shorter = _SHORTER if sizes.layers(0, 1) + stage.tables <= (stage.budget or 0) else ""
             return PlanError(
                 f"stage {index} (role {stage.role}): one layer needs {format_bytes(need)} with embedding "
                 f"or head and KV cache for {min_tokens} tokens, its ranks have "
                 f"{format_bytes(stage.budget or 0)}: {format_bytes(need - (stage.budget or 0))} missing; "
-                f"{remedy}",
+                f"{_MORE_MEMORY[stage.device]}{shorter}",
                 reason="InsufficientMemory",
             )
         held.append(f"{count} in stage {index} (role {stage.role})")
         first += count
     missing = sizes.profile.num_layers - first
     size = _cost(sizes, first, sizes.profile.num_layers) * sizes.tensor
+    shorter = _SHORTER if _fits_without_cache(budgets, sizes) else ""
     return PlanError(
         f"the model does not fit: it has {sizes.profile.num_layers} layers, and with KV cache for "
         f"{min_tokens} tokens {first} fit, {', '.join(held)}: {missing} layers ({format_bytes(size)}) "
-        f"don't; {remedy}",
+        f"don't; add pods or memory for them{shorter}",
         reason="InsufficientMemory",
     )
+
+
+def _fits_without_cache(budgets: Sequence[StageBudget], sizes: Sizes) -> bool:
+    first = 0
+    for stage in budgets:
+        if first < sizes.profile.num_layers:
+            first += _capacity(stage, sizes, first, Sizes.layers)
+    return first >= sizes.profile.num_layers

@@ -46,9 +46,9 @@ def rank_budget(seat: Seat, inventory: Inventory) -> int | None:
     if pod <= overhead:
         raise PlanError(
             f"role {role.name}: got {format_bytes(pod)} of memory a pod, expected more than the "
-            f"{format_bytes(overhead)} that {role.ranks_per_pod} ranks"
-            f"{' and the API server' if seat.pod == 0 else ''} take without a model; "
-            "raise resources.limits.memory",
+            f"{format_bytes(overhead)} that {role.ranks_per_pod} rank{'s' * (role.ranks_per_pod > 1)}"
+            f"{' and the API server' if seat.pod == 0 else ''} need before a model is "
+            "loaded; raise resources.limits.memory",
             reason="InsufficientMemory",
         )
     return (pod - overhead) // role.ranks_per_pod

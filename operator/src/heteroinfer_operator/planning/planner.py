@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device, EngineSettings, Mode, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.node_assignment import NodeAssignment
@@ -147,17 +147,25 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
 def _check_tensor(tensor: int, profile: ModelProfile) -> None:
     heads, kv_heads = profile.num_attention_heads, profile.num_kv_heads
     vocab = -(-profile.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
-    for what, bad in (
-        (f"{heads} attention heads", heads % tensor != 0),
-        (f"{kv_heads} key/value heads", kv_heads % tensor != 0 and tensor % kv_heads != 0),
-        (f"a vocabulary of {vocab} rows with padding", vocab % tensor != 0),
-    ):
-        if bad:
-            raise PlanError(
-                f"parallelism.tensor: got {tensor} ranks a stage, the model has {what}, "
-                "which cannot be split by it; set a size that divides it",
-                reason="UnsupportedParallelism",
-            )
+
+    def problem(ranks: int) -> str:
+        for what, bad in (
+            (f"{heads} attention heads", heads % ranks != 0),
+            (f"{kv_heads} key/value heads", kv_heads % ranks != 0 and ranks % kv_heads != 0),
+            (f"a vocabulary of {vocab} rows with padding", vocab % ranks != 0),
+        ):
+            if bad:
+                return what
+        return ""
+
+    what = problem(tensor)
+    if what:
+        good = [str(ranks) for ranks in range(1, min(heads, MAX_WORLD_SIZE) + 1) if not problem(ranks)]
+        raise PlanError(
+            f"parallelism.tensor: got {tensor} ranks a stage, the model has {what}, which cannot be split "
+            f"by it; set one of {', '.join(good)}",
+            reason="UnsupportedParallelism",
+        )
 
 
 def _assign(

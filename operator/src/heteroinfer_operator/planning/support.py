@@ -182,7 +182,11 @@ def _check_experts(profile: ModelProfile) -> tuple[str, ...]:
     if kernel is None:
         raise _refuse(f"experts in {scheme}", "vLLM has no such kernel", plain)
     if kernel.group and scheme.group != kernel.group:
-        raise _refuse(f"experts in {scheme}", f"its kernel is for groups of {kernel.group}", plain)
+        raise _refuse(
+            f"experts in {scheme}",
+            f"its kernel is for groups of {kernel.group}",
+            f"take the model in groups of {kernel.group}, or in bf16, or use GPU roles only",
+        )
     if kernel.routing is not None and profile.routing not in kernel.routing:
         raise _refuse(
             f"experts in {scheme} that are chosen by {profile.routing} routing",
@@ -217,11 +221,11 @@ def _check_amx(needs: str, topology: Topology, inventory: Inventory) -> tuple[st
         features = inventory.cpu_features.get(role)
         if features is not None and AMX not in features:
             raise PlanError(
-                f"role {role}: {needs} on CPUs needs AMX, which its nodes do not have; {_AMX_NODES}, or use "
-                "GPU roles only",
+                f"role {role}: AMX is needed on CPUs for {needs}, and its nodes do not have it; "
+                f"{_AMX_NODES}, or use GPU roles only",
                 reason=REASON,
             )
     if all(role in inventory.cpu_features for role in roles):
         return ()
     unknown = "Intel Xeon of the 4th generation or later), and the nodes do not say whether they have it"
-    return (f"{needs} on CPUs needs AMX ({unknown}; {_AMX_NODES}",)
+    return (f"AMX is needed on CPUs for {needs} ({unknown}; {_AMX_NODES}",)
