@@ -1,16 +1,27 @@
 """Supervisors on machines that are not as they should be: odd programs beside them, a full disk."""
 
+import contextlib
 import os
+import resource
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from heteroinfer_contract import names
-from tests.integration.launch.groups import tiny_group, wait_until
+from heteroinfer_contract.pod_launch import PodLaunch
+from tests.integration.launch.groups import addresses, pipeline_plan, tiny_group, wait_until
 from vllm_heteroinfer.launch.child_process import ChildProcess, ProcessState, child_pids, is_stopped
+from vllm_heteroinfer.launch.cli import MOST_FILES
+from vllm_heteroinfer.rank import step_metrics
 
 NAME_OF_8_LETTERS = "процессы"
 """16 bytes, of which the kernel keeps 15 (prctl(2), PR_SET_NAME): no UTF-8."""
@@ -62,6 +73,56 @@ def test_a_full_disk_of_logs_holds_up_no_rank(tmp_path: Path) -> None:
         wait_until(lambda: max(map(written_bytes, group.marked())) > 10 << 20, 30, group.logs)
         pod.process.terminate()
         assert group.wait_exits(time.monotonic() + 10) == [0]
+
+
+def test_strangers_who_take_all_files_of_a_supervisor_end_nothing(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        leader, follower = group.pods
+        for pod in group.pods:
+            resource.prlimit(pod.process.pid, resource.RLIMIT_NOFILE, (64, 64))
+        ports = (leader.address.health_port, leader.address.control_port, follower.address.health_port)
+        with contextlib.ExitStack() as strangers:
+            for _ in range(100):
+                for port in ports:
+                    with contextlib.suppress(OSError):  # nobody is free to take it
+                        strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=0.2))
+            time.sleep(1)
+            assert [pod.process.poll() for pod in group.pods] == [None, None], group.logs()
+        group.wait_ready()
+        os.kill(group.rank_pid(1), signal.SIGKILL)
+        assert group.wait_exits(time.monotonic() + 10) == [names.EXIT_PEER_FAILED, names.EXIT_RANK_FAILED]
+        assert group.marked() == []
+
+
+def test_idle_connections_take_no_threads_of_a_rank() -> None:
+    launch = PodLaunch(group="g", group_uid="u", epoch=1, pod_index=0, addresses=addresses(1))
+    rank = pipeline_plan([1]).ranks[0]
+    assert step_metrics.serve(CollectorRegistry(), launch, rank, healthy=lambda: True)
+    port = launch.address.metrics_port
+    before = threading.active_count()
+    with contextlib.ExitStack() as strangers:
+        for _ in range(3 * step_metrics.MOST_CONNECTIONS):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            assert answer.status == 200
+        most = before + step_metrics.MOST_CONNECTIONS
+        wait_until(lambda: threading.active_count() <= most, 4)
+        wait_until(lambda: threading.active_count() <= before, 15)  # idle ones are ended
+
+
+def test_a_supervisor_takes_the_files_that_it_may_have(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (1,)) as group:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        try:
+            group.start()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        group.wait_ready()
+        got, _ = resource.prlimit(group.pods[0].process.pid, resource.RLIMIT_NOFILE)
+    assert got == min(hard, MOST_FILES)
 
 
 def test_a_last_word_that_cannot_be_left_is_in_the_log(tmp_path: Path) -> None:

@@ -13,6 +13,12 @@ from typing import Any
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError
 
+MAX_SECONDS = 7 * 86400.0
+"""Of any duration of a launch."""
+MAX_PORT = 65535
+LEAST_HEARTBEAT_S = 0.5
+"""Two beats, and a moment for the network."""
+
 
 class CpuBinding(StrEnum):
     """Whether the threads of a pod's CPU ranks are bound to cores."""
@@ -122,6 +128,25 @@ class PodLaunch:
             "cpu_binding": _variable(env, names.ENV_CPU_BINDING, str),
         }
         return codec.from_mapping(cls, raw)
+
+    def check(self) -> None:
+        """Checks that durations and ports can be; raises ContractError naming the field."""
+        codec.at_least(0, "PodLaunch", epoch=self.epoch, drain_timeout_s=self.drain_timeout_s)
+        codec.at_least(LEAST_HEARTBEAT_S, "PodLaunch", heartbeat_timeout_s=self.heartbeat_timeout_s)
+        for name in ("startup_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
+            codec.at_most(MAX_SECONDS, "PodLaunch", **{name: getattr(self, name)})
+        if self.startup_timeout_s <= 0:
+            raise ContractError(
+                f"PodLaunch.startup_timeout_s: got {self.startup_timeout_s}, expected more than 0"
+            )
+        for index, address in enumerate(self.addresses):
+            where = f"{names.ENV_ADDRESSES}[{index}]"
+            if not address.host:
+                raise ContractError(f"{where}.host: got none, expected a name or an address")
+            for field in dataclasses.fields(address):
+                if field.name != "host":
+                    codec.at_least(1, where, **{field.name: getattr(address, field.name)})
+                    codec.at_most(MAX_PORT, where, **{field.name: getattr(address, field.name)})
 
 
 def _variable(env: Mapping[str, str], name: str, parse: Callable[[str], Any]) -> Any:

@@ -6,6 +6,7 @@ takes seconds to give them back, and its exit status comes only after that.
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -26,6 +27,8 @@ REAP_TIMEOUT_S = 30.0
 """A killed process needs as long as the kernel takes to free its memory; beyond this it
 hangs in the kernel, and nothing in user space can help."""
 REAP_INTERVAL_S = 0.01
+_NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+"""Who opens connections to us takes files; those that are too many are closed in a moment."""
 
 
 class ProcessState(Enum):
@@ -149,7 +152,14 @@ class ChildProcess:
         code = self._process.poll()
         if code is not None:
             return ProcessObservation(state=ProcessState.ENDED, exit_code=code)
-        return parse_stat(_read_stat(self.pid))
+        try:
+            return parse_stat(_read_stat(self.pid))
+        except OSError as error:
+            if error.errno not in _NO_FILES:
+                raise
+            return ProcessObservation(
+                state=ProcessState.RUNNING
+            )  # as far as is known; the next look comes soon
 
     def reaped(self) -> bool:
         """Returns whether nothing of it is left, and reaps it if it can be."""
@@ -188,14 +198,22 @@ async def kill_everything(children: Sequence[ChildProcess]) -> bool:
     for child in children:
         child.kill()
     deadline_s = time.monotonic() + REAP_TIMEOUT_S
-    while left := _reap(children):
+    left: list[int] = []
+    while True:
+        try:
+            left = _reap(children)
+        except OSError as error:
+            if error.errno not in _NO_FILES:
+                raise
+        else:
+            if not left:
+                return True
         for pid in left:
             # A zombie that another process traces can be in the list: the kill does nothing.
             os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline_s:
             return False
         await asyncio.sleep(REAP_INTERVAL_S)
-    return True
 
 
 def _reap(children: Sequence[ChildProcess]) -> list[int]:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -22,7 +23,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_contract.parent_death import adopt_orphans
 from heteroinfer_contract.plan import Plan
-from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_contract.pod_launch import MAX_SECONDS, PodLaunch
 from vllm_heteroinfer.launch.output import BackgroundHandler
 from vllm_heteroinfer.launch.pod_processes import Commands
 from vllm_heteroinfer.launch.supervisor import Supervisor, SupervisorSettings
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from heteroinfer_contract.model_profile import ModelProfile
 
 LOG_FINISH_TIMEOUT_S = 1.0
+MOST_FILES = 65536
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,9 +180,18 @@ def supervise(env: Mapping[str, str], commands: Commands) -> int:
         code = names.EXIT_USAGE
     else:
         adopt_orphans()
+        _allow_files()
         code = asyncio.run(_run(plan, launch, settings))
     handler.finish(LOG_FINISH_TIMEOUT_S)
     return code
+
+
+def _allow_files() -> None:
+    """Takes all files that the hard limit allows: the soft one, often 1024, strangers could use up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _run(plan: Plan, launch: PodLaunch, settings: SupervisorSettings) -> int:
@@ -188,6 +199,7 @@ async def _run(plan: Plan, launch: PodLaunch, settings: SupervisorSettings) -> i
 
 
 def _check(plan: Plan, launch: PodLaunch) -> None:
+    launch.check()
     pods = len(plan.pods)
     if len(launch.addresses) != pods:
         raise ContractError(
@@ -203,8 +215,10 @@ def _step_timeout_s(env: Mapping[str, str]) -> float:
         timeout_s = float(text)
     except ValueError:
         timeout_s = 0.0
-    if not timeout_s > 0:
-        raise ContractError(f"{names.ENV_STEP_TIMEOUT}: got {text!r}, expected seconds above 0")
+    if not 0 < timeout_s <= MAX_SECONDS:
+        raise ContractError(
+            f"{names.ENV_STEP_TIMEOUT}: got {text!r}, expected seconds above 0, {MAX_SECONDS:.0f} at most"
+        )
     return timeout_s
 
 

@@ -250,7 +250,10 @@ class PodProcesses:
         if server is None or server.blamed or self._draining:
             return
         if self._engine_pids is None:
-            self._engine_pids, self._engine_ran_at_s = child_pids(server.child.pid), time.monotonic()
+            try:
+                self._engine_pids, self._engine_ran_at_s = child_pids(server.child.pid), time.monotonic()
+            except OSError:  # no file is free: the next look comes soon
+                return
         stopped = next((pid for pid in self._engine_pids if is_stopped(pid)), None)
         now_s = time.monotonic()
         if stopped is None:

@@ -6,12 +6,15 @@ steps of the engine, so it is not counted.
 Imports prometheus_client; not torch or vLLM.
 """
 
+import contextlib
 import http.server
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -28,6 +31,9 @@ _logger = logging.getLogger(__name__)
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SMOOTHING = 0.1
 """Weight of the newest decode step in the moving averages that the supervisor gets."""
+MOST_CONNECTIONS = 32
+"""Of the metrics port, each with a thread; who comes later ends who came first."""
+_REQUEST_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -273,6 +279,37 @@ def fit_transfer(step: Step) -> None:
             step.transfer_s[direction] *= left_s / transfer_s
 
 
+class MetricsServer(http.server.ThreadingHTTPServer):
+    """A server whose idle connections take neither threads nor files that the rank needs."""
+
+    daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, *args: Any) -> None:
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers in a thread; ends the oldest connection if there are too many."""
+        with self._lock:
+            self._open[request] = None
+            too_many = len(self._open) > MOST_CONNECTIONS
+            oldest = next(iter(self._open))
+            if too_many:
+                del self._open[oldest]
+        if too_many:
+            with contextlib.suppress(OSError):  # it has just ended
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+
 def serve(
     registry: CollectorRegistry, launch: PodLaunch, rank: RankAssignment, healthy: Callable[[], bool]
 ) -> bool:
@@ -288,6 +325,8 @@ def serve(
     """
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = _REQUEST_TIMEOUT_S
+
         def do_GET(self) -> None:
             if self.path == "/metrics":
                 self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
@@ -309,9 +348,7 @@ def serve(
 
     port = launch.address.metrics_port + rank.local_rank
     try:
-        server = http.server.ThreadingHTTPServer(
-            (addresses.bind_host_ipv4(launch.address.host), port), Handler
-        )
+        server = MetricsServer((addresses.bind_host_ipv4(launch.address.host), port), Handler)
     except OSError as error:
         _logger.error(
             "rank %d: metrics port %d: %s; this rank runs on without metrics, free the port and restart the "
@@ -321,6 +358,5 @@ def serve(
             error,
         )
         return False
-    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="heteroinfer-metrics", daemon=True).start()
     return True
