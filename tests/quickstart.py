@@ -20,6 +20,7 @@ from rich.table import Table
 
 from heteroinfer_contract import metric_names
 from tests.models import PROMPTS, cache_dir
+from tests.ports import free_port
 from tests.running_up import REPOSITORY, RunningUp, UpError
 
 EXAMPLE = Path("examples/quickstart.yaml")
@@ -108,8 +109,7 @@ def _port_option() -> list[str]:
         try:
             probe.bind(("127.0.0.1", DEFAULT_PORT))
         except OSError:
-            probe.bind(("127.0.0.1", 0))
-            return ["--port", str(probe.getsockname()[1])]
+            return ["--port", str(free_port())]
         return []
 
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.integration.worker.conftest import make
-from tests.integration.worker.groups import WORKER_PYTHON, build_plan, fetch, free_ports, start_group
+from tests.integration.worker.groups import WORKER_PYTHON, build_plan, fetch, start_group
+from tests.ports import free_ports
 
 BAR = 0.95
 START_TIMEOUT_S = 400.0

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -15,6 +14,7 @@ from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
 from tests.cluster.folders import REPOSITORY
 from tests.hub_server import HubServer
+from tests.ports import free_port
 
 WORKER_PYTHON = REPOSITORY / ".venv-worker/bin/python"
 MODEL = "acme/tiny"
@@ -26,9 +26,7 @@ class Fetch:
     """One fetch of MODEL; ended with the context that `fetching` gives."""
 
     def __init__(self, hub: HubServer, cache: Path, *arguments: str, **env: str) -> None:
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = int(probe.getsockname()[1])
+        self._port = free_port()
         cache.mkdir(exist_ok=True)
         self._message = cache.parent / f"message-{self._port}"
         self._log = cache.parent / f"log-{self._port}"

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from heteroinfer_contract.report_access import ReportReader
+from tests.ports import free_ports
 
 SUPERVISOR = "tests.integration.launch.tiny_supervisor"
 REPOSITORY = Path(__file__).parents[3]
@@ -66,15 +66,6 @@ def pipeline_plan(ranks_by_pod: Sequence[int]) -> Plan:
         ranks=ranks,
         engine=engine,
     )
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports that were free a moment ago, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def addresses(pods: int) -> tuple[PodAddress, ...]:

@@ -18,6 +18,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import RankPhase
 from heteroinfer_contract.pod_launch import PodLaunch
 from tests.integration.launch.groups import TinyGroup, tiny_group, wait_until
+from tests.ports import free_port
 
 STOP_LIMIT_S = 5.0
 
@@ -232,9 +233,7 @@ def test_worker_starts_in_less_than_300_ms_of_cpu_and_imports_no_torch() -> None
 
 def with_free_health_port(launch: PodLaunch) -> PodLaunch:
     """Returns the launch with a health port of its own, so that a second pod can stand beside the first."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    own = dataclasses.replace(launch.address, health_port=port)
+    own = dataclasses.replace(launch.address, health_port=free_port())
     hosts = tuple(own if i == launch.pod_index else host for i, host in enumerate(launch.addresses))
     return dataclasses.replace(launch, addresses=hosts)
 

@@ -22,7 +22,7 @@ from heteroinfer_operator.kube.leader_client import KEEP_S, MOST_BYTES, UNREADY_
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests.group_key_secret import group_key_secret
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
-from tests.integration.launch.groups import free_ports
+from tests.ports import free_port
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
 
 SAID = GroupReport(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message="", ranks=())
@@ -96,7 +96,7 @@ async def test_a_leader_with_a_key_tells_its_operator_whose_it_is() -> None:
         headers[CODE_HEADER] = guard.vouch(challenge, said.to_json() + "\n")
         return HealthAnswer(status=HTTPStatus.OK, body=said.to_json(), headers=headers)
 
-    server, (port,) = HealthServer(answer), free_ports(1)
+    server, port = HealthServer(answer), free_port()
     await server.start("127.0.0.1", port)
     leader = pod(port)
     labels = {**leader.view.labels, names.LABEL_EPOCH: "7"}

@@ -7,14 +7,11 @@ import contextlib
 import importlib.util
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +25,7 @@ from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
+from tests.ports import contiguous_ports, free_ports
 from vllm_heteroinfer.launch.environment import rank_environment
 from vllm_heteroinfer.launch.host import observe_host
 from vllm_heteroinfer.pod.channel import RankChannel
@@ -35,8 +33,6 @@ from vllm_heteroinfer.pod.channel import RankChannel
 REPOSITORY = Path(__file__).parents[3]
 READY_TIMEOUT_S = 300.0
 KV_CACHE_BYTES = 64 << 20
-FIRST_PORT, END_PORT = 10000, 32000
-"""Where test ports are taken from: below what the kernel gives to others unasked (ip_local_port_range)."""
 
 
 def _worker_python() -> Path:
@@ -110,26 +106,6 @@ def build_plan(
     )
 
 
-_next_port = random.SystemRandom().randrange(FIRST_PORT, END_PORT)
-_ports_lock = threading.Lock()
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports of loopback that are free, and that this process has not been given for long.
-
-    A group listens seconds after it got its ports: meanwhile no other one may get them.
-    """
-    global _next_port  # noqa: PLW0603 - one counter for every group of this process
-    found: list[int] = []
-    with _ports_lock:
-        while len(found) < count:
-            _next_port = _next_port + 1 if _next_port + 1 < END_PORT else FIRST_PORT
-            with socket.socket() as sock, contextlib.suppress(OSError):
-                sock.bind(("127.0.0.1", _next_port))
-                found.append(_next_port)
-    return found
-
-
 def build_addresses(plan: Plan) -> tuple[PodAddress, ...]:
     """Returns loopback addresses with ports of their own for every pod."""
     addresses = []
@@ -148,14 +124,6 @@ def build_addresses(plan: Plan) -> tuple[PodAddress, ...]:
             )
         )
     return tuple(addresses)
-
-
-def contiguous_ports(count: int) -> int:
-    """Returns the first of `count` neighbouring ports that were free a moment ago."""
-    while True:
-        ports = free_ports(count)
-        if ports[-1] == ports[0] + count - 1:
-            return ports[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
