@@ -32,8 +32,9 @@ setup:  ## everything into .venv and .venv-worker; nothing to do when nothing ch
 quickstart: setup  ## a small model on this machine, from a file to served tokens
 	@$(BIN)/python -m tests.quickstart
 
+# What computes goes first and has the cores; what mostly waits holds bounds of seconds, and goes after it.
 test: need-root check  ## what CI runs
-	@./.ci/lanes computing-then-nodes waiting programs
+	@failed=0; ./.ci/lanes computing programs || failed=1; ./.ci/lanes nodes waiting || failed=1; exit $$failed
 
 check: setup  ## the inner loop: lint, types, imports, unit
 	@./.ci/lanes unit static
@@ -55,22 +56,19 @@ imports: setup  ## import-linter: the direction of imports
 unit: setup  ## pure tests, on all cores
 	$(PYTEST) tests/unit -n auto --maxprocesses 8
 
-# Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
+# A new folder of tests/integration is among those that wait. A file's tests share what is long to start.
 LONGEST := --durations=100 --durations-min=5
+TWO_FILES_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models)
-WATCHING := tests/integration/watching
 
-integration: setup  ## a real API server; real vLLM groups on the CPU
-	@./.ci/lanes computing waiting
+integration: setup computing waiting  ## a real API server; real vLLM groups on the CPU
 
 computing: setup  ## those of them that start vLLM or compile
-	$(PYTEST) $(LONGEST) $(COMPUTING) -m "not feed_forward_matrix"
+	$(PYTEST) $(LONGEST) $(TWO_FILES_AT_ONCE) $(COMPUTING) -m "not feed_forward_matrix"
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
-	@$(BIN)/python -m tests.cluster build control-plane
-	$(PYTEST) $(LONGEST) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%) --ignore=$(WATCHING)
 	@$(BIN)/python -m tests.cluster build
-	$(PYTEST) $(LONGEST) $(WATCHING)
+	$(PYTEST) $(LONGEST) $(TWO_FILES_AT_ONCE) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%)
 
 programs: setup  ## builds what a real node and the watching tests need, ahead of them; seconds when it is cached
 	@$(BIN)/python -m tests.cluster build
@@ -87,9 +85,8 @@ cluster-tests: need-root setup  ## the test cluster's own tests, once for each s
 	  $(BIN)/python -m tests.cluster build node && $(BIN)/python -m tests.cluster images && \
 	  $(PYTEST) tests/cluster/tests && $(BIN)/python -m tests.cluster tested --record; }
 
-# A real node's tests hold bounds of seconds, and so begin when nothing computes beside them.
-computing-then-nodes: computing cluster-tests e2e
-.PHONY: computing waiting cluster-tests computing-then-nodes programs
+nodes: cluster-tests e2e
+.PHONY: computing waiting cluster-tests nodes programs
 
 feed-forward: setup  ## 20 architectures with feed-forward ranks on CPUs: the tokens of transformers
 	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix
