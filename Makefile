@@ -32,9 +32,9 @@ setup:  ## everything into .venv and .venv-worker; nothing to do when nothing ch
 quickstart: setup  ## a small model on this machine, from a file to served tokens
 	@$(BIN)/python -m tests.quickstart
 
-# What computes goes first and has the cores; what mostly waits holds bounds of seconds, and goes after it.
+# A real node's tests hold bounds of seconds, and so begin when nothing computes beside them.
 test: need-root check  ## what CI runs
-	@failed=0; ./.ci/lanes computing programs || failed=1; ./.ci/lanes nodes waiting || failed=1; exit $$failed
+	@failed=0; ./.ci/lanes computing waiting programs || failed=1; ./.ci/lanes nodes || failed=1; exit $$failed
 
 check: setup  ## the inner loop: lint, types, imports, unit
 	@./.ci/lanes unit static
@@ -56,19 +56,24 @@ imports: setup  ## import-linter: the direction of imports
 unit: setup  ## pure tests, on all cores
 	$(PYTEST) tests/unit -n auto --maxprocesses 8
 
-# A new folder of tests/integration is among those that wait. A file's tests share what is long to start.
+# Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
+# Of each, two files run at once; the tests of a file stay together: they share what is long to start.
 LONGEST := --durations=100 --durations-min=5
-TWO_FILES_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
+TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models)
+WATCHING := tests/integration/watching
 
-integration: setup computing waiting  ## a real API server; real vLLM groups on the CPU
+integration: setup  ## a real API server; real vLLM groups on the CPU
+	@./.ci/lanes computing waiting
 
 computing: setup  ## those of them that start vLLM or compile
-	$(PYTEST) $(LONGEST) $(TWO_FILES_AT_ONCE) $(COMPUTING) -m "not feed_forward_matrix"
+	$(PYTEST) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix"
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
+	@$(BIN)/python -m tests.cluster build control-plane
+	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%) --ignore=$(WATCHING)
 	@$(BIN)/python -m tests.cluster build
-	$(PYTEST) $(LONGEST) $(TWO_FILES_AT_ONCE) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%)
+	$(PYTEST) $(LONGEST) $(WATCHING)
 
 programs: setup  ## builds what a real node and the watching tests need, ahead of them; seconds when it is cached
 	@$(BIN)/python -m tests.cluster build

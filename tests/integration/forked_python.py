@@ -144,7 +144,10 @@ def _run(request: list[Any], pipes: list[int]) -> None:
         importlib.import_module(module).main(argument)
         code = 0
     except SystemExit as end:
-        code = int(end.code or 0)
+        if isinstance(end.code, str):  # as Python itself does: words are an error
+            print(end.code, file=sys.stderr)
+        else:
+            code = end.code or 0
     except BaseException:
         traceback.print_exc()
     finally:

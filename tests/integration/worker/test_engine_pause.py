@@ -1,9 +1,8 @@
 """The patch `engine_pause` in the pinned vLLM: still needed, effective, idempotent, and refused elsewhere."""
 
-import subprocess
-
 import pytest
 
+from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON
 
 SCRIPT = """
@@ -50,12 +49,10 @@ engine_class._process_engine_step = lambda self, other: None
 assert "got parameters (self, other) in vLLM 0.32.0" in refusal()
 del engine_class._process_engine_step
 assert "got nothing" in refusal()
+print('"done"')
 """
 
 
 @pytest.mark.timeout(200)
 def test_engine_pause() -> None:
-    done = subprocess.run(
-        [str(WORKER_PYTHON), "-c", SCRIPT], capture_output=True, text=True, timeout=190, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert run_script(WORKER_PYTHON, SCRIPT).answer() == "done"

@@ -1,11 +1,10 @@
 """The load of a rank tells how far it is: vLLM's own loader on real files, in the worker's own Python."""
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,15 +22,13 @@ with counted(runner, lambda done, total: said.append((done, total))):
     if hasattr(loader, "get_all_weights"):
         for _, tensor in loader.get_all_weights(Values(model=sys.argv[1], revision=None), Values()):
             read += tensor.nbytes
-print("SAID", json.dumps({"said": said, "read": read, "restored": runner.load_config is config,
+print(json.dumps({"said": said, "read": read, "restored": runner.load_config is config,
     "seen": loader.load_config is config, "loader": type(loader).__mro__[1].__name__}))
 """
 
 
 def load(model: Path, load_format: str) -> dict[str, object]:
-    command = [str(WORKER_PYTHON), "-c", LOAD, str(model), load_format]
-    done = subprocess.run(command, check=True, timeout=240, capture_output=True, text=True)
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1].split(" ", 1)[1])
+    found: dict[str, object] = run_script(WORKER_PYTHON, LOAD, str(model), load_format).answer()
     return found
 
 

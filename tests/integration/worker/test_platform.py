@@ -15,6 +15,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
+from tests.integration.forked_script import run_script
 from tests.integration.worker.answers import answer_all, rank_pids
 from tests.integration.worker.conftest import Reference
 from tests.integration.worker.groups import WORKER_PYTHON, build_addresses, build_plan, start_group
@@ -64,23 +65,17 @@ def environment(plan: Plan, rank: int, **variables: str) -> dict[str, str]:
     }
 
 
-def run(
-    script: str, env: dict[str, str], directory: Path, *arguments: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(WORKER_PYTHON), "-c", script, *arguments],
-        env=env,
-        cwd=directory,
-        timeout=500,
-        check=False,
-        text=True,
-        capture_output=True,
-    )
-
-
 def see(script: str, env: dict[str, str], directory: Path, *arguments: str) -> Any:
     """Returns what the script prints as its last line, parsed."""
-    done = run(script, env, directory, *arguments)
+    return run_script(WORKER_PYTHON, script, *arguments, env=env, folder=directory).answer()
+
+
+def see_alone(script: str, env: dict[str, str], directory: Path) -> Any:
+    """Returns the same of a process that begins with its environment."""
+    command = [str(WORKER_PYTHON), "-c", script]
+    done = subprocess.run(
+        command, env=env, cwd=directory, timeout=500, check=False, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -95,7 +90,6 @@ IMPORT_ORDERS = (
 
 IN_EACH_ORDER = """
 import importlib, json, os, sys
-import torch  # once for all: it knows nothing of platforms, and is most of the time
 orders, seen = json.loads(sys.argv[1]), []
 for order in orders:
     read, write = os.pipe()
@@ -139,9 +133,9 @@ print(json.dumps([platforms.cuda_platform_plugin(), platforms.resolve_current_pl
 """
     stock = "vllm.platforms.cuda.CudaPlatform"
     ours = "vllm_heteroinfer.platform.cpu.HeteroCpuPlatform"
-    assert see(script, env, tmp_path) == [stock, ours, "-1"]
+    assert see_alone(script, env, tmp_path) == [stock, ours, "-1"]
     alone = {name: value for name, value in env.items() if name != names.ENV_PLAN}
-    assert see(script, alone, tmp_path) == [stock, stock, "-1"]  # so the library does make a difference
+    assert see_alone(script, alone, tmp_path) == [stock, stock, "-1"]  # so the library does make a difference
 
 
 def test_heterogeneous_device_is_honoured_by_vllm(model: Path, tmp_path: Path) -> None:
@@ -150,9 +144,10 @@ def test_heterogeneous_device_is_honoured_by_vllm(model: Path, tmp_path: Path) -
     resolve = "import vllm.platforms as p; print('\\n\"' + p.resolve_current_platform_cls_qualname() + '\"')"
     cuda = environment(plan, 0, **{names.ENV_HETEROGENEOUS_DEVICE: "cuda"})
     assert see(resolve, cuda, tmp_path) == "vllm_heteroinfer.platform.cuda.HeteroCudaPlatform"
-    wrong = run(SEEN, environment(plan, 0, **{names.ENV_HETEROGENEOUS_DEVICE: "gpu"}), tmp_path)
-    assert wrong.returncode != 0
-    assert "got VLLM_HETEROGENEOUS_DEVICE='gpu', expected one of cpu, cuda" in wrong.stderr
+    env = environment(plan, 0, **{names.ENV_HETEROGENEOUS_DEVICE: "gpu"})
+    wrong = run_script(WORKER_PYTHON, SEEN, env=env, folder=tmp_path)
+    assert wrong.lines == []
+    assert "got VLLM_HETEROGENEOUS_DEVICE='gpu', expected one of cpu, cuda" in wrong.errors
 
 
 @pytest.mark.parametrize(("eager_cpu", "mode"), [(True, "NONE"), (False, "DYNAMO_TRACE_ONCE")])
