@@ -1,6 +1,7 @@
 """Supervisors on machines that are not as they should be: odd programs beside them, a full disk."""
 
 import contextlib
+import dataclasses
 import os
 import resource
 import signal
@@ -123,6 +124,18 @@ def test_a_supervisor_takes_the_files_that_it_may_have(tmp_path: Path) -> None:
         group.wait_ready()
         got, _ = resource.prlimit(group.pods[0].process.pid, resource.RLIMIT_NOFILE)
     assert got == min(hard, MOST_FILES)
+
+
+def test_a_name_that_takes_half_a_minute_holds_up_no_end(tmp_path: Path) -> None:
+    slow = {"PYTHONPATH": str(Path(__file__).parent / "slow_names"), "SLOW_NAMES_SECONDS": "30"}
+    with tiny_group(tmp_path, env=slow) as group:
+        named = tuple(dataclasses.replace(a, host="localhost") for a in group.launches[0].addresses)
+        group.launches = [dataclasses.replace(launch, addresses=named) for launch in group.launches]
+        group.start()
+        for pod in group.pods:
+            wait_until(lambda: "asks for localhost" in pod.log.read_text(), 60, group.logs)  # noqa: B023 - called at once
+            pod.process.terminate()
+        assert group.wait_exits(time.monotonic() + 10) == [0, 0]
 
 
 def test_a_last_word_that_cannot_be_left_is_in_the_log(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
@@ -13,6 +12,7 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.control import HELLO_TIMEOUT_S, REFUSALS, RETURN_POLL_S, Handlers, pod_lost
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.supervisor_link import Hello, Message, SupervisorLink
+from vllm_heteroinfer.pod.addresses import look_up
 
 CONNECT_TIMEOUT_S = 2.0
 RETRY_INTERVAL_S = 0.2
@@ -76,11 +76,7 @@ class ControlClient:
 
     async def _resolve(self) -> str:
         """Returns the leader's IP address: its pod has one as long as it lives, so it is asked for once."""
-        leader = self._launch.leader
-        found = await asyncio.get_running_loop().getaddrinfo(
-            leader.host, leader.control_port, type=socket.SOCK_STREAM
-        )
-        return str(found[0][4][0])
+        return await look_up(self._launch.leader.host, self._launch.leader.control_port)
 
     async def _try_connect(self, timeout_s: float) -> SupervisorLink:
         async with asyncio.timeout(timeout_s):

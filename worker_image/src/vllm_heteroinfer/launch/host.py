@@ -15,6 +15,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 from vllm_heteroinfer.launch.environment import Host
+from vllm_heteroinfer.pod.addresses import look_up
 
 RESOLVE_INTERVAL_S = 0.5
 LOOPBACK_INTERFACE = "lo"
@@ -139,13 +140,8 @@ async def find_leader_address(launch: PodLaunch) -> str:
 
     A name in a cluster can take half a minute to appear.
     """
-    loop = asyncio.get_running_loop()
     while True:
         try:
-            found = await loop.getaddrinfo(
-                launch.leader.host, launch.leader.control_port, type=socket.SOCK_DGRAM
-            )
-        except socket.gaierror:
+            return await look_up(launch.leader.host, launch.leader.control_port)
+        except OSError:
             await asyncio.sleep(RESOLVE_INTERVAL_S)
-            continue
-        return str(found[0][4][0])

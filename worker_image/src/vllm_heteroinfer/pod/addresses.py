@@ -1,7 +1,10 @@
 """Where a pod is reached, and where its processes listen. Stdlib only."""
 
+import asyncio
+import contextlib
 import ipaddress
 import socket
+import threading
 from collections.abc import Mapping
 from typing import Final
 
@@ -17,6 +20,38 @@ def resolve(host: str) -> str:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise OSError(f"{host}: {error}; the pods of a group find each other by these names") from error
+
+
+async def look_up(host: str, port: int) -> str:
+    """Returns the first IP address of a host; raises OSError when it has none.
+
+    In a thread that no end of the process waits for: a resolver may take half a minute, and asyncio's own
+    threads are joined.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[str] = loop.create_future()
+
+    def settle(answer: str | OSError) -> None:
+        if found.done():  # nobody waits any more
+            return
+        if isinstance(answer, OSError):
+            found.set_exception(answer)
+        else:
+            found.set_result(answer)
+
+    def ask() -> None:
+        answer: str | OSError
+        try:
+            answer = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            answer = error
+        except UnicodeError as error:
+            answer = OSError(f"{host!r} is no name: {error}")
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, answer)
+
+    threading.Thread(target=ask, name="name", daemon=True).start()
+    return await found
 
 
 def own_address(env: Mapping[str, str]) -> str:
