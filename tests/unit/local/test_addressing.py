@@ -14,6 +14,7 @@ from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.local.loopback_addressing import LOOPBACK, LocalAddressing, PortsTakenError
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
+from tests.ports import contiguous_ports
 from tests.unit.local.plans import plan
 
 OWNER = Owner(key=ResourceKey(namespace="default", name="x"), uid="u")
@@ -60,10 +61,10 @@ def test_api_port_is_the_users_for_the_first_group() -> None:
 
 
 def test_taken_api_port_is_reported() -> None:
+    port = contiguous_ports(2) + 1  # the one before it is free, too
     with socket.socket() as other:
-        other.bind((LOOPBACK, 0))
+        other.bind((LOOPBACK, port))
         other.listen()
-        port = other.getsockname()[1]
         with pytest.raises(PortsTakenError, match=f"port {port} on 127.0.0.1 is in use.*--port"):
             _addressing(port - 1).check_api_ports(2)
     _addressing(port).check_api_ports(1)
