@@ -1,6 +1,7 @@
 """A group of real supervisors loses a rank: all end within 2 s, and name the same culprit."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -185,14 +186,21 @@ def test_silent_supervisor_is_named_and_ends_once_it_goes_on(tmp_path: Path, vic
         group.start()
         group.wait_ready()
         os.kill(group.pods[victim].process.pid, signal.SIGSTOP)
+        began = time.monotonic()
         other = group.pods[1 - victim]
-        # 1.5 s of silence is the setting; then the usual 2 s.
-        assert other.process.wait(1.5 + LIMIT_S) == names.EXIT_PEER_FAILED
+        assert other.process.wait(20) == names.EXIT_PEER_FAILED
+        took_s = time.monotonic() - began
         failure = other.failure()
         assert (failure.reason, failure.pod) == (FailureReason.POD_LOST, victim)
-        assert "was silent for" in failure.message
+        found = re.search(r"was silent for ([\d.]+) s .* expected at most ([\d.]+) s", failure.message)
+        assert found is not None, failure.message
+        # The setting of 1.5 s, and more where the machine was busy; then the usual 2 s.
+        assert float(found[1]) < float(found[2]) + LIMIT_S, failure.message
+        assert took_s < float(found[1]) + LIMIT_S, failure.message
         os.kill(group.pods[victim].process.pid, signal.SIGCONT)
-        assert group.pods[victim].process.wait(LIMIT_S + 1.0) != 0
+        assert group.pods[victim].process.wait(LIMIT_S + 1.0) == names.EXIT_RANK_FAILED
+        # It lives, but its peer did not close the connection for nothing.
+        assert group.pods[victim].failure().message == failure.message
         assert group.marked() == []
 
 

@@ -89,8 +89,8 @@ class NetworkSpec(Model):
     rendezvous_port: Port = names.DEFAULT_RENDEZVOUS_PORT
     """torch.distributed's store on the leader."""
     heartbeat_timeout: Duration | None = None
-    """Silence of a pod's supervisor after which it is lost; 1.5 s if not given. Longer where networks
-    pause: a lost pod is then noticed that much later."""
+    """Silence of a pod's supervisor after which it is lost; 1.5 s if not given, and more by itself where
+    machines are busy. Longer where networks pause: a lost pod is then noticed that much later."""
 
 
 class StartupSpec(Model):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 
-from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.group_key import EpochKey, new_nonce
@@ -11,6 +10,7 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.control import HELLO_TIMEOUT_S, REFUSALS, RETURN_POLL_S, Handlers, pod_lost
 from vllm_heteroinfer.launch.culprit import Evidence
+from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.supervisor_link import Hello, Message, SupervisorLink
 from vllm_heteroinfer.pod.addresses import look_up
 
@@ -38,13 +38,17 @@ class ControlClient:
         launch: of this pod.
         handlers: get the news.
         key: of the epoch; None proves nothing and asks for no proof.
+        clock: of this process's loop.
     """
 
-    def __init__(self, plan: Plan, launch: PodLaunch, handlers: Handlers, key: EpochKey | None) -> None:
+    def __init__(
+        self, plan: Plan, launch: PodLaunch, handlers: Handlers, key: EpochKey | None, clock: LoopClock
+    ) -> None:
         self._plan = plan
         self._launch = launch
         self._handlers = handlers
         self._key = key
+        self._clock = clock
         self._instance = new_nonce()
         self._address = ""
         self._link: SupervisorLink | None = None
@@ -81,7 +85,7 @@ class ControlClient:
     async def _try_connect(self, timeout_s: float) -> SupervisorLink:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(self._address, self._launch.leader.control_port)
-        link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s)
+        link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s, self._clock)
         hello = Hello(
             group_uid=self._launch.group_uid,
             epoch=self._launch.epoch,
@@ -109,17 +113,17 @@ class ControlClient:
         """Handles what the leader says until the group ends or the leader is lost."""
         assert self._link is not None
         while True:
-            how = "closed its connection"
+            link, how = self._link, ""
             try:
-                while (message := await self._link.receive()) is not None:
+                while (message := await link.receive()) is not None:
                     if message.verdict is not None:
                         self._handlers.on_verdict(message.verdict)
                         return
                     self._take(message)
             except ContractError as error:
                 how = f"spoke another protocol: {error}"
-            if self._leader_stopping or not await self._connect_again(self._link):
-                self._lost(how)
+            if self._leader_stopping or not await self._connect_again(link):
+                self._lost(how or link.how_it_ended)
                 return
 
     def _take(self, message: Message) -> None:
@@ -136,7 +140,7 @@ class ControlClient:
         """
         cut.close()
         refusals = 0
-        while (left_s := self._launch.heartbeat_timeout_s - cut.silent_for_s()) > 0:
+        while (left_s := cut.left_s()) > 0:
             try:
                 async with asyncio.timeout(left_s):
                     link = await self._try_connect(RECONNECT_TIMEOUT_S)
@@ -178,14 +182,10 @@ class ControlClient:
         """Returns the age of the oldest news of the group, in seconds."""
         return 0.0 if self._link is None else self._group_age_s + self._link.silent_for_s()
 
-    def check_silence(self, excused_s: float) -> None:
-        """Reports the leader if it was silent for too long; `excused_s` as in ControlServer."""
-        link, limit_s = self._link, self._launch.heartbeat_timeout_s
-        if link is not None and link.silent_for_s() > limit_s + excused_s:
-            self._lost(
-                f"was silent for {link.silent_for_s():.1f} s, expected at most {limit_s:g} s "
-                f"({names.ENV_HEARTBEAT_TIMEOUT})"
-            )
+    def check_silence(self) -> None:
+        """Reports the leader if it was silent for too long."""
+        if self._link is not None and self._link.left_s() < 0:
+            self._lost(self._link.describe_silence())
 
     async def end(self) -> None:
         """Closes the link once everything said has left."""
@@ -197,4 +197,5 @@ class ControlClient:
         if self._leader_stopping:
             self._handlers.on_left(0)
         else:
-            self._handlers.on_evidence(Evidence(failure=pod_lost(self._launch, 0, how)))
+            seen = f"{how}, as pod {self._launch.pod_index} saw it"
+            self._handlers.on_evidence(Evidence(failure=pod_lost(self._launch, 0, seen)))

@@ -19,6 +19,7 @@ from vllm_heteroinfer.launch.control import (
     pod_lost,
 )
 from vllm_heteroinfer.launch.culprit import Evidence
+from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.supervisor_link import Hello, Message, RankBeat, SupervisorLink, check_hello
 from vllm_heteroinfer.pod.addresses import bind_host
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
@@ -42,13 +43,17 @@ class ControlServer:
         launch: of this pod.
         handlers: get the news.
         key: of the epoch; None takes a follower at its word, as pods without a key do.
+        clock: of this process's loop.
     """
 
-    def __init__(self, plan: Plan, launch: PodLaunch, handlers: Handlers, key: EpochKey | None) -> None:
+    def __init__(
+        self, plan: Plan, launch: PodLaunch, handlers: Handlers, key: EpochKey | None, clock: LoopClock
+    ) -> None:
         self._plan = plan
         self._launch = launch
         self._handlers = handlers
         self._key = key
+        self._clock = clock
         self._links: dict[int, SupervisorLink] = {}
         self._instances: dict[int, str] = {}
         self._away: set[int] = set()
@@ -91,27 +96,18 @@ class ControlServer:
 
     def beat(self) -> None:
         """Tells every follower that this pod lives, and how old its news of the others is."""
-        self._tell_all(Message(group_age_s=self.news_age_s()))
+        self._tell_all(Message(group_age_s=self.news_age_s(), late_s=self._clock.late_s()))
 
     def tell_stopping(self) -> None:
         """Tells every follower that this pod was asked to stop."""
         self._said_stopping = True
         self._tell_all(Message(stopping=True))
 
-    def check_silence(self, excused_s: float) -> None:
-        """Reports each follower that was silent for too long.
-
-        Args:
-            excused_s: how long this process itself was held up just now; others may
-                have spoken meanwhile.
-        """
-        limit_s = self._launch.heartbeat_timeout_s
+    def check_silence(self) -> None:
+        """Reports each follower that was silent for too long."""
         for pod, link in self._links.items():
-            if pod not in self._away and link.silent_for_s() > limit_s + excused_s:
-                self._lost(
-                    pod, f"was silent for {link.silent_for_s():.1f} s, expected at most {limit_s:g} s "
-                    f"({names.ENV_HEARTBEAT_TIMEOUT})",
-                )  # fmt: skip
+            if pod not in self._away and link.left_s() < 0:
+                self._lost(pod, link.describe_silence())
 
     async def end(self, verdict: Failure | None, late_s: float) -> None:
         """Tells everybody the verdict, if there is one, and closes.
@@ -150,7 +146,7 @@ class ControlServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
-            link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s)
+            link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s, self._clock)
         except OSError:
             writer.close()  # it is gone already
             return
@@ -223,7 +219,7 @@ class ControlServer:
 
     async def _follow(self, pod: int, link: SupervisorLink) -> None:
         """Handles what a follower says; once it is cut off, waits for it to come again."""
-        how = "closed its connection"
+        how = ""
         try:
             while (message := await link.receive()) is not None:
                 if message.ranks is not None:
@@ -238,7 +234,7 @@ class ControlServer:
         if self._links.get(pod) is link:
             self._away.add(pod)
             if not await self._comes_again(pod, link):
-                self._lost(pod, how)
+                self._lost(pod, how or link.how_it_ended)
 
     async def _comes_again(self, pod: int, link: SupervisorLink) -> bool:
         """Returns whether a follower connects again while its last news is young enough.
@@ -246,7 +242,7 @@ class ControlServer:
         One whose process has ended is not waited for: nobody listens on its health port then.
         """
         refusals = 0
-        while pod not in self._stopping and link.silent_for_s() < self._launch.heartbeat_timeout_s:
+        while pod not in self._stopping and link.left_s() > 0:
             if self._links[pod] is not link:
                 return True
             refused = await is_refused(link.peer_host, self._launch.addresses[pod].health_port)

@@ -32,6 +32,7 @@ from vllm_heteroinfer.launch.control_server import ControlServer
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.engine_clock import EngineClock
 from vllm_heteroinfer.launch.host import find_leader_address, observe_host
+from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
 from vllm_heteroinfer.launch.start_clock import StartClock
@@ -50,9 +51,11 @@ FOLLOWERS_DRAIN_LONGER_S = 10.0
 """The leader may have been asked later, and ends its API server in order before it lets go."""
 VERDICT_TIMEOUT_S = 1.5
 """A follower waits so long for the leader's verdict, and then decides alone."""
+TURNS_TO_READ = 3
+"""Of the loop, before a beat: what peers have said meanwhile is read before they are judged, and before a
+write to one that has left breaks the connection with its last word."""
 LATE_POD_S = 1.0
 """For pods that have not connected yet to come and get the verdict."""
-LATE_TICK_S = 0.1
 _ENDING = "the group is ending"
 
 log = logging.getLogger(__name__)
@@ -92,8 +95,9 @@ class Supervisor:
             on_verdict=self._on_verdict,
         )
         leads = launch.pod_index == 0
-        self._server = ControlServer(plan, launch, handlers, settings.key) if leads else None
-        self._client = None if leads else ControlClient(plan, launch, handlers, settings.key)
+        self._clock = LoopClock(BEAT_INTERVAL_S, time.monotonic())
+        self._server = ControlServer(plan, launch, handlers, settings.key, self._clock) if leads else None
+        self._client = None if leads else ControlClient(plan, launch, handlers, settings.key, self._clock)
         self._pod = PodProcesses(plan, launch, self._on_evidence)
         self._health = HealthServer(self._answer)
         self._guard = None if settings.key is None else ReportGuard(settings.key)
@@ -195,21 +199,21 @@ class Supervisor:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _beat_for_ever(self) -> None:
-        due_s = time.monotonic()
         while True:
-            late_s = time.monotonic() - due_s
-            self._beat(late_s if late_s > LATE_TICK_S else 0.0)
-            due_s = time.monotonic() + BEAT_INTERVAL_S
+            self._clock.turn(time.monotonic())
+            for _ in range(TURNS_TO_READ):
+                await asyncio.sleep(0)
+            self._beat()
             await asyncio.sleep(BEAT_INTERVAL_S)
 
-    def _beat(self, excused_s: float) -> None:
+    def _beat(self) -> None:
         if self._client is not None:
-            self._client.send(Message(ranks=self._pod.beats()))
-            self._client.check_silence(excused_s)
+            self._client.send(Message(ranks=self._pod.beats(), late_s=self._clock.late_s()))
+            self._client.check_silence()
             self._pod.tell_age(self._client.news_age_s())
         if self._server is not None:
             self._server.beat()
-            self._server.check_silence(excused_s)
+            self._server.check_silence()
             self._pod.tell_age(self._server.news_age_s())
             self._check_deadlines(self._server)
 
@@ -260,7 +264,8 @@ class Supervisor:
         log.warning("%s: %s", failure.reason, failure.message)
         self._evidence.append((time.monotonic() - evidence.age_s, evidence))
         leader_lost = failure.reason is FailureReason.POD_LOST and failure.pod == 0
-        if self._client is not None and not leader_lost:
+        if self._client is not None:
+            # Also that the leader is lost: if it lives, it shall know why this pod leaves.
             self._client.send(Message(evidence=evidence))
         decides_alone = self._server is not None or leader_lost
         wait_s = GATHER_S if decides_alone else VERDICT_TIMEOUT_S

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from heteroinfer_contract import codec
+from heteroinfer_contract import codec, names
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.group_key import EpochKey
 from heteroinfer_contract.group_report import RankStatus
@@ -15,8 +16,13 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.handshake import Seal, build_opening, check_reply, reply_to
+from vllm_heteroinfer.launch.loop_clock import LoopClock, silence_limit_s
 from vllm_heteroinfer.pod.channel import LineBuffer
 
+UNANSWERED = 2
+"""So many times in a row the kernel sent a beat again and got no acknowledgement, for 0.6 s at least."""
+_RETRANSMITS = 2
+"""Of linux/tcp.h::tcp_info, tcpi_retransmits: the offset in bytes."""
 FLUSH_TIMEOUT_S = 0.5
 """For the last word to leave; a peer that takes nothing for so long is lost itself."""
 
@@ -57,6 +63,7 @@ class Message:
     Attributes:
         ranks: of a follower, in each of its beats.
         group_age_s: of the leader, in each of its beats: age of its oldest news of a pod.
+        late_s: in each beat: how late the sender's turns came lately, as its machine is busy.
         stopping: this pod was asked to stop; its end is no failure of its own.
         verdict: the leader's word on who ended the group.
     """
@@ -66,6 +73,7 @@ class Message:
     refused: Failure | None = None
     ranks: tuple[RankBeat, ...] | None = None
     group_age_s: float | None = None
+    late_s: float | None = None
     evidence: Evidence | None = None
     stopping: bool = False
     verdict: Failure | None = None
@@ -93,15 +101,32 @@ def check_hello(
 
 
 class SupervisorLink:
-    """One connection, after set-up: lines out without waiting, lines in one by one."""
+    """One connection, after set-up: lines out without waiting, lines in one by one.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float) -> None:
+    Args:
+        reader: of the connection.
+        writer: of the connection.
+        timeout_s: the heart-beat limit.
+        clock: of this process's loop.
+
+    Attributes:
+        how_it_ended: in words, once receive() has returned None.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float, clock: LoopClock
+    ) -> None:
         self._reader = reader
         self._writer = writer
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._peer_late_s = 0.0
+        self._unacknowledged = False
+        self.how_it_ended = "closed its connection"
         self._lines = LineBuffer()
         self._queue: list[str] = []
         self._seal: Seal | None = None
-        self.last_heartbeat_at_s = time.monotonic()
+        self._note_heartbeat()
         self.peer_host = str((writer.get_extra_info("peername") or ("",))[0])
         self.own_host = str((writer.get_extra_info("sockname") or ("",))[0])
         _set_options(writer, timeout_s)
@@ -148,23 +173,75 @@ class SupervisorLink:
         line = await self._receive_line()
         if line is None:
             return None
-        return codec.from_json(Message, line if self._seal is None else self._seal.open(line))
+        message = codec.from_json(Message, line if self._seal is None else self._seal.open(line))
+        if message.late_s is not None:
+            self._peer_late_s = message.late_s
+        return message
 
     async def _receive_line(self) -> str | None:
         while not self._queue:
             try:
                 chunk = await self._reader.read(65536)
-            except OSError:
+            except OSError as error:
+                self._note_error(error)
                 chunk = b""
             if not chunk:
                 return None
-            self.last_heartbeat_at_s = time.monotonic()
+            self._note_heartbeat()
             self._queue = self._lines.feed(chunk)
         return self._queue.pop(0)
 
+    def _note_heartbeat(self) -> None:
+        self._last_heartbeat_at_s = time.monotonic()
+        self._last_heartbeat_awake_s = self._clock.awake_s(self._last_heartbeat_at_s)
+
+    def _note_error(self, error: OSError) -> None:
+        # TCP_USER_TIMEOUT: not even the kernel of the peer's machine answers, which needs no process' turn.
+        self._unacknowledged = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+        how = "cannot be reached any more" if self._unacknowledged else "broke off its connection"
+        self.how_it_ended = f"{how} ({error.strerror or error})"
+
     def silent_for_s(self) -> float:
         """Returns the time since the last heartbeat or other message, in seconds."""
-        return time.monotonic() - self.last_heartbeat_at_s
+        return time.monotonic() - self._last_heartbeat_at_s
+
+    def limit_s(self) -> float:
+        """Returns for how long the peer may be silent, in seconds."""
+        return silence_limit_s(
+            self._timeout_s,
+            acknowledged=self._is_acknowledged(),
+            own_late_s=self._clock.late_s(),
+            peer_late_s=self._peer_late_s,
+        )
+
+    def _is_acknowledged(self) -> bool:
+        """Returns whether the kernel of the peer's machine answers ours, as far as is known."""
+        if self._unacknowledged:
+            return False
+        connection: socket.socket = self._writer.get_extra_info("socket")
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMITS + 1)
+        except OSError:
+            return True  # it is closed
+        return info[_RETRANSMITS] < UNANSWERED
+
+    def left_s(self) -> float:
+        """Returns for how much longer the peer may be silent, in seconds in which this process runs."""
+        silent_s = self._clock.awake_s(time.monotonic()) - self._last_heartbeat_awake_s
+        return self.limit_s() - silent_s
+
+    def describe_silence(self) -> str:
+        """Returns a silence that is too long in words."""
+        silent, limit = (
+            f"was silent for {self.silent_for_s():.1f} s",
+            f"expected at most {self.limit_s():.1f} s",
+        )
+        if not self._is_acknowledged():
+            return f"{silent}, and its machine acknowledges nothing, {limit} ({names.ENV_HEARTBEAT_TIMEOUT})"
+        return (
+            f"{silent} though its machine acknowledges, {limit}, more the busier machines are "
+            f"({names.ENV_HEARTBEAT_TIMEOUT}: {self._timeout_s:g} s)"
+        )
 
     async def flush(self) -> None:
         """Waits until what was sent has left this process, for at most FLUSH_TIMEOUT_S."""

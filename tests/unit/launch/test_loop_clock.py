@@ -1,0 +1,87 @@
+"""A peer's silence counts only while our own turns come; busy machines get more patience, up to a limit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_heteroinfer.launch.loop_clock import (
+    MOST_PATIENCE,
+    NEXT_DELAY,
+    WINDOW_S,
+    LoopClock,
+    silence_limit_s,
+)
+
+BEAT_S = 0.2
+LIMIT_S = 1.5
+
+
+def run(clock: LoopClock, now_s: float, until_s: float, every_s: float = BEAT_S) -> float:
+    """Takes turns until then; returns the time of the last."""
+    while now_s + every_s <= until_s + 1e-9:
+        now_s += every_s
+        clock.turn(now_s)
+    return now_s
+
+
+def test_on_an_idle_machine_time_goes_on_as_it_is() -> None:
+    clock = LoopClock(BEAT_S, 100.0)
+    run(clock, 100.0, 110.0)
+    assert clock.late_s() == pytest.approx(0.0, abs=1e-9)
+    assert clock.awake_s(110.1) - clock.awake_s(110.0) == pytest.approx(0.1)
+
+
+def test_time_without_turns_does_not_count() -> None:
+    """A process that got no CPU for 5 s may have 0.2 s of silence of its peers behind it, no more."""
+    clock = LoopClock(BEAT_S, 100.0)
+    begin_s = clock.awake_s(100.0)
+    assert clock.awake_s(105.0) - begin_s == pytest.approx(BEAT_S)  # also before the turn that is due
+    clock.turn(105.0)
+    assert clock.awake_s(105.0) - begin_s == pytest.approx(BEAT_S)
+    assert clock.late_s() == pytest.approx(4.8)
+
+
+def test_short_delays_add_up() -> None:
+    """Turns each second where five are due: a silence of 1.5 s is one of 7.5 s then, none of 1.5 s."""
+    clock = LoopClock(BEAT_S, 100.0)
+    begin_s = clock.awake_s(100.0)
+    run(clock, 100.0, 107.0, every_s=1.0)
+    assert clock.awake_s(107.0) - begin_s == pytest.approx(7 * BEAT_S)
+
+
+def test_a_late_turn_is_remembered_for_a_while() -> None:
+    clock = LoopClock(BEAT_S, 100.0)
+    clock.turn(101.2)
+    now_s = run(clock, 101.2, 101.2 + WINDOW_S - 1)
+    assert clock.late_s() == pytest.approx(1.0)
+    run(clock, now_s, now_s + 2)
+    assert clock.late_s() == pytest.approx(0.0, abs=1e-9)
+
+
+@given(st.lists(st.floats(0.01, 20), min_size=1, max_size=60))
+def test_late_is_the_worst_of_the_window(pauses_s: list[float]) -> None:
+    clock, now_s, turns = LoopClock(BEAT_S, 0.0), 0.0, []
+    for pause_s in pauses_s:
+        now_s += pause_s
+        clock.turn(now_s)
+        turns.append((now_s, max(0.0, pause_s - BEAT_S)))
+    assert clock.late_s() == pytest.approx(max(late_s for at_s, late_s in turns if now_s - at_s <= WINDOW_S))
+    assert 0 <= clock.awake_s(now_s) <= len(pauses_s) * BEAT_S + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("own_late_s", "peer_late_s", "limit_s"),
+    [
+        (0.0, 0.0, LIMIT_S),
+        (0.5, 0.0, LIMIT_S + NEXT_DELAY * 0.5),
+        (0.0, 1.0, LIMIT_S + NEXT_DELAY * 1.0),
+        (2.0, 1.0, LIMIT_S + NEXT_DELAY * 2.0),
+        (0.0, 1e6, LIMIT_S * (1 + MOST_PATIENCE)),
+    ],
+)
+def test_the_limit_grows_with_what_was_late_and_ends(
+    own_late_s: float, peer_late_s: float, limit_s: float
+) -> None:
+    late = {"own_late_s": own_late_s, "peer_late_s": peer_late_s}
+    assert silence_limit_s(LIMIT_S, acknowledged=True, **late) == pytest.approx(limit_s)
+    assert silence_limit_s(LIMIT_S, acknowledged=False, **late) == LIMIT_S

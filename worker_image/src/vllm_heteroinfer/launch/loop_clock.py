@@ -1,0 +1,71 @@
+"""How late a supervisor's own loop is, and how long a silent peer is waited for. PURE: times in."""
+
+from collections import deque
+
+WINDOW_S = 30.0
+"""How long a late turn is remembered."""
+NEXT_DELAY = 4.0
+"""A supervisor that was late by so much may be silent for this many times as long next."""
+MOST_PATIENCE = 10.0
+"""In heart-beat limits: more is not added to one, however busy a machine is."""
+
+
+class LoopClock:
+    """Measures how late the turns of this process come, and counts no time in which it had none.
+
+    A process that gets no CPU cannot tell a peer's silence from its own deafness: what the peer said
+    lies in the kernel, unread.
+
+    Args:
+        interval_s: between two turns, in seconds.
+        now_s: on a clock that never goes back, in seconds.
+    """
+
+    def __init__(self, interval_s: float, now_s: float) -> None:
+        self._interval_s = interval_s
+        self._turn_s = now_s
+        self._missed_s = 0.0
+        self._late: deque[tuple[float, float]] = deque()
+        """When and by how much, the worst first: a turn outlives those before it that were less late."""
+
+    def turn(self, now_s: float) -> None:
+        """Takes in that this process has its turn now."""
+        late_s = self._overdue_s(now_s)
+        self._missed_s += late_s
+        self._turn_s = now_s
+        while self._late and self._late[-1][1] <= late_s:
+            self._late.pop()
+        self._late.append((now_s, late_s))
+        while now_s - self._late[0][0] > WINDOW_S:
+            self._late.popleft()
+
+    def awake_s(self, now_s: float) -> float:
+        """Returns a time that goes on only while turns come when they are due, in seconds."""
+        return now_s - self._missed_s - self._overdue_s(now_s)
+
+    def late_s(self) -> float:
+        """Returns by how much the latest turn of the last WINDOW_S came too late, in seconds."""
+        return self._late[0][1] if self._late else 0.0
+
+    def _overdue_s(self, now_s: float) -> float:
+        return max(0.0, now_s - self._turn_s - self._interval_s)
+
+
+def silence_limit_s(
+    heartbeat_timeout_s: float, *, acknowledged: bool, own_late_s: float, peer_late_s: float
+) -> float:
+    """Returns for how long a peer may be silent before it is lost, in seconds.
+
+    A machine that is gone or cut off acknowledges nothing, and has the limit as set. Else its supervisor
+    may be stopped, or get no CPU. Where turns came late, the next may come later still.
+
+    Args:
+        heartbeat_timeout_s: the limit as set.
+        acknowledged: whether the peer's machine acknowledges what is sent, as far as is known.
+        own_late_s: how late turns of this process were lately; a peer may be on the same machine.
+        peer_late_s: how late those of the peer were when it last spoke.
+    """
+    if not acknowledged:
+        return heartbeat_timeout_s
+    patience_s = NEXT_DELAY * max(own_late_s, peer_late_s)
+    return heartbeat_timeout_s + min(patience_s, MOST_PATIENCE * heartbeat_timeout_s)
