@@ -60,7 +60,7 @@ unit: setup  ## pure tests, on all cores
 # Of each, two files run at once; the tests of a file stay together: they share what is long to start.
 LONGEST := --durations=100 --durations-min=5
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
-COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models)
+COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models calibration)
 WATCHING := tests/integration/watching
 
 integration: setup  ## a real API server; real vLLM groups on the CPU

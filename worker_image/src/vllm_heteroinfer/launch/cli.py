@@ -2,7 +2,8 @@
 
 `run` (the default) supervises the pod that the environment describes; `fetch` brings a model
 of a hub into a cache (the one command that needs huggingface_hub, imported for it alone);
-`inspect` reads a model's sizes. Both leave their answer as the pod's termination message.
+`inspect` reads a model's sizes; `calibrate` measures this machine. All three leave their answer as the
+pod's termination message.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError, ModelIncompleteError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 LOG_FINISH_TIMEOUT_S = 1.0
 MOST_FILES = 65536
+CALIBRATION_MODULE = "vllm_heteroinfer.calibration"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="end after so long without a new byte",
     )
-    for command in (inspect, fetch):
+    calibrate = commands.add_parser(
+        "calibrate",
+        add_help=False,
+        help="measure what this machine reads, computes and sends; prints JSON, in under a minute",
+    )
+    for command in (inspect, fetch, calibrate):
         command.add_argument(
             "--termination-message-path",
             type=Path,
@@ -71,11 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             help="where to leave the answer, or the failure, too; default: "
             f"{names.ENV_TERMINATION_MESSAGE_PATH}, or {names.TERMINATION_MESSAGE_PATH} in a pod",
         )
-    arguments = parser.parse_args(argv)
+    arguments, others = parser.parse_known_args(argv)
+    if others and arguments.command != "calibrate":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     if arguments.command == "inspect":
         return inspect_model(arguments.model, arguments.termination_message_path, revision=arguments.revision)
     if arguments.command == "fetch":
         return _fetch(arguments)
+    if arguments.command == "calibrate":
+        _calibrate(arguments.termination_message_path, others)
     return supervise(os.environ, Commands())
 
 
@@ -94,6 +105,13 @@ def _fetch(arguments: argparse.Namespace) -> int:
             termination_message_path=arguments.termination_message_path,
         )
     )
+
+
+def _calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
+    """Becomes the process that measures, which has what a supervisor must not import."""
+    message = [] if message_path is None else ["--termination-message-path", str(message_path)]
+    command = [sys.executable, "-m", CALIBRATION_MODULE, *options, *message]
+    os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
 
 
 def _prepare_hub(env: MutableMapping[str, str]) -> None:

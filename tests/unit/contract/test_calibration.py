@@ -1,0 +1,96 @@
+"""A calibration as it is written, read and refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.calibration import (
+    ALL_NODES,
+    Calibration,
+    Hardware,
+    HopPath,
+    KernelPart,
+    MemoryReading,
+    Skipped,
+)
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
+from heteroinfer_contract.model import SchemeName
+from tests.unit.calibrated import AMX, CALIBRATION, CPU, calibration
+
+
+def test_what_is_written_is_read() -> None:
+    assert Calibration.from_json(CALIBRATION.to_json()) == CALIBRATION
+    assert len(CALIBRATION.to_json().encode()) < MAX_TERMINATION_MESSAGE_BYTES
+    assert CALIBRATION.hash == Calibration.from_json(CALIBRATION.to_json()).hash
+    assert CALIBRATION.hash != calibration(time=1.0).hash
+
+
+def changed(path: str, value: Any) -> str:
+    raw = json.loads(CALIBRATION.to_json())
+    at = raw
+    *parents, last = path.split(".")
+    for name in parents:
+        at = at[int(name) if name.isdecimal() else name]
+    at[int(last) if last.isdecimal() else last] = value
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not JSON"),
+        ("[]", "expected an object"),
+        ("{}", "'hardware' is missing"),
+        (changed("readings", []), "expected at least one"),
+        (changed("readings.0.bytes_per_s", 0), "MemoryReading.bytes_per_s: got 0"),
+        (changed("readings.0.bytes_per_s", 1e300), "MemoryReading.bytes_per_s"),
+        (changed("readings.0.threads", 0), "MemoryReading.threads: got 0, expected at least 1"),
+        (changed("kernels.0.scheme", "int3"), "Calibration.kernels[0].scheme: got 'int3', expected one of"),
+        (changed("kernels.0.kernel", "x" * 200), "text_length: got 200, expected at most 128"),
+        (changed("kernels", [json.loads(CALIBRATION.to_json())["kernels"][0]] * 65), "kernels: got 65"),
+        (changed("hops.0.seconds", -1), "Hop.seconds"),
+        (changed("hardware.cores", 0), "cores: got 0, expected at least 1"),
+        (changed("hardware.colour", "red"), "unknown field 'colour'"),
+        (changed("gpu", {"bytes_per_s": 0, "operations_per_s": 1}), "GpuRate.bytes_per_s"),
+    ],
+)
+def test_what_no_calibration_says_is_refused_by_name(text: str, words: str) -> None:
+    with pytest.raises(ContractError) as caught:
+        Calibration.from_json(text)
+    assert words in str(caught.value)
+
+
+def test_threads_between_those_measured_and_beyond() -> None:
+    assert CALIBRATION.reading(16) == 160e9
+    assert CALIBRATION.reading(6) == pytest.approx(60e9)
+    assert CALIBRATION.reading(64) == 160e9
+    assert CALIBRATION.reading(0.5) == pytest.approx(5e9)
+
+
+def test_threads_that_fit_on_a_numa_node_read_as_the_slower_node() -> None:
+    both = (
+        MemoryReading(threads=16, bytes_per_s=300e9, node=ALL_NODES),
+        MemoryReading(threads=8, bytes_per_s=120e9, node=0),
+        MemoryReading(threads=8, bytes_per_s=100e9, node=1),
+    )
+    hardware = Hardware(cpu=CPU, instruction_sets=AMX, cpus=16, cores=16, numa_nodes=2)
+    measured = calibration(hardware=hardware, readings=both)
+    assert measured.reading(8) == 100e9
+    assert measured.reading(16) == 300e9
+
+
+def test_the_fastest_kernel_of_a_format_and_the_smallest_message_of_a_size() -> None:
+    found = CALIBRATION.kernel(KernelPart.LINEAR, SchemeName.AWQ, "bfloat16")
+    assert found is not None
+    assert found.bytes_per_s == 320e9
+    assert CALIBRATION.kernel(KernelPart.LINEAR, SchemeName.AWQ, "float16") is None
+    assert CALIBRATION.hop_s(HopPath.GLOO, 8193) == 1e-3
+    assert CALIBRATION.hop_s(HopPath.GLOO, 1 << 30) == 1e-3
+    assert calibration(hops=()).hop_s(HopPath.GLOO) is None
+
+
+def test_the_longest_words_are_still_read() -> None:
+    longest = calibration(skipped=(Skipped(what="w" * 128, why="y" * 256),))
+    assert Calibration.from_json(longest.to_json()) == longest

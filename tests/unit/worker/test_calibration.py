@@ -1,0 +1,118 @@
+"""What `heteroinfer-worker calibrate` makes of what its measuring processes report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract.calibration import ALL_NODES, MAX_TEXT, Versions
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
+from vllm_heteroinfer.calibration.command import (
+    MeasuredResults,
+    build_calibration,
+    fit_text,
+    measure,
+    plan_measurements,
+)
+from vllm_heteroinfer.calibration.hardware import observe_hardware, one_of_each_core, round_bytes
+from vllm_heteroinfer.launch.cpu_allocation import Cpu
+
+VERSIONS = Versions(heteroinfer="0.1.0", vllm="0.32.0", torch="2.13.0")
+CPUINFO = """processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum
+flags\t\t: fpu avx2 avx512f amx_tile amx_bf16 of_no_interest
+"""
+
+
+def line(kind: str, **values: object) -> str:
+    return json.dumps({"kind": kind, **values}) + "\n"
+
+
+def results(*lines: str) -> MeasuredResults:
+    found = MeasuredResults()
+    for each in (line("readings", threads=2, node=ALL_NODES, bytes_per_s=2e10), *lines):
+        found.take(each)
+    return found
+
+
+def test_lines_of_results_become_a_calibration_and_logs_do_not() -> None:
+    found = results(
+        "INFO 11-22 some log of vLLM\n",
+        line("operations", operations_per_s=1e12),
+        line("gpu_name", name="NVIDIA H200"),
+        line("gpu", bytes_per_s=4e12, operations_per_s=8e14),
+        line("hops", path="gloo", message_bytes=8192, seconds=1e-4),
+        line("transfers", direction="to GPU", bytes_per_s=5e10, contended=True),
+        line("skipped", what="experts in MXFP4", why="RuntimeError: " + "x" * 1000),
+    )
+    built = build_calibration(found, VERSIONS, started=10.0, duration_s=2.0)
+    assert built.operations_per_s == 1e12
+    assert built.hardware.gpu == "NVIDIA H200"
+    assert built.gpu is not None
+    assert [hop.message_bytes for hop in built.hops] == [8192]
+    assert built.transfers[0].contended
+    assert len(built.skipped[0].why) == 2 * MAX_TEXT
+
+
+def test_without_a_reading_there_is_no_calibration_and_it_is_said_why() -> None:
+    found = MeasuredResults()
+    found.skip("memory, all NUMA nodes", "ended with 1: No module named 'torch'")
+    with pytest.raises(ContractError, match="No module named 'torch'; is this the worker's Python"):
+        build_calibration(found, VERSIONS, started=0.0, duration_s=0.0)
+
+
+def test_the_text_fits_a_termination_message_whatever_was_skipped() -> None:
+    skipped = [line("skipped", what=f"kernel {i}", why="y" * 500) for i in range(20)]
+    kernels = [
+        line(
+            "kernels",
+            part="linear",
+            scheme="FP8 in blocks",
+            dtype="bfloat16",
+            kernel="CompressedTensorsLinearMethod",
+            threads=128,
+            bytes_per_s=1.234e11,
+        )
+    ]
+    built = build_calibration(results(*skipped, *kernels * 15), VERSIONS, started=1e9, duration_s=50.0)
+    assert len(built.to_json().encode()) > MAX_TERMINATION_MESSAGE_BYTES
+    assert len(fit_text(built).encode()) <= MAX_TERMINATION_MESSAGE_BYTES
+
+
+def test_each_numa_node_is_measured_with_its_own_cpus_and_the_kernels_last() -> None:
+    cpus = tuple(Cpu(id=number, core=number % 8, node=number % 8 // 4) for number in range(16))
+    cores = one_of_each_core(cpus)
+    assert [cpu.id for cpu in cores] == list(range(8))
+    planned = plan_measurements(cores, 1234)
+    assert [(each.commands[0][:2], each.cpus) for each in planned[:3]] == [
+        (("memory_reading", "1,2,4,8"), tuple(range(8))),
+        (("memory_reading", "1,2,4"), (0, 1, 2, 3)),
+        (("memory_reading", "1,2,4"), (4, 5, 6, 7)),
+    ]
+    assert planned[-1].commands == (("kernels", "8"),)
+    assert {"hops", "GPU"} <= {each.what for each in planned}
+
+
+def test_no_measurement_begins_when_the_time_is_over() -> None:
+    found = measure(plan_measurements((Cpu(id=0, core=0),), 1234), 0.0)
+    assert {each["why"] for each in found.lists["skipped"]} == {"no time left of 0 s"}
+
+
+def test_the_machine_is_what_the_kernel_says() -> None:
+    cpus = (Cpu(id=0, core=0), Cpu(id=1, core=0), Cpu(id=2, core=2, node=1))
+    machine = observe_hardware(CPUINFO, cpus, "")
+    assert (machine.cpu, machine.cpus, machine.cores, machine.numa_nodes) == (
+        "Intel(R) Xeon(R) Platinum", 3, 2, 2,
+    )  # fmt: skip
+    assert machine.instruction_sets == ("avx2", "avx512f", "amx_tile", "amx_bf16")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("105M", 210 << 20), ("32K", 192 << 20), ("2G?", 192 << 20), ("999M", 768 << 20)]
+)
+def test_a_round_is_twice_the_largest_cache(tmp_path: Path, size: str, expected: int) -> None:
+    for index, text in enumerate(("32K", size)):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(text + "\n")
+    assert round_bytes(tmp_path) == expected

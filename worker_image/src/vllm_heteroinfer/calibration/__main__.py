@@ -1,0 +1,28 @@
+"""The process that `heteroinfer-worker calibrate` becomes: `python -m vllm_heteroinfer.calibration`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_heteroinfer.calibration.command import LIMIT_S, calibrate
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of the command line; see `heteroinfer-worker calibrate --help`."""
+    parser = argparse.ArgumentParser(prog="heteroinfer-worker calibrate", description=main.__doc__)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there, not to stdout")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="SECONDS",
+        help="leave out what is not measured by then",
+    )
+    parser.add_argument("--termination-message-path", type=Path, help="write it there, too")
+    arguments = parser.parse_args(argv)
+    return calibrate(arguments.output, arguments.termination_message_path, limit_s=arguments.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""`heteroinfer-worker calibrate`: runs each measurement as a process of its own.
+
+Stdlib and the contract only.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from heteroinfer_contract import codec, names
+from heteroinfer_contract.calibration import ALL_NODES, MAX_TEXT, Calibration, Versions
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
+from vllm_heteroinfer.calibration import hardware
+from vllm_heteroinfer.launch.cpu_allocation import Cpu
+
+LIMIT_S: Final = 55.0
+"""Of all measurements together; what is not done then is left out, and said."""
+_MODULE: Final = "vllm_heteroinfer.calibration"
+_LISTS: Final = ("readings", "kernels", "transfers", "hops", "skipped")
+
+
+@dataclass(slots=True)
+class MeasuredResults:
+    """What measuring processes have reported.
+
+    Attributes:
+        lists: by name of the field of Calibration.
+        values: what there is one of.
+    """
+
+    lists: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in _LISTS})
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, line: str) -> None:
+        """Notes a line of a measuring process; what is none of ours is somebody's log."""
+        if not line.startswith('{"kind": '):
+            return
+        found = json.loads(line)
+        kind = found.pop("kind")
+        if kind in self.lists:
+            self.lists[kind].append(found)
+        elif kind == "gpu":
+            self.values["gpu"] = found
+        else:
+            self.values |= found
+
+    def skip(self, what: str, why: str) -> None:
+        """Notes what could not be measured."""
+        self.lists["skipped"].append({"what": what, "why": why})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One measuring process, or two that measure together.
+
+    Attributes:
+        what: for people.
+        commands: modules below this package, each with its arguments.
+        cpus: that it may run on; empty for all.
+        env: besides ours.
+    """
+
+    what: str
+    commands: tuple[tuple[str, ...], ...]
+    cpus: tuple[int, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def plan_measurements(cpus: tuple[Cpu, ...], port: int) -> list[Measurement]:
+    """Returns what is measured on these CPUs, in order: what most plans need first.
+
+    Args:
+        cpus: one of each core.
+        port: that is free, for the two ranks of a hop.
+    """
+    by_node: dict[int, list[int]] = {}
+    for cpu in cpus:
+        by_node.setdefault(cpu.node, []).append(cpu.id)
+    own = tuple(cpu.id for cpu in cpus)
+    found = [
+        Measurement(
+            what="memory, all NUMA nodes", commands=(_reading(len(own), ALL_NODES),), cpus=own, env=_cpu()
+        )
+    ]
+    if len(by_node) > 1:
+        found += [
+            Measurement(
+                what=f"memory, NUMA node {node}",
+                commands=(_reading(len(ids), node),),
+                cpus=tuple(ids),
+                env=_cpu(),
+            )
+            for node, ids in sorted(by_node.items())
+        ]
+    found.append(
+        Measurement(
+            what="hops", commands=tuple(("hops", str(rank), str(port)) for rank in range(2)), env=_cpu()
+        )
+    )
+    found.append(Measurement(what="GPU", commands=(("gpu",),)))
+    found.append(Measurement(what="kernels", commands=(("kernels", str(len(own))),), cpus=own, env=_cpu()))
+    return found
+
+
+def _reading(cores: int, node: int) -> tuple[str, ...]:
+    counts = [cores]
+    while counts[-1] > 1:
+        counts.append(max(counts[-1] // 2, 1))
+    return ("memory_reading", ",".join(map(str, reversed(counts))), str(node))
+
+
+def _cpu() -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": "", names.ENV_HETEROGENEOUS_DEVICE: "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResults:
+    """Runs measurements one after the other; none may run on when the time is over."""
+    results, start = MeasuredResults(), time.monotonic()
+    for measurement in measurements:
+        left_s = limit_s - (time.monotonic() - start)
+        if left_s < 1:
+            results.skip(measurement.what, f"no time left of {limit_s:.0f} s")
+            continue
+        _run(measurement, left_s, results)
+    return results
+
+
+def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> None:
+    processes = [_start(measurement, command) for command in measurement.commands]
+    readers = [threading.Thread(target=_read, args=(process.stdout, results)) for process in processes]
+    tails: list[list[str]] = [[] for _ in processes]
+    readers += [
+        threading.Thread(target=_keep_tail, args=(process.stderr, tail))
+        for process, tail in zip(processes, tails, strict=True)
+    ]
+    for reader in readers:
+        reader.start()
+    deadline, late = time.monotonic() + limit_s, False
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            late = True
+            process.kill()
+            process.wait()
+    for reader in readers:
+        reader.join()
+    codes = [process.returncode for process in processes]
+    if late:
+        results.skip(measurement.what, f"not all of it was done in {limit_s:.0f} s")
+    elif any(codes):
+        last = next((tail[-1] for tail, code in zip(tails, codes, strict=True) if code and tail), "")
+        results.skip(measurement.what, f"ended with {next(filter(None, codes))}: {last}")
+
+
+def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[str]":
+    env = {name: value for name, value in os.environ.items() if name != names.ENV_PLAN}
+    threads = {"OMP_NUM_THREADS": str(len(measurement.cpus))} if measurement.cpus else {}
+    cpus = measurement.cpus
+    code = f"import os, sys; {f'os.sched_setaffinity(0, {set(cpus)}); ' if cpus else ''}"
+    code += f"os.execv(sys.executable, [sys.executable, '-m', '{_MODULE}.{command[0]}', *sys.argv[1:]])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *command[1:]],
+        env={**env, **measurement.env, **threads},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def _read(stream: TextIO, results: MeasuredResults) -> None:
+    for line in stream:
+        results.take(line)
+
+
+def _keep_tail(stream: TextIO, tail: list[str]) -> None:
+    for line in stream:
+        if line.strip():
+            tail[:] = [line.strip()]
+
+
+def build_calibration(
+    results: MeasuredResults, versions: Versions, *, started: float, duration_s: float
+) -> Calibration:
+    """Returns what came of the measurements.
+
+    Raises:
+        ContractError: not even memory could be read; the message says why.
+    """
+    skipped = [
+        {"what": each["what"][:MAX_TEXT], "why": each["why"][: 2 * MAX_TEXT]}
+        for each in results.lists["skipped"]
+    ]
+    if not results.lists["readings"]:
+        why = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
+        raise ContractError(
+            f"calibrate: memory was not read: {why}; is this the worker's Python, with torch?"
+        )
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    machine = hardware.observe_hardware(cpuinfo, hardware.usable_cpus(), results.values.get("name", ""))
+    raw = {
+        **results.lists,
+        "hardware": codec.as_mapping(machine),
+        "versions": codec.as_mapping(versions),
+        "time": round(started, 1),
+        "duration_s": round(duration_s, 1),
+        "skipped": skipped,
+        "operations_per_s": results.values.get("operations_per_s", 0.0),
+    }
+    if "gpu" in results.values:
+        raw["gpu"] = results.values["gpu"]
+    calibration = codec.from_mapping(Calibration, raw)
+    calibration.check()
+    return calibration
+
+
+def fit_text(calibration: Calibration) -> str:
+    """Returns its JSON text, with fewer words where it would not fit a termination message."""
+    for length in (2 * MAX_TEXT, 80, 30, 0):
+        skipped = tuple(replace(each, why=each.why[:length]) for each in calibration.skipped)
+        text = replace(calibration, skipped=skipped).to_json()
+        if len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
+            break
+    return text
+
+
+def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float = LIMIT_S) -> int:
+    """Measures this machine and prints the calibration; returns the exit code.
+
+    Args:
+        output: file that it is written to, instead of standard output.
+        message_path: a pod's termination message, or None: the same text, or a Failure in words.
+        limit_s: of all measurements together, in seconds.
+    """
+    started, begin = time.time(), time.monotonic()
+    try:
+        cpus = hardware.one_of_each_core(hardware.usable_cpus())
+        results = measure(plan_measurements(cpus, _free_port()), limit_s)
+        calibration = build_calibration(
+            results, hardware.observe_versions(), started=started, duration_s=time.monotonic() - begin
+        )
+        text, code = fit_text(calibration), names.EXIT_STOPPED
+        if output is None:
+            sys.stdout.write(text + "\n")
+        else:
+            output.write_text(text + "\n")
+    except (ContractError, OSError) as error:
+        failure = Failure(
+            reason=FailureReason.BAD_SETTINGS,
+            message=str(error),
+            exit_code=names.EXIT_USAGE,
+            time=time.time(),
+        )
+        text, code = failure.to_json(), names.EXIT_USAGE
+        sys.stderr.write(f"heteroinfer-worker calibrate: {error}\n")
+    if message_path is not None:
+        message_path.write_text(text)
+    return code
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,36 @@
+"""Answers asks with what is asked: `python -m vllm_heteroinfer.calibration.echo OFFER`. Imports torch."""
+
+import ctypes
+import sys
+
+import torch
+
+from vllm_heteroinfer.feed_forward import slab_library
+from vllm_heteroinfer.feed_forward.slab import Offer, connect
+
+SPIN_NS = 50_000_000
+LIMIT_NS = 1_000_000_000
+
+
+def main(argv: list[str]) -> None:
+    """Answers until the slab is stopped, or its process ends this one."""
+    torch.set_num_threads(1)
+    offer = Offer.from_json(argv[0])
+    slab, _ = connect(offer, 0, offer.shape)
+    calls = slab_library.load()
+    layer, rows = ctypes.c_uint32(), ctypes.c_uint32()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while True:
+        got = calls.heteroinfer_ff_next(
+            slab.address, 0, SPIN_NS, LIMIT_NS, ctypes.byref(layer), ctypes.byref(rows)
+        )
+        if got == slab_library.STOPPED:
+            return
+        if got == slab_library.ASKED:
+            slab.y[0][: rows.value].copy_(slab.x[: rows.value])
+            calls.heteroinfer_ff_answer(slab.address, 0, 0, rows.value, None, 0, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

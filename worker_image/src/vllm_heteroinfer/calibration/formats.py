@@ -1,0 +1,84 @@
+"""The formats of weights that a plan may give to CPU ranks, each as a config.json names it. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from heteroinfer_contract.model import SchemeName
+
+GROUP: Final = 128
+_WEIGHT: Final = {"dynamic": False, "symmetric": True, "observer": "minmax", "actorder": None}
+_PER_TOKEN: Final = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """A format.
+
+    Attributes:
+        method: of `quantization_config`, or "" for weights that are not quantized.
+        config: the rest of it.
+        linear: whether vLLM has a linear kernel of CPUs for it.
+        experts: whether it has one for routed experts.
+        size: inputs and columns of the linear layer that is measured.
+        copy: whether a packed layer is copied rather than packed again: packing takes longer.
+    """
+
+    method: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    linear: bool = True
+    experts: bool = True
+    size: int = 4096
+    copy: bool = True
+
+
+def _compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {**_WEIGHT, **weights}, "input_activations": inputs}
+    return {"config_groups": {"group_0": group}, "format": layout, "ignore": []}
+
+
+FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
+    {
+        SchemeName.NONE: WeightFormat(copy=False),
+        SchemeName.AWQ: WeightFormat(
+            method="awq", config={"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+        ),
+        SchemeName.FP8_BLOCK: WeightFormat(
+            method="fp8", config={"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        ),
+        SchemeName.GPTQ: WeightFormat(
+            method="gptq", config={"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+        ),
+        SchemeName.INT4: WeightFormat(
+            method="compressed-tensors",
+            config=_compressed(
+                "pack-quantized",
+                {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
+                None,
+            ),
+        ),
+        SchemeName.INT8: WeightFormat(
+            method="compressed-tensors",
+            config=_compressed(
+                "int-quantized",
+                {"num_bits": 8, "type": "int", "strategy": "channel"},
+                {**_PER_TOKEN, "type": "int"},
+            ),
+            copy=False,
+        ),
+        SchemeName.MXFP4: WeightFormat(method="mxfp4", linear=False),
+        # Last and small: torch's own product; one layer of 4096 columns took 54 s on a busy machine.
+        SchemeName.FP8_CHANNEL: WeightFormat(
+            method="compressed-tensors",
+            config=_compressed(
+                "float-quantized",
+                {"num_bits": 8, "type": "float", "strategy": "channel"},
+                {**_PER_TOKEN, "type": "float"},
+            ),
+            experts=False,
+            size=512,
+        ),
+    }
+)
+"""As `planning/support.py` of the operator has them, by the order of being measured; a test compares."""

@@ -1,0 +1,162 @@
+"""The GPU, its link and the exchange with feed-forward ranks: `python -m vllm_heteroinfer.calibration.gpu`.
+
+Imports torch; reports nothing where there is no GPU.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from heteroinfer_contract.calibration import Direction, HopPath
+from vllm_heteroinfer.calibration.timing import ROUNDS, report, report_skipped, rounded
+
+COPY_BYTES: Final = 256 << 20
+SIDE: Final = 8192
+"""Of the weight that a product reads: 128 MiB in bf16, more than the cache of any GPU of 2026 but MI300's."""
+COPIES: Final = 8
+MANY_ROWS: Final = 4096
+EXCHANGES: Final = 48
+"""In one CUDA graph, as many as a model has layers."""
+HIDDEN, ROWS = 4096, 1
+LIMIT_S: Final = 5.0
+
+
+def main() -> None:
+    """Reports all there is to measure of the first GPU."""
+    if not torch.cuda.is_available():
+        return
+    device = torch.device("cuda:0")
+    report("gpu_name", name=torch.cuda.get_device_name(device))
+    for what, measure in (("GPU", _gpu), ("PCIe", _transfers), ("exchange", _exchange)):
+        try:
+            measure(device)
+        # What one driver or GPU cannot do is a result.
+        except Exception as error:
+            report_skipped(what, error)
+
+
+def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
+    """Returns the best of a few times of work on the current stream, in seconds for each repeat."""
+    best = float("inf")
+    for _ in range(ROUNDS + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return best
+
+
+def _gpu(device: torch.device) -> None:
+    weights = [torch.randn((SIDE, SIDE), device=device, dtype=torch.bfloat16) for _ in range(COPIES)]
+    x = torch.randn((1, SIDE), device=device, dtype=torch.bfloat16)
+    many = torch.randn((MANY_ROWS, SIDE), device=device, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        reading = _seconds(lambda: [torch.nn.functional.linear(x, weight) for weight in weights])
+        computing = _seconds(lambda: torch.nn.functional.linear(many, weights[0]))
+    num_bytes = sum(weight.nbytes for weight in weights)
+    operations = 2 * MANY_ROWS * SIDE * SIDE / computing
+    report("gpu", bytes_per_s=rounded(num_bytes / reading), operations_per_s=rounded(operations))
+
+
+def _transfers(device: torch.device) -> None:
+    host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    copies = {
+        Direction.TO_GPU: lambda: there[0].copy_(host[0], non_blocking=True),
+        Direction.FROM_GPU: lambda: host[1].copy_(there[1], non_blocking=True),
+    }
+    for direction, copy in copies.items():
+        report("transfers", direction=direction, bytes_per_s=rounded(COPY_BYTES / _seconds(copy)))
+    for direction, copy in copies.items():
+        other = copies[Direction.FROM_GPU if direction is Direction.TO_GPU else Direction.TO_GPU]
+        rate = COPY_BYTES / _contended_s(copy, other)
+        report("transfers", direction=direction, bytes_per_s=rounded(rate), contended=True)
+
+
+def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> float:
+    """Returns the median time of a copy while another goes the other way and CPU threads read memory."""
+    ended = threading.Event()
+    dense = torch.randn((SIDE, SIDE))
+
+    def read_memory() -> None:
+        while not ended.is_set():
+            dense.sum()
+
+    reader = threading.Thread(target=read_memory)
+    stream, behind = torch.cuda.Stream(), torch.cuda.Stream()
+    reader.start()
+    times = []
+    try:
+        for _ in range(ROUNDS):
+            with torch.cuda.stream(behind):
+                for _ in range(3):
+                    other()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(stream):
+                begin.record()
+                copy()
+                end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+    finally:
+        ended.set()
+        reader.join()
+    return sorted(times)[len(times) // 2]
+
+
+def _exchange(device: torch.device) -> None:
+    """Reports an exchange as a feed-forward rank's, with a process that gives back what it is asked."""
+    from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
+    from vllm_heteroinfer.feed_forward.slab import Shape, create
+
+    shape = Shape(epoch=1, hidden=HIDDEN, topk=0, max_rows=ROWS, dtype="bfloat16", lanes=1)
+    slab, offer = create(shape)
+    with answering(offer.to_json()):
+        exchange = CudaExchange(slab, device, limit_s=LIMIT_S)
+        x = torch.ones((ROWS, HIDDEN), dtype=torch.bfloat16, device=device)
+        exchange.begin_step()
+        first = exchange.ask(0, x, None, None, None)
+        torch.cuda.synchronize()
+        if not torch.equal(first, x):
+            raise RuntimeError("an exchange gave back something else than it was asked")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for layer in range(EXCHANGES):
+                x = exchange.ask(layer, x, None, None, None)
+        seconds = _seconds(graph.replay) / EXCHANGES
+        slab.stop()
+    report("hops", path=HopPath.EXCHANGE, message_bytes=shape.row_bytes, seconds=rounded(seconds))
+
+
+class answering:  # noqa: N801 - reads as a verb: with answering(offer)
+    """A process that answers asks over an offered slab, until the slab is stopped."""
+
+    def __init__(self, offer: str) -> None:
+        self._command = [sys.executable, "-m", "vllm_heteroinfer.calibration.echo", offer]
+
+    def __enter__(self) -> None:
+        """Starts it; returns once it maps the slab.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        if self._process.stdout.readline().strip() != "ready":
+            raise RuntimeError(f"the answering process ended with {self._process.wait()}")
+
+    def __exit__(self, *_: object) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+if __name__ == "__main__":
+    main()

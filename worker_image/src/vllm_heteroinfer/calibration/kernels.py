@@ -1,0 +1,266 @@
+"""How fast vLLM's and our CPU kernels read weights: `python -m vllm_heteroinfer.calibration.kernels THREADS`.
+
+Layers are built and packed as vLLM builds them for a model in each format, with random weights. Imports vLLM.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from heteroinfer_contract.calibration import KernelPart
+from heteroinfer_contract.model import SchemeName
+from vllm_heteroinfer.calibration.formats import FORMATS, WeightFormat
+from vllm_heteroinfer.calibration.hardware import round_bytes
+from vllm_heteroinfer.calibration.timing import median_s, report, report_skipped, rounded
+from vllm_heteroinfer.kernels import linear
+
+BF16: Final = "bfloat16"
+HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 32, 8
+"""Of Qwen3-30B-A3B's layers, with a quarter of its experts."""
+_MODEL: Final = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "moe_intermediate_size": WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "torch_dtype": BF16,
+}
+_LINEAR_PREFIX, _EXPERTS_PREFIX = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts"
+Call = Callable[[], Any]
+
+
+def main(argv: list[str]) -> None:
+    """Reports a rate for each kernel, those that matter to most models first."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    threads = int(argv[0])
+    torch.set_num_threads(threads)
+    _attempt("our linear kernel", lambda: _ours(threads))
+    bench = _Bench(threads)
+    _attempt("linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32"))
+    for part, scheme in _order():
+        what = f"{part} in {'bf16' if scheme is SchemeName.NONE else scheme}"
+        _attempt(what, partial(bench.measure, part, scheme))
+    bench.close()
+
+
+def _order() -> list[tuple[KernelPart, SchemeName]]:
+    """Returns what is measured; a format whose kernel may take all the time that there is comes last."""
+    found = [
+        (part, scheme)
+        for scheme, each in FORMATS.items()
+        for part, has in ((KernelPart.LINEAR, each.linear), (KernelPart.EXPERTS, each.experts))
+        if has
+    ]
+    return sorted(found, key=lambda item: item[1] is SchemeName.FP8_CHANNEL)
+
+
+def _attempt(what: str, measure: Callable[[], None]) -> None:
+    try:
+        with torch.inference_mode():
+            measure()
+    # A format that this CPU or this vLLM cannot run is a result, whatever it raises.
+    except Exception as error:
+        report_skipped(what, error)
+
+
+def _ours(threads: int) -> None:
+    library, size = linear.prepare(), WeightFormat().size
+    dense = torch.randn((size, size)).to(torch.bfloat16)
+    packed = [linear.pack(dense) for _ in range(-(-round_bytes() // dense.nbytes))]
+    x = torch.randn((1, size)).to(torch.bfloat16)
+    seconds = median_s([partial(linear.linear, x, each, None, size) for each in packed])
+    kernel, rate = f"heteroinfer {library.kernel(1)}", dense.nbytes * len(packed) / seconds
+    _report(KernelPart.LINEAR, SchemeName.NONE, BF16, kernel, threads, rate)
+
+
+def _report(
+    part: KernelPart, scheme: SchemeName, dtype: str, kernel: str, threads: int, bytes_per_s: float
+) -> None:
+    report(
+        "kernels", part=part, scheme=scheme, dtype=dtype, kernel=kernel, threads=threads,
+        bytes_per_s=rounded(bytes_per_s),
+    )  # fmt: skip
+
+
+class _Bench:
+    """vLLM, set up for one rank that computes on CPUs."""
+
+    def __init__(self, threads: int) -> None:
+        from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+        self._threads = threads
+        self._folder = tempfile.TemporaryDirectory(prefix="heteroinfer-")
+        (Path(self._folder.name) / "config.json").write_text(json.dumps(_MODEL))
+        model = ModelConfig(model=self._folder.name, skip_tokenizer_init=True, dtype=BF16, max_model_len=2048)
+        self._config = VllmConfig(model_config=model)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        with set_current_vllm_config(self._config):
+            init_distributed_environment(1, 0, "unused://", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()  # without it vLLM's expert kernels end with SIGILL
+
+    def close(self) -> None:
+        """Removes what was written."""
+        self._folder.cleanup()
+
+    def measure(self, part: KernelPart, scheme: SchemeName, dtype: str = BF16) -> None:
+        """Reports the rate of one kernel; raises whatever vLLM raises where it has none."""
+        from vllm.config import set_current_vllm_config
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        each = FORMATS[scheme]
+        with set_current_vllm_config(self._config), set_default_torch_dtype(getattr(torch, dtype)):
+            if part is KernelPart.LINEAR:
+                calls, num_bytes, kernel = self._linear(each, getattr(torch, dtype))
+            else:
+                calls, num_bytes, kernel = self._experts(each)
+        _report(part, scheme, dtype, kernel, self._threads, num_bytes * len(calls) / median_s(calls))
+
+    def _linear(self, each: WeightFormat, dtype: torch.dtype) -> tuple[list[Call], int, str]:
+        from vllm.model_executor.layers.linear import ReplicatedLinear
+
+        def build() -> Any:
+            return ReplicatedLinear(
+                each.size,
+                each.size,
+                bias=False,
+                quant_config=_quantization(each),
+                prefix=_LINEAR_PREFIX,
+                params_dtype=dtype,
+            )
+
+        layer = build()
+        num_bytes = _fill(layer)
+        x = torch.randn((1, each.size), dtype=dtype)
+        layer.quant_method.process_weights_after_loading(layer)
+        count = -(-round_bytes() // num_bytes) if each.size == WeightFormat().size else 1
+        if each.copy:
+            return _copies(layer, count, [lambda: layer(x)]), num_bytes, _kernel(layer)
+        calls = [lambda: layer(x), *(_built(build(), x) for _ in range(count - 1))]
+        return calls, num_bytes, _kernel(layer)
+
+    def _experts(self, each: WeightFormat) -> tuple[list[Call], int, str]:
+        from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+
+        self._config.compilation_config.static_forward_context.clear()
+        runner = FusedMoEFactory(
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            hidden_size=HIDDEN,
+            intermediate_size=WIDTH,
+            quant_config=_quantization(each),
+            prefix=_EXPERTS_PREFIX,
+            params_dtype=torch.bfloat16,
+            renormalize=True,
+        )
+        part = next(module for module in runner.modules() if type(module).__name__ == "RoutedExperts")
+        num_bytes = _fill(part) * TOP_K // EXPERTS
+        part.quant_method.process_weights_after_loading(part)
+        x = torch.randn((1, HIDDEN), dtype=torch.bfloat16)
+        weights = torch.full((1, TOP_K), 1 / TOP_K, dtype=torch.float32)
+
+        def apply(ids: torch.Tensor) -> Any:
+            # Some kernels overwrite their input.
+            return part.quant_method.apply(
+                layer=part,
+                x=x.clone(),
+                topk_weights=weights,
+                topk_ids=ids,
+                shared_experts=None,
+                shared_experts_input=None,
+            )
+
+        chosen = [
+            torch.arange(first, first + TOP_K, dtype=torch.int32).view(1, TOP_K)
+            for first in range(0, EXPERTS, TOP_K)
+        ]
+        rounds = -(-round_bytes() // (num_bytes * len(chosen)))
+        turns = [lambda ids=ids: apply(ids) for ids in chosen]
+        calls = _copies(part, rounds, turns)
+        return calls, num_bytes, _kernel(part)
+
+
+def _built(layer: Any, x: torch.Tensor) -> Call:
+    _fill(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    return lambda: layer(x)
+
+
+def _copies(layer: Any, count: int, calls: Sequence[Call]) -> list[Call]:
+    """Returns these calls once for each of so many copies of a packed layer's weights."""
+    parameters = [parameter for parameter in layer.parameters() if parameter.numel()]
+    own = [parameter.data for parameter in parameters]
+
+    def with_weights(copy: Sequence[torch.Tensor], call: Call) -> Call:
+        def run() -> Any:
+            for parameter, tensor in zip(parameters, copy, strict=True):
+                parameter.data = tensor
+            return call()
+
+        return run
+
+    copies = [own, *([each.clone() for each in own] for _ in range(count - 1))]
+    return [with_weights(copy, call) for copy in copies for call in calls]
+
+
+def _quantization(each: WeightFormat) -> Any:
+    if not each.method:
+        return None
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    try:
+        kind = get_quantization_config(each.method)
+    except ValueError:
+        kind = get_quantization_config(f"auto_{each.method}")  # AWQ and GPTQ as vLLM 0.32 names them
+    found = kind.from_config({**each.config, "quant_method": each.method})
+    found.packed_modules_mapping = {}
+    return found
+
+
+def _fill(layer: Any) -> int:
+    """Gives a layer numbers of a usual size; returns its bytes as loaded."""
+    total = 0
+    for parameter in layer.parameters():
+        total += parameter.nbytes
+        if parameter.is_floating_point():
+            block = torch.rand(min(parameter.numel(), 1 << 20), dtype=torch.float32) * 0.01 + 0.01
+            repeats = -(-parameter.numel() // block.numel())
+            parameter.data.copy_(block.repeat(repeats)[: parameter.numel()].view(parameter.shape))
+        else:
+            parameter.data.zero_()
+    return total
+
+
+def _kernel(layer: Any) -> str:
+    """Returns the name of what vLLM chose."""
+    method = layer.quant_method
+    moe = getattr(method, "moe_kernel", None)
+    chosen = (
+        moe.fused_experts if moe is not None else getattr(getattr(layer, "scheme", None), "kernel", method)
+    )
+    return type(chosen).__name__
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # no thread of vLLM or torch keeps this process: all is reported
