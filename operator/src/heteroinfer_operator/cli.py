@@ -19,6 +19,7 @@ COMMANDS: Final = MappingProxyType(
         "top": "show the groups and ranks of a cluster, kept up to date",
         "logs": "print the logs of a resource's ranks, the culprit's first",
         "plan": "print who would be which rank, with which layers, without a cluster",
+        "calibrate": "measure this machine, so that plan and up know how fast it is",
         "crd": "print the CustomResourceDefinition",
         "operator": "run the operator (in a cluster)",
     }

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
+from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.demand import Manifest as Manifest  # noqa: PLC0414 - part of the port's face
 from heteroinfer_operator.demand import PodDemand, Taint
 
@@ -165,6 +166,7 @@ class ResourceObservation:
         promised: what pods of ours that have no node yet, of any resource, will take of the nodes.
         gangs: gang schedulers that the cluster has.
         groups: by group index: what a running leader says of its group now.
+        calibrations: what was measured of nodes.
         fetch: what the pod that fetches the model says now, or None.
         refusals: what of the resource was refused when it was last tried.
     """
@@ -176,6 +178,7 @@ class ResourceObservation:
     promised: tuple[PodDemand, ...] = ()
     gangs: frozenset[Gang] = frozenset()
     groups: Mapping[int, GroupReport] = field(default_factory=dict)
+    calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     fetch: FetchProgress | None = None
     refusals: tuple["Refusal", ...] = ()
 

@@ -140,6 +140,7 @@ def _columns() -> list[dict[str, Any]]:
         column("GPU", ".status.summary.gpuRanks", "integer"),
         column("CPU", ".status.summary.cpuRanks", "integer"),
         column("StepMs", ".status.summary.stepMs"),
+        column("PredictedMs", ".status.summary.predictedStepMs", wide=True),
         column("SlowestRank", ".status.summary.slowestRank"),
         column("Age", ".metadata.creationTimestamp", "date"),
         column("Model", ".spec.model.uri", wide=True),

@@ -6,7 +6,9 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-_NUMBERS: Final = frozenset({"rank", "stage", "steps", "step", "compute", "wait", "seen", "kv", "restarts"})
+_NUMBERS: Final = frozenset(
+    {"rank", "stage", "steps", "step", "compute", "wait", "seen", "predicted", "kv", "restarts"}
+)
 """Columns that are aligned at their last digit."""
 
 

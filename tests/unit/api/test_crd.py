@@ -101,7 +101,12 @@ def test_columns() -> None:
         "SlowestRank",
         "Age",
     ]
-    assert [c["name"] for c in columns if c.get("priority")] == ["Model", "Restarts", "Plan"]
+    assert [c["name"] for c in columns if c.get("priority")] == [
+        "PredictedMs",
+        "Model",
+        "Restarts",
+        "Plan",
+    ]
     fields = {path for path, _ in NODES}
     for column in columns:
         path = column["jsonPath"].split("[?")[0]

@@ -1,6 +1,8 @@
 """`heteroinfer plan`: the table, and one clear message for each refusal."""
 
 import json
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,21 @@ import pytest
 import yaml
 
 from heteroinfer_contract import codec
+from heteroinfer_contract.calibration import Calibration, Versions
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.cli import main
+from heteroinfer_operator.local import calibration_file
+from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.cli.model_directory import write_model
 
 CPU_ONLY = {"onGPUShortage": {"action": "CPUOnly"}}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder without a calibration: that of this machine's user says nothing here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "heteroinfer" / "calibration.json"
 
 
 @pytest.fixture
@@ -47,7 +59,7 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     file = write(tmp_path, model, planning=CPU_ONLY)
     assert main(["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi"]) == 0
     head, columns, first, last, *account, every, note = capsys.readouterr().out.splitlines()
-    made_of, step, load, rates, tokens, cache, cheaper, faster = account
+    made_of, step, load, rates, missing, tokens, cache, cheaper, faster = account
     assert head.startswith("llama: mode Pipeline, 2 stages of 1 ranks, 2 pods, plan ")
     assert columns.split() == [
         "RANK",
@@ -69,6 +81,9 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     assert "; first token: " in load
     assert rates == (
         "rates: role cpu: defaults for CPUs, role gpu: defaults for an H200, since the GPU is not known"
+    )
+    assert missing == (
+        "not measured: this machine was not measured; run `heteroinfer calibrate`, which takes under a minute"
     )
     assert tokens.endswith("a step has 64 requests at most")
     assert cheaper.startswith("cheaper: with one longest sequence at a time it needs ")
@@ -103,6 +118,63 @@ def test_a_model_directory_stands_for_the_uri(
         "--model-dir DIR\n"
     )
     assert main(["plan", "-f", file, "--model-dir", str(model)]) == 0
+
+
+def of_this_machine() -> Calibration:
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    name = next(line.split(": ")[1] for line in cpuinfo.splitlines() if line.startswith("model name"))
+    versions = Versions(heteroinfer=metadata.version("heteroinfer"), vllm="0.32.0", torch="2.13.0")
+    return calibration(hardware=replace(CALIBRATION.hardware, cpu=name), versions=versions)
+
+
+def rates_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return "".join(x for x in capsys.readouterr().out.splitlines() if x.startswith(("rates: ", "not meas")))
+
+
+def test_this_machines_calibration_is_read_and_named(
+    tmp_path: Path, model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = of_this_machine()
+    calibration_file.write(own, cache)
+    file = write(tmp_path, model)
+    line = rates_line(capsys, "-f", file)
+    assert (
+        f"role cpu: calibration {own.hash} of 2026-11-22 ({own.hardware.cpu}, 16 cores; HeteroInfer" in line
+    )
+    assert "not measured" not in line
+    assert "defaults for CPUs" in rates_line(capsys, "-f", file, "--calibration", "none")
+
+
+def test_a_calibration_of_another_version_machine_or_none_is_not_used(
+    tmp_path: Path, model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, own = write(tmp_path, model), of_this_machine()
+    old = replace(own, versions=replace(own.versions, heteroinfer="0.0.1"))
+    other = replace(own, hardware=replace(own.hardware, cpu="Another CPU"))
+    for text, words in (
+        (old.to_json(), "is of HeteroInfer 0.0.1, this is "),
+        (other.to_json(), "is of a machine with Another CPU, which this is not"),
+        ("{", "cannot be used: Calibration: not JSON"),
+    ):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(text)
+        line = rates_line(capsys, "-f", file)
+        assert words in line
+        assert "defaults for CPUs" in line
+
+
+def test_a_calibration_that_is_named_is_read_whatever_machine_it_is_of(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, measured = write(tmp_path, model), tmp_path / "other.json"
+    calibration_file.write(CALIBRATION, measured)
+    assert CALIBRATION.hash in rates_line(capsys, "-f", file, "--calibration", str(measured))
+    for text in ("{}", "[1]", "nonsense"):
+        measured.write_text(text)
+        words = error(capsys, "-f", file, "--calibration", str(measured))
+        assert "expected what `heteroinfer calibrate` writes: run it again" in words
+    assert "No such file" in error(capsys, "-f", file, "--calibration", str(tmp_path / "nowhere"))
 
 
 # Bad input: each is one clear message and a non-zero exit code

@@ -41,9 +41,19 @@ def status(
     }  # fmt: skip
     group = {
         "index": 0, "epoch": 3, "phase": "Ready", "restarts": 2, "failures": [failure], "kv": kv,
-        "members": ranks,
+        "members": ranks, "planHash": "p",
     }  # fmt: skip
-    return parse_status({"conditions": conditions, "summary": {"groups": "1/1"}, "groups": [group]})
+    plan = {
+        "hash": "p", "worldSize": 2, "predictedStepMs": 19.0, "calibration": "role cpu: calibration abc",
+        "ranks": [
+            {
+                "rank": 1, "stage": 1, "role": "gpu", "device": "GPU", "layers": 2, "memory": "1Mi",
+                "predictedStepMs": 14.0,
+            },
+        ],
+    }  # fmt: skip
+    value = {"conditions": conditions, "summary": {"groups": "1/1"}, "groups": [group], "plans": [plan]}
+    return parse_status(value)
 
 
 def report(epoch: int = 3) -> GroupReport:
@@ -62,7 +72,9 @@ def test_the_status_alone_gives_every_rank_and_the_last_culprit() -> None:
     resource, group, first, second = rows(build_line(KEY, status()))
     assert resource[:3] == ["ml/llama", "", "Available, GroupsReady 1/1"]
     culprit = "RankExited rank 1 (-9) at 11-21 08:00:00Z"
-    assert group == ["group 0 epoch 3", "", "Ready", "", "", "", "", "256 tokens", "2", culprit]
+    assert group == [
+        "group 0 epoch 3", "", "Ready", "", "20.0", "", "", "19.0", "256 tokens", "2", culprit,
+    ]  # fmt: skip
     assert first[:7] == ["rank 0 cpu", "a", "Ready", "", "", "", ""]
     assert second[:7] == ["rank 1 gpu", "b", "Ready", "", "20.0", "15.0", "4.0"]
 
@@ -86,7 +98,7 @@ def test_whether_requests_are_answered_is_shown_beside_the_reason(
 
 def test_a_leaders_word_is_newer_than_the_status() -> None:
     _, group, first, second = rows(build_line(KEY, status(), {0: Live(report=report(), kv_use=0.374)}))
-    assert group[7] == "37 % of 256 tokens"
+    assert group[8] == "37 % of 256 tokens"
     assert first[:7] == ["rank 0 cpu", "a", "Loading 25 %", "0", "", "", ""]
     assert second[:7] == ["rank 1 gpu", "b", "Ready", "7", "30.0", "25.0", "4.0"]
 

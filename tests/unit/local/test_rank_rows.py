@@ -7,6 +7,7 @@ from rich.console import Console
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceStatus
+from heteroinfer_operator.reconcile.conditions import plan_status
 from heteroinfer_operator.up.console import Display
 from heteroinfer_operator.up.rank_rows import HEADINGS, RankRow, build_rows
 from tests.unit.local.plans import plan
@@ -19,7 +20,10 @@ def _rows(*ranks: RankStatus, epoch: int = 2) -> tuple[RankRow, ...]:
     report = GroupReport(
         group_uid="u", epoch=epoch, plan_hash=PLAN.hash, ready=False, message="", ranks=ranks
     )
-    return build_rows(HeteroInferenceStatus(groups=(group,)), {PLAN.hash: PLAN}, {0: report})
+    entry = plan_status(PLAN).ranks[1].model_copy(update={"predicted_step_ms": 9.0})
+    plans = (plan_status(PLAN).model_copy(update={"ranks": (entry,)}),)
+    status = HeteroInferenceStatus(groups=(group,), plans=plans)
+    return build_rows(status, {PLAN.hash: PLAN}, {0: report})
 
 
 def test_rank_shows_its_position_its_progress_and_its_times() -> None:
@@ -35,8 +39,21 @@ def test_rank_shows_its_position_its_progress_and_its_times() -> None:
         heartbeat_age_s=0.2,
     )
     rows = _rows(loading, serving)
-    assert rows[0].cells == ("0", "0", "cpu", "CPU", "0-3", "Loading 25 %", "0", "", "", "", "0.0")
-    assert rows[1].cells == ("1", "1", "gpu", "GPU", "4-7", "Ready", "7", "50.0", "10.0", "39.5", "0.2")
+    assert rows[0].cells == ("0", "0", "cpu", "CPU", "0-3", "Loading 25 %", "0", "", "", "", "", "0.0")
+    assert rows[1].cells == (
+        "1",
+        "1",
+        "gpu",
+        "GPU",
+        "4-7",
+        "Ready",
+        "7",
+        "50.0",
+        "10.0",
+        "9.0",
+        "39.5",
+        "0.2",
+    )
     assert all(len(row.cells) == len(HEADINGS) for row in rows)
 
 

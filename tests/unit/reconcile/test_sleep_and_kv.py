@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
+from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.plan import Device, Mode, eager_reason
 from heteroinfer_operator.reconcile.conditions import plan_status
 from tests.unit.launch.test_environment import PLAN
-from tests.unit.reconcile.world import World, cpu_pair
+from tests.unit.reconcile.world import PROFILE, World, cpu_pair
 
 
 @pytest.fixture
@@ -135,6 +136,7 @@ def test_the_rank_that_limits_the_kv_cache_is_in_the_status(world: World) -> Non
     world.settle()
     assert world.status["groups"][0]["kv"] == {
         "blocks": 512,
+        "blockTokens": 32,
         "tokens": 512 * 32,
         "limitingRank": 1,
         "limitingRole": "second",
@@ -148,6 +150,26 @@ def test_the_rank_that_limits_the_kv_cache_is_in_the_status(world: World) -> Non
     del world.reports[0]  # a leader that does not answer just now changes nothing
     world.step()
     assert world.writes == []
+
+
+def test_tokens_of_a_windowed_model_are_those_of_its_longest_sequences() -> None:
+    kinds = (
+        LayerKind(kv_heads=4, kv_width=64),
+        LayerKind(kv_heads=4, kv_width=64, attention=AttentionKind.WINDOW, window=128),
+    )
+    profile = replace(PROFILE, kinds=kinds, kind_of_layer=(0, 1) * 4, max_position_embeddings=8192)
+    world = World(spec=cpu_pair(engine={"maxModelLen": 8192}))
+    world.settle()
+    world.answer_inspection(profile.to_json())
+    world.settle()
+    world.all_ready()
+    world.settle()
+    report(world, kv(512, 900, 2**50), kv(512, 700, 2**50))
+    world.settle()
+    status = world.status["groups"][0]["kv"]
+    # 256 blocks of full attention; of the window 127 tokens and two batches of 2048 in flight: 132, and one.
+    assert (status["blocks"], status["blockTokens"]) == (512, 32)
+    assert status["tokens"] == 511 * 8192 // (256 + 133)
 
 
 def test_a_rank_with_less_than_planned_is_reported_apart(world: World) -> None:

@@ -10,6 +10,7 @@ from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -97,6 +98,7 @@ class World:
     )
     reports: dict[int, GroupReport] = field(default_factory=dict)
     fetch: FetchProgress | None = None
+    calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     writes: list[Action] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
@@ -126,6 +128,7 @@ class World:
             nodes=self.nodes,
             groups=self.reports,
             fetch=self.fetch,
+            calibrations=self.calibrations,
             refusals=self.refusals,
         )
 

@@ -123,6 +123,10 @@ class PlanStatus(StatusModel):
     """Ranks of a group."""
     eager_reason: Text | None = None
     """Why GPU ranks run without CUDA graphs, where the plan's layout forbids them."""
+    predicted_step_ms: Milliseconds | None = None
+    """Predicted decode step of one request, in milliseconds: to be compared with stepMs of ranks."""
+    calibration: Annotated[str, Field(max_length=1024)] | None = None
+    """What the predictions were made of, by role: which calibration of its nodes, or defaults."""
     ranks: Annotated[
         tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
     ] = ()
@@ -187,8 +191,10 @@ class KvStatus(StatusModel):
 
     blocks: Count
     """Blocks that each rank has: as many as the rank with the least headroom."""
+    block_tokens: Count | None = None
+    """Tokens of a block, in layers that keep tokens."""
     tokens: Count
-    """Tokens that these hold."""
+    """Tokens that these hold, in sequences of the longest length."""
     limiting_rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)]
     """The rank whose memory holds the fewest blocks, as it measured after its largest batch."""
     limiting_role: RoleName
@@ -266,6 +272,8 @@ class Summary(StatusModel):
     """Ranks of a group that compute on a CPU."""
     step_ms: Annotated[str, Field(max_length=16)] | None = None
     """A decode step of the slowest group, in milliseconds with one decimal."""
+    predicted_step_ms: Annotated[str, Field(max_length=16)] | None = None
+    """The same of one request as predicted."""
     slowest_rank: Annotated[str, Field(max_length=64)] | None = None
     """Rank with the longest compute time and its role, as 1 (cpu)."""
     restarts: Count | None = None

@@ -15,9 +15,11 @@ from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, RankAssignment
 from heteroinfer_operator.api import HeteroInference
+from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.commands.plan_nodes import load_free_nodes
 from heteroinfer_operator.errors import HeteroInferError, ModelError
+from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.local.hub_profile import read_hub_profile
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.account import (
@@ -33,6 +35,7 @@ from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.resource_file import load_resource
 
 _FILE_SCHEME = "file://"
+_NO_CALIBRATION = "none"
 _NODE_OF_OPTIONS = "(--gpus)"
 """The only node where --gpus says what there is."""
 
@@ -47,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="the model's folder, instead of the file's model.uri; needed where that is pvc://",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="what `heteroinfer calibrate -o FILE` measured, of any machine; none: take defaults. "
+        "Without it: this machine's own, if it was measured and no --nodes are given",
     )
     parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table")
     parser.add_argument(
@@ -76,12 +85,26 @@ def run(arguments: argparse.Namespace) -> int:
         served_name=resource.served_name,
         model_path=names.MODEL_MOUNT,
     )
-    planned = plan_group(request, Capacity(free_nodes=_free_nodes(resource, arguments)))
+    calibrations = _calibrations(arguments)
+    capacity = Capacity(free_nodes=_free_nodes(resource, arguments), calibrations=calibrations)
+    planned = plan_group(request, capacity)
     refused = Allowed().find_forbidden(resource.spec)
     if refused is not None:
         sys.stderr.write(f"note: an operator with the chart's own values refuses this: {refused.message}\n")
-    sys.stdout.write(_render(planned, arguments.output, resource.metadata.name))
+    sys.stdout.write(_render(planned, calibrations, arguments.output, resource.metadata.name))
     return 0
+
+
+def _calibrations(arguments: argparse.Namespace) -> Calibrations:
+    """Returns what was measured of the machines that are planned for."""
+    if arguments.calibration == _NO_CALIBRATION:
+        return Calibrations(missing="--calibration none")
+    if arguments.calibration is not None:
+        return Calibrations(this_machine=calibration_file.read(Path(arguments.calibration)))
+    if arguments.nodes is not None:
+        return Calibrations(missing="give what was measured of such a node with --calibration FILE")
+    own, missing = calibration_file.read_own(calibration_file.cache_folder())
+    return Calibrations(this_machine=own, missing=missing)
 
 
 def _count(text: str) -> int:
@@ -135,9 +158,9 @@ def _free_nodes(resource: HeteroInference, arguments: argparse.Namespace) -> lis
     return build_free_nodes([node])
 
 
-def _render(planned: Planned, output: str, name: str) -> str:
+def _render(planned: Planned, calibrations: Calibrations, output: str, name: str) -> str:
     if output == "table":
-        return _table(planned, name)
+        return _table(planned, calibrations, name)
     value = {
         "hash": planned.plan.hash,
         "plan": json.loads(planned.plan.to_json()),
@@ -145,6 +168,7 @@ def _render(planned: Planned, output: str, name: str) -> str:
         "limitingRank": planned.limiting_rank,
         "nodes": {str(pod): node for pod, node in planned.node_assignment.nodes.items()},
         "predictedStepMs": _step_ms(planned),
+        "rates": {rank.role: planned.rates[rank.rank].source for rank in planned.plan.ranks},
     }
     if output == "json":
         return json.dumps(value, indent=2) + "\n"
@@ -154,7 +178,7 @@ def _render(planned: Planned, output: str, name: str) -> str:
 _HEADINGS = ("RANK", "POD", "ROLE", "DEVICE", "STAGE", "LAYERS", "WEIGHTS", "KV CACHE", "STEP")
 
 
-def _table(planned: Planned, name: str) -> str:
+def _table(planned: Planned, calibrations: Calibrations, name: str) -> str:
     plan, engine = planned.plan, planned.plan.engine
     rows = [_HEADINGS, *map(_row, plan.ranks)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
@@ -183,6 +207,7 @@ def _table(planned: Planned, name: str) -> str:
             describe_model(planned.sizes.profile),
             step,
             *describe_speed(planned),
+            *([f"not measured: {calibrations.missing}"] if calibrations.missing else []),
             describe_capacity(planned),
             _kv_cache(planned),
             *describe_choices(planned),

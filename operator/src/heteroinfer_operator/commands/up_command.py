@@ -5,8 +5,9 @@ import asyncio
 import logging
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -14,8 +15,16 @@ from typing import Final
 from rich.console import Console
 from rich.logging import RichHandler
 
+from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.local import LocalOptions, find_worker_python, observe_gpus, observe_node
+from heteroinfer_operator.local import (
+    LocalOptions,
+    calibration_file,
+    find_worker_python,
+    observe_gpus,
+    observe_node,
+)
+from heteroinfer_operator.local.calibration_file import cache_folder
 from heteroinfer_operator.resource_file import read_resource
 from heteroinfer_operator.up import Session, SessionOptions
 from heteroinfer_operator.up.console import Display
@@ -57,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep each pod's output there, as POD.log; default: a temporary folder, kept after a failure",
     )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine first, as `heteroinfer calibrate` does; takes under a minute",
+    )
     parser.add_argument("--no-table", action="store_true", help="lines of text instead of a live table")
 
 
@@ -68,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     document, resource = read_resource(arguments.filename, model_dir=arguments.model_dir)
     worker_python = find_worker_python(arguments.worker_python)
+    calibrations = _calibrations(worker_python, measure=arguments.calibrate)
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES
@@ -79,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             document=document,
             resource=resource,
             api_port=arguments.port or resource.spec.engine.port,
-            model_cache=(arguments.model_cache or _user_cache(os.environ)).resolve(),
+            model_cache=(arguments.model_cache or cache_folder() / "models").resolve(),
             local=LocalOptions(
                 worker_python=worker_python,
                 scratch=scratch,
@@ -87,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
                 node=observe_node(),
                 gpus=observe_gpus(),
                 env=dict(os.environ),
+                calibrations=calibrations,
             ),
         )
         with Display(console, live=console.is_terminal and not arguments.no_table) as display:
@@ -100,9 +116,14 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _user_cache(env: Mapping[str, str]) -> Path:
-    base = env.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "heteroinfer" / "models"
+def _calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
+    """Returns what was measured of this machine; measures it first if that is wanted."""
+    folder = cache_folder()
+    if measure:
+        sys.stderr.write("measuring this machine, which takes under a minute\n")
+        calibration_file.write(calibration_file.measure(worker_python), folder / calibration_file.FILE)
+    own, missing = calibration_file.read_own(folder)
+    return Calibrations(this_machine=own, missing=missing)
 
 
 async def _serve(options: SessionOptions, display: Display) -> None:

@@ -13,6 +13,7 @@ from heteroinfer_operator.api import (
     FailureStatus,
     GroupStatus,
     HeteroInferenceStatus,
+    PlanStatus,
     RankEntry,
 )
 from heteroinfer_operator.cluster import ResourceKey
@@ -46,6 +47,7 @@ class RankLine:
         step_ms: a decode step, in milliseconds, or None while there was none.
         compute_ms: of which its own compute.
         wait_ms: of which waiting for peers.
+        predicted_ms: its compute in a step of one request, as planned, or None.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class RankLine:
     step_ms: float | None = None
     compute_ms: float | None = None
     wait_ms: float | None = None
+    predicted_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,8 @@ class GroupLine:
         restarts: because of failures that count.
         kv_tokens: that its KV cache holds, or None while unknown.
         kv_use: share of it in use, 0 to 1, or None.
+        predicted_ms: a step of one request as predicted, in milliseconds, or None.
+        calibration: what that was made of, or "".
         failure: its last failure, or None.
         ranks: by rank.
     """
@@ -84,6 +89,8 @@ class GroupLine:
     restarts: int
     kv_tokens: int | None
     kv_use: float | None
+    predicted_ms: float | None
+    calibration: str
     failure: FailureStatus | None
     ranks: tuple[RankLine, ...]
 
@@ -152,15 +159,23 @@ def build_line(
         reason=ready.reason if ready else "",
         message=ready.message if ready else "",
         groups=(status.summary.groups if status.summary else None) or "",
-        lines=tuple(_group(group, reported.get(group.index, Live())) for group in status.groups),
+        lines=tuple(
+            _group(group, reported.get(group.index, Live()), _plan_of(group, status))
+            for group in status.groups
+        ),
     )
 
 
-def _group(group: GroupStatus, live: Live) -> GroupLine:
+def _plan_of(group: GroupStatus, status: HeteroInferenceStatus) -> PlanStatus | None:
+    return next((plan for plan in status.plans if plan.hash == group.plan_hash), None)
+
+
+def _group(group: GroupStatus, live: Live, plan: PlanStatus | None) -> GroupLine:
     # Without the group's key a leader does not say which epoch it is of; its pod's name did.
     fits = live.report is not None and live.report.epoch in {0, group.epoch}
     report = live.report if fits else None
     reported = {rank.rank: rank for rank in report.ranks} if report is not None else {}
+    predicted = {rank.rank: rank.predicted_step_ms for rank in plan.ranks} if plan is not None else {}
     return GroupLine(
         index=group.index,
         epoch=group.epoch,
@@ -170,8 +185,13 @@ def _group(group: GroupStatus, live: Live) -> GroupLine:
         restarts=group.restarts,
         kv_tokens=group.kv.tokens if group.kv else None,
         kv_use=live.kv_use if report is not None else None,
+        predicted_ms=plan.predicted_step_ms if plan is not None else None,
+        calibration=(plan.calibration if plan is not None else None) or "",
         failure=group.failures[-1] if group.failures else None,
-        ranks=tuple(_rank(entry, reported.get(entry.rank)) for entry in group.members),
+        ranks=tuple(
+            replace(_rank(entry, reported.get(entry.rank)), predicted_ms=predicted.get(entry.rank))
+            for entry in group.members
+        ),
     )
 
 
@@ -207,8 +227,11 @@ def _dump(line: GroupLine | RankLine) -> dict[str, Any]:
     return {key: each for key, each in value.items() if each is not None}
 
 
-HEADINGS = ("name", "node", "phase", "steps", "step", "compute", "wait", "kv", "restarts", "last failure")
-"""Of the cells of a row; times in milliseconds."""
+HEADINGS = (
+    "name", "node", "phase", "steps", "step", "compute", "wait", "predicted", "kv", "restarts",
+    "last failure",
+)  # fmt: skip
+"""Of the cells of a row; times in ms. Predicted is a group's step and a rank's compute, of one request."""
 
 
 def build_cells(resources: Sequence[ResourceLine]) -> Iterable[tuple[str, ...]]:
@@ -217,15 +240,17 @@ def build_cells(resources: Sequence[ResourceLine]) -> Iterable[tuple[str, ...]]:
         available = {"True": "Available", "False": "not Available"}.get(resource.available, "")
         why = f"{resource.reason} {resource.groups}".strip()
         words = ", ".join(each for each in (available, why) if each)
-        yield (str(resource.key), "", words, *_empty(7))
+        yield (str(resource.key), "", words, *_empty(8))
         for group in resource.lines:
             yield (
-                f"  group {group.index} epoch {group.epoch}", "", group.phase, "", "", "", "",
+                f"  group {group.index} epoch {group.epoch}", "", group.phase, "", _step(group), "", "",
+                format_ms(group.predicted_ms),
                 _kv(group), str(group.restarts), group.culprit,
             )  # fmt: skip
             for rank in group.ranks:
                 steps = "" if rank.steps is None else str(rank.steps)
-                times = (format_ms(each) for each in (rank.step_ms, rank.compute_ms, rank.wait_ms))
+                measured = (rank.step_ms, rank.compute_ms, rank.wait_ms)
+                times = (format_ms(each) for each in (*measured, rank.predicted_ms))
                 yield (f"    rank {rank.rank} {rank.role}", rank.node, rank.phase, steps, *times, *_empty(3))
 
 
@@ -238,6 +263,17 @@ def waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
             yield f"{resource.key}: {resource.reason or 'not seen by the operator yet'}" + (
                 f": {words}" if words else ""
             )
+
+
+def predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
+    """Yields what the predictions of each resource were made of."""
+    for resource in resources:
+        for made_of in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
+            yield f"{resource.key}: predicted by {made_of}"
+
+
+def _step(group: GroupLine) -> str:
+    return format_ms(max((rank.step_ms for rank in group.ranks if rank.step_ms is not None), default=None))
 
 
 def _empty(count: int) -> tuple[str, ...]:

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from heteroinfer_operator.fleet.lines import HEADINGS, ResourceLine, build_cells, waits
+from heteroinfer_operator.fleet.lines import HEADINGS, ResourceLine, build_cells, predictions, waits
 from heteroinfer_operator.tables import build_table
 
-_CAPTION = "times in ms; step = compute + wait + transfer: a straggler's compute is long"
+_CAPTION = (
+    "times in ms; step = compute + wait + transfer: a straggler's compute is long; predicted: a group's "
+    "step, a rank's compute, with one request"
+)
 
 
 def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType:
@@ -16,5 +19,6 @@ def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType
     if not resources:
         return Text("no HeteroInference here; -A looks in all namespaces")
     table = build_table(HEADINGS, build_cells(resources), caption=_CAPTION)
-    words = [Text(line) for line in (*waits(resources), *([note] if note else ()))]
+    lines = (*waits(resources), *predictions(resources), *([note] if note else ()))
+    words = [Text(line) for line in lines]
     return Group(table, *words)

@@ -11,6 +11,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
+from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -53,6 +54,7 @@ class LocalOptions:
         node: this machine.
         gpus: that pods may have, as CUDA_VISIBLE_DEVICES names them.
         env: that pods inherit.
+        calibrations: what was measured of this machine.
     """
 
     worker_python: Path
@@ -61,6 +63,7 @@ class LocalOptions:
     node: NodeView
     gpus: tuple[str, ...]
     env: Mapping[str, str]
+    calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
 
 
 class LocalCluster:
@@ -151,6 +154,7 @@ class LocalCluster:
             objects=tuple(self._objects.values()),
             nodes=(self._node(),),
             groups=self.groups(),
+            calibrations=self._options.calibrations,
             fetch=next((pod.fetch for pod in self._pods.values() if pod.fetch is not None), None),
         )
 

@@ -5,8 +5,8 @@ The GPU then has a model without them, which the rest of the planner sees as any
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
+from heteroinfer_contract.calibration import Calibration, HopPath
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, RankAssignment
@@ -18,9 +18,6 @@ from heteroinfer_operator.planning.prediction import Load, Reads, count_reads
 from heteroinfer_operator.planning.rates import Rates, cpu_rates
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
-
-EXCHANGE_S: Final = 20e-6
-"""What a layer's exchange between GPU and CPU takes besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +69,7 @@ def choose_remote(
     counts = range(1, len(order) + 1) if own.layers is None else (own.layers,)
     missing = 0
     for count in counts:
-        remote = _split(own, profile, order[:count])
+        remote = remote_of(own, profile, order[:count])
         missing = _missing_bytes(topology, remote, engine, inventory)
         if missing <= 0:
             _check_memory(role.name, remote, profile, engine)
@@ -99,7 +96,8 @@ def _cheapest_first(profile: ModelProfile) -> list[int]:
     return sorted(having, key=cost)
 
 
-def _split(own: FeedForwardSpec, profile: ModelProfile, chosen: Sequence[int]) -> Remote:
+def remote_of(own: FeedForwardSpec, profile: ModelProfile, chosen: Sequence[int]) -> Remote:
+    """Returns what feed-forward ranks have of a model if they have these layers' experts or MLPs."""
     layers = tuple(sorted(chosen))
     kinds = profile.layers
     moved = set(layers)
@@ -184,11 +182,23 @@ def _check_memory(role: str, remote: Remote, profile: ModelProfile, engine: Engi
         )
 
 
-def feed_forward_rates(remote: Remote, engine: EngineSettings) -> Rates:
-    """Returns how fast each feed-forward rank works while all of them do."""
+def feed_forward_rates(
+    remote: Remote, engine: EngineSettings, calibration: Calibration | None = None
+) -> Rates:
+    """Returns how fast each feed-forward rank works while all of them do.
+
+    Args:
+        remote: what they have of the model.
+        engine: the group's settings.
+        calibration: of their machine, or None.
+    """
     requests = {"cpu": remote.spec.cpu}
     role = RoleSpec(name="feed-forward", device=Device.CPU, resources=Resources(requests=requests))
-    return cpu_rates(role, remote.profile, engine, leads=False, together=remote.spec.ranks)
+    rates = cpu_rates(
+        role, remote.profile, engine, leads=False, together=remote.spec.ranks, calibration=calibration
+    )
+    measured_s = None if calibration is None else calibration.hop_s(HopPath.EXCHANGE)
+    return rates if measured_s is None else replace(rates, exchange_s=measured_s)
 
 
 def feed_forward_ranks(
@@ -229,7 +239,7 @@ def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, l
         experts=reads.experts * part,
         operations=reads.operations * part,
     )
-    return share.seconds(rates) + len(remote.layers) * EXCHANGE_S
+    return share.seconds(rates) + len(remote.layers) * rates.exchange_s
 
 
 def feed_forward_notes(

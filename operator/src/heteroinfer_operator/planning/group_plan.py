@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
+from heteroinfer_contract.calibration import Calibration
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageAction
+from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand
 from heteroinfer_operator.errors import PlanError, Shortage
@@ -42,6 +44,7 @@ class Capacity:
 
     Attributes:
         free_nodes: all nodes with what is free on them; None where they are not known.
+        calibrations: what was measured of nodes.
         others_wait: whether the pods are created although they don't fit, since somebody else
             places them all at once, or the user wants them placed one by one.
         shortage_age_s: how long GPUs have been missing, in seconds; None where waiting is of no
@@ -49,6 +52,7 @@ class Capacity:
     """
 
     free_nodes: Sequence[FreeNode] | None = None
+    calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     others_wait: bool = False
     shortage_age_s: float | None = None
 
@@ -61,7 +65,7 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
         PlanError: there is no plan, however much were free.
     """
     if capacity.free_nodes is None:
-        return make_plan(request, Inventory())
+        return make_plan(request, _anywhere(request.spec, capacity.calibrations))
     short = _short_roles(request.spec, capacity.free_nodes)
     if short and not _others_wait_for_gpus(request.spec, capacity):
         return _without_gpus(request, capacity, capacity.free_nodes, short)
@@ -87,12 +91,12 @@ def _placed(
     found = assign_nodes(asked, free_nodes, key)
     if found is None and not capacity.others_wait:
         # What can never be planned is reported first: capacity would not help.
-        make_plan(request, replace(_inventory(spec, free_nodes, demands, None), on_cpus=on_cpus))
+        make_plan(request, replace(_inventory(spec, capacity, demands, None), on_cpus=on_cpus))
         raise Shortage(
             f"{explain(asked, free_nodes, key)}; {_WAITS}",
             reason=INSUFFICIENT_CAPACITY,
         )
-    inventory = replace(_inventory(spec, free_nodes, demands, found), on_cpus=on_cpus)
+    inventory = replace(_inventory(spec, capacity, demands, found), on_cpus=on_cpus)
     planned = make_plan(request, inventory)
     node_assignment = NodeAssignment(
         gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes)
@@ -186,11 +190,13 @@ def _take(found: Placement, demands: Sequence[PodDemand], free_nodes: Sequence[F
 
 def _inventory(
     spec: HeteroInferenceSpec,
-    free_nodes: Sequence[FreeNode],
+    capacity: Capacity,
     demands: Sequence[tuple[RoleSpec, PodDemand]],
     found: Placement | None,
 ) -> Inventory:
-    """Returns what node labels say of devices: those of the placement, or else of any node that is open."""
+    """Returns what is known of devices: of the nodes of the placement, or else of any node that is open."""
+    free_nodes = capacity.free_nodes or ()
+    measured: dict[str, Calibration] = {}
     features: dict[str, frozenset[str]] = {}
     memory: dict[str, int] = {}
     product: dict[str, str] = {}
@@ -206,6 +212,10 @@ def _inventory(
         # Of the role's pods that compute on CPUs, whether they were meant to or not.
         if nodes and all(_has_cpu_labels(node) for node in nodes):
             features[role.name] = frozenset.intersection(*map(_cpu_features, nodes))
+        calibration = capacity.calibrations.of_nodes(node.labels for node in nodes)
+        if calibration is not None:
+            measured[role.name] = calibration
+            features.setdefault(role.name, _measured_features(calibration))
         if role.device is not Device.GPU:
             continue
         resource = role.gpu_resource
@@ -216,7 +226,25 @@ def _inventory(
         products = sorted({node.labels.get(f"{resource}.product", "") for node in nodes})
         if len(products) == 1:
             product[role.name] = products[0]
-    return Inventory(gpu_memory_bytes=memory, gpu_product=product, cpu_features=features)
+    return Inventory(
+        gpu_memory_bytes=memory, gpu_product=product, cpu_features=features, calibration=measured
+    )
+
+
+def _anywhere(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventory:
+    """Returns what is known of devices where nodes are not."""
+    machine = calibrations.this_machine
+    if machine is None:
+        return Inventory()
+    roles = [role.name for role in spec.roles]
+    return Inventory(
+        cpu_features=dict.fromkeys(roles, _measured_features(machine)),
+        calibration=dict.fromkeys(roles, machine),
+    )
+
+
+def _measured_features(calibration: Calibration) -> frozenset[str]:
+    return frozenset({AMX} if calibration.has_amx else ())
 
 
 def _has_cpu_labels(node: NodeView) -> bool:
@@ -261,18 +289,18 @@ def _without_gpus(
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
     # What can never be planned is reported first: GPUs would not help.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
-    wanted = make_plan(request, _inventory(request.spec, free_nodes, demands, None)).plan
+    wanted = make_plan(request, _inventory(request.spec, capacity, demands, None)).plan
+    slower = _on_cpus_instead(request, short, wanted, capacity.calibrations)
     if shortage.action is ShortageAction.WAIT:
         raise Shortage(
             f"{_reported(short)}; the group waits for them; add GPUs, or set "
-            f"planning.onGPUShortage.action: CPUOnly{_on_cpus_instead(request, short, wanted)}"
+            f"planning.onGPUShortage.action: CPUOnly{slower}"
         )
     if age_s is not None and age_s < parse_duration_s(shortage.after):
         raise Shortage(
             f"{_reported(short)}; the group runs on CPUs once they have been missing for {shortage.after}"
-            f"{_on_cpus_instead(request, short, wanted)}"
+            f"{slower}"
         )
-    slower = _on_cpus_instead(request, short, wanted)
     return _placed(request, capacity, free_nodes, {name: f"{why}{slower}" for name, why in short.items()})
 
 
@@ -280,10 +308,13 @@ def _reported(short: Mapping[str, str]) -> str:
     return "; ".join(dict.fromkeys(short.values()))
 
 
-def _on_cpus_instead(request: GroupRequest, short: Mapping[str, str], wanted: Plan) -> str:
+def _on_cpus_instead(
+    request: GroupRequest, short: Mapping[str, str], wanted: Plan, calibrations: Calibrations
+) -> str:
     """Returns in words how long a step takes on CPUs, and how long with the GPUs that are missing."""
     try:
-        cpus = make_plan(request, Inventory(on_cpus=short)).plan
+        measured = _anywhere(request.spec, calibrations)
+        cpus = make_plan(request, replace(measured, on_cpus=short)).plan
     except PlanError as error:
         return f" (without them there is no plan: {error.message})"
     return f" (expected step time on CPUs: {predict(cpus)} instead of {predict(wanted)})"

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.calibration import Calibration
+
 AMX: Final = "AMX"
 """Of `Inventory.cpu_features`: tiles and bf16."""
 
@@ -18,6 +20,7 @@ class Inventory:
         gpu_memory_bytes: memory of one GPU, by role; used where the role has no deviceMemory.
         gpu_product: product of the GPUs as labelled, by role.
         cpu_features: what the CPUs of every node of a role can do, by role, where nodes say so.
+        calibration: what was measured of the machines of a role, by role.
         host_memory_bytes: memory of one pod, by role; used where the role's resources say none.
     """
 
@@ -25,4 +28,5 @@ class Inventory:
     gpu_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     gpu_product: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     cpu_features: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
+    calibration: Mapping[str, Calibration] = field(default_factory=lambda: MappingProxyType({}))
     host_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))

@@ -25,7 +25,7 @@ from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_seq
 from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
 from heteroinfer_operator.planning.support import check_support
-from heteroinfer_operator.planning.topology import Topology, lay_out
+from heteroinfer_operator.planning.topology import Seat, Topology, lay_out
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
 """KV headroom, in longest sequences, where some rank's memory is unknown."""
@@ -116,7 +116,8 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     rates = _rates(topology, kept, engine, inventory)
     ranks = _assign(topology, layers, budgets, sizes, engine, rates)
     if remote is not None:
-        theirs = feed_forward_rates(remote, engine)
+        role = topology.stages[0][0].placed.role.name
+        theirs = feed_forward_rates(remote, engine, inventory.calibration.get(role))
         ranks += feed_forward_ranks(topology, remote, engine, theirs)
         rates += (theirs,) * remote.spec.ranks
     plan = Plan(
@@ -207,17 +208,24 @@ def _rates(
 ) -> tuple[Rates, ...]:
     """Returns how fast each rank works, by rank."""
     return tuple(
-        gpu_rates(inventory.gpu_product.get(seat.placed.role.name, ""))
-        if seat.placed.device is Device.GPU
-        else cpu_rates(
-            seat.placed.role,
-            profile,
-            engine,
-            leads=seat.pod == 0,
-            together=sum(1 for other in stage if other.pod == seat.pod),
-        )
-        for stage in topology.stages
-        for seat in stage
+        _rate(seat, stage, profile, engine, inventory) for stage in topology.stages for seat in stage
+    )
+
+
+def _rate(
+    seat: Seat, stage: Sequence[Seat], profile: ModelProfile, engine: EngineSettings, inventory: Inventory
+) -> Rates:
+    role = seat.placed.role
+    calibration = inventory.calibration.get(role.name)
+    if seat.placed.device is Device.GPU:
+        return gpu_rates(inventory.gpu_product.get(role.name, ""), calibration)
+    return cpu_rates(
+        role,
+        profile,
+        engine,
+        leads=seat.pod == 0,
+        together=sum(1 for other in stage if other.pod == seat.pod),
+        calibration=calibration,
     )
 
 

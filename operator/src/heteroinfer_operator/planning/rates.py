@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.calibration import Calibration, KernelPart
 from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.api import RoleSpec
+from heteroinfer_operator.calibrations import describe
 from heteroinfer_operator.quantity import parse_quantity
 
 CPU_BYTES_PER_S: Final = 115e9
@@ -91,6 +93,8 @@ CPU_PLAIN_OTHER: Final = 60 / 115
 """Of it, for element types other than bf16, through vLLM's oneDNN: 57 to 60 GB/s (2026-11-20)."""
 CPU_INT4_FLOAT16: Final = 0.14
 """Of it, for 4 bits with float16: 4.5 GB/s, another kernel that vLLM takes by itself."""
+EXCHANGE_S: Final = 20e-6
+"""What a layer's exchange between GPU and CPU takes besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
 CPU_EXPERTS: Final = 0.6
 """Of it, for routed experts in any format, through vLLM's kernels; not measured by us without calibration."""
 
@@ -106,6 +110,7 @@ class Rates:
         cache: of KV cache and states.
         operations: multiplications and additions, two for each weight and token.
         source: what it was taken from, for people.
+        exchange_s: of a layer between a GPU and this feed-forward rank, besides computing, in seconds.
     """
 
     plain: float
@@ -114,12 +119,19 @@ class Rates:
     cache: float
     operations: float
     source: str
+    exchange_s: float = EXCHANGE_S
 
 
 def cpu_rates(
-    role: RoleSpec, profile: ModelProfile, engine: EngineSettings, *, leads: bool, together: int
+    role: RoleSpec,
+    profile: ModelProfile,
+    engine: EngineSettings,
+    *,
+    leads: bool,
+    together: int,
+    calibration: Calibration | None = None,
 ) -> Rates:
-    """Returns the default rates of one CPU rank.
+    """Returns the rates of one CPU rank: those measured of its machine, else defaults.
 
     Args:
         role: of the rank; its CPUs are what the pods ask for.
@@ -127,7 +139,11 @@ def cpu_rates(
         engine: the group's settings.
         leads: whether its pod has the engine and the API server, too.
         together: ranks of its stage in its pod, which read from the same memory.
+        calibration: of its machine, or None.
     """
+    if calibration is not None:
+        threads = compute_threads(role, leads=leads)
+        return _measured_cpu_rates(calibration, profile, engine, threads, together)
     pod = CPU_BYTES_PER_S / together
     threads = compute_threads(role, leads=leads)
     ours = pod if threads is None else min(pod, threads * CPU_THREAD_BYTES_PER_S)
@@ -147,12 +163,64 @@ def cpu_rates(
     )
 
 
-def gpu_rates(product: str) -> Rates:
-    """Returns the default rates of a GPU.
+def _measured_cpu_rates(
+    calibration: Calibration,
+    profile: ModelProfile,
+    engine: EngineSettings,
+    threads: float | None,
+    together: int,
+) -> Rates:
+    """Returns the rates of one CPU rank on a machine that was measured.
+
+    A kernel was measured with all cores; fewer threads have their part of it as they have of memory. What was
+    not measured has its default part of what was.
+    """
+    cores = calibration.hardware.cores
+    used = min(cores / together if threads is None else threads, cores)
+    whole = calibration.reading(cores)
+    ours = min(calibration.reading(used), calibration.reading(min(used * together, cores)) / together)
+    share = ours / whole
+
+    def rate(part: KernelPart, name: SchemeName, default: float) -> float:
+        kernel = calibration.kernel(part, name, engine.dtype)
+        return ours * default if kernel is None else kernel.bytes_per_s * share
+
+    other = 1.0 if engine.dtype == "bfloat16" else CPU_PLAIN_OTHER
+    plain = rate(KernelPart.LINEAR, SchemeName.NONE, other)
+    name = profile.scheme.name
+    four_bits = name in (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)
+    factor = CPU_LINEAR.get(name, CPU_PLAIN_OTHER)
+    if four_bits and engine.dtype != "bfloat16":
+        factor = CPU_INT4_FLOAT16
+    quantized = any(kind.experts_quantized for kind in profile.layers)
+    operations = calibration.operations_per_s or CPU_OPERATIONS_PER_S * min(cores / 16, 1.0)
+    return Rates(
+        plain=plain,
+        quantized=rate(KernelPart.LINEAR, name, factor),
+        experts=rate(KernelPart.EXPERTS, name if quantized else SchemeName.NONE, CPU_EXPERTS),
+        cache=ours * CPU_PLAIN_OTHER,
+        operations=operations * used / cores,
+        source=describe(calibration),
+    )
+
+
+def gpu_rates(product: str, calibration: Calibration | None = None) -> Rates:
+    """Returns the rates of a GPU: those measured on its machine, else defaults.
 
     Args:
         product: as GPU feature discovery labels it, or "".
+        calibration: of its machine, or None.
     """
+    if calibration is not None and calibration.gpu is not None:
+        measured = calibration.gpu
+        return Rates(
+            plain=measured.bytes_per_s,
+            quantized=measured.bytes_per_s * GPU_QUANTIZED,
+            experts=measured.bytes_per_s * GPU_QUANTIZED,
+            cache=measured.bytes_per_s,
+            operations=measured.operations_per_s,
+            source=describe(calibration),
+        )
     nominal = next(
         (known for part, known in GPU_NOMINAL.items() if f"-{part}-".lower() in f"-{product}-".lower()), None
     )

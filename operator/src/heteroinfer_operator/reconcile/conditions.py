@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankStatus
+from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import (
     Condition,
@@ -23,6 +24,9 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import PatchStatus, PodView, Refusal, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, Shortage
+from heteroinfer_operator.planning.kv_cache import build_kv_cache
+from heteroinfer_operator.planning.prediction import predict
+from heteroinfer_operator.planning.prediction_again import PredictedPlan
 from heteroinfer_operator.quantity import mebibytes
 from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.group import GroupDecision
@@ -268,10 +272,19 @@ def _notes(decisions: Sequence[GroupDecision], before: HeteroInferenceStatus) ->
     return old.message if old is not None and old.status is ConditionStatus.TRUE else ""
 
 
-def plan_status(plan: Plan) -> PlanStatus:
-    """Returns the rank table of a plan."""
+def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatus:
+    """Returns the rank table of a plan.
+
+    Args:
+        plan: of a group.
+        predicted: the same by what is known of its machines now; None where that cannot be said.
+    """
+    ranks = plan.ranks if predicted is None else predicted.plan.ranks
+    step = predict(plan) if predicted is None else predicted.step
     return PlanStatus(
         hash=plan.hash,
+        predicted_step_ms=round(step.step_s * 1e3, 2),
+        calibration=None if predicted is None else str(predicted)[:1024],
         world_size=plan.world_size,
         eager_reason=(eager_reason(plan) or "")[:1024] or None,
         ranks=tuple(
@@ -284,7 +297,7 @@ def plan_status(plan: Plan) -> PlanStatus:
                 memory=mebibytes(rank.weight_bytes + rank.kv_cache_bytes),
                 predicted_step_ms=round(rank.predicted_step_s * 1e3, 1) or None,
             )
-            for rank in plan.ranks
+            for rank in ranks
         ),
     )
 
@@ -296,8 +309,18 @@ def with_rank_entries(
     report: GroupReport | None,
     *,
     now: datetime,
+    profile: ModelProfile | None = None,
 ) -> GroupStatus:
-    """Returns the group with one entry a rank, and its times if they are due; without a plan as before."""
+    """Returns the group with one entry a rank, and its times if they are due; without a plan as before.
+
+    Args:
+        group: as it is so far.
+        plan: that it runs, or None if it is not known.
+        pods: of it.
+        report: of its leader, or None.
+        now: time of the reconcile.
+        profile: of its model, or None.
+    """
     before = {entry.rank: entry for entry in group.members}
     if plan is None:
         by_name = {pod.name: pod for pod in pods}
@@ -319,7 +342,7 @@ def with_rank_entries(
     update = {
         "members": tuple(entries),
         "measured_time": now if due else group.measured_time,
-        "kv": _kv_cache(plan, times) or group.kv,
+        "kv": _kv_cache(plan, times, profile) or group.kv,
     }
     return group.model_copy(update=update)
 
@@ -329,7 +352,7 @@ def _of_pod(entry: RankEntry, pod: PodView) -> RankEntry:
     return entry.model_copy(update=update)
 
 
-def _kv_cache(plan: Plan, reported: dict[int, RankStatus]) -> KvStatus | None:
+def _kv_cache(plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile | None) -> KvStatus | None:
     """Returns the group's KV cache once every rank has reported its own; it changes with the epoch only."""
     if len(reported) < plan.world_size or not all(status.kv_blocks for status in reported.values()):
         return None
@@ -338,12 +361,22 @@ def _kv_cache(plan: Plan, reported: dict[int, RankStatus]) -> KvStatus | None:
     short = status.kv_room_bytes < tightest.kv_cache_bytes
     return KvStatus(
         blocks=status.kv_blocks,
-        tokens=status.kv_blocks * plan.engine.block_size,
+        block_tokens=plan.engine.block_size,
+        tokens=_kv_tokens(plan, status.kv_blocks, profile),
         limiting_rank=tightest.rank,
         limiting_role=tightest.role,
         limited_by=KvLimit.MEMORY if short else KvLimit.PLAN,
         room_blocks=status.kv_room_blocks,
     )
+
+
+def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
+    """Returns the tokens of so many blocks: each sequence takes some of every kind of layer."""
+    engine = plan.engine
+    if profile is None:
+        return blocks * engine.block_size
+    tensor, stages = plan.tensor_parallel_size, plan.pipeline_parallel_size
+    return build_kv_cache(profile, engine, tensor=tensor, stages=stages).tokens(blocks)
 
 
 def _due(
@@ -376,18 +409,30 @@ def _kept(entry: RankEntry | None) -> dict[str, float | None]:
     return {"step_ms": entry.step_ms, "compute_ms": entry.compute_ms, "wait_ms": entry.wait_ms}
 
 
-def summary(decisions: Sequence[GroupDecision], groups: Sequence[GroupStatus], wanted: int) -> Summary:
+def _predicted(plans: Sequence[PlanStatus]) -> str | None:
+    step_ms = next((plan.predicted_step_ms for plan in plans), None)
+    return None if step_ms is None else f"{step_ms:.1f}"
+
+
+def summary(
+    decisions: Sequence[GroupDecision],
+    groups: Sequence[GroupStatus],
+    plans: Sequence[PlanStatus],
+    wanted: int,
+) -> Summary:
     """Returns the small values that `kubectl get` prints."""
     plan = next((decision.plan for decision in decisions if decision.plan is not None), None)
     entries = [entry for group in groups for entry in group.members if entry.compute_ms is not None]
     slowest = max(entries, key=lambda entry: entry.compute_ms or 0.0, default=None)
     step_ms = max((entry.step_ms or 0.0 for entry in entries), default=None)
+    predicted = [found for found in plans if plan is not None and found.hash == plan.hash]
     ready = sum(group.phase is GroupPhase.READY for group in groups)
     return Summary(
         groups=f"{ready}/{wanted}",
         gpu_ranks=None if plan is None else sum(rank.device is Device.GPU for rank in plan.ranks),
         cpu_ranks=None if plan is None else sum(rank.device is Device.CPU for rank in plan.ranks),
         step_ms=None if step_ms is None else f"{step_ms:.1f}",
+        predicted_step_ms=_predicted(predicted),
         slowest_rank=None if slowest is None else f"{slowest.rank} ({slowest.role})",
         restarts=sum(group.restarts for group in groups),
         plan=None if plan is None else plan.hash,

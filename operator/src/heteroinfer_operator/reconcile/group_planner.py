@@ -6,8 +6,10 @@ from datetime import datetime
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.calibration import Calibration
+from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import HeteroInferenceSpec, HeteroInferenceStatus, When
+from heteroinfer_operator.api import GroupStatus, HeteroInferenceSpec, HeteroInferenceStatus, When
 from heteroinfer_operator.cluster import Gang, PodView, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanError, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
@@ -23,6 +25,7 @@ from heteroinfer_operator.planning import (
 )
 from heteroinfer_operator.planning.group_plan import INSUFFICIENT_CAPACITY, gpu_memory_mib, labelled_roles
 from heteroinfer_operator.planning.placement import FreeNode
+from heteroinfer_operator.planning.prediction_again import PredictedPlan, predict_again
 
 WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
@@ -116,6 +119,32 @@ class GroupPlanner:
         labelled = labelled_roles(spec, self.observation.nodes or ())
         return NodeAssignment(gang=gang_of(pods), gpu_memory_mib=gpu_memory_mib(spec, plan, labelled))
 
+    @property
+    def profile(self) -> ModelProfile | None:
+        """Returns the sizes of the model, or None while they are not known."""
+        return None if self.request is None else self.request.profile
+
+    def predict_again(self, plan: Plan, group: GroupStatus) -> PredictedPlan | None:
+        """Returns what the steps of a group's plan take, by what was measured of the nodes that it is on.
+
+        None where the plan is of another spec, or the model is not known.
+        """
+        if self.request is None:
+            return None
+        nodes = {node.name: node for node in self.observation.nodes or ()}
+        measured: dict[str, Calibration] = {}
+        products: dict[str, str] = {}
+        for role in self.request.spec.roles:
+            on_nodes = [entry.node for entry in group.members if entry.role == role.name]
+            known = [nodes[name].labels for name in on_nodes if name in nodes]
+            labels = known if len(known) == len(on_nodes) else []
+            calibration = self.observation.calibrations.of_nodes(labels)
+            if calibration is not None:
+                measured[role.name] = calibration
+            products[role.name] = next((each.get(f"{role.gpu_resource}.product", "") for each in labels), "")
+        inventory = Inventory(calibration=measured, gpu_product=products)
+        return predict_again(plan, self.request.spec, self.request.profile, inventory)
+
     def problem(self) -> PlanError | None:
         """Returns why there would be no plan however much were free, or None if there is one."""
         if not self._asked:
@@ -138,6 +167,7 @@ class GroupPlanner:
             self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.promised)
         return Capacity(
             free_nodes=self._free_nodes,
+            calibrations=self.observation.calibrations,
             others_wait=gang is not None or spec.scheduling.gang is When.NEVER,
             shortage_age_s=self.shortage_age_s,
         )

@@ -16,7 +16,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.conditions import Life
 from heteroinfer_operator.reconcile.group import GroupDecision
-from heteroinfer_operator.reconcile.group_planner import gpus_missing_since
+from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
 from heteroinfer_operator.reconcile.model import ModelDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.rollout import find_rollout
@@ -45,6 +45,7 @@ def build_next_status(
     groups = tuple(decision.status for decision in decisions)
     ready = sum(group.phase is GroupPhase.READY for group in groups)
     updated = sum(d.runs and d.status.revision == target.name for d in wanted)
+    plans = _plans(status, wanted, context.planner)
     unreadable = model.message if model.status.phase is ModelPhase.FAILED else ""
     life = Life(
         decisions=wanted,
@@ -75,11 +76,11 @@ def build_next_status(
         endpoint=context.options.addressing.endpoint(spec, context.owner) if spec else status.endpoint,
         current_revision=target.name if done else status.current_revision,
         update_revision=target.name or status.update_revision,
-        summary=conditions.summary(wanted, groups, context.replicas),
+        summary=conditions.summary(wanted, groups, plans, context.replicas),
         conditions=merge_conditions(status.conditions, next_conditions, now=context.now),
         gpus_missing_since=gpus_missing_since(status, refusals, context.now),
         model=model.status,
-        plans=_plans(status, wanted),
+        plans=plans,
         groups=groups,
     )
 
@@ -94,16 +95,19 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
     ]
 
 
-def _plans(status: HeteroInferenceStatus, wanted: Sequence[GroupDecision]) -> tuple[PlanStatus, ...]:
+def _plans(
+    status: HeteroInferenceStatus, wanted: Sequence[GroupDecision], planner: GroupPlanner
+) -> tuple[PlanStatus, ...]:
     """Returns the plans in use; of one that is not kept any more what the status said of it."""
     before = {plan.hash: plan for plan in status.plans}
     found: dict[str, PlanStatus] = {}
     for decision in wanted:
         name = decision.status.plan_hash
-        if not decision.runs or name is None:
+        if not decision.runs or name is None or name in found:
             continue
         if decision.plan is not None:
-            found[name] = conditions.plan_status(decision.plan).model_copy(update={"hash": name})
+            predicted = planner.predict_again(decision.plan, decision.status)
+            found[name] = conditions.plan_status(decision.plan, predicted).model_copy(update={"hash": name})
         elif name in before:
             found[name] = before[name]
     return tuple(sorted(found.values(), key=lambda plan: plan.hash))[:MAX_PLANS]

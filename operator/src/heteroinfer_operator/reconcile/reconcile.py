@@ -232,6 +232,7 @@ def _measured(
         [pod for pod in by_group.get(index, ()) if epoch_of(pod) == decision.status.epoch],
         observation.groups.get(index),
         now=context.now,
+        profile=context.planner.profile,
     )
     return replace(decision, status=group)
 

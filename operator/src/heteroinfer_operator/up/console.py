@@ -12,7 +12,7 @@ from rich.table import Table
 from heteroinfer_operator.tables import build_table
 from heteroinfer_operator.up.rank_rows import HEADINGS, RankRow
 
-_CAPTION = "times in ms; seen: s since the last heart-beat"
+_CAPTION = "times in ms; predicted: compute of one request; seen: s since the last heart-beat"
 
 
 class Display:

@@ -1,16 +1,30 @@
 """What is shown of a resource that runs here: a row a rank. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heteroinfer_contract.group_report import GroupReport, RankStatus
 from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceStatus
 from heteroinfer_operator.rank_progress import describe_progress, format_ms, step_times_ms
 
-HEADINGS = ("rank", "stage", "role", "device", "layers", "state", "steps", "step", "compute", "wait", "seen")
+HEADINGS = (
+    "rank",
+    "stage",
+    "role",
+    "device",
+    "layers",
+    "state",
+    "steps",
+    "step",
+    "compute",
+    "predicted",
+    "wait",
+    "seen",
+)
 """Of the cells of a row; times in milliseconds, `seen` in seconds since the last heart-beat.
-step = compute + wait + transfer: a straggler is a rank whose compute is long."""
+step = compute + wait + transfer: a straggler is a rank whose compute is long. Predicted is the compute of one
+request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +36,14 @@ class RankRow:
         assignment: of the plan.
         status: what its leader says of it, or None while the leader doesn't answer.
         group_phase: of its group.
+        predicted_ms: its compute in a step of one request, as predicted, in milliseconds, or None.
     """
 
     group: int
     assignment: RankAssignment
     status: RankStatus | None
     group_phase: GroupPhase
+    predicted_ms: float | None = None
 
     @property
     def name(self) -> str:
@@ -61,9 +77,10 @@ class RankRow:
             self.state,
         )
         if status is None:
-            return (*head, "", "", "", "", "")
-        measured = (format_ms(time_ms) for time_ms in step_times_ms(status))
-        return (*head, str(status.steps), *measured, f"{status.heartbeat_age_s:.1f}")
+            return (*head, "", "", "", format_ms(self.predicted_ms), "", "")
+        step, compute, wait = (format_ms(time_ms) for time_ms in step_times_ms(status))
+        times = (step, compute, format_ms(self.predicted_ms), wait)
+        return (*head, str(status.steps), *times, f"{status.heartbeat_age_s:.1f}")
 
 
 def build_rows(
@@ -76,7 +93,14 @@ def build_rows(
         plans: in use, by hash.
         reports: by group: what its leader says; one of an older epoch is left out.
     """
-    return tuple(row for group in status.groups for row in _group_rows(group, plans, reports))
+    predicted = {
+        (plan.hash, rank.rank): rank.predicted_step_ms for plan in status.plans for rank in plan.ranks
+    }
+    return tuple(
+        replace(row, predicted_ms=predicted.get((group.plan_hash or "", row.assignment.rank)))
+        for group in status.groups
+        for row in _group_rows(group, plans, reports)
+    )
 
 
 def _group_rows(

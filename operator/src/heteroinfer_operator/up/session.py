@@ -97,6 +97,8 @@ class Session:
         self._queue = WorkQueue(self._reconcile_or_fail, workers=1)
         self._reported: dict[str, tuple[str, str]] = {}
         self._serving: frozenset[int] = frozenset()
+        self._predicted: set[str] = set()
+        self._missing_calibration = options.local.calibrations.missing
         self._tenths_reported: int | None = None
         self._stops = 0
         self._stop = asyncio.Event()
@@ -170,6 +172,7 @@ class Session:
         self._tell_model(status.model)
         for kind in _REPORTED:
             self._tell_condition(status.condition(kind.value))
+        self._tell_predictions(status)
         available = status.condition(ConditionType.AVAILABLE.value)
         serves = available is not None and available.status is ConditionStatus.TRUE
         serving = frozenset(g.index for g in status.groups if g.phase is GroupPhase.READY)
@@ -191,6 +194,16 @@ class Session:
             self._tenths_reported = tenths
             total = format_bytes(model.bytes_total)
             self._display.line(f"fetching {self._spec.model.uri}: {10 * tenths} % of {total}")
+
+    def _tell_predictions(self, status: HeteroInferenceStatus) -> None:
+        """Tells once of each plan how long its step should take, and what that was made of."""
+        for plan in status.plans:
+            if plan.hash in self._predicted or plan.predicted_step_ms is None or plan.calibration is None:
+                continue
+            self._predicted.add(plan.hash)
+            words = f"plan {plan.hash}: predicted decode step of one request {plan.predicted_step_ms:.1f} ms"
+            missing = self._missing_calibration
+            self._display.line(f"{words} by {plan.calibration}{missing and f' ({missing})'}")
 
     def _tell_condition(self, condition: Condition | None) -> None:
         if condition is None or condition.status is ConditionStatus.UNKNOWN:

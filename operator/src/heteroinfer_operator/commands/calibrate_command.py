@@ -1,0 +1,68 @@
+"""`heteroinfer calibrate`: measures this machine, for `heteroinfer plan` and `heteroinfer up`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from heteroinfer_contract.calibration import ALL_NODES, Calibration
+from heteroinfer_operator.calibrations import describe
+from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.local.worker_python import find_worker_python
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer calibrate`."""
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to keep it; default: heteroinfer/calibration.json of the user's cache folder, which "
+        "plan and up read",
+    )
+    parser.add_argument(
+        "--worker-python",
+        type=Path,
+        metavar="PYTHON",
+        help="the Python that has vLLM; default: HETEROINFER_WORKER_PYTHON, or .venv-worker/bin/python",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, keeps what was measured and prints it; returns 0.
+
+    Raises:
+        HeteroInferError: there is no Python with vLLM, it measured nothing, or the file cannot be written.
+    """
+    python = find_worker_python(arguments.worker_python)
+    sys.stderr.write("measuring this machine, which takes under a minute\n")
+    calibration = calibration_file.measure(python)
+    file = arguments.output or calibration_file.cache_folder() / calibration_file.FILE
+    calibration_file.write(calibration, file)
+    sys.stdout.write("\n".join((*describe_all(calibration), f"kept in {file}", "")))
+    return 0
+
+
+def describe_all(calibration: Calibration) -> list[str]:
+    """Returns what was measured, a line each; rates in GB a second."""
+    lines = [describe(calibration)]
+    for reading in calibration.readings:
+        where = "" if reading.node == ALL_NODES else f" of NUMA node {reading.node}"
+        lines.append(f"  memory by {reading.threads} threads{where}: {reading.bytes_per_s / 1e9:.1f} GB/s")
+    for kernel in calibration.kernels:
+        name = kernel.dtype if kernel.scheme == "None" else kernel.scheme
+        lines.append(f"  {kernel.part} in {name} ({kernel.kernel}): {kernel.bytes_per_s / 1e9:.1f} GB/s")
+    if calibration.operations_per_s:
+        lines.append(f"  operations in bf16: {calibration.operations_per_s / 1e12:.2f} T/s")
+    lines += [
+        f"  {hop.path}, {hop.message_bytes} bytes: {hop.seconds * 1e6:.0f} us" for hop in calibration.hops
+    ]
+    for transfer in calibration.transfers:
+        busy = ", contended" if transfer.contended else ""
+        lines.append(f"  PCIe {transfer.direction}{busy}: {transfer.bytes_per_s / 1e9:.1f} GB/s")
+    if calibration.gpu is not None:
+        gpu = calibration.gpu
+        rates = f"{gpu.bytes_per_s / 1e9:.0f} GB/s, {gpu.operations_per_s / 1e12:.0f} T operations/s"
+        lines.append(f"  {calibration.hardware.gpu}: {rates}")
+    lines += [f"  not measured: {each.what}: {each.why}" for each in calibration.skipped]
+    return lines

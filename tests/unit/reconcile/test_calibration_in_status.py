@@ -1,0 +1,41 @@
+"""What the status says of predictions, and that a calibration moves nothing but that."""
+
+from heteroinfer_operator.calibrations import Calibrations
+from tests.unit.calibrated import CALIBRATION, calibration
+from tests.unit.reconcile.world import World, cpu_pair
+
+
+def served(calibrations: Calibrations) -> World:
+    world = World(spec=cpu_pair(), calibrations=calibrations)
+    world.serve()
+    world.reap()
+    world.settle()
+    return world
+
+
+def test_without_a_calibration_defaults_are_named() -> None:
+    (plan,) = served(Calibrations()).status["plans"]
+    assert plan["calibration"] == "role first: defaults for CPUs; role second: defaults for CPUs"
+    assert plan["predictedStepMs"] > 0
+
+
+def test_a_calibration_changes_predictions_of_a_serving_group_and_no_pod() -> None:
+    world = served(Calibrations())
+    before = world.status
+    pods, revision = set(world.pods), before["updateRevision"]
+    for machine in (CALIBRATION, calibration(readings=CALIBRATION.readings[:1], kernels=())):
+        world.calibrations = Calibrations(this_machine=machine)
+        world.settle()
+        (plan,) = world.status["plans"]
+        assert machine.hash in plan["calibration"]
+        assert plan["predictedStepMs"] != before["plans"][0]["predictedStepMs"]
+        assert world.status["summary"]["predictedStepMs"] == f"{plan['predictedStepMs']:.1f}"
+        assert plan["hash"] == before["plans"][0]["hash"]
+        assert (set(world.pods), world.status["updateRevision"]) == (pods, revision)
+        assert world.status["groups"] == before["groups"]
+
+
+def test_a_group_that_starts_with_a_calibration_has_it_in_its_plan() -> None:
+    world = served(Calibrations(this_machine=CALIBRATION))
+    (plan,) = world.status["plans"]
+    assert all(CALIBRATION.hash in part for part in plan["calibration"].split("; role "))
