@@ -1,11 +1,15 @@
-"""`heteroinfer-worker calibrate` where there is a GPU: its rates, its link and the exchange are measured."""
+"""`heteroinfer-worker calibrate` where there is a GPU: its rates, its link and the exchange are measured.
+
+Nothing else runs there, so that all kernels of its CPUs are measured, too.
+"""
 
 import subprocess
 import sys
 
 import pytest
 
-from heteroinfer_contract.calibration import Calibration, Direction, HopPath
+from heteroinfer_contract.calibration import Calibration, Direction, HopPath, KernelPart
+from heteroinfer_contract.model import SchemeName
 from tests.gpu.machine import visible_gpus
 
 pytestmark = [pytest.mark.skipif(not visible_gpus(), reason="needs a GPU"), pytest.mark.timeout(300)]
@@ -28,3 +32,11 @@ def test_the_gpu_its_link_and_the_exchange_are_measured() -> None:
     exchange_s = found.hop_s(HopPath.EXCHANGE)
     assert exchange_s is not None, missing
     assert 1e-6 < exchange_s < 1e-3
+    for part, scheme in (
+        (KernelPart.LINEAR, SchemeName.NONE),
+        (KernelPart.LINEAR, SchemeName.AWQ),
+        (KernelPart.LINEAR, SchemeName.INT8),
+        (KernelPart.EXPERTS, SchemeName.NONE),
+        *([(KernelPart.EXPERTS, SchemeName.FP8_BLOCK)] if found.has_amx else []),
+    ):
+        assert found.kernel(part, scheme, "bfloat16") is not None, missing

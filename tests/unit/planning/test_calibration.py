@@ -7,7 +7,7 @@ import pytest
 
 from heteroinfer_contract.calibration import GpuRate, Hardware
 from heteroinfer_contract.model import SchemeName
-from heteroinfer_operator.calibrations import Calibrations, NodeKind, describe
+from heteroinfer_operator.calibrations import Calibrations, describe
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, build_free_nodes, plan_group
 from heteroinfer_operator.planning import support as supported
@@ -64,57 +64,15 @@ def test_what_rates_were_taken_from_is_said() -> None:
     assert "defaults" in plan(spec(cpu())).rates[0].source
 
 
-def test_kinds_of_nodes_by_instance_type_or_cpus_and_by_gpu() -> None:
-    zone = {"topology.kubernetes.io/zone": "a"}
-    bare = {"feature.node.kubernetes.io/cpu-model.id": "143"}
-    typed = {"node.kubernetes.io/instance-type": "m7i.metal"}
-    with_gpu = {**typed, "nvidia.com/gpu.product": "NVIDIA-L4"}
-    assert NodeKind.of({**typed, **zone}) == NodeKind.of({**typed, **bare})
-    assert len({NodeKind.of(each).key for each in ({}, bare, typed, with_gpu)}) == 4
-    assert NodeKind.of(with_gpu).has_gpu
-    assert not NodeKind.of(typed).has_gpu
-
-
-def nodes(*types: str) -> list[NodeView]:
-    return [
-        NodeView(
-            name=f"node-{index}",
-            allocatable={"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0},
-            labels={"node.kubernetes.io/instance-type": name},
-        )
-        for index, name in enumerate(types)
-    ]
-
-
-def of_kinds(**kinds: Any) -> Calibrations:
-    found = {"node.kubernetes.io/instance-type": ""}
-    return Calibrations(
-        by_kind={NodeKind.of({**found, next(iter(found)): k}).key: v for k, v in kinds.items()}
-    )
-
-
-def test_a_role_has_the_calibration_of_its_nodes_only_if_all_were_measured() -> None:
-    slow = calibration(readings=CALIBRATION.readings[:1])
-    both = of_kinds(fast=CALIBRATION, slow=slow)
-    labels = {name: {"node.kubernetes.io/instance-type": name} for name in ("fast", "slow", "new")}
-    assert both.of_nodes([labels["fast"]]) == CALIBRATION
-    assert both.of_nodes([labels["fast"], labels["slow"]]) == slow
-    assert both.of_nodes([labels["fast"], labels["new"]]) is None
-    assert both.of_nodes([]) is None
-
-
-def test_a_group_is_planned_by_the_calibration_of_the_nodes_that_it_gets() -> None:
+def test_a_group_that_is_placed_is_planned_by_the_only_machine_there_is() -> None:
     parsed = spec(cpu(resources={"requests": {"cpu": "16", "memory": "64Gi"}}))
     request = GroupRequest(spec=parsed, profile=profile(), served_name="m", model_path="/model")
-    rates = [
-        plan_group(
-            request,
-            Capacity(free_nodes=build_free_nodes(nodes(kind)), calibrations=of_kinds(fast=CALIBRATION)),
-        ).rates[0]
-        for kind in ("fast", "new")
-    ]
-    assert CALIBRATION.hash in rates[0].source
-    assert "defaults" in rates[1].source
+    allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
+    free_nodes = build_free_nodes([NodeView(name="here", allocatable=allocatable)])
+    for machine, words in ((CALIBRATION, CALIBRATION.hash), (None, "defaults")):
+        calibrations = Calibrations(this_machine=machine)
+        planned = plan_group(request, Capacity(free_nodes=free_nodes, calibrations=calibrations))
+        assert words in planned.rates[0].source
 
 
 def test_a_calibration_says_whether_there_is_amx_where_labels_do_not() -> None:

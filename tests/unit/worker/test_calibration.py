@@ -94,6 +94,25 @@ def test_each_numa_node_is_measured_with_its_own_cpus_and_the_kernels_last() -> 
     assert {"hops", "GPU"} <= {each.what for each in planned}
 
 
+def test_many_numa_nodes_are_measured_shortly_and_fit_a_termination_message() -> None:
+    cores = tuple(Cpu(id=number, core=number, node=number // 8) for number in range(128))
+    nodes = [each for each in plan_measurements(cores, 1234) if "NUMA node " in each.what]
+    assert [each.commands[0][1:] for each in nodes] == [("2,4,8", str(node)) for node in range(8)]
+    readings = [
+        line("readings", threads=int(threads), node=int(node), bytes_per_s=1.234e11)
+        for _, counts, node in (each.commands[0] for each in nodes)
+        for threads in counts.split(",")
+    ]
+    kernel = {
+        "part": "experts", "scheme": "FP8 in blocks", "dtype": "bfloat16",
+        "kernel": "CompressedTensorsLinearMethod", "threads": 128, "bytes_per_s": 1.234e11,
+    }  # fmt: skip
+    built = build_calibration(
+        results(*readings, *[line("kernels", **kernel)] * 14), VERSIONS, started=1e9, duration_s=50.0
+    )
+    assert len(fit_text(built).encode()) <= MAX_TERMINATION_MESSAGE_BYTES
+
+
 def test_no_measurement_begins_when_the_time_is_over() -> None:
     found = measure(plan_measurements((Cpu(id=0, core=0),), 1234), 0.0)
     assert {each["why"] for each in found.lists["skipped"]} == {"no time left of 0 s"}
@@ -106,6 +125,8 @@ def test_the_machine_is_what_the_kernel_says() -> None:
         "Intel(R) Xeon(R) Platinum", 3, 2, 2,
     )  # fmt: skip
     assert machine.instruction_sets == ("avx2", "avx512f", "amx_tile", "amx_bf16")
+    arm = observe_hardware("CPU implementer\t: 0x41\nCPU part\t: 0xd4f\nFeatures\t: asimd bf16\n", cpus, "")
+    assert (arm.cpu, arm.instruction_sets) == ("implementer 0x41 part 0xd4f", ("asimd", "bf16"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ It travels as a pod's termination message, of which Kubernetes keeps 4096 bytes,
 import dataclasses
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -300,6 +300,18 @@ class Calibration:
         codec.at_most(MAX_TEXT, "Calibration", text_length=max(map(len, texts)))
         longest = max((len(each.why) for each in self.skipped), default=0)
         codec.at_most(2 * MAX_TEXT, "Skipped", why_length=longest)
+
+
+def cpu_fields(cpuinfo: str) -> dict[str, str]:
+    """Returns what /proc/cpuinfo says of its last CPU, by name."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    return {key.strip(): value.strip() for key, has, value in lines if has}
+
+
+def cpu_name(fields: Mapping[str, str]) -> str:
+    """Returns the model of a CPU, as `Hardware.cpu` has it; Arm's are numbers of implementer and part."""
+    implementer, part = fields.get("CPU implementer", "?"), fields.get("CPU part", "?")
+    return (fields.get("model name") or f"implementer {implementer} part {part}")[:MAX_TEXT]
 
 
 def _check_positive(where: str, **values: float) -> None:

@@ -122,11 +122,6 @@ def _trim(kind: Any, raw: Any) -> Any:
     return kept
 
 
-def as_mapping(value: Any) -> dict[str, Any]:
-    """Returns the fields of a contract dataclass as JSON values."""
-    return dataclasses.asdict(value)
-
-
 def from_mapping(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
     """Returns the dataclass `cls` that a parsed JSON object holds; raises as from_json."""
     return typing.cast("T", _decode(cls, raw, where or cls.__name__))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.calibration import Calibration
+from heteroinfer_contract.calibration import Calibration, cpu_fields, cpu_name
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local.process import WORKER_MODULE
@@ -103,7 +103,7 @@ def read_own(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibration | None
     if found.versions.heteroinfer != version:
         measured = found.versions.heteroinfer
         return None, f"{file} is of HeteroInfer {measured}, this is {version}; {HOW}"
-    if found.hardware.cpu not in cpuinfo.read_text():
+    if found.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
         return None, f"{file} is of a machine with {found.hardware.cpu}, which this is not; {HOW}"
     return found, ""
 

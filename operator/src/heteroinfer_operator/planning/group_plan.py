@@ -212,7 +212,7 @@ def _inventory(
         # Of the role's pods that compute on CPUs, whether they were meant to or not.
         if nodes and all(_has_cpu_labels(node) for node in nodes):
             features[role.name] = frozenset.intersection(*map(_cpu_features, nodes))
-        calibration = capacity.calibrations.of_nodes(node.labels for node in nodes)
+        calibration = capacity.calibrations.this_machine
         if calibration is not None:
             measured[role.name] = calibration
             features.setdefault(role.name, _measured_features(calibration))

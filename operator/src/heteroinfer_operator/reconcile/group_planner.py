@@ -6,7 +6,6 @@ from datetime import datetime
 from typing import Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.calibration import Calibration
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus, HeteroInferenceSpec, HeteroInferenceStatus, When
@@ -125,22 +124,21 @@ class GroupPlanner:
         return None if self.request is None else self.request.profile
 
     def predict_again(self, plan: Plan, group: GroupStatus) -> PredictedPlan | None:
-        """Returns what the steps of a group's plan take, by what was measured of the nodes that it is on.
+        """Returns what the steps of a group's plan take, by what is known of its machines now.
 
         None where the plan is of another spec, or the model is not known.
         """
         if self.request is None:
             return None
         nodes = {node.name: node for node in self.observation.nodes or ()}
-        measured: dict[str, Calibration] = {}
+        machine = self.observation.calibrations.this_machine
+        roles = self.request.spec.roles
+        measured = {} if machine is None else {role.name: machine for role in roles}
         products: dict[str, str] = {}
-        for role in self.request.spec.roles:
+        for role in roles:
             on_nodes = [entry.node for entry in group.members if entry.role == role.name]
             known = [nodes[name].labels for name in on_nodes if name in nodes]
             labels = known if len(known) == len(on_nodes) else []
-            calibration = self.observation.calibrations.of_nodes(labels)
-            if calibration is not None:
-                measured[role.name] = calibration
             products[role.name] = next((each.get(f"{role.gpu_resource}.product", "") for each in labels), "")
         inventory = Inventory(calibration=measured, gpu_product=products)
         return predict_again(plan, self.request.spec, self.request.profile, inventory)

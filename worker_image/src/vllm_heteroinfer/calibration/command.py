@@ -3,20 +3,22 @@
 Stdlib and the contract only.
 """
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 from heteroinfer_contract import codec, names
-from heteroinfer_contract.calibration import ALL_NODES, MAX_TEXT, Calibration, Versions
+from heteroinfer_contract.calibration import ALL_NODES, MAX_ENTRIES, MAX_TEXT, Calibration, Versions
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from vllm_heteroinfer.calibration import hardware
@@ -25,6 +27,10 @@ from vllm_heteroinfer.launch.cpu_allocation import Cpu
 LIMIT_S: Final = 55.0
 """Of all measurements together; what is not done then is left out, and said."""
 _MODULE: Final = "vllm_heteroinfer.calibration"
+_MOST_NODES: Final = 8
+"""NUMA nodes that are measured each by itself, the first ones."""
+_NODE_POINTS: Final = 3
+"""Numbers of threads that one of them is read by."""
 _LISTS: Final = ("readings", "kernels", "transfers", "hops", "skipped")
 
 
@@ -95,11 +101,11 @@ def plan_measurements(cpus: tuple[Cpu, ...], port: int) -> list[Measurement]:
         found += [
             Measurement(
                 what=f"memory, NUMA node {node}",
-                commands=(_reading(len(ids), node),),
+                commands=(_reading(len(ids), node, most=_NODE_POINTS),),
                 cpus=tuple(ids),
                 env=_cpu(),
             )
-            for node, ids in sorted(by_node.items())
+            for node, ids in sorted(by_node.items())[:_MOST_NODES]
         ]
     found.append(
         Measurement(
@@ -111,9 +117,9 @@ def plan_measurements(cpus: tuple[Cpu, ...], port: int) -> list[Measurement]:
     return found
 
 
-def _reading(cores: int, node: int) -> tuple[str, ...]:
+def _reading(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ...]:
     counts = [cores]
-    while counts[-1] > 1:
+    while counts[-1] > 1 and len(counts) < most:
         counts.append(max(counts[-1] // 2, 1))
     return ("memory_reading", ",".join(map(str, reversed(counts))), str(node))
 
@@ -144,14 +150,11 @@ def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> 
     ]
     for reader in readers:
         reader.start()
-    deadline, late = time.monotonic() + limit_s, False
-    for process in processes:
-        try:
-            process.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            late = True
-            process.kill()
-            process.wait()
+    late = False
+    try:
+        late = not _ended(processes, limit_s)
+    finally:  # also when this process is asked to end
+        _end(processes)
     for reader in readers:
         reader.join()
     codes = [process.returncode for process in processes]
@@ -160,6 +163,24 @@ def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> 
     elif any(codes):
         last = next((tail[-1] for tail, code in zip(tails, codes, strict=True) if code and tail), "")
         results.skip(measurement.what, f"ended with {next(filter(None, codes))}: {last}")
+
+
+def _ended(processes: Sequence["subprocess.Popen[str]"], limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    try:
+        for process in processes:
+            process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _end(processes: Sequence["subprocess.Popen[str]"]) -> None:
+    """Ends measuring processes with all that they have started, which would hold their output open."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[str]":
@@ -176,6 +197,7 @@ def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Pope
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        start_new_session=True,
     )
 
 
@@ -211,8 +233,8 @@ def build_calibration(
     machine = hardware.observe_hardware(cpuinfo, hardware.usable_cpus(), results.values.get("name", ""))
     raw = {
         **results.lists,
-        "hardware": codec.as_mapping(machine),
-        "versions": codec.as_mapping(versions),
+        "hardware": asdict(machine),
+        "versions": asdict(versions),
         "time": round(started, 1),
         "duration_s": round(duration_s, 1),
         "skipped": skipped,

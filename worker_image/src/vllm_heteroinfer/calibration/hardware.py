@@ -5,7 +5,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from heteroinfer_contract.calibration import MAX_TEXT, Hardware, Versions
+from heteroinfer_contract.calibration import MAX_TEXT, Hardware, Versions, cpu_fields, cpu_name
 from heteroinfer_contract.cgroups import cpu_quota
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 from vllm_heteroinfer.launch.host import observe_cpus
@@ -42,18 +42,10 @@ def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], gpu: str) -> Hardware:
         cpus: that may be used.
         gpu: name of the first GPU, or "".
     """
-    fields = {
-        key.strip(): value.strip()
-        for key, has, value in (line.partition(":") for line in cpuinfo.splitlines())
-        if has
-    }
+    fields = cpu_fields(cpuinfo)
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    name = (
-        fields.get("model name")
-        or f"implementer {fields.get('CPU implementer', '?')} part {fields.get('CPU part', '?')}"
-    )
     return Hardware(
-        cpu=name[:MAX_TEXT],
+        cpu=cpu_name(fields),
         instruction_sets=tuple(each for each in INSTRUCTION_SETS if each in flags),
         cpus=len(cpus),
         cores=len(one_of_each_core(cpus)),
