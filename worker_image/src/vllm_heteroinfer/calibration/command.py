@@ -227,7 +227,8 @@ def build_calibration(
     if not results.lists["readings"]:
         why = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
         raise ContractError(
-            f"calibrate: memory was not read: {why}; is this the worker's Python, with torch?"
+            f"memory was not read: {why}; is this the worker's Python, with torch, and does the "
+            "machine do little else?"
         )
     cpuinfo = Path("/proc/cpuinfo").read_text()
     machine = hardware.observe_hardware(cpuinfo, hardware.usable_cpus(), results.values.get("name", ""))
