@@ -41,7 +41,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/engine/scheduler.py",
         right="if len(self._decodes_in_flight) >= self._limit:",
         wrong="if len(self._decodes_in_flight) > 9:",
-        tests=(f"{_GROUPS}/test_two_stages.py", "-k", "metrics"),
+        tests=(f"{_GROUPS}/test_scheduler.py",),
     ),
     PlantedFault(
         name="a group that drains refuses nothing",
@@ -55,7 +55,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/launch/supervisor.py",
         right="                loop.call_later(timeout_s, self._end_drain)",
         wrong="                loop.call_later(timeout_s + 99, self._end_drain)",
-        tests=(f"{_GROUPS}/test_sleep.py", "-k", "drain_timeout"),
+        tests=("tests/integration/launch/test_drain.py", "-k", "past_the_drain"),
     ),
     PlantedFault(
         name="a rank that sleeps keeps its KV cache",
