@@ -26,6 +26,7 @@ from heteroinfer_operator.api.resource import (
 from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE, FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.api.spec import (
     MAX_GROUPS,
+    MAX_RANKS,
     MAX_ROLES,
     HeteroInferenceSpec,
     LifeSpec,
@@ -68,6 +69,7 @@ __all__ = [
     "MAX_NAME_LENGTH",
     "MAX_PLANS",
     "MAX_PROFILE_LENGTH",
+    "MAX_RANKS",
     "MAX_ROLES",
     "AccessMode",
     "Affinity",

@@ -26,6 +26,8 @@ from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, RoleSpec
 
 MAX_ROLES: Final = 16
 MAX_GROUPS: Final = 64
+MAX_RANKS: Final = 4096
+"""Ranks of all groups: the status has an entry for each, and etcd takes 1.5 MiB of an object."""
 MAX_RESTARTS: Final = 20
 
 
@@ -211,6 +213,15 @@ class HeteroInferenceSpec(Model):
             got="%d",
             got_cel=(_WORLD_CEL,),
             got_values=lambda spec: (spec.world_size,),
+        ),
+        ValidationRule(
+            cel=f"self.replicas * {_WORLD_CEL} <= {MAX_RANKS}",
+            message=f"replicas: all groups together have at most {MAX_RANKS} ranks, since the status lists "
+            "each; use fewer groups, or several resources",
+            holds=lambda spec: spec.replicas * spec.world_size <= MAX_RANKS,
+            got="%d groups of %d ranks",
+            got_cel=("self.replicas", _WORLD_CEL),
+            got_values=lambda spec: (spec.replicas, spec.world_size),
         ),
         ValidationRule(
             cel="!has(self.parallelism.pipeline) || !has(self.parallelism.tensor) "

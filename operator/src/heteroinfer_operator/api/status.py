@@ -1,7 +1,8 @@
 """`status` of a HeteroInference: what is, as the operator last saw it.
 
 Built from pure code; `dump()` gives JSON values without nulls. Attribute docstrings
-become the descriptions of the CRD. Pure.
+become the descriptions of the CRD. Lists are atomic, since one writer replaces the whole status: with keys,
+managedFields would repeat every entry, and half of what etcd takes of an object would be theirs. Pure.
 """
 
 from enum import StrEnum
@@ -10,7 +11,7 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device
-from heteroinfer_operator.api.base import StatusModel, Text, Time, map_list
+from heteroinfer_operator.api.base import ATOMIC, StatusModel, Text, Time, map_list
 from heteroinfer_operator.api.condition import Condition
 from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS
 
@@ -127,9 +128,7 @@ class PlanStatus(StatusModel):
     """Predicted decode step of one request, in milliseconds: to be compared with stepMs of ranks."""
     calibration: Annotated[str, Field(max_length=1024)] | None = None
     """What the predictions were made of, by role: which calibration of its nodes, or defaults."""
-    ranks: Annotated[
-        tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
-    ] = ()
+    ranks: Annotated[tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Rank table."""
 
 
@@ -248,16 +247,14 @@ class GroupStatus(StatusModel):
     rejections: Count = 0
     """Pods of this epoch that their nodes rejected before they ran; each next one waits longer."""
     failures: Annotated[
-        tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=map_list("epoch"))
+        tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=ATOMIC)
     ] = ()
     """Its last failures, the newest last."""
     measured_time: Time | None = None
     """When the ranks' times were measured; they are written at most once a minute."""
     kv: KvStatus | None = None
     """Its KV cache."""
-    members: Annotated[
-        tuple[RankEntry, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=map_list("rank"))
-    ] = ()
+    members: Annotated[tuple[RankEntry, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Its ranks."""
 
 
@@ -311,13 +308,9 @@ class HeteroInferenceStatus(StatusModel):
     """Since when GPUs have been missing; planning.onGPUShortage.after counts from here."""
     model: ModelStatus | None = None
     """The model."""
-    plans: Annotated[
-        tuple[PlanStatus, ...], Field(max_length=MAX_PLANS, json_schema_extra=map_list("hash"))
-    ] = ()
+    plans: Annotated[tuple[PlanStatus, ...], Field(max_length=MAX_PLANS, json_schema_extra=ATOMIC)] = ()
     """Plans in use."""
-    groups: Annotated[
-        tuple[GroupStatus, ...], Field(max_length=MAX_GROUPS, json_schema_extra=map_list("index"))
-    ] = ()
+    groups: Annotated[tuple[GroupStatus, ...], Field(max_length=MAX_GROUPS, json_schema_extra=ATOMIC)] = ()
     """By index."""
 
     def condition(self, kind: str) -> Condition | None:

@@ -20,6 +20,7 @@ from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_miss
 from heteroinfer_operator.reconcile.model import ModelDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.rollout import find_rollout
+from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
 
 
 def build_next_status(
@@ -42,7 +43,7 @@ def build_next_status(
     """
     generation, target = observation.resource.generation, context.target
     decisions = [*wanted, *unwanted]
-    groups = tuple(decision.status for decision in decisions)
+    groups = fit_groups([decision.status for decision in decisions])
     ready = sum(group.phase is GroupPhase.READY for group in groups)
     updated = sum(d.runs and d.status.revision == target.name for d in wanted)
     plans = _plans(status, wanted, context.planner)
@@ -80,7 +81,7 @@ def build_next_status(
         conditions=merge_conditions(status.conditions, next_conditions, now=context.now),
         gpus_missing_since=gpus_missing_since(status, refusals, context.now),
         model=model.status,
-        plans=plans,
+        plans=fit_plans(plans),
         groups=groups,
     )
 

@@ -1,0 +1,84 @@
+"""Keeps a status below what etcd takes of an object, spec and managedFields included: 1.5 MiB. Pure.
+
+What decisions read stays, whatever there is of it: every rank's pod, and whether it has run. Measurements,
+nodes, older words and tables of plans, which are for people, stay as long as there is space for them.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Final
+
+from heteroinfer_operator.api import FailureStatus, GroupStatus, PlanStatus, RankEntry
+
+TABLES_BYTES: Final = 850_000
+"""Of all ranks of all groups; what decisions read of MAX_RANKS takes 830,000 at most."""
+FAILURE_BYTES: Final = 96_000
+"""Of the words of failures; each of the most that there can be takes 150 bytes without them."""
+PLAN_BYTES: Final = 128_000
+"""Of the ranks of all plans."""
+LEFT_OUT: Final = "left out: the status is full"
+_RANK_BYTES: Final = 75
+"""An entry without its names, measurements and node: {"rank":4095,"role":"","pod":"","started":false,…},"""
+_DETAIL_BYTES: Final = 75
+_PLAN_RANK_BYTES: Final = 150
+
+
+def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
+    """Returns the groups as far as there is space: first of the first, of failures the newest."""
+    least = sum(_rank_bytes(rank) for group in groups for rank in group.members)
+    space = TABLES_BYTES - least
+    found = []
+    for group in groups:
+        details = sum(_DETAIL_BYTES + _json_bytes(rank.node or "") for rank in group.members)
+        space -= details
+        found.append(group if space >= 0 else _without_details(group))
+    return tuple(_fit_failures(found))
+
+
+def fit_plans(plans: Sequence[PlanStatus]) -> tuple[PlanStatus, ...]:
+    """Returns the plans, with their tables of ranks as far as there is space."""
+    space, found = PLAN_BYTES, []
+    for plan in plans:
+        space -= sum(_PLAN_RANK_BYTES + _json_bytes(rank.role) for rank in plan.ranks)
+        found.append(plan if space >= 0 else plan.model_copy(update={"ranks": ()}))
+    return tuple(found)
+
+
+def _without_details(group: GroupStatus) -> GroupStatus:
+    bare = {"node": None, "step_ms": None, "compute_ms": None, "wait_ms": None}
+    entries = tuple(rank.model_copy(update=bare) for rank in group.members)
+    return group.model_copy(update={"members": entries, "measured_time": None})
+
+
+def _fit_failures(groups: Sequence[GroupStatus]) -> list[GroupStatus]:
+    every = [failure for group in groups for failure in group.failures]
+    space, kept = FAILURE_BYTES, set()
+    for failure in sorted(every, key=lambda failure: failure.time, reverse=True):
+        space -= _json_bytes(failure.message)
+        if space < 0:
+            break
+        kept.add(id(failure))
+    if len(kept) == len(every):
+        return list(groups)
+
+    def fit(failure: FailureStatus) -> FailureStatus:
+        return failure if id(failure) in kept else failure.model_copy(update={"message": LEFT_OUT})
+
+    return [
+        group.model_copy(update={"failures": tuple(fit(failure) for failure in group.failures)})
+        for group in groups
+    ]
+
+
+def _rank_bytes(rank: RankEntry) -> int:
+    return _RANK_BYTES + _json_bytes(rank.role) + _json_bytes(rank.pod)
+
+
+def _json_bytes(text: str) -> int:
+    """Returns the bytes of a text in JSON as the API server writes it: Go escapes < > & too."""
+    escaped = 5 * sum(text.count(character) for character in "<>&")
+    return len(text) + escaped if text.isascii() and text.isprintable() else _escaped(text) + escaped
+
+
+def _escaped(text: str) -> int:
+    return len(json.dumps(text, ensure_ascii=False).encode()) - 2

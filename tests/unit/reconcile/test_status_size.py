@@ -1,0 +1,60 @@
+"""A status that fits into etcd, whatever a resource has of groups, ranks, failures and plans."""
+
+import json
+
+from heteroinfer_operator.api import GroupStatus, HeteroInferenceStatus
+from heteroinfer_operator.reconcile.status_size import LEFT_OUT, fit_groups, fit_plans
+from tests.largest_status import build_largest_status
+
+MOST_BYTES = 1_400_000
+"""Of the 1.5 MiB (1,572,864 bytes) that etcd takes; the rest is the spec's."""
+
+
+def written(status: HeteroInferenceStatus) -> int:
+    return len(json.dumps(status.dump(), separators=(",", ":")))
+
+
+def fitted(status: HeteroInferenceStatus) -> HeteroInferenceStatus:
+    return status.model_copy(update={"groups": fit_groups(status.groups), "plans": fit_plans(status.plans)})
+
+
+def test_the_largest_status_fits_and_keeps_what_decisions_read() -> None:
+    largest = build_largest_status()
+    assert written(largest) > 2 * 1_572_864, "it would not fit"
+    status = fitted(largest)
+    assert written(status) < MOST_BYTES
+
+    def decided_on(group: GroupStatus) -> list[tuple[object, ...]]:
+        return [(rank.rank, rank.pod, rank.started, rank.ready) for rank in group.members]
+
+    assert list(map(decided_on, status.groups)) == list(map(decided_on, largest.groups))
+    newest = max((f for group in status.groups for f in group.failures), key=lambda failure: failure.time)
+    assert newest.message != LEFT_OUT
+    kept = [(f.epoch, f.time, f.reason, f.counted) for group in status.groups for f in group.failures]
+    assert kept == [(f.epoch, f.time, f.reason, f.counted) for g in largest.groups for f in g.failures]
+    assert fitted(status) == status, "or it would be written at every reconcile"
+
+
+def test_of_a_usual_status_nothing_is_left_out() -> None:
+    largest = build_largest_status()
+    usual = largest.model_copy(
+        update={
+            "groups": tuple(g.model_copy(update={"failures": g.failures[:2]}) for g in largest.groups[:20]),
+            "plans": largest.plans[:2],
+        }
+    )
+    assert fitted(usual) == usual
+
+
+def test_what_json_escapes_counts_as_it_is_written() -> None:
+    largest = build_largest_status()
+    escaped = tuple(
+        group.model_copy(
+            update={
+                "failures": tuple(f.model_copy(update={"message": "<" * 1024}) for f in group.failures),
+            }
+        )
+        for group in largest.groups
+    )
+    words = [f.message for group in fit_groups(escaped) for f in group.failures]
+    assert sum(6 * len(word) for word in words if word != LEFT_OUT) < 96_000
