@@ -1,4 +1,4 @@
-"""kopf's part: it watches HeteroInference and puts each key that changed into the queue.
+"""kopf's part: it watches HeteroInference and announces each one that came, changed or went.
 
 Handlers return None, since kopf patches a returned value into the status
 (`kopf/_core/actions/progression.py::deliver_results@1.45.2`). There are only `on.event`
@@ -15,7 +15,7 @@ from kubernetes.aio import client
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ResourceKey
 
-Enqueue: TypeAlias = Callable[[ResourceKey], None]
+Announce: TypeAlias = Callable[[ResourceKey, int], None]
 
 
 def build_settings() -> kopf.OperatorSettings:
@@ -31,12 +31,13 @@ def build_settings() -> kopf.OperatorSettings:
     return settings
 
 
-def build_registry(configuration: client.Configuration, enqueue: Enqueue) -> kopf.OperatorRegistry:
+def build_registry(configuration: client.Configuration, announce: Announce) -> kopf.OperatorRegistry:
     """Returns the handlers.
 
     Args:
         configuration: how the API server is reached; the same as all else uses.
-        enqueue: called in kopf's thread with each resource that came, changed or went.
+        announce: called in kopf's thread with each resource that came, changed or went, and the
+            resourceVersion at which it did.
     """
     registry = kopf.OperatorRegistry()
 
@@ -60,7 +61,7 @@ def build_registry(configuration: client.Configuration, enqueue: Enqueue) -> kop
         )
 
     @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
-    async def changed(namespace: str | None, name: str | None, **_: Any) -> None:
-        enqueue(ResourceKey(namespace=namespace or "", name=name or ""))
+    async def changed(namespace: str | None, name: str | None, meta: kopf.Meta, **_: Any) -> None:
+        announce(ResourceKey(namespace=namespace or "", name=name or ""), int(meta["resourceVersion"]))
 
     return registry

@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from aiohttp import web
 
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.metrics import OperatorMetrics
+
+LABELS_SHOWN: Final = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +48,14 @@ class Health:
         age_s = self.clock() - self.resynced_at
         if age_s <= self.stale_s:
             return ""
-        why = f": nothing received of {', '.join(self.stale_caches)}" if self.stale_caches else ""
+        why = f": nothing received of {some_of(self.stale_caches)}" if self.stale_caches else ""
         return f"no resync for {age_s:.0f} s{why}"
+
+
+def some_of(labels: Sequence[str]) -> str:
+    """Returns the first few labels, and how many more there are: many namespaces have hundreds."""
+    more = len(labels) - LABELS_SHOWN
+    return ", ".join(labels[:LABELS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _listen(port: int) -> socket.socket:

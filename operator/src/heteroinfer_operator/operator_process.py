@@ -22,7 +22,7 @@ from heteroinfer_operator import handlers
 from heteroinfer_operator.api import ConditionType
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.health import Health, serve
+from heteroinfer_operator.health import Health, serve, some_of
 from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
@@ -30,6 +30,7 @@ from heteroinfer_operator.kube.installation import list_resources, wait_for_reso
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
 from heteroinfer_operator.kube.operator_key import ensure_operator_key
+from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from heteroinfer_operator.metrics import OperatorMetrics
 from heteroinfer_operator.settings import InstallationSettings
@@ -122,7 +123,13 @@ class Operator:
             group.create_task(cluster_state.run(), name="caches")
             await self._wait_synced(cluster_state)
             group.create_task(queue.run(), name="workers")
-            group.create_task(self._watch(configuration, queue), name="kopf")
+
+            def announce(key: ResourceKey, version: int) -> None:
+                # What the copy has already has been put into the queue by it.
+                if cluster_state.resources.announce(key, version):
+                    queue.add(key)
+
+            group.create_task(self._watch(configuration, announce), name="kopf")
             self._health.waits_for = ""
             await self._resync_all(server, queue, cluster_state)
         finally:
@@ -183,7 +190,7 @@ class Operator:
         synced = asyncio.ensure_future(cluster_state.wait_synced())
         try:
             while not synced.done():
-                self._health.waits_for = f"the first list of {', '.join(cluster_state.unsynced())}"
+                self._health.waits_for = f"the first list of {some_of(cluster_state.unsynced())}"
                 await asyncio.wait({synced}, timeout=POLL_S)
         finally:
             synced.cancel()
@@ -224,11 +231,21 @@ class Operator:
         )
         if self._health.stale_caches:
             logger.error(
-                "a resync that does not count: nothing received of %s", ", ".join(self._health.stale_caches)
+                "a resync that does not count: nothing received of %s", some_of(self._health.stale_caches)
             )
             return
         self._metrics.last_resync.set(datetime.now(UTC).timestamp())
         self._health.resynced()
+
+    async def _list(self, server: ApiServer, resources: ResourceCache) -> set[ResourceKey]:
+        """Returns every resource; where copy and list differ, the copy will be read anew."""
+        listed = await list_resources(server, self._settings.watch_namespaces)
+        for key, version in listed.items():
+            resources.announce(key, version)
+        known = resources.keys()
+        for key in known - listed.keys():
+            resources.doubt(key)
+        return known | listed.keys()
 
     async def _resync_all(self, server: ApiServer, queue: WorkQueue, cluster_state: ClusterState) -> None:
         """Reconciles every resource from time to time, whatever events said."""
@@ -236,7 +253,7 @@ class Operator:
         while True:
             pause_s = self._settings.resync_s
             try:
-                keys = await list_resources(server, self._settings.watch_namespaces)
+                keys = await self._list(server, cluster_state.resources)
                 async with asyncio.timeout(2 * self._settings.resync_s):
                     await queue.process_all(keys)
                 self._count_resync(cluster_state)
@@ -250,14 +267,14 @@ class Operator:
                 pause_s = min(pause_s, RETRY_S)
             await asyncio.sleep(pause_s)
 
-    async def _watch(self, configuration: client.Configuration, queue: WorkQueue) -> None:
+    async def _watch(self, configuration: client.Configuration, announce: handlers.Announce) -> None:
         """Runs kopf until cancelled; raises what ended it."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         stop = threading.Event()
 
-        def enqueue(key: ResourceKey) -> None:
-            loop.call_soon_threadsafe(queue.add, key)
+        def announce_in_loop(key: ResourceKey, version: int) -> None:
+            loop.call_soon_threadsafe(announce, key, version)
 
         def report(error: BaseException | None) -> None:
             if not ended.done():
@@ -266,7 +283,7 @@ class Operator:
         def run_kopf() -> None:
             error: BaseException | None = None
             try:
-                asyncio.run(_kopf(configuration, self._settings.watch_namespaces, enqueue, stop))
+                asyncio.run(_kopf(configuration, self._settings.watch_namespaces, announce_in_loop, stop))
             except BaseException as caught:  # handed over to the main thread
                 error = caught
             if not loop.is_closed():
@@ -292,11 +309,11 @@ def _waits_for_capacity(status: Mapping[str, Any]) -> bool:
 async def _kopf(
     configuration: client.Configuration,
     namespaces: Sequence[str],
-    enqueue: handlers.Enqueue,
+    announce: handlers.Announce,
     stop: threading.Event,
 ) -> None:
     await kopf.operator(
-        registry=handlers.build_registry(configuration, enqueue),
+        registry=handlers.build_registry(configuration, announce),
         settings=handlers.build_settings(),
         standalone=True,
         clusterwide=not namespaces,

@@ -1,6 +1,7 @@
 """The port on a real API server: what each action does, and what it refuses to do."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,23 @@ async def observe(watched: Watched, owner: Owner) -> ResourceObservation:
     observation = await watched.cluster.observe(owner.key)
     assert observation is not None
     return observation
+
+
+async def seen(
+    watched: Watched, owner: Owner, check: Callable[[ResourceObservation], bool]
+) -> ResourceObservation:
+    """Returns the first observation for which a change by others shows."""
+
+    async def found() -> ResourceObservation | None:
+        observation = await observe(watched, owner)
+        return observation if check(observation) else None
+
+    observation: ResourceObservation = await until("what others changed is seen", found)
+    return observation
+
+
+async def gone(watched: Watched, owner: Owner) -> bool:
+    return await watched.cluster.observe(owner.key) is None
 
 
 async def act(watched: Watched, owner: Owner, *actions: Action) -> ResourceObservation:
@@ -199,14 +217,13 @@ async def test_finalizer_and_status_of_one_reconcile_do_not_conflict(
         )
         assert after.resource.finalizers == ("example.com/theirs", names.FINALIZER)
         await server.delete(path, {})
-        deleting = await observe(watched, owner)
-        assert deleting.resource.deleting
+        deleting = await seen(watched, owner, lambda now: now.resource.deleting)
         after = await act(watched, owner, SetFinalizer(present=False))
         assert after.resource.finalizers == ("example.com/theirs",)
         with pytest.raises(ConflictError):
             await watched.cluster.run(deleting, [SetFinalizer(present=False)])
         await server.merge(path, {"metadata": {"finalizers": []}})
-        assert await watched.cluster.observe(owner.key) is None
+        await until("it is gone", lambda: gone(watched, owner))
 
 
 async def test_the_same_event_in_a_loop_is_one_event(server: ApiServer, namespace: str) -> None:

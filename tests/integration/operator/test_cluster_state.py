@@ -151,6 +151,7 @@ async def test_after_an_outage_and_a_410_the_list_replaces_everything(
         wire.cut()
         await direct.delete(POD.path("default", "ghosts-a"), {"gracePeriodSeconds": 0})
         await direct.create(POD.path("default"), pod(owner, "ghosts-c"))
+        watched.cluster_state.resources.doubt(owner.key)
         with pytest.raises(ApiError, match="no answer"):
             await watched.cluster.observe(owner.key)
         # A new API server remembers no events: to go on from the old version is 410 Gone.

@@ -12,6 +12,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.cluster import NodeView, PodView, ResourceKey
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.own_clock import OwnClock, utc_now
+from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
 START = datetime(2026, 11, 22, tzinfo=UTC)
@@ -56,7 +57,7 @@ def going_pod(version: int, deletion: str) -> dict[str, Any]:
             "deletionTimestamp": deletion,
             "deletionGracePeriodSeconds": GRACE_S,
             "labels": {names.LABEL_RESOURCE: "llama"},
-            "ownerReferences": [{"uid": "owner", "controller": True}],
+            "ownerReferences": [Owner(key=ResourceKey(namespace="ns", name="llama"), uid="owner").reference],
         },
         "spec": {"nodeName": "n", "containers": []},
         "status": {"phase": "Running", "message": f"state {version}"},

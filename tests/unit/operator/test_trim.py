@@ -12,6 +12,8 @@ from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, ObjectName, writable_kind
 from heteroinfer_operator.kube.trim import PodRequests
 
+OWNER = {"apiVersion": HETERO_INFERENCE.api_version, "kind": names.KIND}
+
 
 def stored_pod(**status: Any) -> dict[str, Any]:
     return {
@@ -21,7 +23,7 @@ def stored_pod(**status: Any) -> dict[str, Any]:
             "uid": "u",
             "creationTimestamp": "2026-11-21T01:02:03Z",
             "labels": {names.LABEL_RESOURCE: "llama", names.LABEL_EPOCH: "1", "app": "x"},
-            "ownerReferences": [{"uid": "other"}, {"uid": "owner", "controller": True}],
+            "ownerReferences": [{"uid": "other"}, {**OWNER, "uid": "owner", "controller": True}],
         },
         "spec": {
             "nodeName": "n1",
@@ -53,6 +55,36 @@ def test_a_pod_whose_label_was_taken_off_is_not_ours() -> None:
     pod = stored_pod()
     del pod["metadata"]["labels"]
     assert trim.pod_record(pod) is None
+
+
+def test_what_no_resource_of_ours_owns_is_not_ours_whatever_its_label() -> None:
+    for owners in ([], [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "uid": "u", "controller": True}]):
+        pod = stored_pod(phase="Pending")
+        pod["metadata"]["ownerReferences"] = owners
+        assert trim.pod_record(pod) is None
+        assert trim.child_record(pod) is None
+        del pod["spec"]["nodeName"]
+        assert trim.pod_requests(pod) is None, "nobody promised it anything"
+
+
+def test_a_child_is_kept_without_what_nobody_reads() -> None:
+    child = stored_pod(phase="x")
+    child["metadata"]["managedFields"] = [{"manager": "m"}]
+    record = trim.child_record(child)
+    assert record is not None
+    assert record.stored == {
+        "metadata": {k: v for k, v in child["metadata"].items() if k != "managedFields"},
+        "spec": child["spec"],
+    }
+
+
+def test_a_resource_is_kept_as_it_is_read() -> None:
+    metadata = {"namespace": "ns", "name": "llama", "uid": "u", "generation": 3, "resourceVersion": "7"}
+    stored = {"metadata": {**metadata, "managedFields": [{"manager": "m"}]}, "spec": {"replicas": 2}}
+    record = trim.resource_record(stored)
+    assert record.view == trim.resource_view(stored)
+    assert record.view.spec == {"replicas": 2}
+    assert "managedFields" not in record.text
 
 
 def test_the_workers_own_end_is_reported_before_any_other_containers() -> None:

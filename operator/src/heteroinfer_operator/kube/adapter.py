@@ -70,20 +70,16 @@ class KubeCluster:
         """What was refused, and of which generation: a spec that was changed is tried anew, at once."""
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
-        """Returns the resource as stored now and its children as last seen, or None if it is gone.
+        """Returns the resource and its children as last seen, or None if it is gone.
 
         Raises:
-            ApiError: the API server did not answer, or refused.
+            ApiError: what was last seen is known to be old, and the API server did not answer, or refused.
         """
-        try:
-            stored = await self._server.get(HETERO_INFERENCE.path(key.namespace, key.name))
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
+        resource = await self._cluster_state.resources.read(key)
+        if resource is None:
             self._on_observed(key, None)
             self._refusals.pop(key, None)
             return None
-        resource = trim.resource_view(stored)
         self._on_observed(key, resource.status)
         known = self._cluster_state.pods(key, resource.uid)
         groups, fetch = await asyncio.gather(self._groups.observe(known), self._groups.observe_fetch(known))
@@ -331,8 +327,10 @@ class _ActionRun:
         except ApiError as error:
             if error.status not in (CONFLICT, NOT_FOUND):
                 raise
+            self._cluster_state.resources.doubt(key)
             raise ConflictError(error.message) from error
         self._version = stored["metadata"]["resourceVersion"]
+        self._cluster_state.resources.note_written(stored)
 
     def _address(self, manifest: Manifest) -> tuple[Kind, ObjectName]:
         return writable_kind(manifest["kind"], manifest["apiVersion"]), ObjectName.of(manifest)

@@ -14,6 +14,7 @@ from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import find_gangs
 from heteroinfer_operator.kube.own_clock import OwnClock
 from heteroinfer_operator.kube.paths import CHILDREN, GANG_CHILDREN, NODE, POD, Kind, ObjectName
+from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodRecord, PodRequests
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
@@ -29,12 +30,16 @@ NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Faile
 
 
 class ClusterState:
-    """Pods and other children of resources; nodes and what is requested of them in cluster scope.
+    """Resources, their pods and other children; nodes and what is requested of them in cluster scope.
+
+    Attributes:
+        cluster_scope: whether all namespaces are kept.
+        resources: the HeteroInferences themselves.
 
     Args:
         server: where to read.
         namespaces: to keep; empty for all, which also brings the nodes.
-        touched: called with each resource of which a child changed.
+        touched: called with each resource that changed, or of which a child did.
         nodes_changed: called when a node came, went, or changed in what a plan reads.
         capacity_freed: called when a pod gave back what it had of a node.
     """
@@ -51,6 +56,8 @@ class ClusterState:
         self.cluster_scope = not namespaces
         self._silences, self._deletions = OwnClock(), OwnClock()
         scopes: list[str | None] = [*namespaces] or [None]
+
+        self.resources = ResourceCache(server, scopes, touched)
 
         def touch(before: PodRecord | ChildRecord | None, after: PodRecord | ChildRecord | None) -> None:
             for record in (before, after):
@@ -114,7 +121,7 @@ class ClusterState:
         """Returns every cache."""
         capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
         children = [cache for kind in self._kinds.values() for cache in kind.values()]
-        return [*self._pods.values(), *children, *capacity]
+        return [*self.resources.caches, *self._pods.values(), *children, *capacity]
 
     @property
     def gangs(self) -> frozenset[Gang]:

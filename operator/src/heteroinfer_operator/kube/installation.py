@@ -9,7 +9,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
-from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer, load_configuration
+from heteroinfer_operator.kube.server import NOT_FOUND, ONLY_METADATA, ApiError, ApiServer, load_configuration
 from heteroinfer_operator.settings import InstallationSettings
 
 logger = logging.getLogger(__name__)
@@ -48,17 +48,21 @@ async def resource_problem(server: ApiServer) -> str:
     )
 
 
-async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> list[ResourceKey]:
-    """Returns every resource that is served; raises ApiError."""
+async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> dict[ResourceKey, int]:
+    """Returns the resourceVersion of every resource that is served; raises ApiError."""
+
+    async def list_scope(scope: str | None) -> dict[ResourceKey, int]:
+        found: dict[ResourceKey, int] = {}
+        async for page in server.pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):
+            for item in page.get("items") or ():  # of an empty list of metadata it is null
+                metadata = item["metadata"]
+                key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
+                found[key] = int(metadata["resourceVersion"])
+        return found
+
     scopes: list[str | None] = [*namespaces] or [None]
-    found: list[ResourceKey] = []
-    for scope in scopes:
-        listed = await server.get(HETERO_INFERENCE.path(scope))
-        found += [
-            ResourceKey(namespace=item["metadata"]["namespace"], name=item["metadata"]["name"])
-            for item in listed["items"]
-        ]
-    return found
+    parts = await asyncio.gather(*(list_scope(scope) for scope in scopes))
+    return {key: version for part in parts for key, version in part.items()}
 
 
 async def check(settings: InstallationSettings) -> list[str]:

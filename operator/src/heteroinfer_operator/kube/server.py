@@ -5,6 +5,7 @@ are not used: an object as a dict takes a third less memory than as a model (fac
 355 against 462 MiB) and manifests are dicts already.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,22 @@ from kubernetes.aio.config import ConfigException
 from heteroinfer_operator.errors import HeteroInferError
 
 JSON: Final = "application/json"
+ONLY_METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 ANY: Final = "*/*"
 MERGE_PATCH: Final = "application/merge-patch+json"
 APPLY_PATCH: Final = "application/apply-patch+yaml"
 
 REQUEST_TIMEOUT_S: Final = 30.0
 """Of one request; longer than the API server's own 15 s or so for a slow etcd."""
+
+REQUESTS_AT_ONCE: Final = 64
+"""Watches, each of which keeps a connection for itself, are not among them: 200 namespaces have 1,600."""
+PAGE_OBJECTS: Final = 500
+PAGE_FIRST_OBJECTS: Final = 2
+PAGE_GROWTH: Final = 4
+"""A page has at most so many times the objects of the one before: what comes may be larger."""
+PAGE_BYTES: Final = 4 * 2**20
+"""Of a list; it takes several times as much once it is parsed."""
 
 WATCH_SILENCE_S: Final = 100.0
 """A server sends a bookmark each minute (`k8s.io/apiserver` defaultBookmarkFrequency): more means dead."""
@@ -74,7 +85,8 @@ async def load_configuration(kubeconfig: str | None = None) -> client.Configurat
     Raises:
         HeteroInferError: neither is there, or the kubeconfig cannot be read.
     """
-    configuration = client.Configuration()
+    # No limit of connections: with one, watches would take all there are, and every request wait for ever.
+    configuration = client.Configuration(connection_pool_maxsize=0)
     # The client is typed in part; all that is used of it untyped stands behind these names.
     load_in_pod: Any = config.load_incluster_config
     load_kubeconfig: Any = config.load_kube_config
@@ -124,6 +136,7 @@ class ApiServer:
         self._client.user_agent = "heteroinfer-operator"
         self._on_write = on_write
         self._before_write = before_write
+        self._requests = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -136,6 +149,30 @@ class ApiServer:
     async def get_text(self, path: str, query: Query | None = None) -> str:
         """Returns what is answered at a path that is no object: a log, or a pod's own; raises ApiError."""
         return await self._text(_Request(method="GET", path=path, query=query or {}, accept=ANY))
+
+    async def pages(self, path: str, query: Query, *, accept: str = JSON) -> AsyncIterator[dict[str, Any]]:
+        """Yields the pages of a list, of some megabytes each, whatever size the objects have.
+
+        Args:
+            path: of a collection.
+            query: selectors.
+            accept: JSON for whole objects, or ONLY_METADATA.
+
+        Raises:
+            ApiError: refused, or not answered; with status 410 if the list took too long.
+        """
+        limit, token = PAGE_FIRST_OBJECTS, ""
+        while True:
+            asked: dict[str, str | int] = {**query, "limit": limit}
+            if token:
+                asked["continue"] = token
+            text = await self._text(_Request(method="GET", path=path, query=asked, accept=accept))
+            page = cast("dict[str, Any]", json.loads(text))
+            yield page
+            token = page["metadata"].get("continue", "")
+            if not token:
+                return
+            limit = max(1, min(PAGE_OBJECTS, limit * PAGE_GROWTH, limit * PAGE_BYTES // len(text)))
 
     async def create(self, path: str, body: Mapping[str, Any], query: Query | None = None) -> dict[str, Any]:
         """Returns the created object; raises ApiError, with status 409 if the name is taken."""
@@ -178,7 +215,7 @@ class ApiServer:
         try:
             if response.status >= 300:
                 raise _refusal(str(request), response.status, await response.text())
-            while line := await response.content.readline():
+            async for line in _lines(response.content):
                 event = cast("dict[str, Any]", json.loads(line))
                 if event["type"] == "ERROR":
                     status = event["object"]
@@ -206,8 +243,7 @@ class ApiServer:
     async def _text(self, request: "_Request") -> str:
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         try:
-            response = await self._open(request, timeout)
-            async with response:
+            async with self._requests, await self._open(request, timeout) as response:
                 text = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise request.unanswered(error) from error
@@ -248,6 +284,21 @@ class _Request:
     def unanswered(self, error: Exception) -> ApiError:
         """Returns the error of a request that got no answer."""
         return ApiError(f"{self}: no answer from the API server: {error!r}")
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yields lines of any length: aiohttp's own end with an error beyond 4 MiB, and JSON may escape all.
+
+    An object of 1 MiB can be an event of 6 MiB, after which the watch would break at the same event for ever.
+    """
+    kept: list[bytes] = []
+    async for piece in content.iter_any():
+        *ended, rest = piece.split(b"\n")
+        for end in ended:
+            yield b"".join((*kept, end))
+            kept.clear()
+        if rest:
+            kept.append(rest)
 
 
 def _refusal(request: str, status: int, text: str) -> ApiError:

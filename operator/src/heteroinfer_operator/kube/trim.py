@@ -3,6 +3,7 @@
 4,000 pods as trimmed values take 1.3 MiB, as dicts 355 MiB (measured 2026-11-21).
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,8 +27,29 @@ _CONDITION_TAINTS: Final = frozenset(
     f"node.kubernetes.io/{name}" for name in ("not-ready", "unreachable", "unschedulable")
 )
 """Taints that say what a node's conditions and `unschedulable` say already."""
+_METADATA_READ: Final = frozenset(
+    {"namespace", "name", "uid", "generation", "resourceVersion", "finalizers", "deletionTimestamp"}
+)
 _DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
 """Conditions of a pod that is taken away by no fault of its own: Kubernetes' own, and Kueue's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceRecord:
+    """A HeteroInference, without its managedFields; as text, which takes a tenth of what it is parsed.
+
+    Attributes:
+        key: its name.
+        text: JSON of what `resource_view` reads.
+    """
+
+    key: ResourceKey
+    text: str
+
+    @property
+    def view(self) -> ResourceView:
+        """Returns it as decisions see it."""
+        return resource_view(json.loads(self.text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +59,7 @@ class PodRecord:
     Attributes:
         view: what decisions see.
         key: the resource that its label names.
-        owner_uid: uid of the controlling owner, or "".
+        owner_uid: uid of the resource that owns it.
         ip: or "" while it has none.
         health_port: of its supervisor, or 0.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
@@ -70,11 +92,19 @@ class PodRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildRecord:
-    """A Service, NetworkPolicy or ConfigMap as stored, without its managedFields."""
+    """A Service, NetworkPolicy or ConfigMap as stored, without its managedFields and status."""
 
     stored: Manifest
     key: ResourceKey
     owner_uid: str
+
+
+def resource_record(stored: Manifest) -> ResourceRecord:
+    """Returns a HeteroInference as kept in the cache."""
+    metadata = {name: value for name, value in stored["metadata"].items() if name in _METADATA_READ}
+    key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
+    read = {"metadata": metadata, "spec": stored.get("spec"), "status": stored.get("status")}
+    return ResourceRecord(key=key, text=json.dumps(read, separators=(",", ":")))
 
 
 def resource_view(stored: Manifest) -> ResourceView:
@@ -100,26 +130,28 @@ def label_key(stored: Manifest) -> ResourceKey | None:
 
 
 def owner_uid(stored: Manifest) -> str:
-    """Returns the uid of the owner that controls an object, or ""."""
+    """Returns the uid of the HeteroInference that controls an object, or ""."""
     for owner in stored["metadata"].get("ownerReferences") or ():
         if owner.get("controller"):
-            return str(owner["uid"])
+            group = owner["apiVersion"].partition("/")[0]
+            return str(owner["uid"]) if (owner["kind"], group) == (names.KIND, names.API_GROUP) else ""
     return ""
 
 
 def child_record(stored: Manifest) -> ChildRecord | None:
-    """Returns a child as kept in the cache, or None if its label is gone."""
-    key = label_key(stored)
-    if key is None:
+    """Returns a child as kept in the cache, or None if it has no label or no owner of ours."""
+    key, uid = label_key(stored), owner_uid(stored)
+    if key is None or not uid:
         return None
     metadata = {name: value for name, value in stored["metadata"].items() if name != "managedFields"}
-    return ChildRecord(stored={**stored, "metadata": metadata}, key=key, owner_uid=owner_uid(stored))
+    read = {name: value for name, value in stored.items() if name != "status"}
+    return ChildRecord(stored={**read, "metadata": metadata}, key=key, owner_uid=uid)
 
 
 def pod_record(stored: Manifest) -> PodRecord | None:
-    """Returns a pod of ours as kept in the cache, or None if its label is gone."""
-    key = label_key(stored)
-    if key is None:
+    """Returns a pod of ours as kept in the cache, or None if it has no label or no owner of ours."""
+    key, uid = label_key(stored), owner_uid(stored)
+    if key is None or not uid:
         return None
     ports = {
         port.get("name"): int(port["containerPort"])
@@ -129,7 +161,7 @@ def pod_record(stored: Manifest) -> PodRecord | None:
     return PodRecord(
         view=pod_view(stored),
         key=key,
-        owner_uid=owner_uid(stored),
+        owner_uid=uid,
         ip=(stored.get("status") or {}).get("podIP", ""),
         health_port=ports.get(names.PORT_HEALTH, 0),
         key_secret=_key_secret(stored),
@@ -260,7 +292,7 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
     node = spec.get("nodeName", "")
     if node:
         return PodRequests(node=node, requests={**effective_requests(spec), PODS: 1.0})
-    if label_key(stored) is None or "deletionTimestamp" in metadata:
+    if label_key(stored) is None or not owner_uid(stored) or "deletionTimestamp" in metadata:
         return None
     demand = promise(stored)
     if demand.node:  # it will be there, as far as anybody can say

@@ -6,6 +6,7 @@ kopf's index is not used: after a 410 and a relist it keeps objects that are gon
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
@@ -20,9 +21,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-PAGE_OBJECTS: Final = 500
 WATCH_S: Final = 290
-"""The server ends a watch after this; the next goes on where it stopped."""
+"""The server ends a watch after this or up to twice as long; the next goes on where it stopped."""
 STALE_SILENCES: Final = 3
 """After so many silences in a row, listing did not help either."""
 BACKOFF_FIRST_S: Final = 0.2
@@ -47,7 +47,8 @@ class Collection:
         label: for people.
         path: of the API server.
         query: selectors.
-        watch_s: seconds after which the server is asked to end a watch.
+        watch_s: seconds after which, or up to twice as long, the server is asked to end a watch: not
+            all at the same time.
     """
 
     label: str
@@ -105,6 +106,20 @@ class WatchCache(Generic[T]):
         entry = self._entries.get(name)
         return entry.value if entry else None
 
+    def version_of(self, name: ObjectName) -> int:
+        """Returns the resourceVersion that an object has here, or 0 if it is not here."""
+        entry = self._entries.get(name)
+        return entry.version if entry else 0
+
+    def has_seen(self, name: ObjectName, version: int) -> bool:
+        """Returns whether what happened to an object up to a resourceVersion is known here, its end too."""
+        return max(int(self._version or 0), self.version_of(name)) >= version
+
+    def uid_of(self, name: ObjectName) -> str:
+        """Returns the uid that an object has here, or "" if it is not here."""
+        entry = self._entries.get(name)
+        return entry.uid if entry else ""
+
     def values(self) -> list[T]:
         """Returns all values, in order of their names."""
         return [self._entries[name].value for name in sorted(self._entries)]
@@ -155,9 +170,7 @@ class WatchCache(Generic[T]):
 
     async def _relist(self) -> None:
         listed: dict[ObjectName, _Entry[T]] = {}
-        query: dict[str, str | int] = {**self.collection.query, "limit": PAGE_OBJECTS}
-        while True:
-            page = await self._server.get(self.collection.path, query)
+        async for page in self._server.pages(self.collection.path, self.collection.query):
             # An item of a list lacks what the list says of all: kind and apiVersion.
             said = {"apiVersion": page["apiVersion"], "kind": page["kind"].removesuffix("List")}
             for bare in page.get("items") or ():
@@ -165,12 +178,9 @@ class WatchCache(Generic[T]):
                 value = self._trim(item)
                 if value is not None:
                     listed[ObjectName.of(item)] = _Entry(_uid(item), _version(item), value)
-            metadata = page["metadata"]
-            if not metadata.get("continue"):
-                break
-            query["continue"] = metadata["continue"]
-        self._replace(listed, int(metadata["resourceVersion"]))
-        self._version = metadata["resourceVersion"]
+            version = page["metadata"]["resourceVersion"]
+        self._replace(listed, int(version))
+        self._version = version
         self._last_answer_at = time.monotonic()
         self.synced.set()
 
@@ -193,7 +203,7 @@ class WatchCache(Generic[T]):
             **self.collection.query,
             "resourceVersion": self._version,
             "allowWatchBookmarks": "true",
-            "timeoutSeconds": self.collection.watch_s,
+            "timeoutSeconds": self.collection.watch_s + secrets.randbelow(self.collection.watch_s),
         }
         async for event in self._server.watch(self.collection.path, query):
             self._last_answer_at = time.monotonic()

@@ -1,0 +1,119 @@
+"""HeteroInferences as last seen, and read anew where what was last seen is known to be old.
+
+A reconcile decides on this copy, so that one with nothing to do asks the API server nothing. Three things
+keep it from acting on the past: what others announce of a resource (kopf's watch, the resync's list) must be
+here, or it is read; so must what a write met that it was not decided on; and a status is written only onto
+the version that it was decided on, before anything that depends on it is made.
+"""
+
+from collections.abc import Callable, Sequence
+
+from heteroinfer_operator.cluster import Manifest, ResourceKey, ResourceView
+from heteroinfer_operator.kube import trim
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, ObjectName
+from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.trim import ResourceRecord
+from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
+
+
+class ResourceCache:
+    """The resources that are served.
+
+    Attributes:
+        caches: a watch each.
+
+    Args:
+        server: where to read.
+        scopes: namespaces to keep; None for all.
+        touched: called with each resource that came, changed or went.
+    """
+
+    def __init__(
+        self, server: ApiServer, scopes: Sequence[str | None], touched: Callable[[ResourceKey], None]
+    ) -> None:
+        def changed(before: ResourceRecord | None, after: ResourceRecord | None) -> None:
+            for record in {record.key: record for record in (before, after) if record is not None}.values():
+                touched(record.key)
+
+        self._server = server
+        self._by_scope = {
+            scope: WatchCache(
+                server,
+                Collection(
+                    label=f"{HETERO_INFERENCE.plural} of {scope or 'all namespaces'}",
+                    path=HETERO_INFERENCE.path(scope),
+                ),
+                trim=trim.resource_record,
+                changed=changed,
+            )
+            for scope in scopes
+        }
+        self._announced: dict[ResourceKey, int] = {}
+        self._doubted: dict[ResourceKey, int] = {}
+
+    @property
+    def caches(self) -> list[WatchCache[ResourceRecord]]:
+        """Returns every cache."""
+        return list(self._by_scope.values())
+
+    def keys(self) -> set[ResourceKey]:
+        """Returns the resources that there are, as far as is known here."""
+        return {record.key for cache in self.caches for record in cache.values()}
+
+    def announce(self, key: ResourceKey, version: int) -> bool:
+        """Notes that somebody saw a resource at a version, or saw it go; returns whether that is news."""
+        cache = self._cache(key)
+        if cache is None or cache.has_seen(_name(key), version):
+            return False
+        self._announced[key] = max(version, self._announced.get(key, 0))
+        return True
+
+    def doubt(self, key: ResourceKey) -> None:
+        """Notes that a resource is not as it is here."""
+        cache = self._cache(key)
+        if cache is not None and (version := cache.version_of(_name(key))):
+            self._doubted[key] = version
+
+    async def read(self, key: ResourceKey) -> ResourceView | None:
+        """Returns a resource, or None if there is none.
+
+        Raises:
+            ApiError: what is kept here is old, and the API server did not answer.
+        """
+        cache, name = self._cache(key), _name(key)
+        if cache is None:
+            return None
+        unknown = not cache.has_seen(name, self._announced.get(key, 0))
+        doubted = 0 < cache.version_of(name) <= self._doubted.get(key, 0)
+        if unknown or doubted:
+            await self._read_anew(cache, key)
+        self._announced.pop(key, None)
+        self._doubted.pop(key, None)
+        record = cache.get(name)
+        return record.view if record is not None else None
+
+    def note_written(self, stored: Manifest) -> None:
+        """Takes in the API server's answer to a write."""
+        name = ObjectName.of(stored)
+        cache = self._cache(ResourceKey(namespace=name.namespace, name=name.name))
+        if cache is not None:
+            cache.note_written(stored)
+
+    async def _read_anew(self, cache: WatchCache[ResourceRecord], key: ResourceKey) -> None:
+        name, uid = _name(key), cache.uid_of(_name(key))
+        try:
+            stored = await self._server.get(HETERO_INFERENCE.path(key.namespace, key.name))
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            cache.note_gone(name, uid)
+        else:
+            cache.note_written(stored)
+
+    def _cache(self, key: ResourceKey) -> WatchCache[ResourceRecord] | None:
+        """Returns the cache that a resource belongs into, None for a namespace that is not served."""
+        return self._by_scope.get(None) or self._by_scope.get(key.namespace)
+
+
+def _name(key: ResourceKey) -> ObjectName:
+    return ObjectName(namespace=key.namespace, name=key.name)

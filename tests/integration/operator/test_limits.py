@@ -1,0 +1,189 @@
+"""Limits at their edge, on a real API server: a full status, a quota, and strangers with our labels."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import metric_names, names
+from heteroinfer_operator.cluster import PatchStatus
+from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
+from tests.integration.operator.life import Install, condition, stored
+from tests.integration.operator.running_operator import (
+    PROFILE,
+    OperatorProcess,
+    child,
+    create_resource,
+    end_pod,
+    operator,
+    pod,
+    until,
+    watching,
+)
+from tests.largest_status import build_largest_status
+
+ETCD_BYTES = 1_572_864
+"""Of a request, by default (`etcd --max-request-bytes`)."""
+QUOTAS = "/api/v1/namespaces/{}/resourcequotas"
+STRANGERS = 100
+STRANGER_BYTES = 900_000
+MOST_GROWTH_BYTES = 45e6
+"""Kept, they take 90 MB; of a page or an event there are for a moment the bytes, the text, and the values."""
+
+
+# aiohttp says of any body above 1 MiB that it is written at once: it is.
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    largest = build_largest_status()
+    async with watching(server, namespace) as watched:
+        observation = await watched.cluster.observe(owner.key)
+        assert observation is not None
+        version = observation.resource.resource_version
+        await watched.cluster.run(observation, [PatchStatus(status=largest.dump(), resource_version=version)])
+        observation = await watched.cluster.observe(owner.key)
+        assert observation is not None
+        (refusal,) = observation.refusals
+        assert "too large" in refusal.message, "without a limit of our own it is refused"
+        fitted = largest.model_copy(
+            update={"groups": fit_groups(largest.groups), "plans": fit_plans(largest.plans)}
+        )
+    async with watching(server, namespace) as watched:
+        observation = await watched.cluster.observe(owner.key)
+        assert observation is not None
+        version = observation.resource.resource_version
+        await watched.cluster.run(observation, [PatchStatus(status=fitted.dump(), resource_version=version)])
+    whole = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
+    assert len(whole["status"]["groups"][-1]["members"]) == 64
+    managed = len(json.dumps(whole["metadata"]["managedFields"]))
+    size = len(json.dumps(whole, separators=(",", ":")))
+    print(f"status of {len(fitted.groups)} groups: {size} bytes, {managed} of them managedFields")
+    assert managed < 10_000
+    assert size < ETCD_BYTES
+
+
+async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    await create_resource(server, namespace)
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+        inspect = await until("the inspect pod", lambda: living(server, namespace), 60, lambda: process.said)
+        await allow_one_pod(server, namespace)
+        await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
+
+        async def refused() -> bool:
+            text = json.dumps((await server.get(HETERO_INFERENCE.path(namespace, "tiny")))["status"])
+            return "exceeded quota" in text and not await living(server, namespace)
+
+        await until("the refusal is said, and no pod held", refused, said=lambda: process.said)
+        tried, since = await creates(process), time.monotonic()
+
+        async def tried_twice() -> bool:
+            return await creates(process) >= tried + 2
+
+        await until("two more tries", tried_twice, timeout_s=60, said=lambda: process.said)
+        assert time.monotonic() - since > 4, "it backs off: the first wait is of 5 s"
+        await until("it is given back again", refused, said=lambda: process.said)
+        assert (await condition(server, namespace, "Failed"))[0] == "False"
+        await server.delete(f"{QUOTAS.format(namespace)}/one-pod", {})
+
+        async def both() -> bool:
+            return len(await living(server, namespace)) == 2
+
+        await until("both pods", both, timeout_s=60, said=lambda: process.said)
+        assert await process.stop() == 0
+
+
+async def living(server: ApiServer, namespace: str) -> list[str]:
+    """Returns the names of the pods that are not over, nor about to go."""
+    return [
+        found["metadata"]["name"]
+        for found in await stored(server, POD, namespace)
+        if "deletionTimestamp" not in found["metadata"]
+        and found["status"].get("phase") not in {"Succeeded", "Failed"}
+    ]
+
+
+async def allow_one_pod(server: ApiServer, namespace: str) -> None:
+    """Makes a quota, and waits until it holds: its controller counts first."""
+    quota = {"metadata": {"name": "one-pod"}, "spec": {"hard": {"pods": "1"}}}
+    await server.create(QUOTAS.format(namespace), {"apiVersion": "v1", "kind": "ResourceQuota", **quota})
+
+    async def holds() -> bool:
+        found = await server.get(f"{QUOTAS.format(namespace)}/one-pod")
+        return bool(found.get("status", {}).get("hard"))
+
+    await until("the quota holds", holds, timeout_s=60)
+
+
+async def creates(process: OperatorProcess) -> float:
+    """Returns how many pods were created."""
+    wanted = f'{metric_names.OPERATOR_WRITES_TOTAL}{{kind="pods",verb="create"}}'
+    return (await process.writes()).get(wanted, 0)
+
+
+async def test_strangers_with_our_labels_fill_no_memory(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path
+) -> None:
+    installed = install()
+    owner = await create_resource(server, namespace)
+
+    async def make(number: int) -> None:
+        # Go writes "<" in six bytes of JSON: the event of the first has 5.4 MB.
+        text = ("x" if number else "<") * STRANGER_BYTES
+        stranger = child(owner, "ConfigMap", f"stranger-{number:03d}", data={"text": text})
+        del stranger["metadata"]["ownerReferences"]
+        await server.create(CONFIG_MAP.path(namespace), stranger)
+
+    async with operator(installed.kubeconfig, tmp_path / "first") as process:
+        await process.working()
+        before = most_resident_bytes(process.process.pid)
+        for number in range(STRANGERS):
+            await make(number)
+        # The watch is past them: what comes later is seen.
+        unneeded = child(owner, "ConfigMap", "tiny-plan-0", data={})
+        unneeded["metadata"]["labels"][names.LABEL_MANAGED_BY] = names.MANAGER
+        await server.create(CONFIG_MAP.path(namespace), unneeded)
+        await until(
+            "a child after them is seen", lambda: taken_away(server, namespace), said=lambda: process.said
+        )
+        watched = most_resident_bytes(process.process.pid) - before
+    async with operator(installed.kubeconfig, tmp_path / "second") as process:
+        await process.working()
+        listed = most_resident_bytes(process.process.pid) - before
+    print(f"{STRANGERS} strangers of 0.9 MB: {watched / 1e6:.0f} MB watched, {listed / 1e6:.0f} MB listed")
+    assert max(watched, listed) < MOST_GROWTH_BYTES
+
+
+async def taken_away(server: ApiServer, namespace: str) -> bool:
+    """Returns whether the operator deleted a ConfigMap that nobody needs."""
+    try:
+        await server.get(CONFIG_MAP.path(namespace, "tiny-plan-0"))
+    except ApiError as error:
+        return error.status == NOT_FOUND
+    return False
+
+
+def most_resident_bytes(pid: int) -> int:
+    """Returns the most that a process ever had in memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+async def test_strangers_with_our_labels_hold_no_capacity(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    requests = {"resources": {"requests": {"cpu": "3"}}}
+    for name in ("ours", "stranger"):
+        manifest = pod(owner, name)
+        manifest["spec"]["containers"][0] |= requests
+        if name == "stranger":
+            del manifest["metadata"]["ownerReferences"]
+        await server.create(POD.path(namespace), manifest)
+    async with watching(server) as watched:
+        promised = [demand.name for demand in watched.cluster_state.promised()]
+        assert f"{namespace}/ours" in promised
+        assert f"{namespace}/stranger" not in promised

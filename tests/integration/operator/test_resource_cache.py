@@ -1,0 +1,154 @@
+"""A reconcile decides on a copy of its resource: it asks nothing, and never acts on the past for long."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from heteroinfer_operator.cluster import ConflictError, PatchStatus, ResourceObservation, SetFinalizer
+from heteroinfer_operator.kube.installation import list_resources
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.manifests.identity import Owner
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.running_operator import (
+    DEADLINE_S,
+    Watched,
+    create_resource,
+    pod,
+    until,
+    watching,
+)
+
+
+@contextlib.asynccontextmanager
+async def counting(control_plane: Cluster) -> AsyncIterator[tuple[ApiServer, list[str]]]:
+    """The API server, and each request that was sent to it from here."""
+    sent: list[str] = []
+
+    async def note(_session: object, _context: object, started: aiohttp.TraceRequestStartParams) -> None:
+        sent.append(f"{started.method} {started.url.path}")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_start.append(note)
+    configuration = await load_configuration(str(control_plane.kubeconfig))
+    configuration.trace_configs = [trace]
+    server = ApiServer(configuration)
+    try:
+        yield server, sent
+    finally:
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def frozen(server: ApiServer, namespace: str) -> AsyncIterator[Watched]:
+    """Caches that were synced, and see nothing any more: the watch that lags behind most."""
+    watched = Watched(server, [namespace])
+    running = asyncio.ensure_future(watched.cluster_state.run())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.cluster_state.wait_synced()
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    yield watched
+    await watched.groups.close()
+
+
+async def observe(watched: Watched, owner: Owner) -> ResourceObservation:
+    observation = await watched.cluster.observe(owner.key)
+    assert observation is not None
+    return observation
+
+
+async def scale(server: ApiServer, owner: Owner, replicas: int) -> int:
+    """Returns the resourceVersion at which somebody else has changed the spec."""
+    path = HETERO_INFERENCE.path(owner.key.namespace, owner.key.name)
+    stored = await server.merge(path, {"spec": {"replicas": replicas}})
+    return int(stored["metadata"]["resourceVersion"])
+
+
+async def test_a_look_at_a_resource_asks_the_api_server_nothing(
+    control_plane: Cluster, server: ApiServer, namespace: str
+) -> None:
+    owner = await create_resource(server, namespace)
+    async with counting(control_plane) as (counted, sent), watching(counted, namespace) as watched:
+        await asyncio.sleep(0)
+        before = len(sent)
+        for _ in range(5):
+            observation = await observe(watched, owner)
+            await watched.cluster.run(observation, [])
+        assert sent[before:] == [], "watches were all there before"
+        version = observation.resource.resource_version
+        await watched.cluster.run(
+            observation, [PatchStatus(status={"replicas": 3}, resource_version=version)]
+        )
+        after = await observe(watched, owner)
+        assert after.resource.status["replicas"] == 3, "what was written is read"
+        assert after.resource.resource_version != version
+        assert [line.partition(" ")[0] for line in sent[before:]] == ["PUT"]
+        await scale(server, owner, 2)
+
+        async def seen() -> bool:
+            return bool((await observe(watched, owner)).resource.spec["replicas"] == 2)
+
+        await until("a change by others is seen", seen)
+        assert [line.partition(" ")[0] for line in sent[before:]] == ["PUT"]
+
+
+async def test_what_a_write_met_is_read_before_the_next_decision(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    async with frozen(server, namespace) as watched:
+        old = await observe(watched, owner)
+        await scale(server, owner, 2)
+        assert (await observe(watched, owner)).resource.spec["replicas"] == 1, "nothing has said so yet"
+        write = PatchStatus(status={"replicas": 7}, resource_version=old.resource.resource_version)
+        with pytest.raises(ConflictError, match="modified"):
+            await watched.cluster.run(old, [write])
+        now = await observe(watched, owner)
+        assert (now.resource.spec["replicas"], now.resource.status.get("replicas", 0)) == (2, 0)
+        # Its own writes are seen without a watch: a second one is conditioned on the first.
+        for replicas in (4, 5):
+            version = (await observe(watched, owner)).resource.resource_version
+            await watched.cluster.run(
+                await observe(watched, owner),
+                [PatchStatus(status={"replicas": replicas}, resource_version=version)],
+            )
+        assert (await observe(watched, owner)).resource.status["replicas"] == 5
+
+
+async def test_what_is_announced_is_read_if_the_watch_is_behind(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    async with frozen(server, namespace) as watched:
+        resources = watched.cluster_state.resources
+        version = int((await observe(watched, owner)).resource.resource_version)
+        assert not resources.announce(owner.key, version), "it is here already"
+        version = await scale(server, owner, 2)
+        assert await list_resources(server, [namespace]) == {owner.key: version}
+        assert resources.announce(owner.key, version)
+        assert (await observe(watched, owner)).resource.spec["replicas"] == 2
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        assert resources.announce(owner.key, version + 1)
+        assert await watched.cluster.observe(owner.key) is None
+        assert await watched.cluster.observe(owner.key) is None
+        assert resources.keys() == set()
+
+
+async def test_a_resource_that_was_made_anew_is_another(server: ApiServer, namespace: str) -> None:
+    owner = await create_resource(server, namespace)
+    async with frozen(server, namespace) as watched:
+        old = await observe(watched, owner)
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        again = await create_resource(server, namespace)
+        await server.create(POD.path(namespace), pod(owner, "tiny-0-1-0"))
+        with pytest.raises(ConflictError):
+            await watched.cluster.run(old, [SetFinalizer(present=True)])
+        now = await observe(watched, owner)
+        assert now.resource.uid == again.uid != owner.uid
+        assert now.pods == (), "a pod of the resource that is gone"
+        stored = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
+        assert "finalizers" not in stored["metadata"]
+        watched.cluster_state.resources.doubt(owner.key)
+        assert (await observe(watched, owner)).resource.uid == again.uid
