@@ -71,7 +71,8 @@ computing: setup  ## those of them that start vLLM or compile
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
 	@$(BIN)/python -m tests.cluster build control-plane
-	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers" $(COMPUTING:%=--ignore=%) --ignore=$(WATCHING)
+	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces" $(COMPUTING:%=--ignore=%) \
+	  --ignore=$(WATCHING)
 	@$(BIN)/python -m tests.cluster build
 	$(PYTEST) $(LONGEST) $(WATCHING)
 
@@ -155,6 +156,7 @@ soak: setup  ## an hour of pods that go and an API server that dies: all Ready a
 SCALE := --resources 1000 --idle-seconds 600 --write docs/scale.md
 scale: setup  ## 1,000 resources of 4 pods on kwok nodes: time, memory, silence, restart; root
 	@$(BIN)/python -m tests.cluster build control-plane
+	$(PYTEST) -s tests/integration/operator -m many_namespaces
 	$(BIN)/python -m tests.scale $(SCALE)
 
 SPECS := --count 10000

@@ -16,7 +16,7 @@ SAME_IN_EACH_PACKAGE = {
     "errors.py": "of a package",
 }
 FOLDERS = ("charts", "docs", "examples", "operator", "tests", "worker_image")
-OF_OTHERS = ("huggingface_hub", "kopf", "torch", "vllm")
+OF_OTHERS = ("asyncio", "huggingface_hub", "kopf", "torch", "vllm")
 """Projects whose files are cited."""
 NO_LONGER_THERE = {
     # docs/testing.md says where the tests of these are now

@@ -32,6 +32,7 @@ from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
 from heteroinfer_operator.kube.operator_key import ensure_operator_key
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
+from heteroinfer_operator.kube.tls_buffers import shrink_tls_buffers
 from heteroinfer_operator.metrics import OperatorMetrics
 from heteroinfer_operator.settings import InstallationSettings
 from heteroinfer_operator.workqueue import Decide, WorkQueue, build_process
@@ -73,6 +74,7 @@ class Operator:
             HeteroInferError: it cannot start.
             ExceptionGroup: a part failed, or the Lease was lost: the process must end.
         """
+        shrink_tls_buffers()
         stop = asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, stop.set)

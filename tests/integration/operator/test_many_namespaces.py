@@ -44,7 +44,7 @@ async def both_are_gone(server: ApiServer, namespaces: list[str]) -> bool:
     return not any([(await server.get(path))["items"] for path in paths])
 
 
-@pytest.mark.parametrize("count", [17, 200])
+@pytest.mark.parametrize("count", [17, pytest.param(200, marks=pytest.mark.many_namespaces)])
 async def test_all_namespaces_are_served(
     control_plane: Cluster, server: ApiServer, install: Install, tmp_path: Path, count: int
 ) -> None:

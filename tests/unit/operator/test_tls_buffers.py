@@ -1,0 +1,29 @@
+"""asyncio's buffer of a TLS connection, which has no option."""
+
+from asyncio import Protocol, get_running_loop, sslproto
+from ssl import create_default_context
+
+import pytest
+
+from heteroinfer_operator.kube.tls_buffers import RECORD_BYTES, shrink_tls_buffers
+
+
+def buffer_bytes() -> int:
+    """Returns what a new connection keeps for what it receives."""
+    loop = get_running_loop()
+    connection = sslproto.SSLProtocol(loop, Protocol(), create_default_context(), loop.create_future())
+    try:
+        return len(connection.get_buffer(-1))
+    finally:
+        connection._app_transport.abort()
+
+
+async def test_a_connection_keeps_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sslproto.SSLProtocol, "max_size", 2 * RECORD_BYTES)  # undone after this test
+    assert buffer_bytes() == 2 * RECORD_BYTES
+    shrink_tls_buffers()
+    assert buffer_bytes() == RECORD_BYTES
+
+
+async def test_it_is_still_needed() -> None:
+    assert buffer_bytes() > RECORD_BYTES
