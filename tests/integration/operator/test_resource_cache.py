@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 import pytest
@@ -24,8 +24,10 @@ from tests.integration.operator.running_operator import (
 
 
 @contextlib.asynccontextmanager
-async def counting(control_plane: Cluster) -> AsyncIterator[tuple[ApiServer, list[str]]]:
-    """The API server, and each request that was sent to it from here."""
+async def counting(
+    control_plane: Cluster, answered: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[tuple[ApiServer, list[str]]]:
+    """The API server, and each request that was sent to it from here; `answered` is awaited after each."""
     sent: list[str] = []
 
     async def note(_session: object, _context: object, started: aiohttp.TraceRequestStartParams) -> None:
@@ -33,6 +35,12 @@ async def counting(control_plane: Cluster) -> AsyncIterator[tuple[ApiServer, lis
 
     trace = aiohttp.TraceConfig()
     trace.on_request_start.append(note)
+
+    async def hold(*_: object) -> None:
+        if answered is not None:
+            await answered()
+
+    trace.on_request_end.append(hold)
     configuration = await load_configuration(str(control_plane.kubeconfig))
     configuration.trace_configs = [trace]
     server = ApiServer(configuration)
@@ -134,6 +142,28 @@ async def test_what_is_announced_is_read_if_the_watch_is_behind(server: ApiServe
         assert await watched.cluster.observe(owner.key) is None
         assert await watched.cluster.observe(owner.key) is None
         assert resources.keys() == set()
+
+
+async def test_what_is_announced_while_it_is_read_is_read_next(
+    control_plane: Cluster, server: ApiServer, namespace: str
+) -> None:
+    owner = await create_resource(server, namespace)
+    answered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        answered.set()
+        await go_on.wait()
+
+    async with frozen(server, namespace) as watched, counting(control_plane, hold) as (held, _):
+        resources = watched.cluster_state.resources
+        resources.announce(owner.key, await scale(server, owner, 2))
+        resources._server = held
+        reading = asyncio.ensure_future(observe(watched, owner))
+        await answered.wait()
+        assert resources.announce(owner.key, await scale(server, owner, 3))
+        go_on.set()
+        assert (await reading).resource.spec["replicas"] == 2
+        assert (await observe(watched, owner)).resource.spec["replicas"] == 3
 
 
 async def test_a_resource_that_was_made_anew_is_another(server: ApiServer, namespace: str) -> None:

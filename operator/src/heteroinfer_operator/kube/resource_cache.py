@@ -83,12 +83,14 @@ class ResourceCache:
         cache, name = self._cache(key), _name(key)
         if cache is None:
             return None
-        unknown = not cache.has_seen(name, self._announced.get(key, 0))
-        doubted = 0 < cache.version_of(name) <= self._doubted.get(key, 0)
-        if unknown or doubted:
+        announced, doubted = self._announced.get(key, 0), self._doubted.get(key, 0)
+        if not cache.has_seen(name, announced) or 0 < cache.version_of(name) <= doubted:
             await self._read_anew(cache, key)
-        self._announced.pop(key, None)
-        self._doubted.pop(key, None)
+        # What is said while it is read may be of later than what is read.
+        if self._announced.get(key, 0) == announced:
+            self._announced.pop(key, None)
+        if self._doubted.get(key, 0) == doubted:
+            self._doubted.pop(key, None)
         record = cache.get(name)
         return record.view if record is not None else None
 
