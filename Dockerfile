@@ -17,12 +17,12 @@ ARG UV=uv==0.13.8
 # that a change in it costs one small layer.
 FROM ${BASE} AS package
 ARG UV
+RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
+    && python3 -m venv --without-pip /opt/heteroinfer
 COPY pyproject.toml README.md /source/
 COPY operator/src /source/operator/src
 COPY worker_image/src /source/worker_image/src
-RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
-    && python3 -m venv --without-pip /opt/heteroinfer \
-    && /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode /source
+RUN /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode /source
 
 # --- runtime: what all images share. Nothing writes outside /tmp, so that the root file system may be
 # read-only; bytecode is compiled at build, since it could not be kept at run time.

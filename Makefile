@@ -32,9 +32,9 @@ setup:  ## everything into .venv and .venv-worker; nothing to do when nothing ch
 quickstart: setup  ## a small model on this machine, from a file to served tokens
 	@$(BIN)/python -m tests.quickstart
 
-# A real node's tests hold bounds of seconds, and so begin when nothing computes beside them.
+# What holds bounds of seconds begins when nothing computes beside it, and a real node has the machine for itself.
 test: need-root check  ## what CI runs
-	@failed=0; ./.ci/lanes computing waiting programs || failed=1; ./.ci/lanes nodes || failed=1; exit $$failed
+	@failed=0; for lanes in "computing programs" waiting nodes; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 
 check: setup  ## the inner loop: lint, types, imports, unit
 	@./.ci/lanes unit static
@@ -61,20 +61,17 @@ unit: setup  ## pure tests, on all cores
 LONGEST := --durations=100 --durations-min=5
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models calibration)
-WATCHING := tests/integration/watching
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
-	@./.ci/lanes computing waiting
+	@failed=0; for lane in computing waiting; do ./.ci/lanes $$lane || failed=1; done; exit $$failed
 
 computing: setup  ## those of them that start vLLM or compile
 	$(PYTEST) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix"
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
-	@$(BIN)/python -m tests.cluster build control-plane
-	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces" $(COMPUTING:%=--ignore=%) \
-	  --ignore=$(WATCHING)
 	@$(BIN)/python -m tests.cluster build
-	$(PYTEST) $(LONGEST) $(WATCHING)
+	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces" \
+	  $(COMPUTING:%=--ignore=%)
 
 programs: setup  ## builds what a real node and the watching tests need, ahead of them; seconds when it is cached
 	@$(BIN)/python -m tests.cluster build

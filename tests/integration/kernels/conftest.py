@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.kernels.instructions import build_emulated, of_this_cpu
+from tests.integration.kernels.instructions import emulated_library, of_this_cpu
 from vllm_heteroinfer.kernels import build
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def emulated() -> Path:
     """The library with its instructions emulated: each path runs on any CPU."""
-    return build_emulated(tmp_path_factory.mktemp("emulated"))
+    return emulated_library()
 
 
 @pytest.fixture(scope="session")

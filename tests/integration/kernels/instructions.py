@@ -1,9 +1,12 @@
 """Which instruction sets this CPU has, and the kernels with those instructions emulated in plain C++."""
 
+import hashlib
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Final
 
+from tests.cluster.folders import cache_folder, locked
 from vllm_heteroinfer.kernels import build
 
 SETS: Final = {
@@ -24,13 +27,28 @@ def of_this_cpu() -> list[str]:
     return [path for path, needed in SETS.items() if needed <= flags]
 
 
-def build_emulated(folder: Path, *, cpu_has_them: bool = True) -> Path:
-    """Returns the kernels' library with every instruction beyond AVX2 emulated.
+def emulated_library(*, cpu_has_them: bool = True) -> Path:
+    """Returns the kernels' library with every instruction beyond AVX2 emulated; built once for its sources.
 
     Args:
-        folder: to build in; empty.
         cpu_has_them: what the library finds out about its CPU: all of the instruction sets, or none.
     """
+    compiler = subprocess.run(["g++", "--version"], check=True, capture_output=True, timeout=60).stdout
+    digest = hashlib.sha256(repr((compiler, _FLAGS, build.LINK_FLAGS)).encode())
+    for source in sorted([*build.SOURCE.iterdir(), EMULATION, Path(__file__)]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    folder, what = cache_folder() / "emulated", "has" if cpu_has_them else "lacks"
+    library = folder / f"{what}-{digest.hexdigest()[:16]}.so"
+    with locked(folder / f"{what}.lock"):
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                _build_emulated(Path(scratch), cpu_has_them=cpu_has_them).replace(library)
+            for old in set(folder.glob(f"{what}-*.so")) - {library}:
+                old.unlink()
+    return library
+
+
+def _build_emulated(folder: Path, *, cpu_has_them: bool) -> Path:
     for source in build.SOURCE.iterdir():
         # The compiler must not use what this CPU lacks, and unrolled calls take minutes to compile.
         kept = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.kernels.instructions import SETS, build_emulated, of_this_cpu
+from tests.integration.kernels.instructions import SETS, emulated_library, of_this_cpu
 from tests.integration.kernels.probe_answers import Asking, asking
 from vllm_heteroinfer.kernels import build
 
@@ -78,8 +78,8 @@ def test_paths_are_those_that_this_cpu_has() -> None:
     assert answer["refusal"] == (None if answer["paths"] else NO_AVX512)
 
 
-def test_a_cpu_without_avx512_is_refused(tmp_path: Path) -> None:
-    with asking(PROBE, str(build_emulated(tmp_path, cpu_has_them=False))) as ask:
+def test_a_cpu_without_avx512_is_refused() -> None:
+    with asking(PROBE, str(emulated_library(cpu_has_them=False))) as ask:
         assert ask("paths") == {"paths": [], "refusal": NO_AVX512}
 
 

@@ -90,8 +90,12 @@ async def test_from_a_hub_to_ready(
             return await condition(server, namespace, "ModelReady") == ("False", "ModelAccessDenied")
 
         await until("the refusal in the status", denied)
-        events = (await server.get(EVENT.path(namespace)))["items"]
-        assert any(e["reason"] == "ModelAccessDenied" and "licence" in e["note"] for e in events)
+
+        async def reported() -> bool:
+            events = (await server.get(EVENT.path(namespace)))["items"]
+            return any(e["reason"] == "ModelAccessDenied" and "licence" in e["note"] for e in events)
+
+        await until("the event", reported)
 
         # With a token it is tried at once, by another pod; the claim stays as it is.
         token = {"tokenSecretRef": {"name": SECRET}}

@@ -29,7 +29,7 @@ def ask(group: Group, prompt: list[int], max_tokens: int) -> Any:
         json.dumps({**body, **stream}).encode(),
         {"Content-Type": "application/json"},
     )
-    return urllib.request.urlopen(request, timeout=120)
+    return urllib.request.urlopen(request, timeout=120)  # of silence, not of the whole
 
 
 def read(answer: Any) -> Iterator[tuple[list[int], str | None]]:
@@ -68,7 +68,7 @@ def check_drain(group: Group, prompt: list[int], tokens: list[int]) -> None:
         group.terminate()
         check_refused(group, prompt)
         assert not rest.done(), "the request was too short to tell"
-        parts = rest.result(timeout=120)
+        parts = rest.result(timeout=240)
     got = first + [token for part, _ in parts for token in part]
     assert parts[-1][1] == "length"
     assert len(got) == LONG

@@ -1,9 +1,11 @@
-"""API server or engine hang while no rank is busy: the group ends within a bound, and says who hung."""
+"""The engine hangs while no rank is busy: the group ends within a bound, and says who hung.
+
+That it was stopped while idle, and a stopped API server, are shown by the groups of test_platform.py and
+test_tensor.py, at their ends.
+"""
 
 import os
-import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +14,18 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_contract.failure import Failure, FailureReason
 from tests.integration.worker.answers import ONE_THREAD, answer_all, rank_pids
 from tests.integration.worker.conftest import Reference
 from tests.integration.worker.deaths import ask
-from tests.integration.worker.groups import Group, build_plan, fetch, start_group
+from tests.integration.worker.engine_stops import (
+    STOPPED_WITHIN_S,
+    check_stopped_engine,
+    end_of,
+    engine_pid,
+    is_ready,
+    wait_not_ready,
+)
+from tests.integration.worker.groups import Group, build_plan, start_group
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -26,9 +35,6 @@ ENV = {
     names.ENV_STEP_TIMEOUT: str(LIMIT_S),
     "PYTHONPATH": str(Path(__file__).parent / "hanging"),
 }
-STOPPED_WITHIN_S = 3.0
-"""A second until it is seen, the verdict, and the end of all processes."""
-NOT_READY_WITHIN_S = 2.5
 
 
 @pytest.fixture
@@ -40,64 +46,12 @@ def group(model: Path, tmp_path: Path) -> Iterator[Group]:
         yield group
 
 
-def api_pid(group: Group) -> int:
-    found = re.search(r"started api as process (\d+)", group.children[0].log.read_text())
-    assert found is not None, group.logs()
-    return int(found[1])
-
-
-def engine_pid(group: Group) -> int:
-    """Returns the process of the engine: the API server's child that says so."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(api_pid(group))], check=True, capture_output=True, text=True
-    ).stdout
-    found = [int(line.split()[0]) for line in listed.splitlines() if "EngineCore" in line]
-    assert len(found) == 1, listed
-    return found[0]
-
-
-def is_ready(group: Group) -> bool:
-    url = f"http://127.0.0.1:{group.addresses[0].health_port}{names.PATH_READYZ}"
-    return fetch(url, timeout_s=2.0) is not None
-
-
-def end_of(group: Group, began: float, within_s: float) -> Failure:
-    """Returns what a group says of its end, which must come in time."""
-    assert group.children[0].process.wait(within_s) == names.EXIT_RANK_FAILED
-    print(f"ended after {time.monotonic() - began:.2f} s")
-    failure = group.failure(0)
-    assert failure is not None, group.logs()
-    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
-    return failure
-
-
-def wait_not_ready(group: Group, began: float) -> None:
-    while is_ready(group):
-        assert time.monotonic() - began < NOT_READY_WITHIN_S, group.logs()
-        time.sleep(0.02)
-    print(f"not ready after {time.monotonic() - began:.2f} s")
-
-
-def test_a_stopped_api_server_is_named(group: Group) -> None:
-    began = time.monotonic()
-    os.kill(api_pid(group), signal.SIGSTOP)
-    wait_not_ready(group, began)
-    failure = end_of(group, began, STOPPED_WITHIN_S)
-    assert "the API server (pod 0) has been stopped for more than 1 s" in failure.message
-
-
-@pytest.mark.parametrize("requests", [False, True], ids=["idle", "while requests wait"])
-def test_a_stopped_engine_is_named(group: Group, reference: Reference, requests: bool) -> None:
-    engine = engine_pid(group)
+def test_a_stopped_engine_is_named_while_requests_wait(group: Group, reference: Reference) -> None:
     with ThreadPoolExecutor(len(reference)) as pool:
-        running = ask(group, reference, pool) if requests else []
-        began = time.monotonic()
-        os.kill(engine, signal.SIGSTOP)
-        wait_not_ready(group, began)
-        failure = end_of(group, began, STOPPED_WITHIN_S)
+        running = ask(group, reference, pool)
+        check_stopped_engine(group)
         for request in running:
             assert request.exception(30) is not None, "a request was answered by a group that has ended"
-    assert f"the engine (pod 0, process {engine}) has been stopped for more than 1 s" in failure.message
 
 
 def test_an_engine_that_hangs_is_named_and_a_long_step_is_waited_for(

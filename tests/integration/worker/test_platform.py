@@ -18,6 +18,7 @@ from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
 from tests.integration.forked_script import run_script
 from tests.integration.worker.answers import answer_all, rank_pids
 from tests.integration.worker.conftest import Reference
+from tests.integration.worker.engine_stops import check_stopped_engine
 from tests.integration.worker.groups import WORKER_PYTHON, build_addresses, build_plan, start_group
 from vllm_heteroinfer.launch.environment import rank_environment
 from vllm_heteroinfer.launch.host import observe_host
@@ -203,7 +204,10 @@ def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
 
 
 def test_threads_of_a_rank_have_its_cores(model: Path, reference: Reference, tmp_path: Path) -> None:
-    """cpuBinding: every compute thread is bound to the rank's cores; the engine has its own."""
+    """cpuBinding: every compute thread is bound to the rank's cores; the engine has its own.
+
+    The engine is stopped at its end, and named.
+    """
     cpus = sorted(os.sched_getaffinity(0))
     assert len(cpus) > 1, "needs two CPUs: one for the engine, one for the rank"
     plan = build_plan(model, layers=[8], pods=[1])
@@ -233,6 +237,7 @@ def test_threads_of_a_rank_have_its_cores(model: Path, reference: Reference, tmp
         bound = [task for task in tasks(pid) if sorted(os.sched_getaffinity(task)) == own]
         assert len(bound) >= int(expected["OMP_NUM_THREADS"])
         assert sorted(os.sched_getaffinity(group.children[0].process.pid)) == cpus
+        check_stopped_engine(group)
 
 
 def tasks(pid: int) -> list[int]:

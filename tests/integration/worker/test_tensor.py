@@ -18,6 +18,7 @@ from heteroinfer_contract.plan import Mode, Plan
 from tests.integration.worker.answers import ONE_THREAD, samples
 from tests.integration.worker.conftest import Reference, make, refer
 from tests.integration.worker.deaths import ENDED_WITHIN_S, NAMED_WITHIN_S, ask, check_death
+from tests.integration.worker.engine_stops import check_stopped_api_server
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,10 +32,12 @@ def tensor_plan(model: Path, *, layers: list[int], pods: list[int], **engine: An
 
 
 def test_two_ranks_of_one_pod_split_every_layer(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """The API server is stopped at its end, and named."""
     plan = tensor_plan(model, layers=[8], pods=[2], **SMALL_STEPS)
     with start_group(plan, tmp_path, env=ONE_THREAD) as group:
         group.wait_ready()
         check_all(group, reference, "shared_memory")
+        check_stopped_api_server(group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import metric_names as names
+from heteroinfer_contract.names import ENV_DRAIN_TIMEOUT
 from tests.integration.worker.answers import ONE_THREAD, answer_all, samples, shared_memory
 from tests.integration.worker.conftest import Reference
 from tests.integration.worker.drains import check_drain
@@ -23,8 +24,6 @@ pytestmark = pytest.mark.timeout(600)
 
 LONG = 128
 """Tokens of an answer that takes longer than requests need to arrive."""
-STAGGERED_ROUNDS = 3
-"""Requests join stock vLLM's two halves by chance: in one round of eight all four join the same one."""
 HOP_BYTES = 2 * 256 * 4
 """Of a token: hidden states and residual, 256 wide, float32."""
 SCHEMA = {
@@ -45,7 +44,8 @@ def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gro
     # Compact, so that a model that knows nothing ends its object within the tokens it has.
     compact = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
     plan = build_plan(model, layers=[4, 4], pods=[1, 1], extra_args=compact, max_model_len=2048)
-    with start_group(plan, tmp_path_factory.mktemp("group"), env=ONE_THREAD) as group:
+    env = {**ONE_THREAD, ENV_DRAIN_TIMEOUT: "240"}  # on a busy machine a stream may take minutes
+    with start_group(plan, tmp_path_factory.mktemp("group"), env=env) as group:
         group.wait_ready()
         yield group
 
@@ -54,13 +54,12 @@ def test_tokens_batches_and_metrics(group: Group, reference: Reference) -> None:
     """Of a group that has answered nothing before."""
     answer_all(group, reference)
     answer_all(group, reference)  # now from the prefix cache, where it covers a block
-    for _ in range(STAGGERED_ROUNDS):
-        check_staggered(group, reference)
+    check_staggered(group, reference)
     check_metrics(group)
 
 
 def check_staggered(group: Group, reference: Reference) -> None:
-    """Requests that come one step apart soon go as one batch; stock vLLM keeps two halves for good."""
+    """Requests that come one step apart soon go as one batch; test_scheduler.py shows how, step by step."""
     before = decode_steps(group)
     with ThreadPoolExecutor(len(reference)) as pool:
         futures = []
@@ -97,8 +96,8 @@ def check_metrics(group: Group) -> None:
         assert total == pytest.approx(sum(step.values()), rel=1e-6)
         assert all(value > 0 for value in compute.values())
         tokens = samples(text, names.TOKENS_TOTAL)
-        # The first new token comes of the prompt's last step; 8 answers of 32 tokens, 4 of LONG a round.
-        assert tokens[names.PHASE_DECODE] == 8 * 31 + STAGGERED_ROUNDS * 4 * (LONG - 1)
+        # The first new token comes of the prompt's last step; 8 answers of 32 tokens, 4 of LONG.
+        assert tokens[names.PHASE_DECODE] == 8 * 31 + 4 * (LONG - 1)
         direction = "send" if rank == 0 else "recv"
         sent = samples(text, names.TRANSFER_BYTES_TOTAL)
         assert sent == {direction: sum(tokens.values()) * HOP_BYTES}

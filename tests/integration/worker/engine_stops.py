@@ -1,0 +1,71 @@
+"""API server or engine is stopped at the end of a group's other tests: it is named, within a bound."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import Failure, FailureReason
+from tests.integration.worker.groups import Group, fetch
+
+STOPPED_WITHIN_S = 3.0
+"""A second until it is seen, the verdict, and the end of all processes."""
+NOT_READY_WITHIN_S = 2.5
+
+
+def check_stopped_api_server(group: Group) -> None:
+    """Stops the API server of a group of one pod."""
+    began = time.monotonic()
+    os.kill(api_pid(group), signal.SIGSTOP)
+    wait_not_ready(group, began)
+    failure = end_of(group, began, STOPPED_WITHIN_S)
+    assert "the API server (pod 0) has been stopped for more than 1 s" in failure.message
+
+
+def check_stopped_engine(group: Group) -> None:
+    """Stops the engine of a group of one pod."""
+    engine, began = engine_pid(group), time.monotonic()
+    os.kill(engine, signal.SIGSTOP)
+    wait_not_ready(group, began)
+    failure = end_of(group, began, STOPPED_WITHIN_S)
+    assert f"the engine (pod 0, process {engine}) has been stopped for more than 1 s" in failure.message
+
+
+def api_pid(group: Group) -> int:
+    found = re.search(r"started api as process (\d+)", group.children[0].log.read_text())
+    assert found is not None, group.logs()
+    return int(found[1])
+
+
+def engine_pid(group: Group) -> int:
+    """Returns the process of the engine: the API server's child that says so."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(api_pid(group))], check=True, capture_output=True, text=True
+    ).stdout
+    found = [int(line.split()[0]) for line in listed.splitlines() if "EngineCore" in line]
+    assert len(found) == 1, listed
+    return found[0]
+
+
+def is_ready(group: Group) -> bool:
+    url = f"http://127.0.0.1:{group.addresses[0].health_port}{names.PATH_READYZ}"
+    return fetch(url, timeout_s=2.0) is not None
+
+
+def end_of(group: Group, began: float, within_s: float) -> Failure:
+    """Returns what a group says of its end, which must come in time."""
+    assert group.children[0].process.wait(within_s) == names.EXIT_RANK_FAILED
+    print(f"ended after {time.monotonic() - began:.2f} s")
+    failure = group.failure(0)
+    assert failure is not None, group.logs()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
+    return failure
+
+
+def wait_not_ready(group: Group, began: float) -> None:
+    while is_ready(group):
+        assert time.monotonic() - began < NOT_READY_WITHIN_S, group.logs()
+        time.sleep(0.02)
+    print(f"not ready after {time.monotonic() - began:.2f} s")
