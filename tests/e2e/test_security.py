@@ -18,6 +18,7 @@ import yaml
 
 from heteroinfer_contract import names
 from tests.cluster import processes
+from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
 from tests.cluster.volumes import volume_manifests
@@ -137,6 +138,16 @@ def test_top_shows_what_the_leader_says_now(pair: Resource) -> None:
     assert "rank 1 cpu" in heteroinfer(pair.cluster, "top")
 
 
+def log_of(cluster: NodeCluster, namespace: str, name: str) -> str:
+    """Returns the log of a pod; "" of one that went meanwhile, or has not begun."""
+    try:
+        return cluster.kubectl("logs", "-n", namespace, name)
+    except ClusterError as error:
+        if "NotFound" not in str(error) and "is waiting to start" not in str(error):
+            raise
+        return ""
+
+
 def everything_reported(cluster: NodeCluster) -> dict[str, str]:
     """Returns all that anybody printed or stored where people look, but for the Secret itself."""
     reported = {}
@@ -144,7 +155,7 @@ def everything_reported(cluster: NodeCluster) -> dict[str, str]:
     for namespace in (SYSTEM, NAMESPACE):
         reported[f"objects of {namespace}"] = cluster.kubectl("get", "-n", namespace, kinds, "-o", "yaml")
         for name in cluster.kubectl("get", "pods", "-n", namespace, "-o", "name").split():
-            reported[f"log of {name}"] = cluster.kubectl("logs", "-n", namespace, name)
+            reported[f"log of {name}"] = log_of(cluster, namespace, name)
     reported["description"] = cluster.kubectl("describe", "-n", NAMESPACE, "hinf,pods")
     reported["top"] = heteroinfer(cluster, "top", "-o", "json")
     reported["logs"] = heteroinfer(cluster, "logs", "cpu-pair", "--tail", "100000")
