@@ -172,6 +172,29 @@ def test_patience_ends(hub: HubServer, cache: Path) -> None:
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
 
 
+def test_a_hub_that_keeps_the_connection_and_sends_nothing(hub: HubServer, cache: Path) -> None:
+    """The client would wait for its own time-out, and ask again, and again."""
+    hub.pause_after_bytes = PAUSE_BYTES
+    with fetching(hub, cache, "--patience", "3") as fetch:
+        failure = fetch.failure()
+        assert "nothing new for" in fetch.said
+    assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
+    assert "keeps the connection" in failure.message
+    hub.pause_after_bytes = None
+    with fetching(hub, cache) as fetch:  # and goes on where it stopped
+        fetch.model()
+    check_folder(hub, cache)
+
+
+@pytest.mark.parametrize(
+    "option", [("--health-port", "99999"), ("--health-port", "0"), ("--patience", "0"), ("--patience", "nan")]
+)
+def test_options_that_cannot_be(hub: HubServer, cache: Path, option: tuple[str, str]) -> None:
+    with fetching(hub, cache, *option) as fetch:
+        assert fetch.process.wait(60) == 2
+    assert f"argument {option[0]}: got {option[1]!r}, expected" in fetch.said
+
+
 def test_nobody_listens(tmp_path: Path, cache: Path) -> None:
     with HubServer() as gone:
         pass

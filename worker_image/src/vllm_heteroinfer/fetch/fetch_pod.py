@@ -23,6 +23,7 @@ from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
+WATCH_EVERY_S = 1.0
 _READABLE_BY_ALL = 0o022
 """The umask: readers are other pods, which may run as another user: files 0644, folders 0755."""
 _TERMINATED = 128 + signal.SIGTERM
@@ -72,16 +73,25 @@ def fetch_model(options: FetchOptions) -> int:
         )
         text, code = asyncio.run(_run(job, options)), names.EXIT_STOPPED
     except Exception as error:  # the boundary of this process: without its word nobody knows why
-        reason = error.reason if isinstance(error, FetchError) else FailureReason.MODEL_NOT_READABLE
-        known = isinstance(error, ContractError)
-        words = str(error) if known else f"{HUB_SCHEME}{options.repository} cannot be fetched: {error!r}"
-        failure = Failure(reason=reason, message=words, exit_code=names.EXIT_FETCH_FAILED, time=time.time())
-        text, code = failure.to_json(), names.EXIT_FETCH_FAILED
-        logger.error("%s: %s", reason, words, exc_info=not known)
+        text, code = _failure(options, error).to_json(), names.EXIT_FETCH_FAILED
+    _leave(options, text)
+    return code
+
+
+def _failure(options: FetchOptions, error: Exception) -> Failure:
+    """Returns why the fetch failed, and logs it."""
+    reason = error.reason if isinstance(error, FetchError) else FailureReason.MODEL_NOT_READABLE
+    known = isinstance(error, ContractError)
+    words = str(error) if known else f"{HUB_SCHEME}{options.repository} cannot be fetched: {error!r}"
+    logger.error("%s: %s", reason, words, exc_info=None if known else error)
+    return Failure(reason=reason, message=words, exit_code=names.EXIT_FETCH_FAILED, time=time.time())
+
+
+def _leave(options: FetchOptions, text: str) -> None:
     if options.termination_message_path is not None:
         termination_message.leave(options.termination_message_path, text)
     sys.stdout.write(f"{text}\n")
-    return code
+    sys.stdout.flush()
 
 
 async def _run(job: FetchJob, options: FetchOptions) -> str:
@@ -89,12 +99,21 @@ async def _run(job: FetchJob, options: FetchOptions) -> str:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os._exit(_TERMINATED))
     server = HealthServer(lambda request: _answer(job, request.path))
     await server.start(options.health_host, options.health_port)
-    telling = asyncio.ensure_future(_tell(job))
+    beside = [asyncio.ensure_future(_tell(job)), asyncio.ensure_future(_watch(job, options))]
     try:
         return (await asyncio.to_thread(job.run)).to_json()
     finally:
-        telling.cancel()
+        for task in beside:
+            task.cancel()
         server.close()
+
+
+async def _watch(job: FetchJob, options: FetchOptions) -> None:
+    """Ends this process when the hub stalls; what was fetched is kept as it is."""
+    while (stall := job.find_stall()) is None:
+        await asyncio.sleep(WATCH_EVERY_S)
+    _leave(options, _failure(options, stall).to_json())
+    os._exit(names.EXIT_FETCH_FAILED)  # the threads that ask would be waited for, and one hangs
 
 
 def _answer(job: FetchJob, path: str) -> HealthAnswer:

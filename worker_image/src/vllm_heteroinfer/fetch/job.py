@@ -1,8 +1,10 @@
 """One fetch: lists the model, fetches what is missing, verifies, marks; waits out what may heal."""
 
+import contextlib
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -58,6 +60,21 @@ class FetchJob:
         self._commit = ""
         self._wanted: tuple[FetchedFile, ...] = ()
         self._message = "asking the hub"
+        self._moves = _Moves()
+
+    def find_stall(self) -> FetchError | None:
+        """Returns the end of a fetch whose source brings nothing for the whole patience, or None.
+
+        A call of the hub's client tries again by itself, and may never return: `run` cannot end it.
+        """
+        silent_s = self._moves.silent_s(self._used_bytes())
+        if silent_s <= self._patience_s:
+            return None
+        return FetchError(
+            FailureReason.MODEL_HUB_UNREACHABLE,
+            f"the hub brought nothing new for {silent_s:.0f} s, though it keeps the connection: "
+            "look at the network or the proxy between (HTTPS_PROXY, HF_ENDPOINT in spec.engine.env)",
+        )
 
     def progress(self) -> FetchProgress:
         """Returns how far it is now, as the cache's files tell; from any thread."""
@@ -96,7 +113,8 @@ class FetchJob:
     def _attempt(self) -> FetchedModel:
         complete = self._known_complete()
         if complete is None:
-            commit, files = self._source.files()
+            with self._moves.asking():
+                commit, files = self._source.files()
             store = self._open(commit)
             self._message = ""
             complete = self._complete(store, files)
@@ -164,7 +182,8 @@ class FetchJob:
         for _ in range(_WRONG_HASHES):
             part = store.open_part(file)
             try:
-                self._source.fetch(self._commit, file, part)
+                with self._moves.asking():
+                    self._source.fetch(self._commit, file, part)
             except OSError as error:
                 raise store.refusal(error) from error
             if store.keep(file):
@@ -174,6 +193,41 @@ class FetchJob:
             f"{file.path} came {_WRONG_HASHES} times with another hash than {file.digest}: "
             "a proxy or mirror (HF_ENDPOINT) changes it, or the volume does not keep what is written",
         )
+
+
+class _Moves:
+    """For how long the source is asked and brings nothing; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._used_bytes = -1
+        self._moved_at_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Counts a call of the source; its begin and its end are moves."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._calls += more
+            self._moved_at_s = time.monotonic()
+
+    def silent_s(self, used_bytes: int) -> float:
+        """Returns the seconds since anything moved; 0 while nothing is asked.
+
+        Args:
+            used_bytes: that the model takes in the cache now.
+        """
+        with self._lock:
+            if not self._calls or used_bytes != self._used_bytes:
+                self._used_bytes, self._moved_at_s = used_bytes, time.monotonic()
+            return time.monotonic() - self._moved_at_s
 
 
 def _read_index(folder: Path, files: Sequence[FetchedFile]) -> Any:

@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     fetch.add_argument("--revision", default="main", help="branch, tag or commit; default: main")
     fetch.add_argument("--cache", type=Path, required=True, metavar="DIR", help="root of the cache")
     fetch.add_argument("--health-host", default="0.0.0.0", help="where this pod is reached")  # noqa: S104 - by the kubelet and the operator
-    fetch.add_argument("--health-port", type=int, default=names.DEFAULT_HEALTH_PORT)
+    fetch.add_argument("--health-port", type=_port, default=names.DEFAULT_HEALTH_PORT)
     fetch.add_argument(
         "--patience",
-        type=float,
+        type=_seconds,
         default=600.0,
         metavar="SECONDS",
         help="end after so long without a new byte",
@@ -88,6 +88,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "calibrate":
         _calibrate(arguments.termination_message_path, others)
     return supervise(os.environ, Commands())
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port, 1 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds above 0, {MAX_SECONDS:.0f} at most")
+    return seconds
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
