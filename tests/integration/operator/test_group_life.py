@@ -3,6 +3,7 @@
 No kubelet is here: the tests say for it how pods and nodes fare.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
-from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.kube.server import ApiError, ApiServer
+from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S
 from tests.integration.operator.life import (
     Install,
     bind,
@@ -24,7 +27,7 @@ from tests.integration.operator.life import (
     stored,
     workers,
 )
-from tests.integration.operator.running_operator import add_node, operator, until
+from tests.integration.operator.running_operator import add_node, end_rank, operator, until
 
 
 @pytest.fixture
@@ -147,3 +150,35 @@ async def test_pods_that_end_on_purpose_have_the_time_to_drain(
 
         await until("the status says so", reported)
         await remove(server, namespace, leader, follower)
+
+
+@pytest.mark.parametrize("value", [None, "somebody"])
+async def test_a_pod_that_loses_the_label_it_is_watched_by_serves_on(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str, value: str | None
+) -> None:
+    """To a watch it is gone; its epoch lives as long as it does, ends with it, and leaves nothing."""
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+        await process.working()
+        _, follower = await bring_up(server, namespace)
+        path = POD.path(namespace, follower)
+        label = {"metadata": {"labels": {names.LABEL_RESOURCE: value}}}
+        await server.merge(path, label)
+
+        async def reported() -> bool:
+            events = (await server.get(EVENT.path(namespace)))["items"]
+            return any(event["reason"] == "PodLabelLost" and follower in event["note"] for event in events)
+
+        await until("the event", reported)
+        await asyncio.sleep(3 * LOOK_AGAIN_S)  # several looks at it
+        (group,) = (await status_of(server, namespace))["groups"]
+        assert (group["epoch"], group["phase"], group.get("failures", [])) == (
+            nth_epoch(namespace, 1),
+            "Ready",
+            [],
+        )
+        await end_rank(server, namespace, follower, index=1)
+        await until("the next epoch", lambda: two_workers(server, namespace, 2))
+        (group,) = (await status_of(server, namespace))["groups"]
+        assert (group["failures"][-1]["reason"], group["failures"][-1]["rank"]) == ("RankExited", 1)
+        with pytest.raises(ApiError, match="not found"):
+            await server.get(path)

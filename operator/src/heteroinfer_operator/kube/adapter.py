@@ -28,6 +28,8 @@ from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, SECRET, Kind, ObjectName, writable_kind
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.trim import PodRecord
+from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S, describe_unlabelled, find_unlabelled
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.refusals import NAME_TAKEN, OBJECT_REFUSED, Acting
 
@@ -68,6 +70,8 @@ class KubeCluster:
         self._on_observed = on_observed
         self._refusals: dict[ResourceKey, tuple[int, tuple[Refusal, ...]]] = {}
         """What was refused, and of which generation: a spec that was changed is tried anew, at once."""
+        self._unlabelled: dict[ResourceKey, frozenset[str]] = {}
+        """Names of pods without the label that they are watched by."""
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         """Returns the resource and its children as last seen, or None if it is gone.
@@ -79,15 +83,20 @@ class KubeCluster:
         if resource is None:
             self._on_observed(key, None)
             self._refusals.pop(key, None)
+            self._unlabelled.pop(key, None)
             return None
         self._on_observed(key, resource.status)
         known = self._cluster_state.pods(key, resource.uid)
+        unlabelled = await self._find_unlabelled(resource, known)
+        known += unlabelled
         groups, fetch = await asyncio.gather(self._groups.observe(known), self._groups.observe_fetch(known))
         for text in self._groups.take_nonsense(key):
             event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
             await self._recorder.record(resource, event)
         # Taken after the last await, so that all of it is of one moment.
         pods = self._cluster_state.pods(key, resource.uid)
+        shown = {pod.view.name for pod in pods}
+        pods += [pod for pod in unlabelled if pod.view.name not in shown]
         return ResourceObservation(
             resource=resource,
             pods=tuple(pod.view for pod in pods),
@@ -100,6 +109,17 @@ class KubeCluster:
             refusals=self._refusals_of(resource),
         )
 
+    async def _find_unlabelled(self, resource: ResourceView, known: Sequence[PodRecord]) -> list[PodRecord]:
+        before = self._unlabelled.get(resource.key, frozenset())
+        found = await find_unlabelled(self._server, resource, known, before=before)
+        for pod in found:
+            if pod.view.name not in before:
+                await self._recorder.record(resource, describe_unlabelled(pod))
+        self._unlabelled.pop(resource.key, None)
+        if found:
+            self._unlabelled[resource.key] = frozenset(pod.view.name for pod in found)
+        return found
+
     def _refusals_of(self, resource: ResourceView) -> tuple[Refusal, ...]:
         generation, refusals = self._refusals.get(resource.key, (resource.generation, ()))
         return refusals if generation == resource.generation else ()
@@ -110,7 +130,8 @@ class KubeCluster:
         What is refused is in the next observation, and keeps nothing from being done but what needs it.
 
         Returns:
-            Seconds until something that was refused may be tried again, or None.
+            Seconds until something that was refused may be tried again, or that no watch shows is looked
+            at again, or None.
 
         Raises:
             ConflictError: an action met another state than the decision was made on.
@@ -133,7 +154,8 @@ class KubeCluster:
                 self._refusals[key] = (observation.resource.generation, tuple(acting.known.values()))
         if conflict is not None:
             raise conflict
-        return acting.look_again_s()
+        waits = [acting.look_again_s(), LOOK_AGAIN_S if key in self._unlabelled else None]
+        return min((wait for wait in waits if wait is not None), default=None)
 
 
 class _ActionRun:

@@ -148,9 +148,17 @@ def child_record(stored: Manifest) -> ChildRecord | None:
     return ChildRecord(stored={**read, "metadata": metadata}, key=key, owner_uid=uid)
 
 
-def pod_record(stored: Manifest) -> PodRecord | None:
-    """Returns a pod of ours as kept in the cache, or None if it has no label or no owner of ours."""
-    key, uid = label_key(stored), owner_uid(stored)
+def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
+    """Returns a pod of ours as kept in the cache.
+
+    Args:
+        stored: the pod.
+        key: the resource that it counts for, whatever its label.
+
+    Returns:
+        None if no resource of ours owns it, or its label is gone and no `key` is given.
+    """
+    key, uid = key or label_key(stored), owner_uid(stored)
     if key is None or not uid:
         return None
     ports = {
