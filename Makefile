@@ -160,7 +160,11 @@ SPECS := --count 10000
 specs: setup  ## 10,000 random resources against models, CRD, planner, manifests and a real API server
 	@$(BIN)/python -m tests.cluster build control-plane
 	$(BIN)/python -m tests.integration.specs $(SPECS)
-.PHONY: scale specs
+CORNERS := --count 1000
+corners: need-root setup  ## 1,000 random resources on a real API server, each struck by a random fault; root
+	@$(BIN)/python -m tests.cluster build
+	$(BIN)/python -m tests.corners $(CORNERS)
+.PHONY: scale specs corners
 
 dashboards: setup  ## the chart's dashboards from their definitions, and their pictures of a group that serves
 	$(BIN)/python -m charts.dashboards

@@ -84,11 +84,11 @@ GPU_NODE = NodeShape(
 )
 
 
-def build_stages(profile: str, *, finalizers: bool = False) -> list[dict[str, Any]]:
+def build_stages(profile: str | None, *, finalizers: bool = False) -> list[dict[str, Any]]:
     """Returns kwok's stages of pods; an inspect pod ends with `profile` as its termination message.
 
     Args:
-        profile: a text in JSON.
+        profile: a text in JSON; None leaves pods that look at a model, or fetch one, to the caller.
         finalizers: a deleted pod ends first, and stays while it has finalizers, as with a kubelet; else it
             goes at once, for a write less a pod.
     """
@@ -97,8 +97,9 @@ def build_stages(profile: str, *, finalizers: bool = False) -> list[dict[str, An
     deleted = {"key": ".metadata.deletionTimestamp", "operator": "Exists"}
     new = {"key": ".status.podIP", "operator": "DoesNotExist"}
     component = f'.metadata.labels["{names.LABEL_COMPONENT}"]'
-    inspects = {"key": component, "operator": "In", "values": [names.COMPONENT_INSPECT]}
-    runs = {"key": component, "operator": "NotIn", "values": [names.COMPONENT_INSPECT]}
+    looks = [names.COMPONENT_INSPECT] if profile else [names.COMPONENT_INSPECT, names.COMPONENT_FETCH]
+    inspects = {"key": component, "operator": "In", "values": looks}
+    runs = {"key": component, "operator": "NotIn", "values": looks}
     ready = '.status.conditions.[] | select( .type == "Ready" ) | .status'
     marked = {"key": ready, "operator": "In", "values": ["False"]}
     if finalizers:
@@ -109,11 +110,12 @@ def build_stages(profile: str, *, finalizers: bool = False) -> list[dict[str, An
         ]
     else:
         goes = [_stage("pod-goes", [deleted], {"finalizers": {"empty": True}, "delete": True})]
-    succeeded = _ended("Succeeded", "Completed", 0, profile)
+    inspected = []
+    if profile:
+        succeeded = {"statusTemplate": _ended("Succeeded", "Completed", 0, profile)}
+        inspected = [_stage("inspect-pod-ends", [placed, alive, _phase("Pending"), inspects], succeeded)]
     return [
-        _stage(
-            "inspect-pod-ends", [placed, alive, _phase("Pending"), inspects], {"statusTemplate": succeeded}
-        ),
+        *inspected,
         _stage("pod-turns-ready", [placed, alive, new, runs], {"statusTemplate": _RUNNING}),
         # The node controller marks the pods of a silent node, and leaves it to the kubelet to say that
         # they are well; an API server that was away for long makes all nodes such nodes.
@@ -154,7 +156,12 @@ def pod_range(cluster: Cluster) -> str:
 
 
 def start_kwok(
-    cluster: Cluster, *, nodes: int, profile: str, shape: NodeShape = GPU_NODE, finalizers: bool = False
+    cluster: Cluster,
+    *,
+    nodes: int,
+    profile: str | None,
+    shape: NodeShape = GPU_NODE,
+    finalizers: bool = False,
 ) -> ProcessIdentity:
     """Starts kwok beside a control plane, and returns once all its nodes are Ready.
 

@@ -94,7 +94,7 @@ def _live(body: dict[str, Any]) -> Life:
         options=replace(OPTIONS, allowed=Allowed(arguments=None, annotations=None)),
     )
     world.settle()
-    world.answer_inspection(_answer(spec))
+    world.answer_inspection(model_answer(spec))
     world.settle()
     world.all_ready()
     world.settle()
@@ -126,7 +126,7 @@ def _written(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {**stored, "metadata": metadata}
 
 
-def _answer(spec: Mapping[str, Any]) -> str:
+def model_answer(spec: Mapping[str, Any]) -> str:
     """Returns what the pod that looks at the model says: one with as many layers as the roles ask for."""
     asked = sum(sum(role.get("layers", ())) for role in spec["roles"]) or 48
     layers = min(asked, 200)  # a kubelet keeps 4,096 bytes of what a pod says in the end

@@ -1,0 +1,98 @@
+"""Random resources on a real API server, each with a random fault; must be root.
+
+    python -m tests.corners [--count 1000] [--seed NUMBER] [--lanes 12]
+
+The API server, controllers, scheduler and operator are real processes; kwok says for the kubelets how pods
+fare. Each resource is brought to where it gets to (it serves, rests, or its conditions say why not), one
+fault of `faults.py` happens to it, and it must be back there, or have used up its restarts. Meanwhile and
+after it hold: conditions are what the pods are, of this generation; no two epochs of a group at once; no pod
+that ran has the name of another that did; what is deleted goes with all that it owned. Prints a table and
+the findings; exits 1 if there are any.
+"""
+
+import argparse
+import asyncio
+import secrets
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.cluster.progress import say
+from tests.cluster.running_cluster import Cluster
+from tests.corners.lives import Result, draw_bodies, run_lives
+from tests.corners.site import connected, make_lanes, running_operator, site
+
+_SAY_EVERY_S = 15.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 if there are findings."""
+    options = _parser().parse_args(arguments)
+    say(f"seed {options.seed}: {options.count} resources in {options.lanes} lanes")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster ends with us
+    with tempfile.TemporaryDirectory() as folder, site() as cluster:
+        log = Path(folder) / "operator.log"
+        began = time.monotonic()
+        result = asyncio.run(_run(cluster, log, options))
+        took_s = time.monotonic() - began
+        said = log.read_text()
+    result.findings += [f"the operator's log: {line}" for line in said.splitlines() if "defect" in line]
+    if options.log:
+        options.log.write_text(said)
+    print(build_table(result))
+    for finding in result.findings:
+        print(f"FINDING: {finding}\n")
+    lives = result.lives.total()
+    print(f"{lives} lives, {result.refused} refused at apply, {len(result.findings)} findings; "
+          f"seed {options.seed}, {took_s:.0f} s")  # fmt: skip
+    return 1 if result.findings else 0
+
+
+async def _run(cluster: Cluster, log: Path, options: argparse.Namespace) -> Result:
+    bodies = draw_bodies(options.count, number=options.seed)
+    reported_at = time.monotonic()
+
+    def report(result: Result) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at > _SAY_EVERY_S:
+            reported_at = time.monotonic()
+            say(f"{result.lives.total()} lives, {result.refused} refused, {len(result.findings)} findings")
+
+    async with connected(cluster) as server, running_operator(cluster, log):
+        lanes = await make_lanes(cluster, server, options.lanes, number=options.seed)
+        return await run_lives(server, lanes, bodies, reported=report)
+
+
+def build_table(result: Result) -> str:
+    """Returns what became of the resources, by fault, as Markdown."""
+    by_fault: dict[str, Counter[str]] = {}
+    for (fault, before, after), count in sorted(result.lives.items()):
+        words = before if before == after else f"{before} -> {after}"
+        by_fault.setdefault(fault, Counter())[words] += count
+    lines = ["| fault | lives | what they did before, and after |", "|---|---|---|"]
+    for fault, counts in by_fault.items():
+        said = ", ".join(f"{count} {words}" for words, count in counts.most_common())
+        lines.append(f"| {fault} | {counts.total()} | {said} |")
+    if result.noticed_s:
+        median = statistics.median(result.noticed_s)
+        lines.append(f"\nThe status said so of {len(result.noticed_s)} epochs that ended after "
+                     f"{median:.1f} s in the median, {max(result.noticed_s):.1f} s at most.")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.corners", description=__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="resources to draw")
+    parser.add_argument("--lanes", type=int, default=12, help="resources at a time")
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of an earlier run")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="the operator's log goes here too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

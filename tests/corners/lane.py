@@ -1,0 +1,193 @@
+"""A namespace in which one resource after the other lives; speaks for kubelets and provisioners."""
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube.paths import CHILDREN, CLAIM, HETERO_INFERENCE, POD, SECRET, Kind
+from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
+from tests.corners.truth import Seen, Verdict, find_two_epochs, has_run, is_worker, judge
+from tests.integration.operator.running_operator import end_pod
+from tests.integration.specs.lives import model_answer
+
+LOOK_S = 0.2
+TRIES = 5
+QUIET_S = 1.5
+"""Nothing of a resource has changed for so long: it has settled."""
+SETTLE_S = 120.0
+"""Back-offs of 10 s twice over, on a machine that does a dozen resources at once."""
+VOLUME = Kind(name="PersistentVolume", api_version="v1", plural="persistentvolumes", namespaced=False)
+_LOOKS_AT_MODELS = (names.COMPONENT_INSPECT, names.COMPONENT_FETCH)
+
+
+class Finding(Exception):  # noqa: N818 - of a test
+    """Something that must not be."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """One namespace.
+
+    Attributes:
+        server: with all rights.
+        namespace: of this lane alone.
+        chance: draws what happens; seeded.
+        ran: uids of the pods that ran under a name; of all lives in this namespace.
+    """
+
+    server: ApiServer
+    namespace: str
+    chance: random.Random
+    ran: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    async def look(self, name: str) -> Seen | None:
+        """Returns a resource and its pods now, or None if it is gone; checks what must hold at any moment.
+
+        Raises:
+            Finding: two epochs of a group at once, or a name that two pods had when they ran.
+        """
+        pods = (await self._get(POD.path(self.namespace)))["items"]
+        try:
+            resource = await self._get(HETERO_INFERENCE.path(self.namespace, name))
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+        await self._speak_for_kubelets(pods, resource)
+        workers = {pod["metadata"]["name"]: pod for pod in pods if is_worker(pod, name)}
+        for pod_name, pod in workers.items():
+            if has_run(pod):
+                self.ran[pod_name].add(pod["metadata"]["uid"])
+        seen = Seen(resource=resource, pods=workers)
+        if mixed := find_two_epochs(seen):
+            raise Finding(f"two epochs at once: {mixed}")
+        if twice := {pod: uids for pod, uids in self.ran.items() if len(uids) > 1}:
+            raise Finding(f"names of pods that ran twice: {twice}")
+        return seen
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        """Returns an object; an API server that is short of CPU is asked again."""
+        for _ in range(TRIES - 1):
+            try:
+                return await self.server.get(path)
+            except ApiError as error:
+                if error.status:
+                    raise
+        return await self.server.get(path)
+
+    async def wait(
+        self, what: str, name: str, accept: Callable[[Seen], bool], timeout_s: float = SETTLE_S
+    ) -> Seen:
+        """Returns the first look at a resource that `accept` takes.
+
+        Raises:
+            Finding: none in time.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            seen = await self.look(name)
+            if seen is None:
+                raise Finding(f"{name} is gone, expected {what}")
+            if accept(seen):
+                return seen
+            if time.monotonic() > until:
+                said = [(c["type"], c["status"], c["reason"], c["message"][:200]) for c in _conditions(seen)]
+                groups = [
+                    {key: group.get(key) for key in ("index", "epoch", "phase", "message", "nextEpochTime")}
+                    for group in seen.groups
+                ]
+                raise Finding(f"not within {timeout_s:g} s: {what}; {said}; {groups}; {sorted(seen.pods)}")
+            await asyncio.sleep(LOOK_S)
+
+    async def settle(self, name: str, what: str = "something final") -> Seen:
+        """Returns a resource that serves, rests or says why not, once nothing of it changed for a while."""
+        quiet_since, before = time.monotonic(), object()
+
+        def settled(seen: Seen) -> bool:
+            nonlocal quiet_since, before
+            now = time.monotonic()
+            if seen.fingerprint != before:
+                quiet_since, before = now, seen.fingerprint
+            return now - quiet_since >= QUIET_S and judge(seen)[0] is not Verdict.MOVES
+
+        return await self.wait(what, name, settled)
+
+    async def _speak_for_kubelets(self, pods: list[dict[str, Any]], resource: Mapping[str, Any]) -> None:
+        for pod in pods:
+            labels, status = pod["metadata"].get("labels", {}), pod.get("status", {})
+            ended = status.get("phase") in {"Succeeded", "Failed"}
+            placed = "nodeName" in pod["spec"] and "deletionTimestamp" not in pod["metadata"]
+            if placed and not ended and labels.get(names.LABEL_COMPONENT) in _LOOKS_AT_MODELS:
+                answer = model_answer(resource["spec"])
+                try:
+                    await end_pod(
+                        self.server, self.namespace, pod["metadata"]["name"], exit_code=0, message=answer
+                    )
+                except ApiError as error:
+                    if error.status not in {NOT_FOUND, CONFLICT}:
+                        raise
+        if resource["spec"]["model"].get("cache", {}).get("size"):
+            await self._provision()
+
+    async def _provision(self) -> None:
+        for claim in (await self.server.get(CLAIM.path(self.namespace)))["items"]:
+            if "volumeName" not in claim["spec"] and "deletionTimestamp" not in claim["metadata"]:
+                await self.add_volume(claim)
+
+    async def add_volume(self, claim: Mapping[str, Any]) -> None:
+        """Makes the volume that a claim asks for."""
+        metadata, spec = claim["metadata"], claim["spec"]
+        volume = {
+            "apiVersion": "v1",
+            "kind": VOLUME.name,
+            "metadata": {"name": f"{self.namespace}-{metadata['name']}-{metadata.get('uid', '0')[:8]}"},
+            "spec": {
+                "capacity": {"storage": spec["resources"]["requests"]["storage"]},
+                "accessModes": spec["accessModes"],
+                "persistentVolumeReclaimPolicy": "Retain",
+                "storageClassName": spec.get("storageClassName", ""),
+                "claimRef": {"namespace": self.namespace, "name": metadata["name"]},
+                "hostPath": {"path": "/nowhere"},
+            },
+        }
+        try:
+            await self.server.create(VOLUME.path(), volume)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+
+    async def children(self, name: str) -> list[tuple[Kind, dict[str, Any]]]:
+        """Returns everything that a resource owns, pods aside, damaged labels or not."""
+        found = []
+        for kind in (*CHILDREN, SECRET):
+            for item in (await self.server.get(kind.path(self.namespace)))["items"]:
+                owners = item["metadata"].get("ownerReferences", ())
+                if any(owner["name"] == name for owner in owners):
+                    found.append((kind, item))
+        return found
+
+    async def gone(self, name: str, timeout_s: float = SETTLE_S) -> None:
+        """Returns once a deleted resource and all that it owned are gone.
+
+        Raises:
+            Finding: they are not in time.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            left = [f"{kind.name} {item['metadata']['name']}" for kind, item in await self.children(name)]
+            pods = (await self.server.get(POD.path(self.namespace)))["items"]
+            left += [pod["metadata"]["name"] for pod in pods if is_worker(pod, name)]
+            if not left and await self.look(name) is None:
+                return
+            if time.monotonic() > until:
+                raise Finding(f"{timeout_s:g} s after {name} was deleted there are {left}")
+            await asyncio.sleep(LOOK_S)
+
+
+def _conditions(seen: Seen) -> list[dict[str, Any]]:
+    return list(seen.status.get("conditions", ()))

@@ -1,0 +1,164 @@
+"""The life of one random resource: made, struck by a fault once it serves or says why not, deleted."""
+
+import asyncio
+import copy
+import json
+import random
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE
+from heteroinfer_operator.kube.server import ApiError, ApiServer
+from tests.corners.faults import FAULTS, Fault
+from tests.corners.lane import Finding, Lane
+from tests.corners.truth import Seen, Verdict, find_lies, judge
+from tests.integration.crd.strategies import changed, resources
+
+MOST_REPLICAS = 3
+"""More would only take longer."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of all resources.
+
+    Attributes:
+        refused: resources that the API server refused at apply.
+        lives: resources that lived, by fault and by what they did before and after it.
+        noticed_s: from the end of a pod until Available or Ready was False, where all groups served.
+        findings: what must not be, with resource and fault.
+    """
+
+    refused: int = 0
+    lives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    noticed_s: list[float] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+
+
+def draw_bodies(count: int, *, number: int) -> list[dict[str, Any]]:
+    """Returns random resources, drawn from the seed `number`: good ones mostly, some with a thing changed."""
+    drawn: list[dict[str, Any]] = []
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.one_of(resources(), resources(), changed()))
+    def collect(body: dict[str, Any]) -> None:
+        drawn.append(copy.deepcopy(body))
+
+    collect()
+    return drawn
+
+
+def named(body: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Returns a resource with a name of its own, and no more groups than the machine is fast for."""
+    spec = dict(body["spec"]) if isinstance(body.get("spec"), dict) else body.get("spec")
+    if isinstance(spec, dict) and isinstance(spec.get("replicas"), int):
+        spec["replicas"] = min(spec["replicas"], MOST_REPLICAS)
+    return {**body, "metadata": {"name": f"life-{number}"}, "spec": spec}
+
+
+async def run_lives(
+    server: ApiServer,
+    lanes: list[Lane],
+    bodies: list[dict[str, Any]],
+    *,
+    reported: Callable[[Result], None],
+) -> Result:
+    """Has every resource live, as many at a time as there are lanes."""
+    result = Result()
+    left: Iterator[tuple[int, dict[str, Any]]] = iter(enumerate(bodies))
+    # Each fault as often as any other, whatever lane is free.
+    order = random.Random(lanes[0].chance.random())
+    faults = [fault for _ in range(len(bodies) // len(FAULTS) + 1) for fault in FAULTS]
+    order.shuffle(faults)
+
+    async def run_lane(lane: Lane) -> None:
+        for number, body in left:
+            await _live(lane, named(body, number), faults, result)
+            reported(result)
+
+    await asyncio.gather(*(run_lane(lane) for lane in lanes))
+    return result
+
+
+async def _live(lane: Lane, body: dict[str, Any], faults: list[Fault], result: Result) -> None:
+    path = HETERO_INFERENCE.path(lane.namespace)
+    try:
+        await lane.server.create(path, body, {"fieldValidation": "Strict"})
+    except ApiError as error:
+        if not error.is_refusal:
+            raise
+        result.refused += 1
+        return
+    name, fault = body["metadata"]["name"], faults.pop()
+    try:
+        await _strike(lane, name, fault, result)
+        await lane.server.delete(HETERO_INFERENCE.path(lane.namespace, name), {})
+        await lane.gone(name)
+    except Exception as error:
+        # The one boundary: whatever a life comes upon is a finding, and the others live on.
+        trace = "" if isinstance(error, Finding) else traceback.format_exc(limit=-4)
+        result.findings.append(f"{name}, {fault.name}: {error}\n{json.dumps(body)}\n{trace}")
+        await _clean(lane, name, result)
+
+
+async def _clean(lane: Lane, name: str, result: Result) -> None:
+    """Has the lane empty for the next one, whatever a finding left."""
+    lane.ran.clear()
+    for kind in ("resourcequotas", "services"):
+        for item in (await lane.server.get(f"/api/v1/namespaces/{lane.namespace}/{kind}"))["items"]:
+            await lane.server.delete(
+                f"/api/v1/namespaces/{lane.namespace}/{kind}/{item['metadata']['name']}", {}
+            )
+    try:
+        await lane.server.delete(HETERO_INFERENCE.path(lane.namespace, name), {})
+        await lane.gone(name)
+    except (Finding, ApiError) as error:
+        result.findings.append(f"{name}, deleted after its finding: {error}")
+
+
+async def _strike(lane: Lane, name: str, fault: Fault, result: Result) -> None:
+    before = await lane.settle(name)
+    check(before, "before any fault")
+    verdict, reason = judge(before)
+    at = time.monotonic()
+    await fault.act(lane, before)
+    if fault.ends and verdict is Verdict.SERVES and before.wanted:
+        await lane.wait("Ready is False after a pod went", name, lambda now: _ended(now, before), 20.0)
+        result.noticed_s.append(time.monotonic() - at)
+
+    def back(now: Seen) -> bool:
+        return judge(now)[0] is verdict or judge(now)[1].endswith("RestartsUsedUp")
+
+    await lane.wait(f"{verdict} ({reason}) again, after: {fault.name}", name, back)
+    after = await lane.settle(name)
+    check(after, f"after: {fault.name}")
+    if judge(after)[0] is not verdict and not judge(after)[1].endswith("RestartsUsedUp"):
+        raise Finding(f"before: {verdict}, {reason}; after: {judge(after)}")
+    result.lives[fault.name, reason, judge(after)[1]] += 1
+
+
+def _ended(now: Seen, before: Seen) -> bool:
+    """Returns whether the status tells that an epoch ended: by a condition, or by the next one's number."""
+    epochs = {group["index"]: group["epoch"] for group in before.groups}
+    newer = any(group["epoch"] != epochs.get(group["index"]) for group in now.groups)
+    return newer or now.condition("Ready").get("status") != "True"
+
+
+def check(seen: Seen, when: str) -> None:
+    """Raises Finding if the status says what is not so."""
+    if lies := find_lies(seen):
+        raise Finding(f"{when}: {lies}; {seen.status.get('conditions')}")

@@ -1,0 +1,159 @@
+"""What a resource says, against the pods that it has. Pure."""
+
+import enum
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heteroinfer_contract import names
+
+_SAYS_WHY = {
+    "Planned": "False",
+    "ModelReady": "False",
+    "CapacityAvailable": "False",
+    "Stalled": "True",
+    "Failed": "True",
+}
+"""Conditions that, so, tell people why nothing serves."""
+_REFUSED = ("ObjectRefused", "NameTaken")
+_PODS_WAIT = ("Scheduling", "Image")
+"""The cluster keeps these pods from running; the status has the scheduler's or kubelet's words."""
+
+
+class Verdict(enum.StrEnum):
+    """What became of a resource, as its conditions have it."""
+
+    SERVES = "serves"
+    RESTS = "rests"
+    WAITS = "says why not"
+    MOVES = "on its way"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A resource and its worker pods at one moment.
+
+    Attributes:
+        resource: as stored.
+        pods: worker pods by name, those too whose labels are damaged.
+    """
+
+    resource: Mapping[str, Any]
+    pods: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return str(self.resource["metadata"]["name"])
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        return dict(self.resource["spec"])
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        return dict(self.resource.get("status") or {})
+
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        return list(self.status.get("groups", ()))
+
+    @property
+    def wanted(self) -> int:
+        """Returns how many groups shall serve now."""
+        return 0 if self.spec.get("suspend", False) else int(self.spec.get("replicas", 1))
+
+    @property
+    def fingerprint(self) -> object:
+        """Returns what changes whenever anything of it does."""
+        pods = {name: pod["metadata"]["resourceVersion"] for name, pod in self.pods.items()}
+        return self.resource["metadata"]["resourceVersion"], pods
+
+    def condition(self, kind: str) -> Mapping[str, Any]:
+        """Returns a condition; empty if there is none of that type."""
+        conditions = self.status.get("conditions", ())
+        return next((dict(each) for each in conditions if each["type"] == kind), {})
+
+    def serving(self) -> set[int]:
+        """Returns the groups all of whose ranks' pods are there and ready."""
+        ready = {name for name, pod in self.pods.items() if _is_ready(pod)}
+        by_index = {group["index"]: _pods_of(group) for group in self.groups}
+        return {index for index, expected in by_index.items() if expected and expected <= ready}
+
+
+def judge(seen: Seen) -> tuple[Verdict, str]:
+    """Returns what became of a resource, and the reason that its conditions give."""
+    progressing, ready = seen.condition("Progressing"), seen.condition("Ready")
+    if not progressing:
+        return Verdict.MOVES, "no conditions"
+    if ready.get("status") == "True":
+        return Verdict.SERVES if seen.wanted else Verdict.RESTS, str(ready["reason"])
+    for kind, status in _SAYS_WHY.items():
+        found = seen.condition(kind)
+        if found.get("status") == status:
+            return Verdict.WAITS, f"{kind}: {found['reason']}"
+    reason = str(progressing["reason"])
+    refused = progressing["status"] == "False" and reason in _REFUSED
+    waits = reason in _PODS_WAIT and progressing.get("message")
+    return Verdict.WAITS if refused or waits else Verdict.MOVES, reason
+
+
+def find_lies(seen: Seen) -> list[str]:
+    """Returns what conditions say that is not so, once nothing moves; [] if all is true."""
+    generation = seen.resource["metadata"]["generation"]
+    conditions = seen.status.get("conditions", ())
+    found = [
+        f"{condition['type']} is of generation {condition.get('observedGeneration')}, expected {generation}"
+        for condition in conditions
+        if condition.get("observedGeneration") != generation
+    ]
+    if seen.status.get("observedGeneration") != generation:
+        found.append(f"observedGeneration is {seen.status.get('observedGeneration')}, expected {generation}")
+    serving = seen.serving()
+    available = seen.condition("Available").get("status") == "True"
+    if available != bool(serving and seen.wanted):
+        found.append(
+            f"Available is {available}, but groups that serve are {sorted(serving)} of {seen.wanted}"
+        )
+    if seen.wanted and seen.condition("Ready").get("status") == "True":
+        if len(serving) < seen.wanted:
+            found.append(f"Ready is True, but groups that serve are {sorted(serving)} of {seen.wanted}")
+        if seen.condition("Stalled").get("status") != "False":
+            found.append("Ready and Stalled are both True")
+    if not seen.wanted and seen.condition("Ready").get("status") == "True" and seen.pods:
+        found.append(f"Ready is True and nothing is wanted, but there are {sorted(seen.pods)}")
+    return found
+
+
+def find_two_epochs(seen: Seen) -> list[str]:
+    """Returns the groups that have pods of two epochs, by the pods' names."""
+    epochs: dict[str, set[str]] = defaultdict(set)
+    for name in seen.pods:
+        _, group, epoch, _ = name.rsplit("-", 3)
+        epochs[group].add(epoch)
+    return [f"group {group} has epochs {sorted(found)}" for group, found in epochs.items() if len(found) > 1]
+
+
+def _pods_of(group: Mapping[str, Any]) -> set[str]:
+    return {rank["pod"] for rank in group.get("members", ())}
+
+
+def _is_ready(pod: Mapping[str, Any]) -> bool:
+    if "deletionTimestamp" in pod["metadata"] or pod["status"].get("phase") != "Running":
+        return False
+    conditions = pod["status"].get("conditions", ())
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+def has_run(pod: Mapping[str, Any]) -> bool:
+    """Returns whether a pod's container has begun: its name is then no other pod's, for ever."""
+    states = pod["status"].get("containerStatuses", ())
+    return any("running" in each["state"] or "terminated" in each["state"] for each in states)
+
+
+def is_worker(pod: Mapping[str, Any], resource: str) -> bool:
+    """Returns whether a pod is a worker of a resource, by owner and name: its labels may be damaged."""
+    owners = pod["metadata"].get("ownerReferences", ())
+    ours = any(owner["kind"] == names.KIND and owner["name"] == resource for owner in owners)
+    parts = pod["metadata"]["name"].removeprefix(f"{resource}-").split("-")
+    return ours and len(parts) == 3 and all(part.isdecimal() for part in parts)
