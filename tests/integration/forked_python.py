@@ -19,6 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,6 +55,19 @@ class ForkedProcess:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A forked process that has ended: what it printed, and whether with an error."""
+
+    lines: list[str]
+    errors: str
+
+    def answer(self) -> Any:
+        """Returns the last line, parsed."""
+        assert self.lines, self.errors[-4000:]
+        return json.loads(self.lines[-1])
 
 
 class Forks:
@@ -103,6 +117,16 @@ class Forks:
                 f"the parent ended with {self._parent.wait(60)}:\n{self._log.read()[-4000:]}"
             )
         return ForkedProcess(int(pid), os.fdopen(write_in, "w"), os.fdopen(read_out))
+
+    def run(self, module: str, argument: str, *, env: Mapping[str, str] | None = None) -> Ended:
+        """Does the same until the process ends, or pytest's time limit comes."""
+        with tempfile.TemporaryDirectory() as folder:
+            errors = Path(folder) / "stderr"
+            process = self.start(module, argument, errors=errors, env=env)
+            try:
+                return Ended(lines=process.stdout.read().splitlines(), errors=errors.read_text())
+            finally:
+                process.close()
 
 
 @functools.cache

@@ -7,29 +7,14 @@ there when a process begins (LD_LIBRARY_PATH).
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from tests.integration.forked_python import forks
+from tests.integration.forked_python import Ended, forks
 
 OTHERS: Final = ("torch._dynamo", "torch._inductor.config", "transformers", "openai", "aiohttp", "fastapi")
 """Most of the time of `import vllm`; they know nothing of its platforms."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """A script that has ended: what it printed, and whether with an error."""
-
-    lines: list[str]
-    errors: str
-
-    def answer(self) -> Any:
-        """Returns the last line, parsed."""
-        assert self.lines, self.errors[-4000:]
-        return json.loads(self.lines[-1])
 
 
 def run_script(
@@ -49,13 +34,7 @@ def run_script(
         folder: that it runs in.
     """
     request = json.dumps([script, list(arguments), str(folder) if folder else None])
-    with tempfile.TemporaryDirectory() as scratch:
-        errors = Path(scratch) / "stderr"
-        process = forks(python, __name__, *OTHERS).start(__name__, request, errors=errors, env=env)
-        try:
-            return Ended(lines=process.stdout.read().splitlines(), errors=errors.read_text())
-        finally:
-            process.close()
+    return forks(python, __name__, *OTHERS).run(__name__, request, env=env)
 
 
 def main(request: str) -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from tests.integration.forked_python import forks
@@ -36,15 +35,7 @@ def ask(module: str, *arguments: str, question: Any = None, env: dict[str, str] 
 
 def ask_forked(module: str, *arguments: str, env: dict[str, str] | None = None) -> Any:
     """Returns the answer of `module.main(arguments)`, the last line that it prints; imports are done once."""
-    with tempfile.TemporaryDirectory() as folder:
-        errors = Path(folder) / "stderr"
-        process = forks(WORKER_PYTHON, module).start(module, json.dumps(arguments), errors=errors, env=env)
-        try:
-            lines = process.stdout.read().splitlines()  # until it ends, or pytest's time limit comes
-            assert lines, errors.read_text()[-4000:]
-            return json.loads(lines[-1])
-        finally:
-            process.close()
+    return forks(WORKER_PYTHON, module).run(module, json.dumps(arguments), env=env).answer()
 
 
 @contextlib.contextmanager

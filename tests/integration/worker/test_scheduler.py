@@ -1,15 +1,12 @@
 """vLLM's own scheduler, as a group's API server has it: requests that arrive apart decode as one batch."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract.pod_launch import PodLaunch
 from tests.integration.forked_script import run_script
-from tests.integration.worker.groups import WORKER_PYTHON, build_addresses, build_plan
-from vllm_heteroinfer.launch.environment import rank_environment
-from vllm_heteroinfer.launch.host import observe_host
+from tests.integration.worker.groups import WORKER_PYTHON, build_plan
+from tests.integration.worker.test_platform import environment
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,9 +57,7 @@ print(json.dumps(seen))
 
 def test_a_request_that_arrived_apart_waits_for_the_batch_under_way(model: Path, tmp_path: Path) -> None:
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
-    launch = PodLaunch(group="g", group_uid="u", epoch=1, pod_index=0, addresses=build_addresses(plan))
-    base = {**os.environ, **plan.to_env(), **launch.to_env(), "OMP_NUM_THREADS": "1"}
-    env = rank_environment(plan, launch, plan.ranks[0], base, observe_host(launch, "127.0.0.1"))
+    env = environment(plan, 0)
     alone, decodes, arrived, held, together = run_script(
         WORKER_PYTHON, SCRIPT, env=env, folder=tmp_path
     ).answer()

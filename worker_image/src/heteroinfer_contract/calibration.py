@@ -238,8 +238,7 @@ class Calibration:
     def to_json(self) -> str:
         """Returns the one JSON text of this calibration; what is at its default is left out of lists."""
         value = dataclasses.asdict(self)
-        for name in ("readings", "transfers"):
-            kind = MemoryReading if name == "readings" else Transfer
+        for name, kind in (("readings", MemoryReading), ("transfers", Transfer)):
             bare = {
                 f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING
             }

@@ -23,6 +23,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from vllm_heteroinfer.calibration import hardware
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
+from vllm_heteroinfer.pod import termination_message
 
 LIMIT_S: Final = 55.0
 """Of all measurements together; what is not done then is left out, and said."""
@@ -288,7 +289,7 @@ def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float 
         text, code = failure.to_json(), names.EXIT_USAGE
         sys.stderr.write(f"heteroinfer-worker calibrate: {error}\n")
     if message_path is not None:
-        message_path.write_text(text)
+        termination_message.leave(message_path, text)
     return code
 
 

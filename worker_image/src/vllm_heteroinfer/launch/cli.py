@@ -24,7 +24,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_contract.parent_death import adopt_orphans
 from heteroinfer_contract.plan import Plan
-from heteroinfer_contract.pod_launch import MAX_SECONDS, PodLaunch
+from heteroinfer_contract.pod_launch import MAX_PORT, MAX_SECONDS, PodLaunch
 from vllm_heteroinfer.launch.output import BackgroundHandler
 from vllm_heteroinfer.launch.pod_processes import Commands
 from vllm_heteroinfer.launch.supervisor import Supervisor, SupervisorSettings
@@ -91,8 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port, 1 to 65535")
+    if not text.isdecimal() or not 0 < int(text) <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port, 1 to {MAX_PORT}")
     return int(text)
 
 
@@ -246,14 +246,9 @@ def _check(plan: Plan, launch: PodLaunch) -> None:
 def _step_timeout_s(env: Mapping[str, str]) -> float:
     text = env.get(names.ENV_STEP_TIMEOUT, str(names.DEFAULT_STEP_TIMEOUT_S))
     try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = 0.0
-    if not 0 < timeout_s <= MAX_SECONDS:
-        raise ContractError(
-            f"{names.ENV_STEP_TIMEOUT}: got {text!r}, expected seconds above 0, {MAX_SECONDS:.0f} at most"
-        )
-    return timeout_s
+        return _seconds(text)
+    except argparse.ArgumentTypeError as error:
+        raise ContractError(f"{names.ENV_STEP_TIMEOUT}: {error}") from error
 
 
 def _set_up_logging(handler: logging.Handler, env: Mapping[str, str]) -> None:
