@@ -32,9 +32,12 @@ setup:  ## everything into .venv and .venv-worker; nothing to do when nothing ch
 quickstart: setup  ## a small model on this machine, from a file to served tokens
 	@$(BIN)/python -m tests.quickstart
 
-# What holds bounds of seconds begins when nothing computes beside it, and a real node has the machine for itself.
+# What holds bounds of seconds begins when nothing computes beside it, and a real node has the machine for itself:
+# what is unhurried gets only the time that they leave over.
 test: need-root check  ## what CI runs
-	@failed=0; for lanes in "computing programs" waiting nodes; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
+	@failed=0; for lanes in "computing programs" "hurried unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
+hurried: waiting nodes
+.PHONY: hurried
 
 check: setup  ## the inner loop: lint, types, imports, unit
 	@./.ci/lanes unit static
@@ -57,20 +60,23 @@ unit: setup  ## pure tests, on all cores
 	$(PYTEST) tests/unit -n auto --maxprocesses 8
 
 # Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
-# Of each, two files run at once; the tests of a file stay together: they share what is long to start.
+# Of each, two files run at once; tests/integration/conftest.py says which tests stay together.
 LONGEST := --durations=100 --durations-min=5
-TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+TWO_FILES := -n 2 --dist loadgroup --no-loadscope-reorder
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models calibration)
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
-	@failed=0; for lane in computing waiting; do ./.ci/lanes $$lane || failed=1; done; exit $$failed
+	@failed=0; for lanes in computing "waiting unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 
 computing: setup  ## those of them that start vLLM or compile
-	$(PYTEST) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix"
+	$(PYTEST) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not unhurried"
+
+unhurried: setup  ## those of them without any bound of seconds, at the least priority
+	./.ci/idle $(PYTEST) $(LONGEST) tests/integration -m unhurried
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
 	@$(BIN)/python -m tests.cluster build
-	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces" \
+	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not unhurried" \
 	  $(COMPUTING:%=--ignore=%)
 
 programs: setup  ## builds what a real node and the watching tests need, ahead of them; seconds when it is cached
@@ -89,7 +95,7 @@ cluster-tests: need-root setup  ## the test cluster's own tests, once for each s
 	  $(PYTEST) tests/cluster/tests && $(BIN)/python -m tests.cluster tested --record; }
 
 nodes: cluster-tests e2e
-.PHONY: computing waiting cluster-tests nodes programs
+.PHONY: computing unhurried waiting cluster-tests nodes programs
 
 feed-forward: setup  ## 20 architectures with feed-forward ranks on CPUs: the tokens of transformers
 	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix

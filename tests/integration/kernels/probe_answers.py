@@ -11,7 +11,7 @@ from typing import Any
 from tests.integration.forked_python import forks
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 
-TIMEOUT_S = 280.0
+TIMEOUT_S = 900.0
 
 Asking = Callable[..., Any]
 """Takes the name of a question, and what it asks; returns the answer."""

@@ -17,7 +17,7 @@ from tests.integration.kernels.instructions import SETS, emulated_library, of_th
 from tests.integration.kernels.probe_answers import Asking, asking
 from vllm_heteroinfer.kernels import build
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 PROBE = "tests.integration.kernels.probe"
 PATHS = tuple(SETS)

@@ -11,7 +11,7 @@ from vllm_heteroinfer.kernels import build
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PATCHES
 from vllm_heteroinfer.patches.seams import VLLM_VERSION
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 PROBE = "tests.integration.kernels.layers_probe"
 ROUNDING = 2.0**-7

@@ -7,7 +7,7 @@ import pytest
 from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 LOAD = """
 import json, sys

@@ -7,7 +7,7 @@ import pytest
 from tests.integration.worker.groups import build_plan
 from tests.integration.worker.test_platform import environment, see
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 LOADED = """
 import json, os, resource, sys

@@ -8,7 +8,7 @@ from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON, build_plan
 from tests.integration.worker.test_platform import environment
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 SCRIPT = """
 import json, os

@@ -13,7 +13,7 @@ from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON
 from vllm_heteroinfer.patches.seams import SEAMS
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 OPTIONS = """
 import json
