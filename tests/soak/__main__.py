@@ -19,6 +19,7 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.images import reference_of
 from tests.cluster.running_cluster import Cluster
+from tests.corners.site import KEY
 from tests.integration.operator.running_operator import operator
 from tests.soak.chaos import Chaos
 from tests.soak.report import build_table, find_faults
@@ -34,7 +35,10 @@ async def soak_on(cluster: Cluster, folder: Path, options: argparse.Namespace) -
     result = Result(seconds=options.seconds, resources=len(resources))
     image = reference_of("worker-cpu")
     try:
-        async with operator(cluster.kubeconfig, folder / "operator.log", worker_image_cpu=image) as process:
+        cluster.kubectl("create", "secret", "generic", "-n", NAMESPACE, KEY)  # as the chart does
+        keys = {"key_secret": KEY, "namespace": NAMESPACE}
+        log = folder / "operator.log"
+        async with operator(cluster.kubeconfig, log, worker_image_cpu=image, **keys) as process:
             await process.working()
             for resource in resources:
                 await server.create(HETERO_INFERENCE.path(NAMESPACE), resource)
@@ -51,6 +55,7 @@ async def soak_on(cluster: Cluster, folder: Path, options: argparse.Namespace) -
                 kill_every_s=options.kill_every,
                 away_every_s=options.away_every,
                 rank_every_s=options.rank_every,
+                strike_every_s=options.strike_every,
             )
             return await soak.run(pace)
     finally:
@@ -86,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--kill-every", usual.kill_every_s, "between two pods that go"),
         ("--away-every", usual.away_every_s, "between two ends of the API server"),
         ("--rank-every", usual.rank_every_s, "between two ends of a real rank"),
+        ("--strike-every", usual.strike_every_s, "between two strikes at whole resources"),
     ):
         parser.add_argument(
             what, type=float, default=seconds, metavar="SECONDS", help=f"{meaning}, on average"

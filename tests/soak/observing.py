@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_operator.kube.paths import CHILDREN, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.paths import CHILDREN, HETERO_INFERENCE, POD, SECRET
 from heteroinfer_operator.kube.server import ApiServer
 
 OURS = {"labelSelector": names.LABEL_RESOURCE}
@@ -71,15 +71,20 @@ async def observe_ready(server: ApiServer, namespace: str) -> tuple[int, list[st
 
 
 async def count_objects(server: ApiServer, namespace: str) -> Counter[str]:
-    """Returns how many objects of each kind the resources have."""
+    """Returns how many objects of each kind the resources have, but for their groups' keys."""
     kinds = (POD, *CHILDREN)
     return Counter({kind.name: len(await list_of(server, kind.path(namespace), OURS)) for kind in kinds})
 
 
+async def count_keys(server: ApiServer, namespace: str) -> int:
+    """Returns how many groups' keys there are: that of a group scaled away stays as long as its resource."""
+    return len(await list_of(server, SECRET.path(namespace), OURS))
+
+
 def mixed_epochs(pods: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the groups that have pods of two epochs in one and the same list."""
+    """Returns the groups that have pods of two epochs in one and the same list, by the pods' names."""
     epochs: dict[str, set[str]] = defaultdict(set)
     for pod in pods:
-        labels = pod["metadata"]["labels"]
-        epochs[f"{labels[names.LABEL_RESOURCE]}/{labels[names.LABEL_GROUP]}"].add(labels[names.LABEL_EPOCH])
+        resource, group, epoch, _ = pod["metadata"]["name"].rsplit("-", 3)
+        epochs[f"{resource}/{group}"].add(epoch)
     return [f"{group}: epochs {sorted(found)}" for group, found in epochs.items() if len(found) > 1]

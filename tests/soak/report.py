@@ -33,7 +33,7 @@ def build_table(result: Result) -> str:
         "length": f"{result.seconds / 60:.0f} min",
         "resources": f"{result.resources}",
         **{what: f"{count}" for what, count in sorted(result.done.items())},
-        "epochs that were started": f"{result.epochs}",
+        "epochs seen, every 5 s": f"{len(result.epochs)}",
         "groups seen with two epochs at once": f"{len(result.mixed)}",
         "all Ready again": settled,
         "objects, first all Ready": _counts(result.before),

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from heteroinfer_contract import names
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, SECRET
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import OperatorProcess
@@ -17,12 +18,15 @@ from tests.soak.chaos import Chaos
 from tests.soak.observing import (
     WORKERS,
     Sample,
+    count_keys,
     count_objects,
     list_of,
     mixed_epochs,
     observe_process,
     observe_ready,
 )
+from tests.soak.resource_faults import ResourceFaults, insist
+from tests.soak.site import REAL
 
 NODES = "kwok"
 """The names of nodes whose pods are played begin so."""
@@ -42,12 +46,14 @@ class Pace:
         kill_every_s: between two pods that go, on average.
         away_every_s: between two ends of the API server, on average.
         rank_every_s: between two ends of a real rank, on average.
+        strike_every_s: between two strikes at whole resources, on average.
     """
 
     seconds: float
     kill_every_s: float = 2.0
     away_every_s: float = 180.0
     rank_every_s: float = 120.0
+    strike_every_s: float = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +70,7 @@ class Result:
         not_ready: what those say that are not Ready at the end.
         mixed: groups that were seen with pods of two epochs.
         samples: of the operator's process.
-        epochs: of all groups together at the end.
+        epochs: of which pods were seen, as the names of pods have them: by group and number.
         left: objects that outlived their resources.
         errors: of the operator's log: lines that a defect leaves.
     """
@@ -78,7 +84,7 @@ class Result:
     not_ready: list[str] = field(default_factory=list)
     mixed: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    epochs: int = 0
+    epochs: set[str] = field(default_factory=set)
     left: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
 
@@ -117,7 +123,6 @@ class Soak:
                 self.result.settled_s = time.monotonic() - ended
         _, self.result.not_ready = await observe_ready(self.server, self.namespace)
         self.result.after = await count_objects(self.server, self.namespace)
-        self.result.epochs = await self._epochs()
         self.result.left = await self._remove()
         self.result.done = self.chaos.done
         self.result.errors = [line for line in self.operator.said.splitlines() if "defect" in line]
@@ -126,11 +131,30 @@ class Soak:
     async def _rage(self, pace: Pace) -> None:
         """Does what is done, until the time is up; an API server that is away then comes back first."""
         until = time.monotonic() + pace.seconds
+        strikes = ResourceFaults(chaos=self.chaos, played=await self._played())
         await asyncio.gather(
+            self._every(pace.strike_every_s, until, strikes.strike_one),
             self._every(pace.kill_every_s, until, self._kill_one),
             self._every(pace.away_every_s, until, lambda: self.chaos.restart_api_server(self.cluster)),
             self._every(pace.rank_every_s, until, self._kill_real_rank),
         )
+        await strikes.taken_back()
+        await self._renew_lost_plans()
+
+    async def _renew_lost_plans(self) -> None:
+        """Has groups start anew whose plan was lost: they serve on, and their next epoch has one again."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for each in await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {}):
+            conditions = each.get("status", {}).get("conditions", ())
+            if any(condition["reason"] == "PlanLost" for condition in conditions):
+                path = HETERO_INFERENCE.path(self.namespace, each["metadata"]["name"])
+                await insist(self.server, path, {"spec": {"restartedAt": now}})
+                self.chaos.done["group restarted after its plan was lost"] += 1
+
+    async def _played(self) -> list[str]:
+        """Returns the names of resources whose pods are played."""
+        resources = await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {})
+        return [name for each in resources if (name := each["metadata"]["name"]) != REAL]
 
     async def _every(self, mean_s: float, until: float, act: Callable[[], Awaitable[None]]) -> None:
         """Acts again and again, at moments as chance has them, `mean_s` apart on average."""
@@ -169,6 +193,7 @@ class Soak:
             with contextlib.suppress(ApiError):  # the API server is away
                 pods = await list_of(self.server, POD.path(self.namespace), WORKERS)
                 self.result.mixed += mixed_epochs(pods)
+                self.result.epochs |= {pod["metadata"]["name"].rsplit("-", 1)[0] for pod in pods}
             await asyncio.sleep(SAMPLE_S)
 
     async def _all_ready(self, timeout_s: float) -> list[str]:
@@ -195,10 +220,6 @@ class Soak:
             await asyncio.sleep(0.5)
         return False
 
-    async def _epochs(self) -> int:
-        resources = await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {})
-        return sum(group["epoch"] for each in resources for group in each["status"]["groups"])
-
     async def _remove(self) -> Counter[str]:
         """Deletes all resources; returns what is left of them, once all is gone or the time is up."""
         for each in await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {}):
@@ -206,6 +227,7 @@ class Soak:
         deadline = time.monotonic() + REMOVE_S
         while True:
             left = await count_objects(self.server, self.namespace)
+            left[SECRET.name] = await count_keys(self.server, self.namespace)
             left[names.KIND] = len(await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {}))
             if not left.total() or time.monotonic() > deadline:
                 return +left

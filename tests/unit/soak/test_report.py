@@ -53,8 +53,7 @@ def test_growth_leaves_the_first_quarter_out() -> None:
 
 def test_groups_with_pods_of_two_epochs_are_found() -> None:
     def pod(resource: str, group: str, epoch: str) -> dict[str, object]:
-        labels = {names.LABEL_RESOURCE: resource, names.LABEL_GROUP: group, names.LABEL_EPOCH: epoch}
-        return {"metadata": {"labels": labels}}
+        return {"metadata": {"name": f"{resource}-{group}-{epoch}-0", "labels": {names.LABEL_GROUP: "?"}}}
 
     pods = [pod("a", "0", "1"), pod("a", "0", "2"), pod("a", "1", "3"), pod("b", "0", "1")]
     assert mixed_epochs(pods) == ["a/0: epochs ['1', '2']"]

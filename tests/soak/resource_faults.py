@@ -1,0 +1,169 @@
+"""What the soak does to whole resources: edits that are refused, names that are taken, quotas, damage."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, SERVICE
+from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
+from tests.corners import faults
+from tests.corners.lane import Finding, Lane
+from tests.corners.truth import Seen, is_worker
+from tests.soak.chaos import Chaos
+
+LEAST_S, MOST_S = 2.0, 25.0
+"""How long what can be taken back stays."""
+QUOTA_MOST_S = 10.0
+"""Of a quota, which is the whole namespace's."""
+AWAY_S = 60.0
+"""An API server that is away is back after so long: what is taken back is tried until then."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ResourceFaults:
+    """Strikes resources; each of them one at a time.
+
+    Attributes:
+        chaos: whose chance draws, and which counts what was done.
+        played: names of the resources that may be struck.
+        struck: those that are now.
+    """
+
+    chaos: Chaos
+    played: list[str]
+    struck: set[str] = field(default_factory=set)
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def strike_one(self) -> None:
+        """Begins to strike a resource that is not struck now."""
+        free = sorted(set(self.played) - self.struck)
+        if not free:
+            return
+        name = self.chaos.chance.choice(free)
+        self.struck.add(name)
+        task = asyncio.create_task(self._strike(name))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def taken_back(self) -> None:
+        """Returns once all that stays for a while is taken back."""
+        while self._running:
+            await asyncio.gather(*self._running)
+
+    async def _strike(self, name: str) -> None:
+        chance = self.chaos.chance
+        ways: dict[str, Callable[[str], Awaitable[None]]] = {
+            "spec refused for a while": lambda name: self._stay(self._refused_spec(name)),
+            "name of a child taken for a while": lambda name: self._stay(self._taken_name(name)),
+            "quota for a while": lambda name: self._stay(self._quota(), QUOTA_MOST_S),
+            "suspended for a while": lambda name: self._stay(self._edited(name, suspend=True)),
+            "scaled up for a while": lambda name: self._stay(self._scaled(name)),
+            "child deleted": self._act(faults.delete_child),
+            "labels of a child taken": self._act(faults.damage_labels_of_a_child),
+            "labels of a pod damaged": self._act(faults.damage_labels_of_a_pod),
+            "ConfigMaps lost, pod deleted": self._act(faults.lose_config_maps),
+            "unknown field in ConfigMaps, pod deleted": self._act(faults.unknown_field_in_config_maps),
+            "status wiped": self._act(faults.wipe_status),
+        }
+        what = chance.choice(sorted(ways))
+        try:
+            await ways[what](name)
+            self.chaos.done[what] += 1
+        except (ApiError, Finding):
+            self.chaos.done["strikes that found the API server away, or a status that changes"] += 1
+        finally:
+            self.struck.discard(name)
+
+    async def _stay(self, way: AbstractAsyncContextManager[None], most_s: float = MOST_S) -> None:
+        async with way:
+            await asyncio.sleep(self.chaos.chance.uniform(LEAST_S, most_s))
+
+    def _act(self, act: Callable[[Lane, Seen], Awaitable[None]]) -> Callable[[str], Awaitable[None]]:
+        async def strike(name: str) -> None:
+            server, namespace = self.chaos.server, self.chaos.namespace
+            lane = Lane(server=server, namespace=namespace, chance=self.chaos.chance)
+            resource = await server.get(HETERO_INFERENCE.path(namespace, name))
+            pods = (await server.get(POD.path(namespace)))["items"]
+            workers = {pod["metadata"]["name"]: pod for pod in pods if is_worker(pod, name)}
+            await act(lane, Seen(resource=resource, pods=workers))
+
+        return strike
+
+    @asynccontextmanager
+    async def _edited(self, name: str, **fields: Any) -> AsyncIterator[None]:
+        """Has fields of a spec for as long as the context lasts; then as they were."""
+        server, path = self.chaos.server, HETERO_INFERENCE.path(self.chaos.namespace, name)
+        before = (await server.get(path))["spec"]
+        try:
+            await server.merge(path, {"spec": fields})
+            yield
+        finally:
+            await insist(server, path, {"spec": {key: before.get(key) for key in fields}})
+
+    def _refused_spec(self, name: str) -> AbstractAsyncContextManager[None]:
+        role = {"name": "cpu", "device": "CPU", "pods": 3, "layers": [1, 1, 1]}  # the model has more
+        refused: list[dict[str, Any]] = [{"model": {"uri": "hf://org/model"}}, {"roles": [role]}]
+        return self._edited(name, **self.chaos.chance.choice(refused))
+
+    @asynccontextmanager
+    async def _scaled(self, name: str) -> AsyncIterator[None]:
+        stored = await self.chaos.server.get(HETERO_INFERENCE.path(self.chaos.namespace, name))
+        async with self._edited(name, replicas=stored["spec"].get("replicas", 1) + 1):
+            yield
+
+    @asynccontextmanager
+    async def _taken_name(self, name: str) -> AsyncIterator[None]:
+        stored = await self.chaos.server.get(HETERO_INFERENCE.path(self.chaos.namespace, name))
+        replicas = stored["spec"].get("replicas", 1)
+        services, taken = SERVICE.path(self.chaos.namespace), f"{name}-{replicas}-ranks"
+        spec = {"ports": [{"port": 80}]}
+        async with (
+            self._made(services, taken, SERVICE.name, spec),
+            self._edited(name, replicas=replicas + 1),
+        ):
+            yield
+
+    def _quota(self) -> AbstractAsyncContextManager[None]:
+        path = faults.QUOTA.path(self.chaos.namespace)
+        return self._made(path, "none", faults.QUOTA.name, {"hard": {"pods": "0"}})
+
+    @asynccontextmanager
+    async def _made(self, path: str, name: str, kind: str, spec: Mapping[str, Any]) -> AsyncIterator[None]:
+        """Has an object of a user's for as long as the context lasts."""
+        server = self.chaos.server
+        body = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
+        await server.create(path, body)
+        try:
+            yield
+        finally:
+            await insist_gone(server, f"{path}/{name}")
+
+
+async def insist(server: ApiServer, path: str, body: Mapping[str, Any]) -> None:
+    """Writes to an object, however long the API server is away."""
+    async with asyncio.timeout(AWAY_S):
+        while True:
+            try:
+                await server.merge(path, body)
+            except ApiError as error:
+                if error.is_refusal and error.status != CONFLICT:
+                    raise
+                await asyncio.sleep(0.5)
+            else:
+                return
+
+
+async def insist_gone(server: ApiServer, path: str) -> None:
+    """Deletes an object, however long the API server is away."""
+    async with asyncio.timeout(AWAY_S):
+        while True:
+            try:
+                await server.delete(path, {})
+            except ApiError as error:
+                if error.status == NOT_FOUND:
+                    return
+                await asyncio.sleep(0.5)
+            else:
+                return
