@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tests.cluster.node import NODE_GRACE_S
-from tests.e2e.faults import injections, resources
+from tests.e2e.faults import injections, resources, strangers
 from tests.e2e.faults.scene import Scene
 
 RANK_DIES_S = 2.0
@@ -145,6 +145,13 @@ MATRIX = (
         how="SIGKILL of the operator's process; kubelet starts it again",
         always=True,
         inject=injections.kill_operator,
+        outcome=GoesOn(),
+    ),
+    Fault(
+        name="stranger",
+        how="from a node, which no NetworkPolicy stops: a scan of both pods' ports, a reset, 300 idle "
+        "connections a port, nonsense, forged and recorded hellos",
+        inject=strangers.visit,
         outcome=GoesOn(),
     ),
     Fault(
