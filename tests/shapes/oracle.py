@@ -2,6 +2,7 @@
 
     .venv-worker/bin/python -m tests.shapes.oracle [NAME ...]             # prints JSON, a line a shape
     .venv-worker/bin/python -m tests.shapes.oracle --record [NAME ...]    # keeps it in recorded/cpu.json
+    python -m tests.shapes.oracle --output FILE --at-once 12              # in FILE, by so many processes
 
 Each shape is built in two stages by vLLM's own model classes, without weights and without a device, so what
 is recorded is true for vLLM's CPU platform. A CUDA build of vLLM answers for its own when it is run there:
@@ -13,8 +14,10 @@ Imports torch and vLLM inside functions only.
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,12 +185,51 @@ def render(answers: dict[str, Any]) -> str:
     return f"{{\n{lines}\n}}\n"
 
 
+def ask_at_once(names: Sequence[str], processes: int, output: Path) -> int:
+    """Asks for shapes by several processes; keeps what there is in a file after each answer."""
+    chosen = [shape.name for shape in SHAPES if not names or shape.name in names]
+    parts = [chosen[first::processes] for first in range(min(processes, len(chosen)))]
+    answers: dict[str, Any] = {}
+    lock = threading.Lock()
+
+    def read(process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                with lock:
+                    answers.update(json.loads(line))
+                    output.write_text(render(answers))
+
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.shapes.oracle", *part], stdout=subprocess.PIPE, text=True
+        )
+        for part in parts
+    ]
+    readers = [threading.Thread(target=read, args=(process,)) for process in started]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    codes = [process.wait() for process in started]
+    missing = sorted(set(chosen) - set(answers))
+    refused = sorted(name for name, answer in answers.items() if "refused" in answer)
+    print(
+        f"{len(answers)} shapes, of which {len(refused)} refused: {refused}; missing {missing}; codes {codes}"
+    )
+    return 0 if not missing else 1
+
+
 def main() -> int:
     """Asks for shapes; returns 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--output", type=Path, metavar="FILE")
+    parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
+    if arguments.output is not None:
+        return ask_at_once(arguments.names, arguments.at_once, arguments.output)
     os.environ.setdefault("VLLM_PLUGINS", "")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract.calibration import GpuRate, Hardware
+from heteroinfer_contract.calibration import GpuRate, Hardware, KernelPart
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_operator.calibrations import Calibrations, describe
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, build_free_nodes, plan_group
 from heteroinfer_operator.planning import support as supported
+from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.prediction_again import predict_again
-from tests.unit.calibrated import CALIBRATION, CPU, calibration
+from tests.unit.calibrated import CALIBRATION, CPU, calibration, kernel
 from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 from vllm_heteroinfer.calibration.formats import FORMATS
 
@@ -37,6 +38,25 @@ def test_a_measured_machine_is_as_fast_as_it_was_and_fewer_threads_in_proportion
         kernels=tuple(replace(k, bytes_per_s=k.bytes_per_s / 2) for k in CALIBRATION.kernels)
     )
     assert rank_s(cpu(), Inventory(calibration={"cpu": slower})) == pytest.approx(2 * whole)
+
+
+def test_many_rows_take_as_long_as_their_kernel_took() -> None:
+    linear = kernel(KernelPart.LINEAR, SchemeName.NONE, 160)
+    measured = calibration(kernels=(replace(linear, more_rows=(160e9, 80e9, 20e9)),))
+    planned = plan(spec(cpu()), profile(other_bytes=0), Inventory(calibration={"cpu": measured}))
+    (rates,), engine = planned.rates, planned.plan.engine
+
+    def seconds(load: Load) -> float:
+        return count_reads(planned.sizes, 0, 32, load, last=False, engine=engine).seconds(rates)
+
+    one = seconds(Load())
+    assert seconds(Load(requests=16)) == pytest.approx(one)
+    assert seconds(Load(requests=64)) == pytest.approx(2 * one)
+    assert seconds(Load(tokens=512)) == pytest.approx(8 * one)
+    assert seconds(Load(tokens=2048)) == pytest.approx(32 * one)
+    # The head computes one row of a prompt.
+    first = count_reads(planned.sizes, 0, 32, Load(tokens=512), last=True, engine=engine).seconds(rates)
+    assert first - seconds(Load(tokens=512)) == pytest.approx(planned.sizes.head_bytes / rates.plain)
 
 
 def test_each_type_has_the_kernel_that_was_measured_for_it() -> None:

@@ -19,6 +19,8 @@ ALL_NODES: Final = -1
 """`MemoryReading.node` of threads that the kernel spreads over all NUMA nodes."""
 AMX_SETS: Final = ("amx_tile", "amx_bf16")
 """Instruction sets, as Linux names them, that kernels for AMX need."""
+MORE_ROWS: Final = (16, 64, 512)
+"""Rows of a product, besides one, that `KernelRate.more_rows` is of."""
 MAX_ENTRIES: Final = 64
 """Of each list."""
 MAX_TEXT: Final = 128
@@ -96,7 +98,7 @@ class MemoryReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRate:
-    """How fast a kernel reads weights for one row.
+    """How fast a kernel reads weights.
 
     Attributes:
         part: of a layer.
@@ -104,7 +106,9 @@ class KernelRate:
         dtype: of activations.
         kernel: its name in the source.
         threads: that computed.
-        bytes_per_s: of the weights as the checkpoint stores them, by all threads together.
+        bytes_per_s: of the weights as the checkpoint stores them, by all threads together, for one row.
+        more_rows: the same for so many rows each as MORE_ROWS says, of experts for each of them; the first
+            ones, as far as they were measured.
     """
 
     part: KernelPart
@@ -113,6 +117,17 @@ class KernelRate:
     kernel: str
     threads: int
     bytes_per_s: float
+    more_rows: tuple[float, ...] = ()
+
+    def rate(self, rows: float) -> float:
+        """Returns bytes a second for so many rows; beyond those measured it computes, in proportion."""
+        known = [(1.0, self.bytes_per_s), *zip(map(float, MORE_ROWS), self.more_rows, strict=False)]
+        if len(known) == 1:
+            return self.bytes_per_s
+        most, last = known[-1]
+        if rows >= most:
+            return last * most / rows
+        return 1 / _between([(at, 1 / rate) for at, rate in known], max(rows, 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +253,7 @@ class Calibration:
     def to_json(self) -> str:
         """Returns the one JSON text of this calibration; what is at its default is left out of lists."""
         value = dataclasses.asdict(self)
-        for name, kind in (("readings", MemoryReading), ("transfers", Transfer)):
+        for name, kind in (("readings", MemoryReading), ("kernels", KernelRate), ("transfers", Transfer)):
             bare = {
                 f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING
             }
@@ -282,6 +297,9 @@ class Calibration:
         for kernel in self.kernels:
             _check_positive("KernelRate", bytes_per_s=kernel.bytes_per_s)
             codec.at_least(1, "KernelRate", threads=kernel.threads)
+            codec.at_most(len(MORE_ROWS), "KernelRate", more_rows=len(kernel.more_rows))
+            for rate in kernel.more_rows:
+                _check_positive("KernelRate", more_rows=rate)
         for transfer in self.transfers:
             _check_positive("Transfer", bytes_per_s=transfer.bytes_per_s)
         for hop in self.hops:

@@ -14,7 +14,7 @@ from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
-from heteroinfer_operator.planning.prediction import Load, Reads, count_reads
+from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import Rates, cpu_rates
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
@@ -232,13 +232,7 @@ def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, l
     """Returns how long feed-forward ranks take in a step of a load, exchanges included, in seconds."""
     sizes = Sizes.of(remote.profile, engine, 1, stages=1)
     reads = count_reads(sizes, 0, remote.profile.num_layers, load, last=False, engine=engine)
-    part = 1 / remote.spec.ranks
-    share = Reads(
-        plain=reads.plain * part,
-        quantized=reads.quantized * part,
-        experts=reads.experts * part,
-        operations=reads.operations * part,
-    )
+    share = reads.times(1 / remote.spec.ranks)
     return share.seconds(rates) + len(remote.layers) * rates.exchange_s
 
 

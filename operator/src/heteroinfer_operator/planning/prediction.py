@@ -75,39 +75,91 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReads:
+    """Weights of one class that a rank reads in a step.
+
+    Attributes:
+        bytes: of them.
+        operations: multiplications and additions with them.
+        row_bytes: bytes times rows that go through them, so that parts with other rows can be added.
+    """
+
+    bytes: float = 0.0
+    operations: float = 0.0
+    row_bytes: float = 0.0
+
+    def __add__(self, other: "WeightReads") -> "WeightReads":
+        """Returns both together."""
+        return WeightReads(
+            bytes=self.bytes + other.bytes,
+            operations=self.operations + other.operations,
+            row_bytes=self.row_bytes + other.row_bytes,
+        )
+
+    def times(self, factor: float) -> "WeightReads":
+        """Returns a part of it."""
+        return WeightReads(
+            bytes=self.bytes * factor,
+            operations=self.operations * factor,
+            row_bytes=self.row_bytes * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
     """What one rank reads and computes in a step.
 
     Attributes:
-        plain: bytes of weights that are not quantized.
-        quantized: of quantized ones that are no routed experts.
-        experts: of the routed experts that the step's tokens go through, on average.
-        cache: of KV cache and states.
-        operations: multiplications and additions.
+        plain: weights that are not quantized.
+        head: of them, those that compute logits, for one row a request.
+        quantized: quantized ones that are no routed experts.
+        experts: the routed experts that the step's tokens go through, on average.
+        cache: bytes of KV cache and states.
+        attention: multiplications and additions of attention.
     """
 
-    plain: float = 0.0
-    quantized: float = 0.0
-    experts: float = 0.0
+    plain: WeightReads = WeightReads()
+    head: WeightReads = WeightReads()
+    quantized: WeightReads = WeightReads()
+    experts: WeightReads = WeightReads()
     cache: float = 0.0
-    operations: float = 0.0
+    attention: float = 0.0
 
     def seconds(self, rates: Rates) -> float:
-        """Returns how long it takes: reading, or computing where that is longer."""
-        reading = (
-            self.plain / rates.plain
-            + self.quantized / rates.quantized
-            + self.experts / rates.experts
-            + self.cache / rates.cache
+        """Returns how long it takes: reading, or computing where that is longer.
+
+        A kernel that was measured for many rows says both at once.
+        """
+        measured_s, reading_s = 0.0, self.cache / rates.cache
+        operations = self.attention
+        for part, rate, kernel in (
+            (self.plain, rates.plain, rates.plain_kernel),
+            (self.head, rates.plain, rates.plain_kernel),
+            (self.quantized, rates.quantized, rates.quantized_kernel),
+            (self.experts, rates.experts, rates.experts_kernel),
+        ):
+            if kernel is not None and kernel.more_rows and part.bytes:
+                measured_s += part.bytes / kernel.rate(part.row_bytes / part.bytes)
+            else:
+                reading_s += part.bytes / rate
+                operations += part.operations
+        return measured_s + max(reading_s, operations / rates.operations)
+
+    def times(self, factor: float) -> "Reads":
+        """Returns a part of it, cache and attention left out: what a feed-forward rank has."""
+        return Reads(
+            plain=self.plain.times(factor),
+            quantized=self.quantized.times(factor),
+            experts=self.experts.times(factor),
         )
-        return max(reading, self.operations / rates.operations)
 
 
 def count_reads(
     sizes: Sizes, first: int, end: int, load: Load, *, last: bool, engine: EngineSettings
 ) -> Reads:
     """Returns what one rank reads in a step in layers first..end-1, and in the head if its stage is last."""
-    plain = quantized = experts = cache = operations = 0.0
+    plain, quantized, experts, head = WeightReads(), WeightReads(), WeightReads(), WeightReads()
+    cache = attention = 0.0
     tokens = load.requests * load.tokens
     for index, bare in zip(range(first, end), plain_bytes(sizes.profile)[first:end], strict=True):
         kind = sizes.profile.layer(index)
@@ -116,17 +168,25 @@ def count_reads(
         # Of this layer's bytes on this rank, each class by its part in the checkpoint.
         dense = sizes.layer_bytes[index] - kind.routed_bytes * part
         share_plain = (bare - routed_plain) * part
-        plain += share_plain
-        quantized += dense - share_plain
-        experts += kind.expected_experts(tokens) * kind.expert_bytes * part
+        operations = 2 * tokens / _bytes_per_weight(sizes, kind)
+        plain += _part(share_plain, tokens, operations)
+        quantized += _part(dense - share_plain, tokens, operations)
+        chosen = kind.expected_experts(tokens) * kind.expert_bytes * part
+        routed = tokens * kind.experts_per_token * kind.expert_bytes * part
+        experts += WeightReads(bytes=chosen, operations=routed / tokens * operations, row_bytes=routed)
         cache += load.requests * _cached_bytes(kind, load.context, engine, sizes.tensor)
-        active = dense + kind.experts_per_token * kind.expert_bytes * part
-        operations += 2 * tokens * active / _bytes_per_weight(sizes, kind)
-        operations += 4 * tokens * _seen(kind, load.context) * _width(sizes, kind) / sizes.tensor
+        attention += 4 * tokens * _seen(kind, load.context) * _width(sizes, kind) / sizes.tensor
     if last:
-        plain += sizes.head_bytes
-        operations += 2 * load.requests * sizes.head_bytes / 2
-    return Reads(plain=plain, quantized=quantized, experts=experts, cache=cache, operations=operations)
+        head = _part(sizes.head_bytes, load.requests, 2 * load.requests / 2)
+    return Reads(
+        plain=plain, head=head, quantized=quantized, experts=experts, cache=cache, attention=attention
+    )
+
+
+def _part(num_bytes: float, rows: float, operations_per_byte: float) -> WeightReads:
+    return WeightReads(
+        bytes=num_bytes, operations=num_bytes * operations_per_byte, row_bytes=num_bytes * rows
+    )
 
 
 def _bytes_per_weight(sizes: Sizes, kind: LayerKind) -> float:

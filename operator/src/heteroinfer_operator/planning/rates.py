@@ -5,11 +5,11 @@ defaults, each with the machine it was measured on.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from heteroinfer_contract.calibration import Calibration, KernelPart
+from heteroinfer_contract.calibration import MORE_ROWS, Calibration, KernelPart, KernelRate
 from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
@@ -93,6 +93,8 @@ CPU_PLAIN_OTHER: Final = 60 / 115
 """Of it, for element types other than bf16, through vLLM's oneDNN: 57 to 60 GB/s (2026-11-20)."""
 CPU_INT4_FLOAT16: Final = 0.14
 """Of it, for 4 bits with float16: 4.5 GB/s, another kernel that vLLM takes by itself."""
+_COMPUTING_ROWS: Final = 512
+"""Of MORE_ROWS, those from which on a kernel computes for longer than it reads."""
 EXCHANGE_S: Final = 20e-6
 """What a layer's exchange between GPU and CPU takes besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
 CPU_EXPERTS: Final = 0.6
@@ -111,6 +113,9 @@ class Rates:
         operations: multiplications and additions, two for each weight and token.
         source: what it was taken from, for people.
         exchange_s: of a layer between a GPU and this feed-forward rank, besides computing, in seconds.
+        plain_kernel: how `plain` grows slower with rows, where that was measured.
+        quantized_kernel: the same of `quantized`.
+        experts_kernel: the same of `experts`, by rows of each expert.
     """
 
     plain: float
@@ -120,6 +125,9 @@ class Rates:
     operations: float
     source: str
     exchange_s: float = EXCHANGE_S
+    plain_kernel: KernelRate | None = None
+    quantized_kernel: KernelRate | None = None
+    experts_kernel: KernelRate | None = None
 
 
 def cpu_rates(
@@ -172,8 +180,8 @@ def _measured_cpu_rates(
 ) -> Rates:
     """Returns the rates of one CPU rank on a machine that was measured.
 
-    A kernel was measured with all cores; fewer threads have their part of it as they have of memory. What was
-    not measured has its default part of what was.
+    A kernel was measured with all cores; fewer threads have their part of it as they have of memory, or of
+    cores where it computes. What was not measured has its default part of what was.
     """
     cores = calibration.hardware.cores
     used = min(cores / together if threads is None else threads, cores)
@@ -181,26 +189,37 @@ def _measured_cpu_rates(
     ours = min(calibration.reading(used), calibration.reading(min(used * together, cores)) / together)
     share = ours / whole
 
-    def rate(part: KernelPart, name: SchemeName, default: float) -> float:
+    def find(part: KernelPart, name: SchemeName) -> KernelRate | None:
         kernel = calibration.kernel(part, name, engine.dtype)
-        return ours * default if kernel is None else kernel.bytes_per_s * share
+        if kernel is None:
+            return None
+        shares = [used / cores if rows >= _COMPUTING_ROWS else share for rows in MORE_ROWS]
+        more = tuple(rate * part for rate, part in zip(kernel.more_rows, shares, strict=False))
+        return replace(kernel, bytes_per_s=kernel.bytes_per_s * share, more_rows=more)
+
+    def rate(kernel: KernelRate | None, default: float) -> float:
+        return ours * default if kernel is None else kernel.bytes_per_s
 
     other = 1.0 if engine.dtype == "bfloat16" else CPU_PLAIN_OTHER
-    plain = rate(KernelPart.LINEAR, SchemeName.NONE, other)
     name = profile.scheme.name
     four_bits = name in (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)
     factor = CPU_LINEAR.get(name, CPU_PLAIN_OTHER)
     if four_bits and engine.dtype != "bfloat16":
         factor = CPU_INT4_FLOAT16
-    quantized = any(kind.experts_quantized for kind in profile.layers)
+    of_experts = name if any(kind.experts_quantized for kind in profile.layers) else SchemeName.NONE
+    plain = find(KernelPart.LINEAR, SchemeName.NONE)
+    quantized, experts = find(KernelPart.LINEAR, name), find(KernelPart.EXPERTS, of_experts)
     operations = calibration.operations_per_s or CPU_OPERATIONS_PER_S * min(cores / 16, 1.0)
     return Rates(
-        plain=plain,
-        quantized=rate(KernelPart.LINEAR, name, factor),
-        experts=rate(KernelPart.EXPERTS, name if quantized else SchemeName.NONE, CPU_EXPERTS),
+        plain=rate(plain, other),
+        quantized=rate(quantized, factor),
+        experts=rate(experts, CPU_EXPERTS),
         cache=ours * CPU_PLAIN_OTHER,
         operations=operations * used / cores,
         source=describe(calibration),
+        plain_kernel=plain,
+        quantized_kernel=quantized,
+        experts_kernel=experts,
     )
 
 

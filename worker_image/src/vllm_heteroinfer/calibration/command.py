@@ -23,6 +23,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from vllm_heteroinfer.calibration import hardware
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
+from vllm_heteroinfer.launch.environment import CUDA_VISIBLE_DEVICES, HIDE_GPUS
 from vllm_heteroinfer.pod import termination_message
 
 LIMIT_S: Final = 55.0
@@ -126,7 +127,11 @@ def _reading(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ..
 
 
 def _cpu() -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": "", names.ENV_HETEROGENEOUS_DEVICE: "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return {
+        CUDA_VISIBLE_DEVICES: HIDE_GPUS,
+        names.ENV_HETEROGENEOUS_DEVICE: "cpu",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
 
 
 def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResults:
@@ -250,13 +255,23 @@ def build_calibration(
 
 
 def fit_text(calibration: Calibration) -> str:
-    """Returns its JSON text, with fewer words where it would not fit a termination message."""
-    for length in (2 * MAX_TEXT, 80, 30, 0):
-        skipped = tuple(replace(each, why=each.why[:length]) for each in calibration.skipped)
-        text = replace(calibration, skipped=skipped).to_json()
-        if len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
-            break
-    return text
+    """Returns its JSON text, less what matters least where it would not fit a termination message.
+
+    First words of what was skipped, then how kernels do with many rows: of the last ones measured first.
+    """
+    shorter = [
+        replace(
+            calibration, skipped=tuple(replace(each, why=each.why[:length]) for each in calibration.skipped)
+        )
+        for length in (2 * MAX_TEXT, 80, 30, 0)
+    ]
+    kernels = calibration.kernels
+    for count in range(len(kernels) - 1, -1, -1):
+        fewer = tuple(replace(each, more_rows=()) for each in kernels[count:])
+        shorter.append(replace(shorter[-1], kernels=(*kernels[:count], *fewer)))
+    texts = (each.to_json() for each in shorter)
+    fitting = (text for text in texts if len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES)
+    return next(fitting, shorter[-1].to_json())
 
 
 def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float = LIMIT_S) -> int:

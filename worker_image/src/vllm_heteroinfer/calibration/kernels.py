@@ -14,12 +14,13 @@ from typing import Any, Final
 
 import torch
 
-from heteroinfer_contract.calibration import KernelPart
+from heteroinfer_contract.calibration import MORE_ROWS, KernelPart
 from heteroinfer_contract.model import SchemeName
 from vllm_heteroinfer.calibration.formats import FORMATS, WeightFormat
 from vllm_heteroinfer.calibration.hardware import round_bytes
 from vllm_heteroinfer.calibration.timing import median_s, report, report_skipped, rounded
 from vllm_heteroinfer.kernels import linear
+from vllm_heteroinfer.launch.environment import CUDA_VISIBLE_DEVICES, HIDE_GPUS
 
 BF16: Final = "bfloat16"
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 16, 8
@@ -41,18 +42,34 @@ _MODEL: Final = {
     "torch_dtype": BF16,
 }
 _LINEAR_PREFIX, _EXPERTS_PREFIX = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts"
+_MANY_ROWS, _MANY_CALLS = 512, 4
+"""From so many rows on a product computes longer than it reads, and so few of them tell its time."""
+_MORE_S: Final = 0.25
+"""After which no further round of more than one row begins."""
 Call = Callable[[], Any]
+
+
+class Input:
+    """What the calls of one kernel compute with; each number of rows is one.
+
+    Attributes:
+        x: of the next call.
+    """
+
+    x: torch.Tensor
 
 
 def main(argv: list[str]) -> None:
     """Reports a rate for each kernel, those that matter to most models first."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
     threads = int(argv[0])
     torch.set_num_threads(threads)
-    _attempt("our linear kernel", lambda: _ours(threads))
+    has_ours = _attempt("our linear kernel", lambda: _ours(threads))
     bench = _Bench(threads)
     _attempt("linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32"))
     for part, scheme in _order():
+        if has_ours and (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
+            continue  # no layer of a group goes to vLLM's own then
         what = f"{part} in {'bf16' if scheme is SchemeName.NONE else scheme}"
         _attempt(what, partial(bench.measure, part, scheme))
     bench.close()
@@ -68,31 +85,61 @@ def _order() -> list[tuple[KernelPart, SchemeName]]:
     ]
 
 
-def _attempt(what: str, measure: Callable[[], None]) -> None:
+def _attempt(what: str, measure: Callable[[], None]) -> bool:
+    """Returns whether it was measured."""
     try:
         with torch.inference_mode():
             measure()
     # A format that this CPU or this vLLM cannot run is a result, whatever it raises.
     except Exception as error:
         report_skipped(what, error)
+        return False
+    return True
 
 
 def _ours(threads: int) -> None:
     library, size = linear.prepare(), WeightFormat().size
     dense = torch.randn((size, size)).to(torch.bfloat16)
     packed = [linear.pack(dense) for _ in range(-(-round_bytes() // dense.nbytes))]
-    x = torch.randn((1, size)).to(torch.bfloat16)
-    seconds = median_s([partial(linear.linear, x, each, None, size) for each in packed])
-    kernel, rate = f"heteroinfer {library.kernel(1)}", dense.nbytes * len(packed) / seconds
-    _report(KernelPart.LINEAR, SchemeName.NONE, BF16, kernel, threads, rate)
+    given = Input()
+
+    def call(weight: torch.Tensor) -> Call:
+        return lambda: linear.linear(given.x, weight, None, size)
+
+    def prepare(rows: int) -> None:
+        given.x = torch.randn((rows, size)).to(torch.bfloat16)
+
+    rates = _rates([call(each) for each in packed], dense.nbytes, prepare)
+    _report(KernelPart.LINEAR, SchemeName.NONE, BF16, f"heteroinfer {library.kernel(1)}", threads, rates)
+
+
+def _rates(
+    calls: Sequence[Call], num_bytes: int, prepare: Callable[[int], None], many_bytes: int | None = None
+) -> list[float]:
+    """Returns bytes a second for one row, and for each of MORE_ROWS.
+
+    Args:
+        calls: of a kernel, each with weights of its own.
+        num_bytes: that a call reads for one row.
+        prepare: makes the calls compute with so many rows.
+        many_bytes: that a call reads for many rows, where it is more.
+    """
+    rates = []
+    for rows in (1, *MORE_ROWS):
+        prepare(rows)
+        some = calls[:_MANY_CALLS] if rows >= _MANY_ROWS else calls
+        seconds = median_s(some, **({} if rows == 1 else {"most_s": _MORE_S}))
+        rates.append((num_bytes if rows == 1 else many_bytes or num_bytes) * len(some) / seconds)
+    return rates
 
 
 def _report(
-    part: KernelPart, scheme: SchemeName, dtype: str, kernel: str, threads: int, bytes_per_s: float
+    part: KernelPart, scheme: SchemeName, dtype: str, kernel: str, threads: int, rates: Sequence[float]
 ) -> None:
+    first, *more = map(rounded, rates)
     report(
-        "kernels", part=part, scheme=scheme, dtype=dtype, kernel=kernel, threads=threads,
-        bytes_per_s=rounded(bytes_per_s),
+        "kernels", part=part, scheme=scheme, dtype=dtype, kernel=kernel, threads=threads, bytes_per_s=first,
+        more_rows=more,
     )  # fmt: skip
 
 
@@ -129,12 +176,12 @@ class _Bench:
         each = FORMATS[scheme]
         with set_current_vllm_config(self._config), set_default_torch_dtype(getattr(torch, dtype)):
             if part is KernelPart.LINEAR:
-                calls, num_bytes, kernel = self._linear(each, getattr(torch, dtype))
+                rates, kernel = self._linear(each, getattr(torch, dtype))
             else:
-                calls, num_bytes, kernel = self._experts(each)
-        _report(part, scheme, dtype, kernel, self._threads, num_bytes * len(calls) / median_s(calls))
+                rates, kernel = self._experts(each)
+        _report(part, scheme, dtype, kernel, self._threads, rates)
 
-    def _linear(self, each: WeightFormat, dtype: torch.dtype) -> tuple[list[Call], int, str]:
+    def _linear(self, each: WeightFormat, dtype: torch.dtype) -> tuple[list[float], str]:
         from vllm.model_executor.layers.linear import ReplicatedLinear
 
         def build() -> Any:
@@ -148,16 +195,20 @@ class _Bench:
             )
 
         layer = build()
-        num_bytes = _fill(layer)
-        x = torch.randn((1, each.size), dtype=dtype)
+        num_bytes, given = _fill(layer), Input()
         layer.quant_method.process_weights_after_loading(layer)
         count = -(-round_bytes() // num_bytes) if each.size == WeightFormat().size else 1
         if each.copy:
-            return _copies(layer, count, [lambda: layer(x)]), num_bytes, _kernel(layer)
-        calls = [lambda: layer(x), *(_built(build(), x) for _ in range(count - 1))]
-        return calls, num_bytes, _kernel(layer)
+            calls = _copies(layer, count, [lambda: layer(given.x)])
+        else:
+            calls = [lambda: layer(given.x), *(_built(build(), given) for _ in range(count - 1))]
 
-    def _experts(self, each: WeightFormat) -> tuple[list[Call], int, str]:
+        def prepare(rows: int) -> None:
+            given.x = torch.randn((rows, each.size), dtype=dtype)
+
+        return _rates(calls, num_bytes, prepare), _kernel(layer)
+
+    def _experts(self, each: WeightFormat) -> tuple[list[float], str]:
         from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 
         self._config.compilation_config.static_forward_context.clear()
@@ -172,36 +223,41 @@ class _Bench:
             renormalize=True,
         )
         part = next(module for module in runner.modules() if type(module).__name__ == "RoutedExperts")
-        num_bytes = _fill(part) * TOP_K // EXPERTS
+        whole, given = _fill(part), Input()
+        num_bytes = whole * TOP_K // EXPERTS
         part.quant_method.process_weights_after_loading(part)
-        x = torch.randn((1, HIDDEN), dtype=torch.bfloat16)
-        weights = torch.full((1, TOP_K), 1 / TOP_K, dtype=torch.float32)
+        chosen = [
+            torch.arange(first, first + TOP_K, dtype=torch.int32).view(1, TOP_K)
+            for first in range(0, EXPERTS, TOP_K)
+        ]
 
-        def apply(ids: torch.Tensor) -> Any:
+        def apply(turn: int) -> Any:
+            # One row takes another half of the experts each time; more rows take all of them, in turns.
+            rows = given.x.shape[0]
+            ids = chosen[turn] if rows == 1 else torch.cat(chosen).repeat(rows // len(chosen), 1)
             # Some kernels overwrite their input.
             return part.quant_method.apply(
                 layer=part,
-                x=x.clone(),
-                topk_weights=weights,
+                x=given.x.clone(),
+                topk_weights=torch.full((rows, TOP_K), 1 / TOP_K, dtype=torch.float32),
                 topk_ids=ids,
                 shared_experts=None,
                 shared_experts_input=None,
             )
 
-        chosen = [
-            torch.arange(first, first + TOP_K, dtype=torch.int32).view(1, TOP_K)
-            for first in range(0, EXPERTS, TOP_K)
-        ]
+        def prepare(rows: int) -> None:
+            tokens = 1 if rows == 1 else rows * EXPERTS // TOP_K
+            given.x = torch.randn((tokens, HIDDEN), dtype=torch.bfloat16)
+
         rounds = -(-round_bytes() // (num_bytes * len(chosen)))
-        turns = [lambda ids=ids: apply(ids) for ids in chosen]
-        calls = _copies(part, rounds, turns)
-        return calls, num_bytes, _kernel(part)
+        calls = _copies(part, rounds, [partial(apply, turn) for turn in range(len(chosen))])
+        return _rates(calls, num_bytes, prepare, many_bytes=whole), _kernel(part)
 
 
-def _built(layer: Any, x: torch.Tensor) -> Call:
+def _built(layer: Any, given: Input) -> Call:
     _fill(layer)
     layer.quant_method.process_weights_after_loading(layer)
-    return lambda: layer(x)
+    return lambda: layer(given.x)
 
 
 def _copies(layer: Any, count: int, calls: Sequence[Call]) -> list[Call]:

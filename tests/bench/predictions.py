@@ -1,0 +1,538 @@
+"""Predicted against measured: steps and first tokens as the planner says them, and as groups have them.
+
+    python -m tests.bench.predictions [--groups dense,moe,fp8,awq] [--results FILE]
+    python -m tests.bench.predictions --again FILE          what this planner says of what FILE has measured
+
+Calibrates this machine as `heteroinfer-worker calibrate` does, lets the planner plan each group with that
+calibration, starts exactly that plan with dummy weights, and measures it. A step is the time between steps
+while all requests decode, over at least `--steps` of them; a first token is the first one that a stream
+brings. `--devices-as-cpu` is a dry run with tiny models, where there is no GPU.
+
+Needs a Python with vLLM's CUDA and CPU builds, pydantic, and worker_image/src and operator/src.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from heteroinfer_contract import metric_names as names
+from heteroinfer_contract.calibration import Calibration
+from heteroinfer_contract.engine_cpus import engine_cpus
+from heteroinfer_contract.model_files import read_profile
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
+from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
+from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token
+from tests.bench.feed_forward import CAPTURE, ROUTING
+from tests.bench.model_shapes import make_shape
+from tests.bench.offload import counters, explain
+from tests.gpu.scrape import scrape
+from tests.integration.worker.groups import WORKER_PYTHON, Group, start_group
+from tests.shapes.corpus import Shape, write_shape
+
+START_TIMEOUT_S: Final = 400.0
+CALIBRATE_TIMEOUT_S: Final = 120.0
+WARM_STEPS: Final = 10
+SHORT: Final = 16
+"""Tokens of the prompts of many requests."""
+LONGEST: Final = 17408
+KV_TOKENS: Final = 40960
+WITHIN: Final = 0.15
+_TINY: Final[Mapping[str, Any]] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 1024,
+}
+_TINY_EXPERTS: Final[Mapping[str, Any]] = {"moe_intermediate_size": 256, "num_experts": 32}
+_AWQ: Final[Mapping[str, Any]] = {
+    "quantization_config": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+    }
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One group.
+
+    Attributes:
+        shape: of `tests.bench.model_shapes`.
+        layers: of the model.
+        off: of them, those whose weights, or experts and MLPs, are on CPUs.
+        feed_forward: whether they are there in mode FeedForward; else a CPU stage has them.
+        fp8: whether weights are FP8 in blocks.
+        awq: whether they are AWQ.
+    """
+
+    shape: str = "llama-8b"
+    layers: int = 16
+    off: int = 4
+    feed_forward: bool = False
+    fp8: bool = False
+    awq: bool = False
+
+
+CASES: Final[Mapping[str, Case]] = {
+    "dense": Case(),
+    "moe": Case(shape="qwen3-30b-a3b", feed_forward=True),
+    "fp8": Case(fp8=True),
+    "awq": Case(awq=True),
+    "moe-fp8": Case(shape="qwen3-30b-a3b", feed_forward=True, fp8=True),
+    "moe-pipeline": Case(shape="qwen3-30b-a3b"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What is predicted and measured.
+
+    Attributes:
+        what: "step" or "first token".
+        requests: at once.
+        context: tokens that each has already; of a first token, its prompt's.
+    """
+
+    what: str
+    requests: int
+    context: int
+
+    def predict(self, planned: Planned) -> float:
+        """Returns the seconds that the planner says."""
+        plan, sizes, rates = planned.plan, planned.sizes, planned.rates
+
+        def elsewhere(load: Load) -> float:
+            remote = planned.remote
+            return 0.0 if remote is None else feed_forward_seconds(remote, plan.engine, rates[-1], load)
+
+        if self.what == "step":
+            load = Load(requests=self.requests, context=self.context)
+            return forecast(plan, sizes, rates, load, elsewhere).step_s
+        return forecast_first_token(plan, sizes, rates, self.context, elsewhere).step_s
+
+
+class TimeIsOverError(Exception):
+    """The deadline has passed."""
+
+
+def make_model(case: Case, folder: Path, *, tiny: bool) -> Path:
+    """Returns a folder with a case's model: its configuration, and weights that are a hole."""
+    make_shape(folder, case.shape, 4 if tiny else case.layers, fp8=case.fp8)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"max_position_embeddings": 32768, **(_AWQ if case.awq else {})}
+    if tiny:
+        config |= {**_TINY, **(_TINY_EXPERTS if "num_experts" in config else {})}
+    return write_shape(Shape(name=case.shape, config=config), folder)
+
+
+def plan_of(case: Case, model: Path, calibration: Calibration | None, cpus: int, *, tiny: bool) -> Planned:
+    """Returns the planner's plan of a case, with KV cache for what is asked.
+
+    Args:
+        case: the group.
+        model: its folder.
+        calibration: of this machine.
+        cpus: that this machine lets us use.
+        tiny: whether all ranks are on CPUs, with two layers off of four.
+    """
+    layers, off = (4, 2) if tiny else (case.layers, case.off)
+    compute = max(cpus - 1 - engine_cpus(cpus), 1)
+    device: dict[str, Any] = {"device": "CPU"} if tiny else {"device": "GPU", "deviceMemory": "80Gi"}
+    memory = {"memory": "8Gi" if tiny else "64Gi"}
+    gpu: dict[str, Any] = {"name": "gpu", **device}
+    if tiny:
+        gpu["resources"] = {"requests": {"cpu": "1"}, "limits": memory}
+    roles = [gpu]
+    if case.feed_forward:
+        gpu["feedForward"] = {"cpu": str(compute), "layers": off, **memory}
+    else:
+        gpu["layers"] = [layers - off]
+        # Less what the GPU's rank needs: its threads are then as many as the machine lets it start.
+        wanted = {"requests": {"cpu": str(max(cpus - 1, 1))}, "limits": memory}
+        roles.append({"name": "cpu", "device": "CPU", "layers": [off], "resources": wanted})
+    capture = [] if tiny else ["--compilation-config", CAPTURE]
+    spec = parse_spec(
+        {
+            "model": {"uri": f"file://{model}"},
+            "engine": {
+                "dtype": "bfloat16",
+                "maxModelLen": LONGEST,
+                "args": ["--load-format", "dummy", "--no-enable-prefix-caching", *capture],
+            },
+            "parallelism": {"mode": "FeedForward" if case.feed_forward else "Pipeline"},
+            "roles": roles,
+        }
+    )
+    inventory = Inventory(
+        calibration={} if calibration is None else {role.name: calibration for role in spec.roles},
+        cpu_features={role.name: frozenset({"AMX"}) for role in spec.roles},
+    )
+    request = GroupRequest(spec=spec, profile=read_profile(model), served_name="tiny", model_path=str(model))
+    planned = make_plan(request, inventory)
+    kv = planned.sizes.kv
+    blocks = KV_TOKENS // kv.block_tokens
+    ranks = tuple(
+        rank
+        if rank.feed_forward is not None
+        else replace(rank, kv_cache_bytes=blocks * kv.block_bytes(rank.first_layer, rank.end_layer))
+        for rank in planned.plan.ranks
+    )
+    return replace(planned, plan=replace(planned.plan, ranks=ranks))
+
+
+# Measuring
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Returns a prompt that shares no prefix with those of other seeds."""
+    return [(131 * seed + 7 * j) % 500 + 1 for j in range(tokens)]
+
+
+def decode_steps(group: Group) -> float:
+    """Returns the decode steps that rank 0 has had."""
+    return scrape(group, 0).total(names.STEP_SECONDS + "_count", phase=names.PHASE_DECODE)
+
+
+def measure_steps(
+    group: Group, requests: int, steps: int, expected_s: float
+) -> tuple[float, float, list[dict[str, float]]]:
+    """Returns the time of a step while so many requests decode, the number of steps, and ranks' parts."""
+    slack = int(0.8 / max(expected_s, 2e-3)) + 20
+    tokens = WARM_STEPS + steps + slack
+
+    def ask(number: int) -> None:
+        group.complete(prompt(number, SHORT), tokens)
+
+    first = decode_steps(group)
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(requests)]
+    for thread in threads:
+        thread.start()
+    limit = time.monotonic() + 120
+    while decode_steps(group) < first + WARM_STEPS and time.monotonic() < limit:
+        time.sleep(0.02)
+    ranks = range(len(group.plan.ranks))
+    before_parts = [counters(group, rank) for rank in ranks]
+    begin, before = time.perf_counter(), decode_steps(group)
+    now, end = before, begin
+    while now < before + steps and time.monotonic() < limit and any(each.is_alive() for each in threads):
+        time.sleep(0.03)
+        now, end = decode_steps(group), time.perf_counter()
+    parts = [explain(a, counters(group, rank)) for rank, a in zip(ranks, before_parts, strict=True)]
+    for thread in threads:
+        thread.join(120)
+    return (end - begin) / max(1.0, now - before), now - before, parts
+
+
+def stream(group: Group, tokens_of_prompt: Sequence[int], tokens: int) -> tuple[float, list[float]]:
+    """Returns when a request was sent, and when each of its tokens came, in seconds of one clock."""
+    body = {
+        "model": group.plan.engine.served_name,
+        "prompt": list(tokens_of_prompt),
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "max_tokens": tokens,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        group.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    times: list[float] = []
+    start = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=180) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                choices = json.loads(line[6:])["choices"]
+                count = len(choices[0].get("token_ids") or ()) if choices else 0
+                times += [now] * count
+    return start, times
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """What was measured so far, kept in a file after each cell.
+
+    Attributes:
+        file: or None.
+        value: calibration, settings, and a list of cells.
+    """
+
+    file: Path | None
+    value: dict[str, Any]
+
+    def add(self, name: str, cell: Cell, predicted_s: float, measured_s: float, **more: Any) -> None:
+        """Notes and prints a cell."""
+        self.value["cells"].append(
+            {
+                "group": name,
+                "what": cell.what,
+                "requests": cell.requests,
+                "context": cell.context,
+                "predicted_s": predicted_s,
+                "measured_s": measured_s,
+                **more,
+            }
+        )
+        self.keep()
+        print(
+            f"CELL {name} {cell.what} N={cell.requests} context={cell.context}: predicted "
+            f"{predicted_s * 1e3:.1f} ms, measured {measured_s * 1e3:.1f} ms, "
+            f"ratio {measured_s / predicted_s:.2f} {json.dumps(more)}",
+            flush=True,
+        )
+
+    def keep(self) -> None:
+        """Writes the file."""
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.value, indent=1) + "\n")
+
+
+def measure_group(
+    name: str, planned: Planned, group: Group, options: argparse.Namespace, results: Results
+) -> None:
+    """Measures a group that is ready, what is most valuable first."""
+    stream(group, prompt(1000, SHORT), 4)
+    measure_steps(group, max(options.requests), 5, 0.02)  # warms up
+    for requests in options.requests:
+        cell = Cell(what="step", requests=requests, context=SHORT + WARM_STEPS + options.steps // 2)
+        expected_s = cell.predict(planned)
+        step_s, steps, parts = measure_steps(group, requests, options.steps, expected_s)
+        rounded = [{key: round(value, 6) for key, value in each.items()} for each in parts]
+        results.add(name, cell, expected_s, step_s, steps=steps, ranks=rounded)
+    for length in options.contexts:
+        if length <= 4096:
+            stream(group, prompt(2000 + length, length), 2)  # warms up
+        start, times = stream(group, prompt(3000 + length, length), options.steps + WARM_STEPS + 1)
+        cell = Cell(what="first token", requests=1, context=length)
+        results.add(name, cell, cell.predict(planned), times[0] - start)
+        steady = times[WARM_STEPS:]
+        step_s = (steady[-1] - steady[0]) / (len(steady) - 1)
+        cell = Cell(what="step", requests=1, context=length + WARM_STEPS + options.steps // 2)
+        results.add(name, cell, cell.predict(planned), step_s, steps=len(steady) - 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Started:
+    """A group that starts, or has started."""
+
+    name: str
+    planned: Planned
+    closing: contextlib.ExitStack
+    group: Group | None = None
+    ready_s: float = 0.0
+
+
+def start(name: str, planned: Planned, options: argparse.Namespace, started: list[Started]) -> Started:
+    """Starts a group and waits until it is ready."""
+    caches = options.caches
+    env = {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        # vLLM's own CPU kernels for experts refuse the simulation's indices; feed-forward ranks take them.
+        **(ROUTING if CASES[name].feed_forward and not options.devices_as_cpu else {}),
+        **dict(setting.split("=", 1) for setting in options.env),
+    }
+    folder = Path(tempfile.mkdtemp(prefix=f"hi-{name}-"))
+    this = Started(name=name, planned=planned, closing=contextlib.ExitStack())
+    started.append(this)
+    this.group = this.closing.enter_context(
+        start_group(planned.plan, folder, env=env, startup_timeout_s=START_TIMEOUT_S)
+    )
+    try:
+        this.ready_s = this.group.wait_ready(START_TIMEOUT_S)
+    except BaseException:
+        print(f"FAILED {name} did not start:\n{this.group.logs()[-6000:]}", flush=True)
+        this.closing.close()
+        raise
+    print(f"  {name}: ready after {this.ready_s:.0f} s", flush=True)
+    return this
+
+
+def end_all(started: Sequence[Started]) -> None:
+    """Ends every group at once, those too that are starting."""
+    for each in started:
+        for child in each.group.children if each.group else ():
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGTERM)
+    limit = time.monotonic() + 10
+    for each in started:
+        for child in each.group.children if each.group else ():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(limit - time.monotonic(), 0.1))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+
+
+def run(options: argparse.Namespace, results: Results, calibration: Calibration, cpus: int) -> None:
+    """Starts and measures the groups, some at once; each is measured while the others are idle."""
+    wanted = list(options.groups)
+    started: list[Started] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="hi-shapes-") as scratch:
+            while wanted:
+                batch, wanted = wanted[: options.at_once], wanted[options.at_once :]
+                pool = ThreadPoolExecutor(len(batch))
+                futures: list[tuple[str, Future[Started]]] = []
+                for name in batch:
+                    model = make_model(CASES[name], Path(scratch) / name, tiny=options.devices_as_cpu)
+                    planned = plan_of(CASES[name], model, calibration, cpus, tiny=options.devices_as_cpu)
+                    futures.append((name, pool.submit(start, name, planned, options, started)))
+                for name, future in futures:
+                    with _telling(name):
+                        future.result()
+                for name, future in futures:
+                    if future.exception() is not None:
+                        continue
+                    this = future.result()
+                    with _telling(name), this.closing:
+                        assert this.group is not None
+                        try:
+                            measure_group(name, this.planned, this.group, options, results)
+                        except Exception:
+                            print(this.group.logs()[-6000:], flush=True)
+                            raise
+    except BaseException:
+        end_all(started)
+        raise
+
+
+@contextlib.contextmanager
+def _telling(name: str) -> Iterator[None]:
+    """Goes on with the next group when one fails, and says why."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, OSError, IndexError) as error:
+        print(f"FAILED {name}: {str(error)[-2000:]}", flush=True)
+
+
+def calibrate(file: Path) -> Calibration:
+    """Returns what the worker's own command measures of this machine, and keeps it."""
+    command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.launch.cli", "calibrate", "-o", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CALIBRATE_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"calibrate ended with {done.returncode}: {done.stderr[-3000:]}")
+    return Calibration.from_json(file.read_text())
+
+
+def table(value: Mapping[str, Any]) -> str:
+    """Returns the cells as a table, and how many are within the bound."""
+    lines = [
+        "| group | what | requests | context | predicted ms | measured ms | measured/predicted | in 15 % |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    good = 0
+    for cell in value["cells"]:
+        ratio = cell["measured_s"] / cell["predicted_s"]
+        within = abs(cell["predicted_s"] / cell["measured_s"] - 1) <= WITHIN
+        good += within
+        lines.append(
+            f"| {cell['group']} | {cell['what']} | {cell['requests']} | {cell['context']} "
+            f"| {cell['predicted_s'] * 1e3:.1f} | {cell['measured_s'] * 1e3:.1f} | {ratio:.2f} "
+            f"| {'yes' if within else 'no'} |"
+        )
+    count = len(value["cells"])
+    share = f": {good / count:.0%}" if count else ""
+    return "\n".join([*lines, "", f"{good} of {count} cells within {WITHIN:.0%} of the measured time{share}"])
+
+
+def again(file: Path) -> str:
+    """Returns the table of kept measurements with what this planner predicts from the kept calibration."""
+    value = json.loads(file.read_text())
+    calibration = Calibration.from_json(json.dumps(value["calibration"]))
+    with tempfile.TemporaryDirectory(prefix="hi-shapes-") as scratch:
+        planned = {}
+        for name in {cell["group"] for cell in value["cells"]}:
+            model = make_model(CASES[name], Path(scratch) / name, tiny=value["tiny"])
+            planned[name] = plan_of(CASES[name], model, calibration, value["cpus"], tiny=value["tiny"])
+        for each in value["cells"]:
+            cell = Cell(what=each["what"], requests=each["requests"], context=each["context"])
+            each["predicted_s"] = cell.predict(planned[each["group"]])
+    return table(value)
+
+
+def main() -> int:
+    """Runs it; see the module."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    def groups(text: str) -> list[str]:
+        unknown = set(text.split(",")) - set(CASES)
+        if unknown:
+            raise argparse.ArgumentTypeError(f"got {sorted(unknown)}, expected some of {', '.join(CASES)}")
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.predictions")
+    parser.add_argument("--groups", type=groups, default=["dense", "moe", "fp8", "awq"])
+    parser.add_argument("--requests", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument("--contexts", type=numbers, default=[1024, 16384])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--at-once", type=int, default=2, help="groups that start at the same time")
+    parser.add_argument("--deadline-seconds", type=float, help="then say what was measured so far, and end")
+    parser.add_argument("--calibration", type=Path, help="one of this machine, in place of measuring it")
+    parser.add_argument("--results", type=Path, help="file of all cells, the calibration among them")
+    parser.add_argument("--caches", type=Path, default=Path(tempfile.gettempdir()) / "hi-caches")
+    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE, for our pods")
+    parser.add_argument("--devices-as-cpu", action="store_true", help="a dry run with tiny models")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="measure nothing; predict FILE's cells again"
+    )
+    options = parser.parse_args()
+    if options.again is not None:
+        print(again(options.again))
+        return 0
+    from vllm_heteroinfer.calibration.hardware import usable_cpus
+
+    begin, cpus = time.monotonic(), len(usable_cpus())
+
+    def over(*_: object) -> None:
+        raise TimeIsOverError
+
+    results = Results(file=options.results, value={"tiny": options.devices_as_cpu, "cpus": cpus, "cells": []})
+    if options.deadline_seconds:
+        signal.signal(signal.SIGALRM, over)
+        signal.setitimer(signal.ITIMER_REAL, options.deadline_seconds)
+    try:
+        with tempfile.TemporaryDirectory(prefix="hi-calibration-") as scratch:
+            calibration = (
+                calibrate(Path(scratch) / "calibration.json")
+                if options.calibration is None
+                else Calibration.from_json(options.calibration.read_text())
+            )
+        results.value["calibration"] = json.loads(calibration.to_json())
+        results.keep()
+        print(f"calibration after {time.monotonic() - begin:.0f} s: {calibration.to_json()}", flush=True)
+        run(options, results, calibration, cpus)
+    except TimeIsOverError:
+        print(f"the time of {options.deadline_seconds:.0f} s is over", flush=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(f"\n{cpus} CPUs, {time.monotonic() - begin:.0f} s\n{table(results.value)}", flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # no thread that asks or starts a group keeps this process
+
+
+if __name__ == "__main__":
+    sys.exit(main())
