@@ -1,0 +1,746 @@
+"""Several ways to have a model's experts off the GPU, started at once and measured in turn, cell by cell.
+
+    python -m tests.bench.feed_forward_cells ours:24 gpu uva:24 [--requests 1,4,16,64] [--fp8] [...]
+    python -m tests.bench.feed_forward_cells ours:6 ours:6:OMP_NUM_THREADS=14,OMP_PROC_BIND=true uva:6 gpu
+
+A way is KIND[:LAYERS OFF[:NAME=VALUE,...]]: `ours` (variables are for our pods), or stock vLLM: `gpu` (all
+on the GPU), `uva`, `prefetch`. All start side by side and then idle but the one that is measured. Dummy
+weights, uniform routing, bf16 or FP8 block. A step is the time between steps while all requests
+decode. Before each cell of ours a process with the lane's variables reads memory (the stream), and
+once one copies pinned memory to the GPU (the link): a stock cell that beats the link is void, and nothing
+that copies whole layers can take less than their bytes over it.
+
+What is measured is printed and appended to `--results` at once; the tables come last, also after
+`--deadline-seconds`. Needs one GPU and a Python with vLLM's CUDA and CPU builds; `--cpu` runs ours and
+`gpu` on the CPU with a tiny shape, to try the program.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from heteroinfer_contract import metric_names as names
+from heteroinfer_contract.plan import Device, Plan
+from tests.bench.feed_forward import (
+    CAPTURE,
+    GIB,
+    MAX_LEN,
+    MAX_SEQS,
+    MAX_TOKENS,
+    ROUTING,
+    lane_counters,
+    off_bytes,
+    plan_of,
+    prompts,
+)
+from tests.bench.model_shapes import SHAPES, make_shape
+from tests.gpu.scrape import scrape
+from tests.integration.worker.groups import Group, start_group
+
+WARM_STEPS = 8
+POLL_S = 0.02
+CELL_LIMIT_S = 150.0
+ABOUT_MS, DENSE_MS = {1: 1.0, 4: 3.0, 16: 8.0, 64: 14.0}, 5.0
+"""Of a layer off the GPU, for how many tokens a cell asks beyond those that are measured."""
+EXCHANGE_MS = 0.02
+SLACK = 1.15
+"""A layer's bound is so many times its active bytes at the stream's rate, and an exchange."""
+OUR_COLUMNS = "within | layer, ms | stock's best, ms | stock / ours, a layer | a step |"
+OUR_ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
+STOCK_ENV = {
+    **OUR_ENV,
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to serve the model.
+
+    Attributes:
+        kind: ours, gpu, uva or prefetch.
+        off: layers whose feed-forward parts are off the GPU.
+        env: of our pods.
+    """
+
+    kind: str
+    off: int = 0
+    env: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Way":
+        """Returns what KIND[:OFF[:NAME=VALUE,...]] means."""
+        kind, off, env = (*text.split(":", 2), "", "")[:3]
+        pairs = tuple(
+            (name, value) for name, _, value in (pair.partition("=") for pair in env.split(",")) if name
+        )
+        return cls(kind=kind, off=int(off or 0), env=pairs)
+
+    @property
+    def name(self) -> str:
+        """Returns it as it was asked for."""
+        parts = [self.kind, str(self.off) if self.off else "", ",".join("=".join(pair) for pair in self.env)]
+        return ":".join(parts).rstrip(":")
+
+
+class Running(Protocol):
+    """A way that has been started."""
+
+    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
+        """Returns what there is to say of it once it can be measured."""
+
+    def measure(self, requests: int, steps: int) -> dict[str, Any]:
+        """Returns one cell."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+@dataclass(slots=True)
+class Ours:
+    """A group of ours."""
+
+    way: Way
+    options: argparse.Namespace
+    model: Path
+    logs: Path
+    stream: "Child | None" = None
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _group: Group | None = None
+
+    def start(self) -> None:
+        """Starts it, and a process that reads memory as its lane would."""
+        options = self.options
+        settings = argparse.Namespace(lanes=options.lanes)
+        plan = plan_of(self.model, options.layers, self.way.off, settings)
+        if options.cpu:
+            plan = on_cpu(plan)
+        env = {**OUR_ENV, **routing(options.shape), **dict(self.way.env)}
+        self._group = self._stack.enter_context(
+            start_group(plan, self.logs, env=env, startup_timeout_s=options.start_timeout)
+        )
+        threads = dict(self.way.env).get("OMP_NUM_THREADS", str(options.threads))
+        stream = {**dict(self.way.env), "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "-1"}
+        self.stream = Child("stream", {"gib": options.stream_gib}, stream)
+
+    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
+        """As `Running`."""
+        assert self._group is not None
+        assert self.stream is not None
+        ready = self._group.wait_ready(timeout_s)
+        self.stream.wait("READY", timeout_s)
+        return {"ready_s": ready, **pages(self._group.rank_pid(1))}
+
+    def measure(self, requests: int, steps: int) -> dict[str, Any]:
+        """As `Running`."""
+        assert self._group is not None
+        assert self.stream is not None
+        found = self.stream.ask({}, 60.0)
+        about_ms = ABOUT_MS.get(requests, DENSE_MS) if routing(self.options.shape) else DENSE_MS
+        return {**found, **measure_group(self._group, requests, steps, self.way.off * about_ms / 1e3)}
+
+    def close(self) -> None:
+        """As `Running`."""
+        if self.stream is not None:
+            self.stream.close()
+        self._stack.close()
+
+
+def on_cpu(plan: Plan) -> Plan:
+    """Returns a plan for a try without a GPU."""
+    ranks = (replace(plan.ranks[0], device=Device.CPU, kv_cache_bytes=GIB // 4), *plan.ranks[1:])
+    return replace(plan, ranks=ranks)
+
+
+def routing(shape: str) -> dict[str, str]:
+    """Returns the variables of uniform routing, for a mixture of experts."""
+    return ROUTING if SHAPES[shape].get("num_experts") else {}
+
+
+def measure_group(group: Group, requests: int, steps: int, about_s: float) -> dict[str, Any]:
+    """Returns a step's time and the first lane's share of it, while `requests` decode.
+
+    Args:
+        group: that has nothing else to do.
+        requests: at once.
+        steps: to measure.
+        about_s: what a step takes, to ask for few tokens beyond those that are measured.
+    """
+    tokens = min(MAX_LEN - 32, WARM_STEPS + steps + 12 + int(0.8 / max(0.002, about_s)))
+    threads = [
+        threading.Thread(target=group.complete, args=(prompt, tokens), daemon=True)
+        for prompt in prompts(requests)
+    ]
+
+    def count() -> float:
+        return scrape(group, 0).total(names.STEP_SECONDS + "_count", phase=names.PHASE_DECODE)
+
+    first, deadline = count(), time.monotonic() + CELL_LIMIT_S
+    for thread in threads:
+        thread.start()
+    while count() < first + WARM_STEPS and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    time.sleep(0.3)  # lanes tell their counters four times a second
+    begin = count()
+    while (before := count()) == begin and time.monotonic() < deadline:
+        time.sleep(POLL_S / 10)  # to the edge of a step
+    start, lanes, busy = time.perf_counter(), lane_counters(group, 1), processor_seconds()
+    now, end = before, start
+    while now < before + steps and time.monotonic() < deadline and any(t.is_alive() for t in threads):
+        time.sleep(POLL_S / 10 if now >= before + steps - 2 else POLL_S)
+        found = count()
+        if found > now:
+            now, end = found, time.perf_counter()
+    after, busy_after = lane_counters(group, 1), processor_seconds()
+    for thread in threads:
+        thread.join(CELL_LIMIT_S)
+    spent = {key: after[key] - lanes[key] for key in after}
+    asks = max(1.0, spent["asks"])
+    return {
+        "step_ms": (end - start) / max(1.0, now - before) * 1e3,
+        "steps": now - before,
+        "compute_ms": spent["compute_s"] / asks * 1e3,
+        "rows": spent["rows"] / asks,
+        "experts": spent["experts"] / asks,
+        "active_mb": spent["bytes"] / asks / 1e6,
+        "gb_s": spent["bytes"] / max(1e-9, spent["compute_s"]) / 1e9,
+        "cores": busiest(busy, busy_after, end - start),
+    }
+
+
+def pages(pid: int) -> dict[str, float]:
+    """Returns how much of a process's memory is in huge pages, in GiB."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key in {"Rss", "AnonHugePages"}:
+                found[f"{key}_gib"] = round(int(value.split()[0]) / 2**20, 2)
+    return found
+
+
+def processor_seconds() -> dict[str, float]:
+    """Returns the CPU seconds of every process so far, by number and name."""
+    found, tick = {}, os.sysconf("SC_CLK_TCK")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                text = (entry / "stat").read_text()
+                fields = text[text.rindex(")") + 2 :].split()
+                name = text[text.index("(") + 1 : text.rindex(")")]
+                found[f"{name}/{entry.name}"] = (int(fields[11]) + int(fields[12])) / tick
+    return found
+
+
+def busiest(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> str:
+    """Returns the processes that took most CPU time between two looks, in cores."""
+    cores = {name: (spent - before.get(name, 0.0)) / max(1e-3, seconds) for name, spent in after.items()}
+    most = sorted(cores.items(), key=lambda item: -item[1])[:6]
+    return " ".join(f"{name.split('/')[0]}={value:.2f}" for name, value in most if value >= 0.02)
+
+
+# Processes of our own
+
+
+class Child:
+    """A part of this module in a process of its own: a line of JSON is asked, a line RESULT answers."""
+
+    def __init__(
+        self, part: str, given: Mapping[str, Any], env: Mapping[str, str], log: Path | None = None
+    ) -> None:
+        """Starts it; its output goes on to `log`."""
+        command = [
+            sys.executable,
+            "-m",
+            "tests.bench.feed_forward_cells",
+            f"--part={part}",
+            json.dumps(given),
+        ]
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._lines: list[str] = []
+        self._came = threading.Condition()
+        self._log = log
+        self._part = part
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._log.open("w") if self._log else contextlib.nullcontext() as log:
+            for line in self._process.stdout:
+                if log:
+                    log.write(line)
+                    log.flush()
+                with self._came:
+                    self._lines.append(line)
+                    self._came.notify_all()
+        with self._came:
+            self._lines.append("")
+            self._came.notify_all()
+
+    def wait(self, word: str, timeout_s: float) -> str:
+        """Returns the rest of the next line that begins with `word`.
+
+        Raises:
+            RuntimeError: the process ended, or no such line came in time.
+        """
+        deadline, at = time.monotonic() + timeout_s, 0
+        with self._came:
+            while True:
+                for number in range(at, len(self._lines)):
+                    line = self._lines[number]
+                    if line.startswith(word):
+                        del self._lines[: number + 1]
+                        return line[len(word) :].strip()
+                    if not line:
+                        raise RuntimeError(f"{self._part} ended:\n{''.join(self._lines[-25:])}")
+                at = len(self._lines)
+                if not self._came.wait(deadline - time.monotonic()):
+                    raise RuntimeError(
+                        f"{self._part}: no {word} in {timeout_s:.0f} s:\n{''.join(self._lines[-9:])}"
+                    )
+
+    def ask(self, what: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Returns the answer to one line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        found: dict[str, Any] = json.loads(self.wait("RESULT", timeout_s))
+        return found
+
+    def said(self, word: str) -> str:
+        """Returns the last line so far that has `word` in it."""
+        with self._came:
+            return next((line.strip() for line in reversed(self._lines) if word in line), "")
+
+    def close(self) -> None:
+        """Ends it and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+        self._process.wait(30)
+
+
+def answering(answer: Any) -> None:
+    """Answers lines of JSON until there are no more."""
+    print("READY", flush=True)
+    for line in sys.stdin:
+        print("RESULT " + json.dumps(answer(**json.loads(line))), flush=True)
+
+
+def stream_part(given: Mapping[str, Any]) -> None:
+    """Reads memory with this process's threads: our linear kernel with one row, and a sum of integers."""
+    import torch
+
+    from vllm_heteroinfer.kernels import linear
+
+    linear.prepare()
+    rows, inputs = 16384, 4096
+    dense = torch.full((rows, inputs), 0.001, dtype=torch.bfloat16)
+    first = linear.pack(dense)
+    weights = [first.clone() for _ in range(max(2, round(given["gib"] * GIB / first.nbytes)))]
+    total = sum(weight.nbytes for weight in weights)
+    x = torch.ones((1, inputs), dtype=torch.bfloat16)
+    words = [weight.view(-1).view(torch.int64) for weight in weights]
+
+    def best(read: Any) -> float:
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            read()
+            times.append(time.perf_counter() - start)
+        return total / sorted(times)[1] / 1e9
+
+    def read(**_: Any) -> dict[str, Any]:
+        with torch.inference_mode():
+            product = best(lambda: [linear.linear(x, weight, None, rows) for weight in weights])
+            added = best(lambda: [word.sum() for word in words])
+        return {
+            "stream_gb_s": round(max(product, added), 1),
+            "stream_product": round(product, 1),
+            "stream_sum": round(added, 1),
+            "stream_threads": torch.get_num_threads(),
+        }
+
+    answering(read)
+
+
+def link_part(given: Mapping[str, Any]) -> None:
+    """Copies pinned memory to the GPU."""
+    import torch
+
+    del given
+    if not torch.cuda.is_available():
+        answering(lambda **_: {"link_gb_s": 0.0})
+        return
+    host = torch.empty(512 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device="cuda")
+    rates = []
+    for _ in range(12):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        rates.append(host.nbytes / (time.perf_counter() - start) / 1e9)
+    answering(lambda **_: {"link_gb_s": round(max(rates), 1)})
+
+
+@dataclass(slots=True)
+class Stock:
+    """Stock vLLM."""
+
+    way: Way
+    options: argparse.Namespace
+    model: Path
+    logs: Path
+    _child: Child | None = None
+
+    def start(self) -> None:
+        """Starts it."""
+        options = self.options
+        given = {
+            "model": str(self.model),
+            "offload": offload(self.way, options),
+            "cpu": options.cpu,
+        }
+        self.logs.mkdir(parents=True, exist_ok=True)
+        env = {**STOCK_ENV, **routing(options.shape)}
+        if options.cpu:  # where vLLM's simulated routing has ids that its experts do not take
+            env = {**STOCK_ENV, "CUDA_VISIBLE_DEVICES": "-1"}
+        self._child = Child("stock", given, env, self.logs / "stock.log")
+
+    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
+        """As `Running`."""
+        assert self._child is not None
+        start = time.monotonic()
+        self._child.wait("READY", timeout_s)
+        text = (self.logs / "stock.log").read_text(errors="replace")
+        said = [
+            line.split("]")[-1].strip() for line in text.splitlines() if "ffload" in line and "otal" in line
+        ]
+        return {"ready_s": round(time.monotonic() - start, 1), "said": " | ".join(said)[-200:]}
+
+    def measure(self, requests: int, steps: int) -> dict[str, Any]:
+        """As `Running`."""
+        assert self._child is not None
+        return self._child.ask({"requests": requests, "steps": steps}, CELL_LIMIT_S)
+
+    def close(self) -> None:
+        """As `Running`."""
+        if self._child is not None:
+            self._child.close()
+
+
+def offload(way: Way, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns vLLM's settings of a stock way."""
+    what = "experts" if SHAPES[options.shape].get("num_experts") else "mlp"
+    per_layer = off_bytes(options.shape, fp8=options.fp8)
+    if way.kind == "uva":
+        return {"cpu_offload_gb": way.off * per_layer / GIB, "cpu_offload_params": [what]}
+    if way.kind == "prefetch":
+        return {
+            "offload_backend": "prefetch",
+            "offload_group_size": options.layers // way.off,
+            "offload_num_in_group": 1,
+            "offload_prefetch_step": 1,
+            "offload_params": [what],
+        }
+    return {}
+
+
+def stock_part(given: Mapping[str, Any]) -> None:
+    """Serves with stock vLLM, its engine stepped by hand."""
+    import vllm
+
+    settings: dict[str, Any] = {
+        "kv_cache_memory_bytes": (GIB // 4 if given["cpu"] else 4 * GIB),
+        "gpu_memory_utilization": 0.1,  # others are on the GPU, and the KV cache's size is given
+        "compilation_config": json.loads(CAPTURE),
+        **{k: set(v) if isinstance(v, list) else v for k, v in given["offload"].items()},
+    }
+    if given["cpu"]:
+        settings |= {"enforce_eager": True}
+        del settings["gpu_memory_utilization"]
+    llm = vllm.LLM(
+        model=given["model"],
+        dtype="bfloat16",
+        load_format="dummy",
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        enable_prefix_caching=False,
+        **settings,
+    )
+    engine = llm.llm_engine
+    cells = 0
+
+    def decode(requests: int, steps: int) -> dict[str, Any]:
+        nonlocal cells
+        cells += 1
+        sampling = vllm.SamplingParams(
+            temperature=0, max_tokens=WARM_STEPS + steps + 4, ignore_eos=True, detokenize=False
+        )
+        for number, prompt in enumerate(prompts(requests)):
+            engine.add_request(f"{cells}-{number}", {"prompt_token_ids": prompt}, sampling)
+        times: list[float] = []
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            if len(outputs) == requests and all(output.outputs[0].token_ids for output in outputs):
+                times.append(time.perf_counter())
+        steady = times[WARM_STEPS : WARM_STEPS + steps + 1]
+        return {"step_ms": (steady[-1] - steady[0]) / (len(steady) - 1) * 1e3, "steps": len(steady) - 1}
+
+    decode(1, 4)
+    answering(decode)
+
+
+# The run
+
+
+class Cells:
+    """A run: every way that has been started, and what was found so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self._began = options, time.monotonic()
+        self.found: list[dict[str, Any]] = []
+        self.running: dict[Way, Any] = {}
+
+    def note(self, **values: Any) -> None:
+        """Prints and keeps what was found."""
+        values = {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
+        self.found.append(values)
+        print("CELL " + json.dumps(values), flush=True)
+        if self.options.results:
+            with self.options.results.open("a") as file:
+                run = {"shape": self.options.shape, "fp8": self.options.fp8}
+                file.write(json.dumps({**run, **values}) + "\n")
+
+    def left_s(self) -> float:
+        """Returns the seconds until the deadline."""
+        return float(self.options.deadline_seconds - (time.monotonic() - self._began))
+
+    def start(self) -> None:
+        """Starts every way, and waits until each can be measured; those that cannot are noted."""
+        options = self.options
+        folder = Path(tempfile.mkdtemp(prefix="hi-shape-"))
+        model = make_shape(folder, options.shape, options.layers, fp8=options.fp8)
+        logs = Path(tempfile.mkdtemp(prefix="hi-cells-"))
+        link = Child("link", {}, {})
+        for number, way in enumerate(map(Way.parse, options.ways)):
+            kind = Ours if way.kind == "ours" else Stock
+            self.running[way] = kind(way, options, model, logs / str(number))
+        with ThreadPoolExecutor(len(self.running)) as pool:
+            limit_s = min(options.start_timeout, self.left_s())
+            starts = {way: pool.submit(bring_up, one, limit_s) for way, one in self.running.items()}
+        for way, start in starts.items():
+            error = start.exception()
+            if error is None:
+                self.note(way=way.name, kind=way.kind, off=way.off, **start.result())
+            else:
+                self.fail(way, error)
+        with contextlib.suppress(RuntimeError):
+            link.wait("READY", 60.0)
+            self.note(link=True, **link.ask({}, 60.0))
+        link.close()
+        print(f"  all started after {time.monotonic() - self._began:.0f} s", flush=True)
+
+    def fail(self, way: Way, error: BaseException, **more: Any) -> None:
+        """Notes a way that failed, and ends it."""
+        self.note(way=way.name, kind=way.kind, off=way.off, failed=str(error)[-3000:], **more)
+        self.running.pop(way).close()
+
+    def measure(self) -> None:
+        """Measures cell by cell, until the deadline."""
+        for requests in self.options.requests:
+            for way, one in list(self.running.items()):
+                if self.left_s() < self.options.cell_seconds:
+                    self.note(way=way.name, kind=way.kind, off=way.off, N=requests, failed="no time left")
+                    continue
+                try:
+                    found = one.measure(requests, self.options.steps)
+                    self.note(way=way.name, kind=way.kind, off=way.off, N=requests, **found)
+                except (AssertionError, RuntimeError, OSError) as error:
+                    self.fail(way, error, N=requests)
+        print(f"  ended after {time.monotonic() - self._began:.0f} s", flush=True)
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Starts every way, measures cell by cell; returns what was found."""
+    cells = Cells(options)
+    with closing_all(cells.running), contextlib.suppress(KeyboardInterrupt):
+        cells.start()
+        cells.measure()
+    return cells.found
+
+
+def bring_up(one: Any, timeout_s: float) -> dict[str, Any]:
+    """Starts a way; returns what it says when it is ready."""
+    one.start()
+    found: dict[str, Any] = one.wait_ready(timeout_s)
+    return found
+
+
+@contextlib.contextmanager
+def closing_all(running: Mapping[Way, Running]) -> Iterator[None]:
+    """Ends what still runs."""
+    try:
+        yield
+    finally:
+        with ThreadPoolExecutor(max(1, len(running))) as pool:
+            list(pool.map(lambda one: one.close(), running.values()))
+
+
+# Tables
+
+
+def to_markdown(cells: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str:
+    """Returns a row for each cell, and one for each cell of ours beside stock's."""
+    link = next((cell["link_gb_s"] for cell in cells if cell.get("link")), 0.0)
+    measured = [cell for cell in cells if "step_ms" in cell]
+    alone = {cell["N"]: cell["step_ms"] for cell in measured if cell["kind"] == "gpu"}
+    kept = "FP8 block" if options.fp8 else "bf16"
+    lines = [
+        f"{options.shape}, {options.layers} layers, {kept}; link {link} GB/s",
+        "",
+        "| way | N | step, ms | steps | a layer off beyond the GPU alone, ms | void |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell in measured:
+        layer = beyond(cell, alone)
+        shown = "" if layer is None else f"{layer:.3f}"
+        void = is_void(cell, alone, link, options)
+        step = f"{cell['step_ms']:.2f} | {cell['steps']:.0f}"
+        lines.append(f"| {cell['way']} | {cell['N']} | {step} | {shown} | {void} |")
+    lines += [
+        "",
+        "| ours | N | compute, ms | active MB | GB/s | stream | bound, ms | " + OUR_COLUMNS,
+        "|---" * 12 + "|",
+    ]
+    for cell in measured:
+        if cell["kind"] == "ours":
+            lines.append(our_row(cell, measured, alone, link, options))
+    lines += [f"FAILED {c['way']} N={c.get('N', '-')}: {c['failed'][-400:]}" for c in cells if "failed" in c]
+    return "\n".join(lines)
+
+
+def beyond(cell: Mapping[str, Any], alone: Mapping[int, float]) -> float | None:
+    """Returns what a layer off the GPU takes more than the GPU alone, in ms."""
+    if not cell["off"] or cell["N"] not in alone:
+        return None
+    return (cell["step_ms"] - alone[cell["N"]]) / cell["off"]
+
+
+def is_void(
+    cell: Mapping[str, Any], alone: Mapping[int, float], link: float, options: argparse.Namespace
+) -> str:
+    """Returns "void" for a stock cell that moved more than the link can."""
+    if cell["kind"] not in {"uva", "prefetch"} or not link:
+        return ""
+    moved = off_bytes(options.shape, fp8=options.fp8) * cell["off"]
+    experts = SHAPES[options.shape].get("num_experts", 0)
+    if experts and cell["kind"] == "uva":
+        moved *= 1 - (1 - SHAPES[options.shape]["num_experts_per_tok"] / experts) ** cell["N"]
+    return "void" if moved / 1e9 / (cell["step_ms"] / 1e3) > 1.03 * link else ""
+
+
+def our_row(
+    cell: Mapping[str, Any],
+    measured: Sequence[Mapping[str, Any]],
+    alone: Mapping[int, float],
+    link: float,
+    options: argparse.Namespace,
+) -> str:
+    """Returns a cell of ours beside its bound and the best of stock."""
+    bound = SLACK * cell["active_mb"] / max(1e-9, cell["stream_gb_s"]) + EXCHANGE_MS
+    layer = beyond(cell, alone)
+    stock = [
+        other
+        for other in measured
+        if other["kind"] in {"uva", "prefetch"} and (other["N"], other["off"]) == (cell["N"], cell["off"])
+    ]
+    steps = [other["step_ms"] for other in stock if not is_void(other, alone, link, options)]
+    # What copies whole layers cannot be faster than the link, measured or not.
+    if link and not any(other["kind"] == "prefetch" for other in stock):
+        steps.append(off_bytes(options.shape, fp8=options.fp8) * cell["off"] / link / 1e6)
+    shown = ["-"] * 4
+    if layer is not None:
+        shown[0] = f"{layer:.3f}"
+        if steps:
+            best = min(steps)
+            others = (best - alone[cell["N"]]) / cell["off"]
+            shown[1:] = [f"{others:.3f}", f"{others / layer:.2f}", f"{best / cell['step_ms']:.2f}"]
+    within = "yes" if (layer if layer is not None else cell["compute_ms"]) <= bound else "no"
+    return (
+        "| "
+        + " | ".join(
+            [
+                cell["way"],
+                str(cell["N"]),
+                f"{cell['compute_ms']:.3f}",
+                f"{cell['active_mb']:.1f}",
+                f"{cell['gb_s']:.1f}",
+                f"{cell['stream_gb_s']:.1f}",
+                f"{bound:.3f}",
+                within,
+                *shown,
+            ]
+        )
+        + " |"
+    )
+
+
+def main() -> int:
+    """Runs the cells; see the module."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",") if number]
+
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.feed_forward_cells")
+    parser.add_argument("ways", nargs="+", help="KIND[:LAYERS OFF[:NAME=VALUE,...]]")
+    parser.add_argument("--part", help="of this program itself: a process that answers")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--requests", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=13, help="of a lane without OMP_NUM_THREADS")
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--stream-gib", type=float, default=3.0)
+    parser.add_argument("--start-timeout", type=float, default=240.0, help="later is left out")
+    parser.add_argument("--deadline-seconds", type=float, default=540.0, help="no cell begins near it")
+    parser.add_argument("--cell-seconds", type=float, default=70.0, help="of the longest cell")
+    parser.add_argument("--results", type=Path, help="add every cell to this file")
+    parser.add_argument("--cpu", action="store_true", help="a try without a GPU")
+    options = parser.parse_args()
+    if options.part:
+        parts = {"stream": stream_part, "link": link_part, "stock": stock_part}
+        parts[options.part](json.loads(options.ways[0]))
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cells = run(options)
+    print(to_markdown(cells, options), flush=True)
+    return 1 if any("failed" in cell for cell in cells) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
