@@ -62,7 +62,7 @@ unit: setup  ## pure tests, on all cores
 # Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
 # Of each, two files run at once; tests/integration/conftest.py says which tests stay together.
 LONGEST := --durations=100 --durations-min=5
-TWO_FILES := -n 2 --dist loadgroup --no-loadscope-reorder
+TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models calibration)
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
