@@ -2,13 +2,13 @@
 
     python -m tests.bench.feed_forward_kills --kills 50 --parallel 8 [--seconds 270] [--cpu]
 
-So many groups live side by side on one GPU, and when one has ended the next one starts. A group must first
-answer as transformers does, greedily in float32, from CUDA graphs: so each epoch shows that the one before left the
-GPU usable. Then requests keep it decoding, and after a random time one of its feed-forward ranks gets SIGKILL
-(with --also-asking sometimes the rank that asks). It must be named within 2 s, every process, port and
-shared memory of the group must go, and at the end the GPU's memory must be what it was. Groups take turns
-in architectures (two mixtures of experts, one with shared experts, and a dense model) and in having one or
-two feed-forward ranks. Exits 1 after any failure.
+So many groups live side by side on one GPU, and when one has ended the next one starts. A group must
+first answer as transformers does, greedily in float32, from CUDA graphs: so each epoch shows that the
+one before left the GPU usable. Then requests keep it decoding, and after a random time one of its feed-
+forward ranks gets SIGKILL (with --also-asking sometimes the rank that asks). It must be named within 2
+s, every process, port and shared memory of the group must go, and at the end the GPU's memory must be
+what it was. Groups take turns in architectures (two mixtures of experts, one with shared experts, and a
+dense model) and in having one or two feed-forward ranks. Exits 1 after any failure.
 """
 
 import argparse
