@@ -5,8 +5,9 @@ refused is not asked for again before its time, so that a look at the resource, 
 seconds, costs no request that will be refused.
 """
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
@@ -35,6 +36,8 @@ _FORGOTTEN_AFTER: Final = timedelta(seconds=10)
 
 Subject: TypeAlias = tuple[str, str]
 """Kind and name."""
+_EPOCH: Final = re.compile(r"-[0-9]+(-[0-9]+)$")
+"""In the name of a pod."""
 
 
 def subject(action: Action, resource: str) -> Subject | None:
@@ -84,7 +87,7 @@ class Acting:
     def __post_init__(self) -> None:
         """Forgets what was refused long ago and not tried again."""
         self.known = {
-            (refusal.kind, refusal.name): refusal
+            _kept_as((refusal.kind, refusal.name), refusal.scopes): refusal
             for refusal in self.refusals
             if refusal.retry_at + _FORGOTTEN_AFTER > self.now
         }
@@ -101,30 +104,29 @@ class Acting:
 
     def done(self, action: Action) -> None:
         """Notes that an action was done."""
-        found = subject(action, self.resource)
+        found = self._key(action)
         if found is not None:
             self.known.pop(found, None)
 
     def refused(self, action: Action, reason: str, message: str) -> Refusal | None:
         """Notes that an action was refused; returns the refusal if it is news, else None."""
-        found = subject(action, self.resource)
+        found, key = subject(action, self.resource), self._key(action)
         assert found is not None  # nobody refuses an event
-        before = self.known.get(found)
+        assert key is not None
+        before = self.known.get(key)
         tries = before.tries + 1 if before is not None else 1
         refusal = Refusal(
             kind=found[0],
             name=found[1],
             reason=reason,
             message=message,
-            scopes=action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset(),
+            scopes=_scopes(action),
             tries=tries,
             retry_at=self.now + timedelta(seconds=_delay_s(found[0], tries)),
         )
-        self.known[found] = refusal
+        self.known[key] = refusal
         self._block(action)
-        if before is not None and replace(refusal, tries=0, retry_at=self.now) == replace(
-            before, tries=0, retry_at=self.now
-        ):
+        if before is not None and _said(before) == _said(refusal):
             return None
         self.new.append(refusal)
         return refusal
@@ -142,8 +144,12 @@ class Acting:
         return max(min(waits), 0.0) if waits else None
 
     def _refusal_of(self, action: Action) -> Refusal | None:
-        found = subject(action, self.resource)
+        found = self._key(action)
         return self.known.get(found) if found is not None else None
+
+    def _key(self, action: Action) -> Subject | None:
+        found = subject(action, self.resource)
+        return None if found is None else _kept_as(found, _scopes(action))
 
     def _is_blocked(self, action: Action) -> bool:
         match action:
@@ -162,3 +168,17 @@ class Acting:
             case PatchStatus() | SetFinalizer():
                 # An epoch that the status does not have would be begun a second time.
                 self._makes_nothing = True
+
+
+def _scopes(action: Action) -> frozenset[str]:
+    return action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
+
+
+def _kept_as(found: Subject, scopes: frozenset[str]) -> Subject:
+    """Returns by what a refusal is kept: a pod that is made has another name in each epoch."""
+    kind, name = found
+    return (kind, _EPOCH.sub(r"-*\1", name)) if kind == "Pod" and scopes else found
+
+
+def _said(refusal: Refusal) -> tuple[str, str]:
+    return refusal.reason, refusal.message.replace(refusal.name, "")

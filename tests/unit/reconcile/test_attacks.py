@@ -34,6 +34,11 @@ def relabel(world: World, label: str, value: str | None) -> None:
         world.pods[name] = replace(world.pods[name], labels=labels)
 
 
+def made(world: World) -> list[str]:
+    """Returns the names of all worker pods that were ever made."""
+    return [name for name in world.created if "inspect" not in name]
+
+
 def create_pods(world: World) -> None:
     """Brings a new resource up to the reconcile that creates its pods, and no further."""
     world.settle()
@@ -245,3 +250,108 @@ def test_a_pod_that_is_seen_only_after_its_epoch_goes(world: World) -> None:
     world.settle()
     assert len(world.workers()) == 2
     assert world.status["groups"][0]["epoch"] == 2
+
+
+# What a later attack left open
+
+
+def test_epochs_that_begin_within_one_moment_have_names_of_their_own() -> None:
+    """Their first number was of a clock's seconds: of two lost statuses within one, both epochs had one."""
+    world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
+    world.serve()
+    for lost in ({}, {"groups": "what is this"}, {}):
+        world.pods.clear()
+        world.status = dict(lost)
+        world.version += 1
+        world.settle()
+        world.answer_inspection()
+        world.settle()
+    for replicas in (0, 1, 0, 1):
+        world.change_spec(replicas=replicas)
+        world.settle()
+        world.reap()
+        world.settle()
+    assert len(world.workers()) == 2
+    assert len(made(world)) == len(set(made(world)))
+
+
+def test_a_clock_that_was_set_back_brings_no_name_back() -> None:
+    world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
+    world.serve()
+    ran = world.workers()
+    for _ in range(5):
+        world.now -= timedelta(seconds=1)
+        world.pods.clear()
+        world.status = {}
+        world.version += 1
+        world.settle()
+        world.answer_inspection()
+        world.settle()
+        assert not set(ran) & set(world.workers())
+        ran += world.workers()
+
+
+def test_a_pod_that_vanishes_unseen_from_a_starting_epoch_is_not_made_again() -> None:
+    """It may have run since somebody looked, and speak on: nobody comes after it under its name."""
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    world.step()
+    first = world.workers()
+    world.all_started()
+    del world.pods[first[1]]
+    world.settle()
+    world.reap()
+    world.settle()
+    assert len(world.workers()) == 2
+    assert not set(first) & set(world.workers())
+    (failure,) = world.status["groups"][0]["failures"]
+    assert (failure["reason"], failure["counted"]) == ("PodDeleted", False)
+
+
+def test_a_pod_that_vanishes_before_anybody_looked_is_not_made_again() -> None:
+    """The operator ended after it had made the pods, and was back after one of them, or all, had gone."""
+    for gone in (slice(1, 2), slice(0, 2)):
+        world = World(spec=cpu_pair())
+        create_pods(world)
+        first = world.workers()
+        world.all_started()
+        for name in first[gone]:
+            del world.pods[name]
+        world.settle()
+        world.reap()
+        world.settle()
+        assert len(world.workers()) == 2
+        assert not set(first) & set(world.workers())
+
+
+def test_a_pod_that_may_have_run_on_a_silent_node_is_not_made_again(world: World) -> None:
+    """Nobody would have said that it runs; it may meet those that come after it."""
+    world.end_pod(world.workers()[0])
+    world.settle()
+    world.reap()
+    world.settle()
+    first = world.workers()
+    world.pods[first[1]] = replace(world.pods[first[1]], node="node")
+    assert world.nodes is not None
+    world.nodes = tuple(replace(node, unreachable_since=world.now) for node in world.nodes)
+    world.advance_time(60)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert not set(first) & set(world.workers())
+    assert world.status["groups"][0]["failures"][-1]["reason"] == "NodeLost"
+
+
+def test_pods_that_are_given_back_are_not_made_again(world: World) -> None:
+    """They may have run before their deletion arrived: it is by force, and says nothing of their ends."""
+    world.change_spec(replicas=2)
+    world.refuses["Pod", "demo-1-*-1"] = "exceeded quota"
+    world.settle()
+    assert made(world)[-1] == "demo-1-1-0"
+    world.refuses = {}
+    for _ in range(3):
+        world.reap()
+        world.advance_time(400)
+        world.settle()
+    assert len(made(world)) == len(set(made(world)))
+    assert len(world.workers()) == 4

@@ -12,13 +12,23 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
-FOLLOWER = "demo-0-1-1"
 NEVER_STARTED = Failure(reason=FailureReason.STARTUP_TIMEOUT, message="rank 1 stood still", pod=1, rank=1)
 
 
 @pytest.fixture
 def world() -> World:
     return World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
+
+
+def ranks(world: World) -> list[str]:
+    """Returns the pods of group 0: its leader and its follower."""
+    return [name for name in world.workers() if name.startswith("demo-0-")]
+
+
+def of_next_epoch(pods: list[str]) -> list[str]:
+    """Returns the names that these pods have in the next epoch."""
+    parts = [name.rsplit("-", 2) for name in pods]
+    return [f"{group}-{int(epoch) + 1}-{index}" for group, epoch, index in parts]
 
 
 def again(world: World) -> None:
@@ -51,12 +61,13 @@ def test_a_refused_spec_takes_nothing_from_what_runs(world: World, spec: dict[st
     assert world.condition("Available")[0] == "True"
     assert world.condition("Ready")[0] == "False", "nothing serves the spec of this generation"
     assert world.condition("Stalled")[0] == "True"
-    world.end_pod(FOLLOWER)
+    pods = ranks(world)
+    world.end_pod(pods[1])
     world.step()
     assert world.condition("Available")[0] == "False"
     assert group(world)["failures"][-1]["reason"] == "PodFailed"
     again(world)
-    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    assert world.workers() == of_next_epoch(pods)
     world.all_ready()
     world.settle()
     assert world.condition("Available")[0] == "True"
@@ -91,11 +102,12 @@ def test_a_refused_child_blocks_only_its_own_group(world: World) -> None:
     assert world.condition("Ready")[0] == "False"
     assert world.condition("Available")[0] == "True"
     assert "demo-1-ranks" in str(world.status["conditions"])
-    world.end_pod(FOLLOWER)
+    pods = ranks(world)
+    world.end_pod(pods[1])
     world.step()
     assert world.condition("Available")[0] == "False"
     again(world)
-    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    assert world.workers() == of_next_epoch(pods)
     world.refuses = {}
     again(world)
     world.all_ready()
@@ -104,7 +116,7 @@ def test_a_refused_child_blocks_only_its_own_group(world: World) -> None:
 
 
 def test_a_pod_refused_by_quota_gives_back_what_its_group_got(world: World) -> None:
-    world.refuses = {("Pod", FOLLOWER): "exceeded quota: gpus"}
+    world.refuses = {("Pod", "demo-0-*-1"): "exceeded quota: gpus"}
     world.settle()
     world.answer_inspection()
     for _ in range(6):
@@ -178,7 +190,8 @@ def test_a_lost_status_brings_no_name_back(world: World, lost: dict[str, Any]) -
 
 def test_an_unknown_value_in_the_status_loses_only_itself(world: World) -> None:
     world.serve()
-    world.end_pod(FOLLOWER)
+    pods = ranks(world)
+    world.end_pod(pods[1])
     again(world)
     failures = group(world)["failures"]
     world.status["groups"][0]["phase"] = "Hibernating"
@@ -187,7 +200,7 @@ def test_an_unknown_value_in_the_status_loses_only_itself(world: World) -> None:
     world.version += 1
     world.settle()
     assert group(world)["failures"] == failures
-    assert group(world)["epoch"] == 2
+    assert world.workers() == of_next_epoch(pods)
 
 
 def test_a_pod_that_goes_with_the_status_does_not_come_again_under_its_name(world: World) -> None:
@@ -195,12 +208,13 @@ def test_a_pod_that_goes_with_the_status_does_not_come_again_under_its_name(worl
     world.serve()
     world.status = {}
     world.version += 1
-    del world.pods[FOLLOWER]
+    pods = ranks(world)
+    del world.pods[pods[1]]
     again(world)
     world.answer_inspection()  # what was known of the model went with the status
     again(world)
-    assert world.created.count(FOLLOWER) == 1
-    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
+    assert world.created.count(pods[1]) == 1
+    assert world.workers() == of_next_epoch(pods)
     assert group(world)["failures"][-1]["reason"] == "PodDeleted"
 
 
@@ -376,7 +390,7 @@ def test_ready_is_all_wanted_groups_of_this_spec(world: World) -> None:
     world.change_spec(replicas=2)
     world.serve()
     assert world.condition("Ready")[0] == "True"
-    world.end_pod(FOLLOWER)
+    world.end_pod(ranks(world)[1])
     world.step()
     assert (world.condition("Ready")[0], world.condition("Available")[0]) == ("False", "True")
 

@@ -99,13 +99,28 @@ def test_a_pending_pod_that_is_deleted_is_replaced_once_it_is_gone(world: World)
     assert group(world)["epoch"] == 1
 
 
-def test_a_pending_pod_that_vanishes_is_created_anew(world: World) -> None:
+def test_a_pending_pod_that_vanishes_ends_its_epoch_and_counts_for_nothing(world: World) -> None:
+    """It may have run since somebody looked."""
     create_pods(world)
     world.settle()
     del world.pods[FOLLOWER]
     world.settle()
-    assert world.workers() == [LEADER, FOLLOWER]
-    assert group(world)["epoch"] == 1
+    world.reap()
+    world.settle()
+    assert world.workers() == NEXT
+    (failure,) = group(world)["failures"]
+    assert (failure["reason"], failure["counted"]) == ("PodDeleted", False)
+    assert FOLLOWER in failure["message"]
+
+
+def test_pending_pods_that_vanish_again_and_again_are_made_less_and_less_often(world: World) -> None:
+    create_pods(world)
+    for _ in range(3600):
+        world.advance_time(1)
+        world.settle()
+        world.pods.clear()
+    assert len(world.created) <= 60, f"{len(world.created)} pods in an hour"
+    assert world.condition("Stalled")[0] == "False"
 
 
 def test_a_whole_group_that_vanishes_after_it_ran_is_a_failure(world: World) -> None:
@@ -259,15 +274,21 @@ def test_a_group_that_shall_go_does_not_wait_for_a_lost_node(world: World, how: 
     assert FOLLOWER not in world.pods
 
 
-def test_a_pending_pod_on_a_lost_node_is_replaced_in_node(world: World) -> None:
+def test_a_pending_pod_on_a_lost_node_ends_its_epoch(world: World) -> None:
+    """Its node says nothing of it: it may run."""
+    assert world.nodes is not None
+    world.nodes = (*world.nodes, replace(world.nodes[0], name="far"))
     create_pods(world)
-    change(world, FOLLOWER, node="node")
-    first = world.pods[FOLLOWER].uid
-    silence_node(world)
+    change(world, FOLLOWER, node="far")
+    silence_node(world, "far")
     world.advance_time(60)
     world.settle()
-    assert world.pods[FOLLOWER].uid != first
-    assert (group(world)["epoch"], world.graces[FOLLOWER]) == (1, 0)
+    assert world.graces[FOLLOWER] == 0
+    world.reap()
+    world.settle()
+    assert world.workers() == NEXT
+    (failure,) = group(world)["failures"]
+    assert (failure["reason"], failure["counted"]) == ("NodeLost", False)
 
 
 # Ends that let running requests end

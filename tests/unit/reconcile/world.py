@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from typing import Any
 
 from heteroinfer_contract import names
@@ -78,7 +79,7 @@ class World:
         writes: actions of the last reconcile that would write to the API server.
         events: reasons of all events so far.
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
-        refuses: what the API server refuses to write, by kind and name, and in which words.
+        refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
         refusals: what was refused when it was last tried.
     """
@@ -140,11 +141,7 @@ class World:
         for action in decision.actions:
             if not acting.may(action):
                 continue
-            found = subject(action, "demo") or ("", "")
-            words = self.refuses.get(found) or (
-                self.refuses_pods if found[0] == "Pod" and isinstance(action, CreateObject) else ""
-            )
-            if words:
+            if words := self._refused(action):
                 acting.refused(action, OBJECT_REFUSED, words)
             else:
                 self._run(action)
@@ -152,6 +149,14 @@ class World:
                 self.writes += [] if isinstance(action, RecordEvent) else [action]
         self.refusals = tuple(acting.known.values())
         return decision
+
+    def _refused(self, action: Action) -> str:
+        """Returns in which words an action is refused, or ""."""
+        kind, name = subject(action, "demo") or ("", "")
+        refused = [words for found, words in self.refuses.items() if _is_meant(found, kind, name)]
+        if kind == "Pod" and isinstance(action, CreateObject):
+            refused.append(self.refuses_pods)
+        return next(filter(None, refused), "")
 
     def settle(self, passes: int = 10) -> None:
         """Runs reconciles until one writes nothing."""
@@ -272,3 +277,7 @@ class World:
 
 def _is_inspect(pod: PodView) -> bool:
     return pod.labels.get(names.LABEL_COMPONENT) in (names.COMPONENT_INSPECT, names.COMPONENT_FETCH)
+
+
+def _is_meant(found: tuple[str, str], kind: str, name: str) -> bool:
+    return found[0] == kind and fnmatchcase(name, found[1])

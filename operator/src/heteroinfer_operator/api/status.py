@@ -235,7 +235,7 @@ class GroupStatus(StatusModel):
     message: Text | None = None
     """What it waits for."""
     epoch_start_time: Time | None = None
-    """When its pods were made."""
+    """When its pods were made, or were to be made first: they may have run since, whether seen or not."""
     startup: StartupStatus | None = None
     """How far it has come, while it starts."""
     next_epoch_time: Time | None = None
@@ -244,6 +244,8 @@ class GroupStatus(StatusModel):
     """How often it was started again because of a failure that counts."""
     served_time: Time | None = None
     """When its epoch began to serve."""
+    spare_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
+    """Pods of this epoch, by index, that were seen to end before they ran: others may have their names."""
     rejections: Count = 0
     """Pods of this epoch that their nodes rejected before they ran; each next one waits longer."""
     failures: Annotated[

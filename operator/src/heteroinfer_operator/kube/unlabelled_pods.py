@@ -34,8 +34,8 @@ async def find_unlabelled(
     """
     seen = {pod.view.name for pod in known}
     groups = parse_status(resource.status).groups
-    ran = {rank.pod for group in groups for rank in group.members if rank.started or rank.ready}
-    found = await asyncio.gather(*(_find(server, resource, name) for name in sorted({*ran, *before} - seen)))
+    kept = {rank.pod for group in groups for rank in group.members}
+    found = await asyncio.gather(*(_find(server, resource, name) for name in sorted({*kept, *before} - seen)))
     return [pod for pod in found if pod is not None]
 
 

@@ -1,7 +1,8 @@
 """What is to be done with one group. Pure.
 
-An epoch lives as long as all its pods do, from their first run on: a pod that ends before it
-has run is replaced, and the others wait for it; with Kueue they go, too. Whatever ends an
+An epoch lives as long as all its pods do, from their first run on: a pod that is seen to end before it
+has run is replaced, and the others wait for it; with Kueue they go, too. One that is gone unseen may
+have run, and may run still where nobody sees it: its name is not used again. Whatever ends an
 epoch, the failure and the next one are written to the status first, then the old pods are
 deleted, and the new ones are created once the old are gone.
 
@@ -29,6 +30,7 @@ from heteroinfer_operator.cluster import (
     Refusal,
 )
 from heteroinfer_operator.errors import HeteroInferError, PlanError, SpecError
+from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end
@@ -47,6 +49,7 @@ _NOTHING_RUNS: Final[Mapping[str, Any]] = {
     "kv": None,
     "served_time": None,
     "rejections": 0,
+    "spare_pods": (),
 }
 """What a status says of a group without an epoch."""
 
@@ -114,10 +117,10 @@ def decide_group(
     epoch = max([status.epoch, *(epoch_of(pod) for pod in pods)])
     is_forgotten = status.epoch < epoch
     current = [pod for pod in pods if epoch_of(pod) == epoch]
-    status = status.model_copy(update={"epoch": epoch})
+    status = status.model_copy(update={"epoch": epoch, **({"spare_pods": ()} if is_forgotten else {})})
     if context.life.suspend:
         return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
-    if not current and not _had_run(status):
+    if not current and not status.members:
         return _between_epochs(context, status, pods)
     made = _Made.of(context, status, current)
     if is_forgotten:
@@ -128,17 +131,27 @@ def decide_group(
     if report is not None and (report.epoch != epoch or (made.plan and not report.covers(made.plan))):
         report = None
     epoch_end = _find_epoch_end(context, status, current, made)
-    if epoch_end is None and is_forgotten and made.missing(current):
-        # The status was lost, and with it which pods had run: a name may have been used already.
-        epoch_end = EpochEnd(reason="PodDeleted", message="a pod of an epoch that no status tells of is gone")
     if epoch_end is not None:
         return _end_epoch(context, status, pods, epoch_end)
-    refusal = context.refusal_of(status.index)
-    if refusal is not None and refusal.kind == "Pod" and made.missing(current):
-        return _give_back(context, status, current, refusal)
+    if lacking := sorted(made.missing(current) - set(status.spare_pods)):
+        return _end_incomplete(context, status, pods, lacking[0])
     living = _without_older(context, _living(context, status, current, made, report), pods)
     overdue = _find_overdue(context, living, report)
     return living if overdue is None else _end_epoch(context, status, pods, overdue)
+
+
+def _end_incomplete(
+    context: Context, status: GroupStatus, pods: Sequence[PodView], index: int
+) -> GroupDecision:
+    """Returns the end of an epoch that lacks a pod which was made, or may have been."""
+    refusal = context.refusal_of(status.index)
+    if refusal is not None and refusal.kind == "Pod":
+        current = [pod for pod in pods if epoch_of(pod) == status.epoch]
+        return _give_back(context, status, current, refusal)
+    name = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(index)
+    message = f"pod {name} is not there, and nobody saw it end before it ran: it may have met others"
+    epoch_end = EpochEnd(reason="PodDeleted", message=message, counted=False)
+    return _end_epoch(context, status, pods, epoch_end)
 
 
 def _without_older(context: Context, living: GroupDecision, pods: Sequence[PodView]) -> GroupDecision:
@@ -216,7 +229,7 @@ def _find_epoch_end(
 ) -> EpochEnd | None:
     epoch_end = (
         find_epoch_end(current)
-        or context.node_loss.find_epoch_end([pod for pod in current if pod.started])
+        or context.node_loss.find_epoch_end([pod for pod in current if not startup.is_rejected(pod)])
         or _find_end_in_kueue(context, status, current)
     )
     if epoch_end is not None:
@@ -410,9 +423,10 @@ def _give_back(
         message = f"not all of its pods can be made: {refusal.message}"
         end = EpochEnd(reason="PodRefused", message=message, counted=False)
         return _end_epoch(context, status, current, end)
+    next_epoch = {"epoch": status.epoch + 1, "epoch_start_time": None}
     return GroupDecision(
-        status=status.model_copy(update=_refused(context, status, refusal)),
-        deletes=context.node_loss.deletes(current, grace_s=0),
+        status=status.model_copy(update=_refused(context, status, refusal) | next_epoch),
+        deletes=context.node_loss.deletes(current, grace_s=_ENDED_EPOCH_GRACE_S, after_status=True),
         look_again_s=max((refusal.retry_at - context.now).total_seconds(), 0.0),
     )
 
@@ -497,22 +511,23 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         }
         return GroupDecision(status=status.model_copy(update=update), refusal=problem)
     plan, refusal = planned.plan, context.refusal_of(status.index)
-    # Pods that nobody has seen run may have run all the same, where all of them are gone.
+    waits = refusal is not None and refusal.retry_at > context.now
+    # Pods that nobody has seen may have been made, and have run.
     begun = status.epoch + (status.epoch_start_time is not None)
     update = {
-        "epoch": begun or context.options.first_epoch(context.now),
+        "epoch": begun or context.first_epoch,
         "revision": revision.name,
         "plan_hash": plan_hash,
         "phase": GroupPhase.STARTING if refusal is None else GroupPhase.PENDING,
         "message": f"creating {len(plan.pods)} pods" if refusal is None else refusal.message[:1024],
-        "epoch_start_time": None,
+        "epoch_start_time": None if waits else context.now,
         "next_epoch_time": None,
         **_NOTHING_RUNS,
         "rejections": status.rejections,
         "startup": startup.begin(StartupPhase.SCHEDULING, status.startup, context.now),
     }
     status = status.model_copy(update=update)
-    indices = {pod.index for pod in plan.pods}
+    indices = set() if waits else {pod.index for pod in plan.pods}
     return GroupDecision(
         status=status,
         creates=decide_creates(context, revision, status, plan, indices, planned.node_assignment),
@@ -545,6 +560,7 @@ def _living(
     if start is not None:
         message = _unplaced(current) or silent or startup.describe(start, current, report, len(made.pods))
     spare = _find_spare(context, status, current)
+    over = {index_of(pod) for pod in current if startup.is_over_unrun(pod)}
     update = {
         "phase": phase,
         "message": message[:1024] if message else None,
@@ -553,6 +569,7 @@ def _living(
         "epoch_start_time": status.epoch_start_time or (None if missing else context.now),
         "startup": start,
         "served_time": status.served_time or (context.now if ready else None),
+        "spare_pods": tuple(sorted(over | missing)),
         "rejections": 0 if ready else status.rejections + sum(map(startup.is_rejected, spare)),
     }
     before, status = status, status.model_copy(update=update)
@@ -583,7 +600,7 @@ def _living(
 
 def _find_spare(context: Context, status: GroupStatus, current: Sequence[PodView]) -> list[PodView]:
     after_s = _replace_after_s(context, status)
-    return startup.find_spare(current, context.node_loss, context.now, replace_after_s=after_s)
+    return startup.find_spare(current, context.now, replace_after_s=after_s)
 
 
 def _replace_after_s(context: Context, status: GroupStatus) -> float:

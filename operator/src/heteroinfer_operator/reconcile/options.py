@@ -1,14 +1,10 @@
 """What an installation decides for all its resources. Pure."""
 
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Final
 
 from heteroinfer_operator.manifests.addressing import Addressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.allowed import Allowed
-
-_EPOCHS_SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +27,13 @@ class Options:
     allowed: Allowed = Allowed()  # noqa: RUF009 - frozen
     names_come_again: bool = True
 
-    def first_epoch(self, now: datetime) -> int:
+    def first_epoch(self, resource_version: str) -> int:
         """Returns the epoch of a group of which nothing is known: higher than any that it can have had.
 
-        Seconds of a clock: whatever was lost, the status, the group by a scale, or the whole resource,
-        the group can have begun no more epochs than seconds have passed.
+        The API server counts its writes, and never back: whatever was lost, the status, the group by a scale,
+        or the whole resource, each epoch was written into the status before it began.
+
+        Args:
+            resource_version: of the resource.
         """
-        seconds = int((now - _EPOCHS_SINCE).total_seconds()) if self.names_come_again else 0
-        return max(seconds, 1)
+        return int(resource_version) if self.names_come_again else 1

@@ -120,6 +120,7 @@ def _decide(
         plans=kept_plans(observation, owner),
         planner=planner,
         node_loss=node_loss,
+        first_epoch=options.first_epoch(resource.resource_version),
         refusals=observation.refusals,
     )
     return _act(observation, status, context, model)

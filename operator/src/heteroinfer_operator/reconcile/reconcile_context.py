@@ -36,6 +36,7 @@ class Context:
         plans: kept ones, by hash.
         planner: makes the plans of epochs that start now.
         node_loss: which pods are given up because of their node.
+        first_epoch: of groups of which nothing is known.
         refusals: what of the resource was refused when it was last tried.
     """
 
@@ -50,6 +51,7 @@ class Context:
     plans: Mapping[str, Plan]
     planner: GroupPlanner
     node_loss: NodeLoss
+    first_epoch: int
     refusals: Sequence[Refusal] = ()
 
     @property

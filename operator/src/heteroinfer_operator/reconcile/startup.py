@@ -14,7 +14,6 @@ from heteroinfer_operator.api import StartupPhase, StartupStatus
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.quantity import format_bytes
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run
-from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
 LOOK_EVERY_S = 15.0
 """While ranks connect, load and warm up: nothing else tells that they moved."""
@@ -170,27 +169,27 @@ def describe_end(pod: PodView) -> str:
 
 def is_rejected(pod: PodView) -> bool:
     """Returns whether a pod's node rejected it before it ran."""
-    return pod.ended and not pod.deleting and not has_run(pod)
+    return is_over_unrun(pod) and not pod.deleting
 
 
-def find_spare(
-    pods: Sequence[PodView], node_loss: NodeLoss, now: datetime, *, replace_after_s: float
-) -> list[PodView]:
+def is_over_unrun(pod: PodView) -> bool:
+    """Returns whether a pod was seen to end before it ran: it can have met nobody, and never will."""
+    return pod.ended and not has_run(pod)
+
+
+def find_spare(pods: Sequence[PodView], now: datetime, *, replace_after_s: float) -> list[PodView]:
     """Returns the pods that never ran and never will, whose name another one shall have now.
 
     Args:
         pods: of the epoch.
-        node_loss: which pods are given up because of their node.
         now: time of the reconcile.
         replace_after_s: from the creation of a pod that its node rejected to the next try: the
             scheduler may choose the same node.
     """
 
     def is_spare(pod: PodView) -> bool:
-        if has_run(pod):
-            return False
-        in_time = is_rejected(pod) and _age_s(pod, now) >= replace_after_s
-        return pod.deleting or node_loss.is_silent(pod) or in_time
+        in_time = pod.deleting or _age_s(pod, now) >= replace_after_s
+        return is_over_unrun(pod) and in_time
 
     return [pod for pod in pods if is_spare(pod)]
 
