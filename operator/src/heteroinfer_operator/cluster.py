@@ -97,6 +97,7 @@ class PodView:
         reason: the pod's own, such as `Evicted`.
         message: the pod's own.
         ready: condition Ready.
+        finalizers: who must let it go before it goes; none of them is ours.
         disrupted: why it is taken away by no fault of its own (eviction, drain, preemption, a
             lost node, Kueue), or "".
         node: its node, or "".
@@ -111,6 +112,7 @@ class PodView:
     created: datetime
     deleting: bool = False
     gone_by: datetime | None = None
+    finalizers: tuple[str, ...] = ()
     started: bool = False
     phase: str = "Pending"
     reason: str = ""

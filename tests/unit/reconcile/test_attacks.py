@@ -355,3 +355,96 @@ def test_pods_that_are_given_back_are_not_made_again(world: World) -> None:
         world.settle()
     assert len(made(world)) == len(set(made(world)))
     assert len(world.workers()) == 4
+
+
+FINALIZER = "example.test/hold"
+
+
+@pytest.mark.parametrize("why", ["suspend", "scale", "scale to zero", "failure", "rollout", "deletion"])
+def test_a_pod_that_a_finalizer_holds_is_named_with_it(world: World, why: str) -> None:
+    """It stays `Terminating` whatever we do: its group said Stopping for ever, and not why."""
+    world.change_spec(replicas=2)
+    world.settle()
+    world.all_ready()
+    world.settle()
+    held = next(name for name in world.workers() if name.startswith("demo-1-"))
+    world.pods[held] = replace(world.pods[held], finalizers=(FINALIZER,))
+    match why:
+        case "suspend":
+            world.change_spec(suspend=True)
+        case "scale":
+            world.change_spec(replicas=1)
+        case "scale to zero":
+            world.change_spec(replicas=0)
+        case "failure":
+            world.end_pod(held)
+        case "rollout":
+            world.change_spec(engine={"maxModelLen": 512}, rollout={"maxUnavailable": 2})
+        case _:
+            world.deleting = True
+    world.settle()
+    decision = world.step()
+    assert decision.look_again_s is not None
+    world.advance_time(100)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert list(world.pods) == [held] or why in {"scale", "failure", "rollout"}
+    progressing = next(c for c in world.status["conditions"] if c["type"] == "Progressing")
+    assert (progressing["status"], progressing["reason"]) == ("False", "HeldByFinalizer")
+    assert held in progressing["message"]
+    assert FINALIZER in progressing["message"]
+    world.settle()
+    world.step()
+    assert world.writes == []
+    world.pods[held] = replace(world.pods[held], finalizers=())
+    world.reap()
+    world.settle()
+    assert why == "deletion" or world.condition("Progressing")[1] != "HeldByFinalizer"
+
+
+def waits_for_configuration(world: World, words: str) -> None:
+    """Has a node pull the images of all pods, and then lack what their containers are made with."""
+    for name in world.workers():
+        waiting = f"CreateContainerConfigError: {words}"
+        world.pods[name] = replace(world.pods[name], node="node", waiting=waiting)
+
+
+def test_a_key_that_is_lost_while_images_are_pulled_is_made_again() -> None:
+    """Nothing but the pods' creation made it: they waited for it for ever."""
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    world.settle()
+    (secret,) = [key for key in world.objects if key[0] == "Secret"]
+    kept = world.objects.pop(secret)
+    world.settle()
+    waits_for_configuration(world, f'secret "{secret[1]}" not found')
+    pods = world.workers()
+    world.settle()
+    assert world.objects[secret]["data"] == kept["data"]
+    assert "CreateContainerConfigError" in world.status["groups"][0]["message"]
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.workers() == pods
+
+
+def test_a_plan_that_is_lost_while_images_are_pulled_ends_the_epoch() -> None:
+    """A container is made with it: those of the pods that have none yet never would be."""
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    world.settle()
+    first = world.workers()
+    world.pods[first[0]] = replace(world.pods[first[0]], phase="Running", started=True, node="node")
+    (plan,) = [key for key in world.objects if "-plan-" in key[1]]
+    del world.objects[plan]
+    world.settle()
+    world.reap()
+    world.settle()
+    assert len(world.workers()) == 2
+    assert not set(first) & set(world.workers())
+    assert plan in world.objects
+    assert world.status["groups"][0]["failures"][0]["reason"] == "PlanLost"
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")

@@ -22,6 +22,8 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.reconcile import reconcile
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
+FINALIZER = "example.test/hold"
+
 
 def decide(world: World, status: Manifest | None = None) -> Decision:
     """Returns what a reconcile decides now, with another status stored if one is given."""
@@ -73,6 +75,7 @@ class GroupLife(RuleBasedStateMachine):
         if stored and not self.refuses_status:
             assert parse_status(world.status).observed_generation == world.generation
             self.conditions_are_true()
+            self.what_holds_pods_is_said()
 
     @property
     def refuses_status(self) -> bool:
@@ -100,6 +103,17 @@ class GroupLife(RuleBasedStateMachine):
         if world.condition("Ready")[0] == "True" and wanted:
             assert world.condition("Stalled")[0] == "False"
             assert len(serving) == len(groups)
+
+    def what_holds_pods_is_said(self) -> None:
+        """Some condition names a pod that shall go, has used up its time, and is held, and who holds it."""
+        world = self.world
+        held = [
+            name
+            for name, pod in world.pods.items()
+            if name in world.workers() and pod.finalizers and pod.gone_by and pod.gone_by <= world.now
+        ]
+        words = " ".join(each.get("message", "") for each in world.status["conditions"])
+        assert not held or any(name in words and FINALIZER in words for name in held), (held, words)
 
     def pods_of(self, index: int) -> list[PodView]:
         world = self.world
@@ -226,6 +240,14 @@ class GroupLife(RuleBasedStateMachine):
         labels = {key: "?" if key == names.LABEL_GROUP else "" for key in self.world.pods[name].labels}
         self.world.pods[name] = replace(self.world.pods[name], labels=labels)
 
+    @rule(held=st.booleans())
+    def somebody_holds_pods_or_lets_them_go(self, held: bool) -> None:
+        finalizers = (FINALIZER,) if held else ()
+        self.world.pods = {
+            name: replace(pod, finalizers=finalizers if name in self.world.workers() else ())
+            for name, pod in self.world.pods.items()
+        }
+
     @rule(lost=st.sampled_from([{}, {"groups": 7}, {"groups": [{"phase": "New"}], "conditions": [3]}]))
     def the_status_is_lost(self, lost: dict[str, Any]) -> None:
         self.world.status = lost
@@ -255,6 +277,7 @@ class GroupLife(RuleBasedStateMachine):
         self.world.refuses.clear()
         self.world.refuses_pods = ""
         self.the_node_goes_silent_or_speaks(silent=False)
+        self.somebody_holds_pods_or_lets_them_go(held=False)
         self.world.reports.clear()
         for _ in range(12):
             self.world.settle()

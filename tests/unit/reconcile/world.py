@@ -144,9 +144,10 @@ class World:
             if words := self._refused(action):
                 acting.refused(action, OBJECT_REFUSED, words)
             else:
+                writes = not isinstance(action, RecordEvent) and not self._is_there(action)
                 self._run(action)
                 acting.done(action)
-                self.writes += [] if isinstance(action, RecordEvent) else [action]
+                self.writes += [action] if writes else []
         self.refusals = tuple(acting.known.values())
         return decision
 
@@ -157,6 +158,12 @@ class World:
         if kind == "Pod" and isinstance(action, CreateObject):
             refused.append(self.refuses_pods)
         return next(filter(None, refused), "")
+
+    def _is_there(self, action: Action) -> bool:
+        """Returns whether an action would create what exists, which is as good."""
+        return (
+            isinstance(action, CreateObject) and action.may_exist and subject(action, "demo") in self.objects
+        )
 
     def settle(self, passes: int = 10) -> None:
         """Runs reconciles until one writes nothing."""
@@ -208,7 +215,7 @@ class World:
 
     def reap(self) -> None:
         """Lets pods that are being deleted go."""
-        self.pods = {name: pod for name, pod in self.pods.items() if not pod.deleting}
+        self.pods = {n: pod for n, pod in self.pods.items() if not pod.deleting or pod.finalizers}
 
     def advance_time(self, seconds: float) -> None:
         """Moves the clock."""
@@ -243,17 +250,14 @@ class World:
                 self.version += 1
             case RecordEvent(reason=reason):
                 self.events.append(reason)
-            case CreateObject(manifest=manifest, may_exist=True) if (
-                manifest["kind"],
-                manifest["metadata"]["name"],
-            ) in self.objects:
+            case CreateObject() if self._is_there(action):
                 pass
             case CreateObject(manifest=manifest) | ApplyObject(manifest=manifest):
                 self._store(dict(manifest))
             case DeleteObject(kind="Pod", name=name, uid=uid, grace_s=grace_s):
                 self.graces[name] = grace_s
                 if name in self.pods and self.pods[name].uid == uid:
-                    if grace_s == 0:
+                    if grace_s == 0 and not self.pods[name].finalizers:
                         del self.pods[name]
                     else:
                         self.delete_pod(name)

@@ -202,6 +202,7 @@ def pod_view(stored: Manifest) -> PodView:
         created=datetime.fromisoformat(metadata["creationTimestamp"]),
         deleting="deletionTimestamp" in metadata,
         gone_by=_moment(metadata.get("deletionTimestamp")),
+        finalizers=tuple(metadata.get("finalizers") or ()),
         started=any(_has_run(c) for c in containers if c["name"] == names.CONTAINER_WORKER),
         phase=status.get("phase", "Pending"),
         reason=status.get("reason", ""),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankStatus
@@ -34,6 +35,8 @@ from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_
 from heteroinfer_operator.reconcile.rollout import Rollout
 
 _MEASURE_EVERY = timedelta(seconds=60)
+HELD: Final = "HeldByFinalizer"
+"""Reason of Progressing where a pod that shall go is kept by a finalizer, which none of ours is."""
 _MOVED = 0.10
 """Step times are written when one of them moved by more than this part of itself."""
 
@@ -69,6 +72,7 @@ class Life:
         decisions: of all wanted groups.
         wanted: groups.
         draining: whether pods are still there of groups that are not wanted, or not now.
+        held: which pod that shall go is held by a finalizer, or "".
         suspended: as the spec has it.
         target: revision of the spec, or None if it cannot be read.
         problem: why no epoch of the spec could start, or None.
@@ -81,6 +85,7 @@ class Life:
     decisions: Sequence[GroupDecision]
     wanted: int
     draining: bool
+    held: str
     suspended: bool
     target: str | None
     problem: HeteroInferError | None
@@ -159,18 +164,16 @@ def _at_rest(life: Life) -> tuple[Condition, ...]:
     """Returns the conditions of a resource of which nothing shall run."""
     reason = "Suspended" if life.suspended else "ScaledToZero"
     refused = life.refusals[0] if life.refusals else None
-    going = "pods answer the requests that they have, and end" if life.draining else ""
+    going = life.held or ("pods answer the requests that they have, and end" if life.draining else "")
+    progress = (life.draining, reason, going)
+    if refused is not None or life.held:
+        progress = (False, *((refused.reason, refused.message) if refused else (HELD, life.held)))
     stalled = life.stalled if life.problem is not None else None
     return (
         life.make(ConditionType.AVAILABLE, False, reason),
         life.make(ConditionType.READY, not life.draining, "Stopping" if life.draining else reason, going),
         life.make(ConditionType.STALLED, stalled is not None, *(stalled or (reason, ""))),
-        life.make(
-            ConditionType.PROGRESSING,
-            life.draining and refused is None,
-            refused.reason if refused else reason,
-            refused.message if refused else going,
-        ),
+        life.make(ConditionType.PROGRESSING, *progress),
         life.make(ConditionType.DEGRADED, False, reason),
         life.make(ConditionType.FAILED, False, reason),
     )
@@ -201,6 +204,8 @@ def _progress(life: Life, worst: GroupStatus, words: str) -> tuple[bool, str, st
     """Returns whether something is on its way, the reason and what it waits for."""
     if life.refusals:
         return False, life.refusals[0].reason, life.refusals[0].message
+    if life.held:
+        return False, HELD, life.held
     if life.rollout is not None and life.rollout.stuck:
         return False, "RolloutStuck", life.rollout.message
     settled = {GroupPhase.READY, GroupPhase.FAILED, GroupPhase.SLEEPING}

@@ -75,9 +75,22 @@ def decide_creates(
     creates = [
         CreateObject(manifest=pods.build(pod), scopes=scopes) for pod in plan.pods if pod.index in indices
     ]
-    if creates and key is not None:
-        creates.insert(0, CreateObject(manifest=build_group_key(group, key), may_exist=True, scopes=scopes))
-    return tuple(creates)
+    return (*decide_key(context, status), *creates) if creates else ()
+
+
+def decide_key(context: Context, status: GroupStatus) -> tuple[CreateObject, ...]:
+    """Returns the creation of the Secret with a group's key, if it has one; it may be there already.
+
+    Args:
+        context: of this reconcile.
+        status: of the group.
+    """
+    group = _group_ref(context, status)
+    key = key_of(context.options.operator_key, group)
+    if key is None:
+        return ()
+    scopes = frozenset({group_scope(status.index)})
+    return (CreateObject(manifest=build_group_key(group, key), may_exist=True, scopes=scopes),)
 
 
 def _group_ref(context: Context, status: GroupStatus) -> EpochRef:

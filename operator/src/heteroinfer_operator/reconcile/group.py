@@ -33,8 +33,8 @@ from heteroinfer_operator.errors import HeteroInferError, PlanError, SpecError
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
-from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end
-from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_object, start_events
+from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end, has_run
+from heteroinfer_operator.reconcile.epoch_pods import decide_creates, decide_key, gang_object, start_events
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan, gang_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.revisions import Revision
@@ -61,7 +61,8 @@ class GroupDecision:
     Attributes:
         status: its next status.
         deletes: of its pods.
-        creates: its pods.
+        keys: the Secret of its key, where a pod waits for it.
+        creates: its pods, each group's first after the Secret of its key.
         events: for people.
         look_again_s: seconds until the next look, or None.
         runs: whether it has an epoch.
@@ -75,6 +76,7 @@ class GroupDecision:
 
     status: GroupStatus
     deletes: tuple[DeleteObject, ...] = ()
+    keys: tuple[CreateObject, ...] = ()
     creates: tuple[CreateObject, ...] = ()
     events: tuple[RecordEvent, ...] = ()
     look_again_s: float | None = None
@@ -238,13 +240,21 @@ def _find_epoch_end(
     gone = [pod for pod in _had_run(status) if pod not in present]
     if gone:
         return EpochEnd(reason="PodDeleted", message=f"pod {gone[0]} is gone")
-    if made.missing(current) and (made.plan is None or made.revision is None):
-        return EpochEnd(
-            reason="PlanLost",
-            message=f"a pod of epoch {status.epoch} is to be made again, and what it was made with is not "
-            "kept any more; a new epoch gets a new plan",
-        )
-    return None
+    return _find_lost_plan(status, current, made)
+
+
+def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: _Made) -> EpochEnd | None:
+    """Returns the end of an epoch of which a pod or its container is to be made, and nobody knows how."""
+    to_be_made = made.missing(current) and (made.plan is None or made.revision is None)
+    waiting = next((pod.name for pod in current if not has_run(pod)), "") if made.plan is None else ""
+    if not to_be_made and not waiting:
+        return None
+    what = f"the container of pod {waiting}" if waiting else f"a pod of epoch {status.epoch}"
+    return EpochEnd(
+        reason="PlanLost",
+        message=f"{what} is to be made, and what it is made with is not kept any more; a new epoch gets a "
+        "new plan",
+    )
 
 
 def _find_end_in_kueue(context: Context, status: GroupStatus, current: Sequence[PodView]) -> EpochEnd | None:
@@ -282,7 +292,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
     update: dict[str, Any] = {
         **_NOTHING_RUNS,
         "phase": GroupPhase.STOPPING if pods else GroupPhase.PENDING,
-        "message": message,
+        "message": context.node_loss.find_held(pods) or message,
     }
     if status.epoch_start_time is not None or any(epoch_of(pod) == status.epoch for pod in pods):
         # From its first pod on: all of them may have run, and be gone, before anybody looks again.
@@ -354,7 +364,7 @@ def _end_epoch(
 
 
 def _stopping(context: Context, pods: Sequence[PodView], message: str | None) -> dict[str, Any]:
-    """Returns what a status says of a group whose pods go: first of a silent node, that holds them."""
+    """Returns what a status says of a group whose pods go: first of what holds them."""
     return {"phase": GroupPhase.STOPPING, "message": context.node_loss.message(pods) or message}
 
 
@@ -588,6 +598,7 @@ def _living(
     return GroupDecision(
         status=status,
         deletes=context.node_loss.deletes(spare, grace_s=0),
+        keys=decide_key(context, status) if any(map(startup.lacks_configuration, current)) else (),
         creates=creates,
         events=_events(before, status, current, spare),
         runs=True,

@@ -52,6 +52,7 @@ def build_next_status(
         decisions=wanted,
         wanted=context.replicas,
         draining=any(d.deletes or d.status.phase is GroupPhase.STOPPING for d in decisions),
+        held=context.node_loss.find_held(observation.pods),
         suspended=context.life.suspend,
         target=target.name,
         problem=context.problem,

@@ -1,4 +1,4 @@
-"""Pods whose node is gone: when they are given up, and how they are deleted. Pure.
+"""Pods that do not go by themselves: when those of lost nodes are given up, and who holds others. Pure.
 
 A pod that is deleted stays until its kubelet says that it has ended. A node that is lost never
 says so: its pods are deleted by force, so that the next epoch can start. All stamps that are compared
@@ -71,15 +71,24 @@ class NodeLoss:
         )
 
     def look_again_s(self, pods: Sequence[PodView]) -> float | None:
-        """Returns when one of these pods may have to be given up, in seconds, or None."""
+        """Returns when one of these pods may have to be given up, or is held, in seconds, or None."""
         moments = [self._given_up(pod) for pod in pods]
-        moments += [pod.gone_by for pod in pods if self._is_nowhere(pod)]
+        moments += [pod.gone_by for pod in pods if self._is_nowhere(pod) or pod.finalizers]
         waits = [(moment - self.now).total_seconds() for moment in moments if moment is not None]
         return min((wait for wait in waits if wait > 0), default=None)
 
     def message(self, pods: Sequence[PodView]) -> str:
-        """Returns which pod's node is silent, "" if none is."""
-        return next((self._describe(pod) for pod in pods if self._given_up(pod) is not None), "")
+        """Returns which pod's node is silent, or who holds which pod that shall go, "" if none is so."""
+        silent = (self._describe(pod) for pod in pods if self._given_up(pod) is not None)
+        return next(silent, "") or self.find_held(pods)
+
+    def find_held(self, pods: Sequence[PodView]) -> str:
+        """Returns which pod is past its grace period and held by whom, "" if none is."""
+        held = [pod for pod in pods if pod.deleting and pod.finalizers and self._is_past_grace(pod)]
+        if not held:
+            return ""
+        who = ", ".join(held[0].finalizers)[:512]
+        return f"pod {held[0].name} is held by finalizer {who}: whoever has set it must let the pod go"
 
     def _describe(self, pod: PodView) -> str:
         node = self.nodes.get(pod.node) if self.nodes else None
@@ -102,5 +111,7 @@ class NodeLoss:
         Where its node does not exist, it is not believed before the pod's grace period has passed:
         the node may just not have been seen yet.
         """
-        past_grace = pod.gone_by is not None and pod.gone_by <= self.now
-        return self.is_silent(pod) or (self._is_nowhere(pod) and past_grace)
+        return self.is_silent(pod) or (self._is_nowhere(pod) and self._is_past_grace(pod))
+
+    def _is_past_grace(self, pod: PodView) -> bool:
+        return pod.gone_by is not None and pod.gone_by <= self.now

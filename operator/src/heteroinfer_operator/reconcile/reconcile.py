@@ -189,6 +189,7 @@ def _act(
     ]
     wanted = [_measured(observation, context, decision, by_group) for decision in wanted]
     decisions = [*wanted, *unwanted]
+    keys = [key for decision in wanted for key in decision.keys]
     creates = [create for decision in wanted for create in decision.creates]
     before_pods, after_pods = decide_children(
         find_children(context, decisions, by_group),
@@ -207,7 +208,7 @@ def _act(
     actions += [*model.events, *model.deletes]
     actions += before_pods
     actions += [_in_scope(create) for create in model.creates]
-    actions += creates
+    actions += [*keys, *creates]
     actions += after_pods
     return Decision(
         actions=tuple(actions), look_again_s=_look_again_s(decisions, model, context, next_status)

@@ -142,6 +142,11 @@ def waits_in_vain(pod: PodView) -> bool:
     return bool(pod.waiting) and not pod.started and pod.waiting.split(":")[0] not in _NO_ERROR
 
 
+def lacks_configuration(pod: PodView) -> bool:
+    """Returns whether a container waits for a Secret or ConfigMap that its variables are from."""
+    return not pod.started and pod.waiting.split(":")[0] == "CreateContainerConfigError"
+
+
 def find_new_trouble(pods: Sequence[PodView], reported: str) -> str:
     """Returns which pod waits in vain, "" if none does or that is reported already.
 

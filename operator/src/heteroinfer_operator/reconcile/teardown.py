@@ -36,26 +36,30 @@ def decide_teardown(
         actions=(
             # First: it depends on nothing, a writable status least of all.
             *node_loss.deletes(observation.pods, grace_s=None),
-            *conditions.status_write(observation, _ending(observation, status, now)),
+            *conditions.status_write(observation, _ending(observation, status, node_loss)),
         ),
         look_again_s=node_loss.look_again_s(observation.pods),
     )
 
 
 def _ending(
-    observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
+    observation: ResourceObservation, status: HeteroInferenceStatus, node_loss: NodeLoss
 ) -> HeteroInferenceStatus:
-    generation = observation.resource.generation
-    words = "pods answer the requests that they have, and end"
+    generation, now, held = (
+        observation.resource.generation,
+        node_loss.now,
+        node_loss.find_held(observation.pods),
+    )
+    words = held or "pods answer the requests that they have, and end"
     reported = {
         ConditionType.AVAILABLE: False,
         ConditionType.READY: False,
         ConditionType.STALLED: False,
-        ConditionType.PROGRESSING: True,
+        ConditionType.PROGRESSING: not held,
         ConditionType.DEGRADED: False,
     }
     fresh = [
-        conditions.condition(kind, holds, _REASON, words, now=now, generation=generation)
+        conditions.condition(kind, holds, _reason(kind, held), words, now=now, generation=generation)
         for kind, holds in reported.items()
     ]
     kept = [condition for condition in status.conditions if condition.type not in {k.value for k in reported}]
@@ -68,3 +72,7 @@ def _ending(
             "groups": tuple(group.model_copy(update=stopping) for group in status.groups),
         }
     )
+
+
+def _reason(kind: ConditionType, held: str) -> str:
+    return conditions.HELD if held and kind is ConditionType.PROGRESSING else _REASON
