@@ -448,3 +448,62 @@ def test_a_plan_that_is_lost_while_images_are_pulled_ends_the_epoch() -> None:
     world.all_ready()
     world.settle()
     assert world.condition("Ready") == ("True", "Serving")
+
+
+@pytest.mark.parametrize("away", [1, 0])
+@pytest.mark.parametrize("seconds", [30, 7200])
+def test_scaling_forgives_no_failure(away: int, seconds: float) -> None:
+    """An autoscaler goes down and up again between two failures of a start: restarts were without end."""
+    world = World(spec=cpu_pair(replicas=2), options=replace(OPTIONS, names_come_again=True))
+    world.serve()
+    for _ in range(12):
+        for name in world.workers():
+            if name.startswith("demo-1-") and not world.pods[name].ended:
+                world.end_pod(name)
+        for replicas in (away, 2):
+            world.settle()
+            world.reap()
+            world.advance_time(seconds)
+            world.change_spec(replicas=replicas)
+        world.settle()
+        world.reap()
+        world.advance_time(400)
+        world.settle()
+    epochs = {name.rsplit("-", 1)[0] for name in world.created if name.startswith("demo-1-")}
+    assert len(epochs) <= 7, epochs  # the one that served, the next, and restart.maxRestarts
+    assert world.condition("Failed")[0] == "True"
+    world.change_spec(restartedAt="2026-05-05T00:00:00Z")
+    for _ in range(4):
+        world.settle()
+        world.reap()
+        world.settle()
+        world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_what_is_remembered_of_a_group_that_was_scaled_away_is_no_group(world: World) -> None:
+    world.change_spec(replicas=2)
+    world.settle()
+    world.all_ready()
+    world.settle()
+    world.end_pod(next(name for name in world.workers() if name.startswith("demo-1-")))
+    world.settle()
+    world.change_spec(replicas=1)
+    for _ in range(2):
+        world.settle()
+        world.reap()
+    world.settle()
+    assert [each["index"] for each in world.status["groups"]] == [0]
+    assert [each["index"] for each in world.status["retiredGroups"]] == [1]
+    assert world.status["replicas"] == 1
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.condition("Progressing") == ("False", "Settled")
+    world.change_spec(replicas="none that can be read")
+    world.settle()
+    assert world.status["replicas"] == 1
+    world.change_spec(replicas=1)
+    world.settle()
+    world.advance_time(4000)  # restart.window is 1 h
+    world.settle()
+    assert not world.status.get("retiredGroups")

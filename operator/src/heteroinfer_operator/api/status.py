@@ -260,6 +260,25 @@ class GroupStatus(StatusModel):
     """Its ranks."""
 
 
+class RetiredGroup(StatusModel):
+    """What is remembered of a group that is not wanted any more, for when it is wanted again."""
+
+    index: Count
+    """As it had."""
+    epoch: Count = 0
+    """Its next incarnation."""
+    revision: Hash | None = None
+    """Of what it was last made with."""
+    restarts: Count = 0
+    """How often it was started again because of a failure that counts."""
+    next_epoch_time: Time | None = None
+    """Before this it is not started again."""
+    failures: Annotated[
+        tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=ATOMIC)
+    ] = ()
+    """Its last failures, the newest last and alone with its words."""
+
+
 class Summary(StatusModel):
     """Small values that `kubectl get` prints."""
 
@@ -314,6 +333,10 @@ class HeteroInferenceStatus(StatusModel):
     """Plans in use."""
     groups: Annotated[tuple[GroupStatus, ...], Field(max_length=MAX_GROUPS, json_schema_extra=ATOMIC)] = ()
     """By index."""
+    retired_groups: Annotated[
+        tuple[RetiredGroup, ...], Field(max_length=MAX_GROUPS, json_schema_extra=ATOMIC)
+    ] = ()
+    """Groups that were scaled away, as long as failures of theirs count: scaling forgives none."""
 
     def condition(self, kind: str) -> Condition | None:
         """Returns the condition of this type, or None."""

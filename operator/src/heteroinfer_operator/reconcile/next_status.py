@@ -19,6 +19,7 @@ from heteroinfer_operator.reconcile.group import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
 from heteroinfer_operator.reconcile.model import ModelDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
+from heteroinfer_operator.reconcile.retired import retire
 from heteroinfer_operator.reconcile.rollout import find_rollout
 from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
 
@@ -84,6 +85,7 @@ def build_next_status(
         model=model.status,
         plans=fit_plans(plans),
         groups=groups,
+        retired_groups=retire(context, status, {group.index for group in groups}),
     )
 
 

@@ -51,6 +51,7 @@ from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.reading import kept_plans, pods_by_group, with_complete_labels
 from heteroinfer_operator.reconcile.reconcile_context import Context
+from heteroinfer_operator.reconcile.retired import known_groups
 from heteroinfer_operator.reconcile.revisions import (
     Revision,
     Target,
@@ -180,7 +181,7 @@ def _act(
     observation: ResourceObservation, status: HeteroInferenceStatus, context: Context, model: ModelDecision
 ) -> Decision:
     by_group = pods_by_group(observation.pods)
-    old = {group.index: group for group in status.groups}
+    old = known_groups(status)
     wanted = decide_wanted(context, old, by_group, observation.groups)
     unwanted = [
         stop_group(context, old.get(index, GroupStatus(index=index)), pods, "stopping: no longer wanted")

@@ -37,6 +37,21 @@ def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
     return bool(failures) and failures[-1].counted and recent(failures, restart) > restart.max_restarts
 
 
+def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: datetime) -> bool:
+    """Returns whether failures tell anything of the next start: how long it waits, or that there is none.
+
+    Args:
+        failures: of a group.
+        restart: as the spec has it.
+        now: time of the reconcile.
+    """
+    if not failures:
+        return False
+    since = now - timedelta(seconds=parse_duration_s(restart.window))
+    last = failures[-1]
+    return last.time > since or not last.served or used_up(failures, restart)
+
+
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
     """Returns when a group whose epoch has ended is started again; None is at once.
 
