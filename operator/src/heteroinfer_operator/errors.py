@@ -10,11 +10,11 @@ class HeteroInferError(Exception):
     """Any error that is shown to the user as one message, without a traceback.
 
     Attributes:
-        reason: CamelCase; becomes the reason of a condition and of an event.
+        reason: CamelCase; becomes the reason of a condition and of an event; of the class, or given.
         message: got, expected, what to do.
     """
 
-    reason = "InternalError"
+    reason: str
 
     def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message)
@@ -44,8 +44,6 @@ class ModelError(HeteroInferError):
 
 class PlanError(HeteroInferError):
     """There is no plan for this spec and model; permanent until one of them changes."""
-
-    reason = "NoPlan"
 
 
 class Shortage(PlanError):  # noqa: N818 - the word of the resource: planning.onGPUShortage

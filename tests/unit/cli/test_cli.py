@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from kubernetes.aio.config import kube_config
 
 from heteroinfer_operator.cli import COMMANDS, main
 from heteroinfer_operator.commands.crd_command import COPIES
@@ -34,6 +35,24 @@ def test_no_command_is_a_usage_error(arguments: list[str], capsys: pytest.Captur
         main(arguments)
     assert caught.value.code == 2
     assert "usage: heteroinfer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["top"], ["logs", "tiny"]])
+def test_without_a_kubeconfig_one_message_names_it(
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The client had warned twice before it."""
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", f"{tmp_path}/none")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert main(command) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"no kubeconfig ({tmp_path}/none does not exist)" in err
+    assert caplog.records == []
 
 
 def test_crd_prints_the_generated_text(capsys: pytest.CaptureFixture[str]) -> None:

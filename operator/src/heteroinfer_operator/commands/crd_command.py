@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     root = Path(arguments.write)
     if not (root / "operator" / "src" / "heteroinfer_operator").is_dir():
         raise HeteroInferError(
-            f"--write: {root.resolve()} is not the source tree of HeteroInfer; run it there, or give its path"
+            f"--write: {root.resolve()} is not the source tree of HeteroInfer; run it there or name it",
+            reason="NoSourceTree",
         )
     for copy in COPIES:
         path = root / copy

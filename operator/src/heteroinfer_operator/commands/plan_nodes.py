@@ -36,7 +36,9 @@ def load_free_nodes(file: str) -> list[FreeNode]:
     except OSError as error:
         raise HeteroInferError(f"--nodes: {file}: {error.strerror}", reason="NodesNotReadable") from error
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise HeteroInferError(f"--nodes: {file}: no list of objects ({error!r}); {_HOW}") from error
+        raise HeteroInferError(
+            f"--nodes: {file}: no list of objects ({error!r}); {_HOW}", reason="NodesNotReadable"
+        ) from error
     if not nodes:
         raise HeteroInferError(f"--nodes: {file}: got no nodes; {_HOW}", reason="NodesNotReadable")
     requests: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)

@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         HeteroInferError: the API server cannot be asked, or there is no such resource.
     """
     if arguments.name and arguments.all_namespaces:
-        raise HeteroInferError(f"got the name {arguments.name} with -A: a name is of one namespace, give -n")
+        message = f"got the name {arguments.name} with -A: a name is of one namespace, give -n"
+        raise HeteroInferError(message, reason="BadArguments")
     asyncio.run(_show(arguments))
     return 0
 

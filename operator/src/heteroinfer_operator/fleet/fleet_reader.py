@@ -17,7 +17,7 @@ from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.fleet.lines import Live
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
-from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer, find_kubeconfigs
 
 PROXY_TIMEOUT_S: Final = 3.0
 """For a leader's answer: a table must not wait for a group that fails."""
@@ -43,6 +43,8 @@ class Stored:
 
 async def current_namespace() -> str:
     """Returns the namespace of the kubeconfig's current context, or `default`."""
+    if not find_kubeconfigs():
+        return "default"
     contexts: Any = config.list_kube_config_contexts
     try:
         _, active = contexts()

@@ -9,12 +9,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, cast
 from urllib.request import getproxies
 
 import aiohttp
 from kubernetes.aio import client, config
-from kubernetes.aio.config import ConfigException
+from kubernetes.aio.config import ConfigException, kube_config
 
 from heteroinfer_operator.errors import HeteroInferError
 
@@ -76,6 +77,19 @@ class ApiError(HeteroInferError):
         return self.status >= 400 and self.status not in _NOT_NOW
 
 
+def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
+    """Returns those of KUBECONFIG's files that there are, or the user's own; of none the client itself warns.
+
+    Args:
+        kubeconfig: a file to use instead.
+    """
+    named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+    files = [
+        Path(name).expanduser() for name in named.split(kube_config.ENV_KUBECONFIG_PATH_SEPARATOR) if name
+    ]
+    return [file for file in files if file.exists()]
+
+
 async def load_configuration(kubeconfig: str | None = None) -> client.Configuration:
     """Returns how to reach the API server: in a pod its service account, else the kubeconfig.
 
@@ -94,6 +108,9 @@ async def load_configuration(kubeconfig: str | None = None) -> client.Configurat
         load_in_pod(client_configuration=configuration)
     except ConfigException as in_cluster:
         try:
+            if not find_kubeconfigs(kubeconfig):
+                named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+                raise ConfigException(f"{named} does not exist")
             # Nothing may be written beside the user's file (a refreshed token would be).
             await load_kubeconfig(kubeconfig, client_configuration=configuration, persist_config=False)
         except ConfigException as error:
