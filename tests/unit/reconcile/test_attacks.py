@@ -429,7 +429,8 @@ def test_a_key_that_is_lost_while_images_are_pulled_is_made_again() -> None:
     assert world.workers() == pods
 
 
-def test_a_plan_that_is_lost_while_images_are_pulled_ends_the_epoch() -> None:
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_a_plan_that_is_lost_while_images_are_pulled_ends_the_epoch(how: str) -> None:
     """A container is made with it: those of the pods that have none yet never would be."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -437,14 +438,16 @@ def test_a_plan_that_is_lost_while_images_are_pulled_ends_the_epoch() -> None:
     first = world.workers()
     world.pods[first[0]] = replace(world.pods[first[0]], phase="Running", started=True, node="node")
     (plan,) = [key for key in world.objects if "-plan-" in key[1]]
-    del world.objects[plan]
+    kept = world.objects.pop(plan)
+    if how == "damaged":  # somebody made it anew: what is immutable cannot be edited
+        world.objects[plan] = {**kept, "data": {names.PLAN_KEY: '{"new": 1'}}
     world.settle()
     world.reap()
     world.settle()
     assert len(world.workers()) == 2
     assert not set(first) & set(world.workers())
-    assert plan in world.objects
-    assert world.status["groups"][0]["failures"][0]["reason"] == "PlanLost"
+    assert world.objects[plan]["data"] == kept["data"]
+    assert [each["reason"] for each in world.status["groups"][0]["failures"]] == ["PlanLost"]
     world.all_ready()
     world.settle()
     assert world.condition("Ready") == ("True", "Serving")

@@ -52,11 +52,13 @@ class Children:
         wanted: to be as their manifests say.
         kept: names of those that stay as they are, since what they were made with is not known.
         kept_kinds: of which all that there are stay: claims hold models, and a refused spec names none.
+        readable: names of stored plans and revisions that can be read.
     """
 
     wanted: tuple[Child, ...] = ()
     kept: frozenset[str] = field(default=frozenset())
     kept_kinds: frozenset[str] = field(default=frozenset())
+    readable: frozenset[str] = field(default=frozenset())
 
 
 def find_children(
@@ -102,7 +104,14 @@ def find_children(
     if context.target.refusal is not None:
         kept.add(identity.client_service(owner))
         kept_kinds.add(CLAIM)
-    return Children(wanted=tuple(wanted), kept=frozenset(kept), kept_kinds=frozenset(kept_kinds))
+    plans = (identity.plan_config_map(owner, name) for name in context.plans)
+    records = (identity.revision_record(owner, name) for name in context.recorded)
+    return Children(
+        wanted=tuple(wanted),
+        kept=frozenset(kept),
+        kept_kinds=frozenset(kept_kinds),
+        readable=frozenset({*plans, *records}),
+    )
 
 
 def _revision_of(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
@@ -174,7 +183,11 @@ def decide_children(
     before: list[Action] = []
     after: list[Action] = []
     for child in children.wanted:
-        action = _write(child, by_name.pop(_name(child.manifest), None))
+        old = by_name.pop(_name(child.manifest), None)
+        if old is not None and _is_damaged(old, children.readable):
+            before.append(_delete(old))
+            old = None
+        action = _write(child, old)
         if action is None:
             continue
         if not child.last:
@@ -182,18 +195,28 @@ def decide_children(
         elif has_pods:
             after.append(action)
     after += [
-        DeleteObject(
-            kind=manifest["kind"],
-            api_version=manifest["apiVersion"],
-            name=manifest["metadata"]["name"],
-            uid=manifest["metadata"]["uid"],
-        )
+        _delete(manifest)
         for manifest in by_name.values()
         if _spare(manifest, used_plans)
         and manifest["metadata"]["name"] not in children.kept
         and manifest["kind"] not in children.kept_kinds
     ]
     return before, after
+
+
+def _delete(manifest: Manifest) -> DeleteObject:
+    metadata = manifest["metadata"]
+    return DeleteObject(
+        kind=manifest["kind"],
+        api_version=manifest["apiVersion"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+    )
+
+
+def _is_damaged(stored: Manifest, readable: Collection[str]) -> bool:
+    """Returns whether a plan or revision that is wanted cannot be read: it is made again, being immutable."""
+    return stored["kind"] == "ConfigMap" and stored["metadata"]["name"] not in readable
 
 
 def _write(child: Child, old: Manifest | None) -> Action | None:

@@ -118,6 +118,7 @@ def _decide(
             group.phase is GroupPhase.FAILED and group.revision == target.name for group in status.groups
         ),
         revisions=revisions,
+        recorded=frozenset(record.name for record in records),
         plans=kept_plans(observation, owner),
         planner=planner,
         node_loss=node_loss,

@@ -33,6 +33,7 @@ class Context:
         target: what the resource asks for.
         target_failed: whether a group of the target's revision has used up its restarts.
         revisions: that pods can be made of, by name.
+        recorded: names of the revisions that are kept.
         plans: kept ones, by hash.
         planner: makes the plans of epochs that start now.
         node_loss: which pods are given up because of their node.
@@ -48,6 +49,7 @@ class Context:
     target: Target
     target_failed: bool
     revisions: Mapping[str, Revision]
+    recorded: frozenset[str]
     plans: Mapping[str, Plan]
     planner: GroupPlanner
     node_loss: NodeLoss
