@@ -115,3 +115,15 @@ def is_there(parts: list[str]) -> bool:
         else:
             return True
     return False
+
+
+def test_the_invariants_name_tests_that_there_are() -> None:
+    (section,) = re.findall(r"(?ms)^## Invariants$(.*?)^## ", (ROOT / "docs" / "testing.md").read_text())
+    named = set(re.findall(r"`(\w+_\w+)`", section))
+    assert len(named) > 70
+    there = {
+        found
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for found in re.findall(r"^ *(?:async )?def (\w+)", file.read_text(), re.M)
+    }
+    assert named - there == set()
