@@ -1,7 +1,7 @@
 """The port on a real API server: what each action does, and what it refuses to do."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from heteroinfer_operator.cluster import (
 )
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests.identity import Owner
 from tests.integration.operator.running_operator import Watched, child, create_resource, pod, until, watching
 
@@ -88,6 +89,33 @@ async def test_what_is_written_is_observed_at_once(server: ApiServer, namespace:
         )
         here = {key for key in watched.touched if key.namespace == namespace}  # others may still be going
         assert here == {owner.key}
+
+
+@pytest.mark.parametrize("label", [None, "somebody"])
+async def test_a_pod_that_loses_its_label_while_its_leader_is_asked_is_not_gone(
+    server: ApiServer, namespace: str, label: str | None
+) -> None:
+    owner = await create_resource(server, namespace)
+    rank = {"rank": 0, "role": "cpu", "pod": "tiny-0-1-0", "started": True, "ready": True}
+    group = {"index": 0, "epoch": 1, "phase": "Ready", "members": [rank]}
+    async with watching(server) as watched:
+        before = await act(watched, owner, CreateObject(manifest=pod(owner, "tiny-0-1-0", epoch="1")))
+        version = before.resource.resource_version
+        await watched.cluster.run(before, [PatchStatus(status={"groups": [group]}, resource_version=version)])
+        ask = watched.groups.observe
+
+        async def ask_and_lose_the_label(known: Sequence[PodRecord]) -> Any:
+            watched.groups.observe = ask  # type: ignore[method-assign]
+            change = {"metadata": {"labels": {names.LABEL_RESOURCE: label}}}
+            await server.merge(POD.path(namespace, "tiny-0-1-0"), change)
+            await until("no watch shows it", lambda: not watched.cluster_state.pods(owner.key, owner.uid))
+            return await ask(known)
+
+        watched.groups.observe = ask_and_lose_the_label  # type: ignore[assignment, method-assign]
+        observation = await observe(watched, owner)
+        assert [p.name for p in observation.pods] == ["tiny-0-1-0"]
+        events = await server.get(EVENT.path(namespace))
+        assert "PodLabelLost" in [event["reason"] for event in events["items"]]
 
 
 async def test_a_pod_whose_name_exists_is_a_conflict_and_seen_next(server: ApiServer, namespace: str) -> None:

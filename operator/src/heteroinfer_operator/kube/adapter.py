@@ -86,17 +86,22 @@ class KubeCluster:
             self._unlabelled.pop(key, None)
             return None
         self._on_observed(key, resource.status)
-        known = self._cluster_state.pods(key, resource.uid)
-        unlabelled = await self._find_unlabelled(resource, known)
-        known += unlabelled
-        groups, fetch = await asyncio.gather(self._groups.observe(known), self._groups.observe_fetch(known))
-        for text in self._groups.take_nonsense(key):
-            event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
-            await self._recorder.record(resource, event)
-        # Taken after the last await, so that all of it is of one moment.
-        pods = self._cluster_state.pods(key, resource.uid)
-        shown = {pod.view.name for pod in pods}
-        pods += [pod for pod in unlabelled if pod.view.name not in shown]
+        for may_look_again in (True, True, False):
+            known = self._cluster_state.pods(key, resource.uid)
+            unlabelled = await self._find_unlabelled(resource, known)
+            known += unlabelled
+            groups, fetch = await asyncio.gather(
+                self._groups.observe(known), self._groups.observe_fetch(known)
+            )
+            for text in self._groups.take_nonsense(key):
+                event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
+                await self._recorder.record(resource, event)
+            # Taken after the last await, as all below: of one moment.
+            pods = self._cluster_state.pods(key, resource.uid)
+            shown = {pod.view.name for pod in pods}
+            pods += [pod for pod in unlabelled if pod.view.name not in shown]
+            if not (may_look_again and _vanished(known, pods)):
+                break
         return ResourceObservation(
             resource=resource,
             pods=tuple(pod.view for pod in pods),
@@ -356,6 +361,12 @@ class _ActionRun:
 
     def _address(self, manifest: Manifest) -> tuple[Kind, ObjectName]:
         return writable_kind(manifest["kind"], manifest["apiVersion"]), ObjectName.of(manifest)
+
+
+def _vanished(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:
+    """Returns whether a pod that nobody had deleted is shown no more: it may have lost its label only."""
+    names_after = {pod.view.name for pod in after}
+    return any(pod.view.gone_by is None and pod.view.name not in names_after for pod in before)
 
 
 def _is_of_earlier(stored: Manifest, key: ResourceKey) -> bool:
