@@ -1,15 +1,21 @@
 """What `heteroinfer-worker calibrate` makes of what its measuring processes report."""
 
+import functools
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heteroinfer_contract.calibration import ALL_NODES, MAX_TEXT, Versions
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
+from vllm_heteroinfer.calibration import hardware
+from vllm_heteroinfer.calibration.__main__ import main
 from vllm_heteroinfer.calibration.command import (
     MeasuredResults,
+    Measurement,
     build_calibration,
     fit_text,
     measure,
@@ -84,7 +90,7 @@ def test_each_numa_node_is_measured_with_its_own_cpus_and_the_kernels_last() -> 
     cpus = tuple(Cpu(id=number, core=number % 8, node=number % 8 // 4) for number in range(16))
     cores = one_of_each_core(cpus)
     assert [cpu.id for cpu in cores] == list(range(8))
-    planned = plan_measurements(cores, 1234)
+    planned = plan_measurements(cores, Path("/run"))
     assert [(each.commands[0][:2], each.cpus) for each in planned[:3]] == [
         (("memory_reading", "1,2,4,8"), tuple(range(8))),
         (("memory_reading", "1,2,4"), (0, 1, 2, 3)),
@@ -96,7 +102,7 @@ def test_each_numa_node_is_measured_with_its_own_cpus_and_the_kernels_last() -> 
 
 def test_many_numa_nodes_are_measured_shortly_and_fit_a_termination_message() -> None:
     cores = tuple(Cpu(id=number, core=number, node=number // 8) for number in range(128))
-    nodes = [each for each in plan_measurements(cores, 1234) if "NUMA node " in each.what]
+    nodes = [each for each in plan_measurements(cores, Path("/run")) if "NUMA node " in each.what]
     assert [each.commands[0][1:] for each in nodes] == [("2,4,8", str(node)) for node in range(8)]
     readings = [
         line("readings", threads=int(threads), node=int(node), bytes_per_s=1.234e11)
@@ -115,18 +121,52 @@ def test_many_numa_nodes_are_measured_shortly_and_fit_a_termination_message() ->
 
 
 def test_no_measurement_begins_when_the_time_is_over() -> None:
-    found = measure(plan_measurements((Cpu(id=0, core=0),), 1234), 0.0)
+    found = measure(plan_measurements((Cpu(id=0, core=0),), Path("/run")), 0.0)
     assert {each["why"] for each in found.lists["skipped"]} == {"no time left of 0 s"}
+
+
+@pytest.mark.parametrize(
+    ("script", "measured", "skipped"),
+    [
+        ("", ["a", "b", "c"], []),
+        ("if what == 'b': os.abort()", ["a", "c"], [("b", "ended with -6: ")]),
+        ("if what == 'b': time.sleep(60)", ["a"], [("b", "not done in 5 s")]),
+        ("os.abort()", [], [("a", "ended with -6: "), ("b", "ended with -6: "), ("c", "ended with -6: ")]),
+    ],
+)
+def test_a_kernel_that_ends_its_process_costs_itself_only(
+    script: str, measured: list[str], skipped: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"""
+import json, os, sys, time
+def say(**what): print(json.dumps(what), flush=True)
+for what in "abc":
+    if what in sys.argv[3:]: continue
+    say(kind="begun", what=what)
+    {script or "pass"}
+    say(kind="hops", path="gloo", message_bytes=ord(what), seconds=1)
+"""
+    monkeypatch.setattr(subprocess, "Popen", functools.partial(_popen_code, subprocess.Popen, code))
+    several = Measurement(what="kernels", commands=(("kernels", "2"),), of_several=True)
+    found = measure([several], 5.0)
+    assert [chr(hop["message_bytes"]) for hop in found.lists["hops"]] == measured
+    assert [(each["what"], each["why"]) for each in found.lists["skipped"]] == skipped
+
+
+def _popen_code(popen: Any, code: str, command: list[str], **options: Any) -> Any:
+    return popen([command[0], "-c", code, *command[3:]], **options)
 
 
 def test_the_machine_is_what_the_kernel_says() -> None:
     cpus = (Cpu(id=0, core=0), Cpu(id=1, core=0), Cpu(id=2, core=2, node=1))
-    machine = observe_hardware(CPUINFO, cpus, "")
+    machine = observe_hardware(CPUINFO, cpus, one_of_each_core(cpus), "")
     assert (machine.cpu, machine.cpus, machine.cores, machine.numa_nodes) == (
         "Intel(R) Xeon(R) Platinum", 3, 2, 2,
     )  # fmt: skip
     assert machine.instruction_sets == ("avx2", "avx512f", "amx_tile", "amx_bf16")
-    arm = observe_hardware("CPU implementer\t: 0x41\nCPU part\t: 0xd4f\nFeatures\t: asimd bf16\n", cpus, "")
+    arm = observe_hardware(
+        "CPU implementer\t: 0x41\nCPU part\t: 0xd4f\nFeatures\t: asimd bf16\n", cpus, cpus[:1], ""
+    )
     assert (arm.cpu, arm.instruction_sets) == ("implementer 0x41 part 0xd4f", ("asimd", "bf16"))
 
 
@@ -138,3 +178,19 @@ def test_a_round_is_twice_the_largest_cache(tmp_path: Path, size: str, expected:
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(text + "\n")
     assert round_bytes(tmp_path) == expected
+
+
+def test_a_quota_is_of_any_cores_and_not_of_the_first_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    siblings = tuple(Cpu(id=number, core=number // 2) for number in range(16))
+    monkeypatch.setattr(hardware, "observe_cpus", lambda *_: siblings)
+    for quota, cpus, cores in ((None, 16, 8), (4.0, 4, 4), (0.5, 1, 1), (12.0, 12, 8)):
+        monkeypatch.setattr(hardware, "cpu_quota", lambda *_, quota=quota: quota)
+        assert (len(hardware.usable_cpus()), len(hardware.usable_cores())) == (cpus, cores)
+
+
+@pytest.mark.parametrize("limit", ["-5", "0", "4.9", "nan", "inf", "1e9", "minute", ""])
+def test_a_limit_that_is_none_is_refused(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([f"--limit={limit}"])
+    assert caught.value.code == 2
+    assert f"got {limit!r}, expected 5 to 3600 seconds" in capsys.readouterr().err

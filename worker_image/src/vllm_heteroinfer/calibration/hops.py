@@ -1,4 +1,4 @@
-"""How long a message between two processes takes: `python -m vllm_heteroinfer.calibration.hops RANK PORT`.
+"""How long a message between two processes takes: `python -m vllm_heteroinfer.calibration.hops RANK FILE`.
 
 Both ranks are of this machine; what a network adds is not in it. Imports torch.
 """
@@ -20,10 +20,14 @@ TIMEOUT: Final = timedelta(seconds=20)
 
 
 def main(argv: list[str]) -> None:
-    """Bounces messages; rank 0 reports half of the time of a bounce."""
-    rank, port = int(argv[0]), int(argv[1])
+    """Bounces messages; rank 0 reports half of the time of a bounce.
+
+    The ranks find each other by a file: a port that was free when it was chosen may be taken when it is used.
+    """
+    rank, file = int(argv[0]), argv[1]
     torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=TIMEOUT)
+    store = torch.distributed.FileStore(file, 2)
+    store.set_timeout(TIMEOUT)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     for size in SIZES:
         message = torch.zeros(size, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""How fast vLLM's and our CPU kernels read weights: `python -m vllm_heteroinfer.calibration.kernels THREADS`.
+"""How fast vLLM's and our CPU kernels read weights: `python -m vllm_heteroinfer.calibration.kernels ...`.
 
 Layers are built and packed as vLLM builds them for a model in each format, with random weights. Imports vLLM.
 """
@@ -7,8 +7,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +21,7 @@ from heteroinfer_contract.calibration import MORE_ROWS, KernelPart
 from heteroinfer_contract.model import SchemeName
 from vllm_heteroinfer.calibration.formats import FORMATS, WeightFormat
 from vllm_heteroinfer.calibration.hardware import round_bytes
-from vllm_heteroinfer.calibration.timing import median_s, report, report_skipped, rounded
+from vllm_heteroinfer.calibration.timing import median_s, report, report_begun, report_skipped, rounded
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.launch.environment import CUDA_VISIBLE_DEVICES, HIDE_GPUS
 
@@ -60,18 +63,27 @@ class Input:
 
 
 def main(argv: list[str]) -> None:
-    """Reports a rate for each kernel, those that matter to most models first."""
+    """Reports a rate for each kernel, those that matter to most models first.
+
+    Args:
+        argv: number of threads; seconds in which to begin, if given; then names of what not to measure, since
+            it ended another process.
+    """
     os.environ[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
     threads = int(argv[0])
+    turn = _Turn(deadline=time.monotonic() + float(argv[1] if argv[1:] else inf), left_out=argv[2:])
     torch.set_num_threads(threads)
-    has_ours = _attempt("our linear kernel", lambda: _ours(threads))
+    ours = "our linear kernel"
+    # Where it was begun before, it was not what ended that process: the last one begun was.
+    has_ours = turn.attempt(ours, lambda: _ours(threads)) or ours in argv[2:-1]
+    report_begun("vLLM's kernels")
     bench = _Bench(threads)
-    _attempt("linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32"))
+    turn.attempt("linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32"))
     for part, scheme in _order():
         if has_ours and (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
             continue  # no layer of a group goes to vLLM's own then
         what = f"{part} in {'bf16' if scheme is SchemeName.NONE else scheme}"
-        _attempt(what, partial(bench.measure, part, scheme))
+        turn.attempt(what, partial(bench.measure, part, scheme))
     bench.close()
 
 
@@ -85,16 +97,34 @@ def _order() -> list[tuple[KernelPart, SchemeName]]:
     ]
 
 
-def _attempt(what: str, measure: Callable[[], None]) -> bool:
-    """Returns whether it was measured."""
-    try:
-        with torch.inference_mode():
-            measure()
-    # A format that this CPU or this vLLM cannot run is a result, whatever it raises.
-    except Exception as error:
-        report_skipped(what, error)
-        return False
-    return True
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """What may still be measured.
+
+    Attributes:
+        deadline: by time.monotonic(), when no further one begins.
+        left_out: what another process has begun.
+    """
+
+    deadline: float
+    left_out: Collection[str]
+
+    def attempt(self, what: str, measure: Callable[[], None]) -> bool:
+        """Returns whether it was measured."""
+        if what in self.left_out:
+            return False
+        if time.monotonic() > self.deadline:
+            report_skipped(what, TimeoutError("no time left"))
+            return False
+        report_begun(what)
+        try:
+            with torch.inference_mode():
+                measure()
+        # A format that this CPU or this vLLM cannot run is a result, whatever it raises.
+        except Exception as error:
+            report_skipped(what, error)
+            return False
+        return True
 
 
 def _ours(threads: int) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+BEGUN: Final = "begun"
 ROUNDS: Final = 5
 LEAST_S: Final = 0.05
 """Of one measurement: shorter rounds are repeated, so that a tick of the clock is nothing of it."""
@@ -47,6 +48,11 @@ def report(kind: str, **values: Any) -> None:
     """
     sys.stdout.write(json.dumps({"kind": kind, **values}) + "\n")
     sys.stdout.flush()
+
+
+def report_begun(what: str) -> None:
+    """Writes that a measurement begins which may end this process."""
+    report(BEGUN, what=what)
 
 
 def report_skipped(what: str, error: BaseException) -> None:
