@@ -4,9 +4,9 @@
     python -m tests.bench.predictions --again FILE          what this planner says of what FILE has measured
 
 Calibrates this machine as `heteroinfer-worker calibrate` does, lets the planner plan each group with that
-calibration, starts exactly that plan with dummy weights, and measures it. A step is the time between steps
-while all requests decode, over at least `--steps` of them; a first token is the first one that a stream
-brings. `--devices-as-cpu` is a dry run with tiny models, where there is no GPU.
+calibration, starts exactly that plan with dummy weights, and measures it. A step is the time between two
+tokens of one of the requests that decode at once, the median of `--steps` of them; a first token is the
+first one that a stream brings. `--devices-as-cpu` is a dry run with tiny models, where there is no GPU.
 
 Needs a Python with vLLM's CUDA and CPU builds, pydantic, and worker_image/src and operator/src.
 """
@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,10 +26,10 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.calibration import Calibration
 from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.model_files import read_profile
@@ -39,13 +40,12 @@ from heteroinfer_operator.planning.prediction import Load, forecast, forecast_fi
 from tests.bench.feed_forward import CAPTURE, ROUTING
 from tests.bench.model_shapes import make_shape
 from tests.bench.offload import counters, explain
-from tests.gpu.scrape import scrape
 from tests.integration.worker.groups import WORKER_PYTHON, Group, start_group
 from tests.shapes.corpus import Shape, write_shape
 
 START_TIMEOUT_S: Final = 400.0
 CALIBRATE_TIMEOUT_S: Final = 120.0
-WARM_STEPS: Final = 10
+WARM_STEPS: Final = 20
 SHORT: Final = 16
 """Tokens of the prompts of many requests."""
 LONGEST: Final = 17408
@@ -207,41 +207,6 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [(131 * seed + 7 * j) % 500 + 1 for j in range(tokens)]
 
 
-def decode_steps(group: Group) -> float:
-    """Returns the decode steps that rank 0 has had."""
-    return scrape(group, 0).total(names.STEP_SECONDS + "_count", phase=names.PHASE_DECODE)
-
-
-def measure_steps(
-    group: Group, requests: int, steps: int, expected_s: float
-) -> tuple[float, float, list[dict[str, float]]]:
-    """Returns the time of a step while so many requests decode, the number of steps, and ranks' parts."""
-    slack = int(0.8 / max(expected_s, 2e-3)) + 20
-    tokens = WARM_STEPS + steps + slack
-
-    def ask(number: int) -> None:
-        group.complete(prompt(number, SHORT), tokens)
-
-    first = decode_steps(group)
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(requests)]
-    for thread in threads:
-        thread.start()
-    limit = time.monotonic() + 120
-    while decode_steps(group) < first + WARM_STEPS and time.monotonic() < limit:
-        time.sleep(0.02)
-    ranks = range(len(group.plan.ranks))
-    before_parts = [counters(group, rank) for rank in ranks]
-    begin, before = time.perf_counter(), decode_steps(group)
-    now, end = before, begin
-    while now < before + steps and time.monotonic() < limit and any(each.is_alive() for each in threads):
-        time.sleep(0.03)
-        now, end = decode_steps(group), time.perf_counter()
-    parts = [explain(a, counters(group, rank)) for rank, a in zip(ranks, before_parts, strict=True)]
-    for thread in threads:
-        thread.join(120)
-    return (end - begin) / max(1.0, now - before), now - before, parts
-
-
 def stream(group: Group, tokens_of_prompt: Sequence[int], tokens: int) -> tuple[float, list[float]]:
     """Returns when a request was sent, and when each of its tokens came, in seconds of one clock."""
     body = {
@@ -266,6 +231,34 @@ def stream(group: Group, tokens_of_prompt: Sequence[int], tokens: int) -> tuple[
                 count = len(choices[0].get("token_ids") or ()) if choices else 0
                 times += [now] * count
     return start, times
+
+
+def intervals(times: Sequence[float]) -> dict[str, float]:
+    """Returns the median and the mean time between a stream's tokens, and how many there were."""
+    steps = [after - before for before, after in pairwise(times)]
+    return {"step_s": statistics.median(steps), "mean_s": statistics.fmean(steps), "steps": len(steps)}
+
+
+def measure_steps(group: Group, requests: int, steps: int) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Returns the time of a step while so many requests decode, and ranks' parts, of mean steps.
+
+    One of the requests is a stream, by which the time is taken: nothing else is asked meanwhile, since who
+    reads a rank's metrics takes time from it.
+    """
+    tokens = 2 * WARM_STEPS + steps + 1
+    ranks = range(len(group.plan.ranks))
+    before = [counters(group, rank) for rank in ranks]
+    others = [
+        threading.Thread(target=group.complete, args=(prompt(number, SHORT), tokens), daemon=True)
+        for number in range(1, requests)
+    ]
+    for thread in others:
+        thread.start()
+    _, times = stream(group, prompt(0, SHORT), tokens)
+    for thread in others:
+        thread.join(120)
+    parts = [explain(then, counters(group, rank)) for rank, then in zip(ranks, before, strict=True)]
+    return intervals(times[WARM_STEPS : WARM_STEPS + steps + 1]), parts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -312,23 +305,21 @@ def measure_group(
 ) -> None:
     """Measures a group that is ready, what is most valuable first."""
     stream(group, prompt(1000, SHORT), 4)
-    measure_steps(group, max(options.requests), 5, 0.02)  # warms up
+    measure_steps(group, max(options.requests), 5)  # warms up
     for requests in options.requests:
         cell = Cell(what="step", requests=requests, context=SHORT + WARM_STEPS + options.steps // 2)
-        expected_s = cell.predict(planned)
-        step_s, steps, parts = measure_steps(group, requests, options.steps, expected_s)
+        found, parts = measure_steps(group, requests, options.steps)
         rounded = [{key: round(value, 6) for key, value in each.items()} for each in parts]
-        results.add(name, cell, expected_s, step_s, steps=steps, ranks=rounded)
+        results.add(name, cell, cell.predict(planned), found.pop("step_s"), **found, ranks=rounded)
     for length in options.contexts:
         if length <= 4096:
             stream(group, prompt(2000 + length, length), 2)  # warms up
         start, times = stream(group, prompt(3000 + length, length), options.steps + WARM_STEPS + 1)
         cell = Cell(what="first token", requests=1, context=length)
         results.add(name, cell, cell.predict(planned), times[0] - start)
-        steady = times[WARM_STEPS:]
-        step_s = (steady[-1] - steady[0]) / (len(steady) - 1)
+        found = intervals(times[WARM_STEPS:])
         cell = Cell(what="step", requests=1, context=length + WARM_STEPS + options.steps // 2)
-        results.add(name, cell, cell.predict(planned), step_s, steps=len(steady) - 1)
+        results.add(name, cell, cell.predict(planned), found.pop("step_s"), **found)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -147,7 +147,8 @@ def _reading(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ..
 def _cpu() -> dict[str, str]:
     return {
         CUDA_VISIBLE_DEVICES: HIDE_GPUS,
-        names.ENV_HETEROGENEOUS_DEVICE: "cpu",
+        # A process without a plan has vLLM's own platform, which is CUDA's in the image for GPUs.
+        "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
 

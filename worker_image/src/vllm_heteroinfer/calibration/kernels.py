@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
         argv: number of threads; seconds in which to begin, if given; then names of what not to measure, since
             it ended another process.
     """
-    os.environ[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
+    os.environ |= {CUDA_VISIBLE_DEVICES: HIDE_GPUS, "VLLM_TARGET_DEVICE": "cpu"}
     threads = int(argv[0])
     turn = _Turn(deadline=time.monotonic() + float(argv[1] if argv[1:] else inf), left_out=argv[2:])
     torch.set_num_threads(threads)
