@@ -37,7 +37,7 @@ class Comparison:
 
 @cache
 def recorded(device: str) -> dict[str, Any]:
-    """Returns what vLLM said on a device type: `cpu`."""
+    """Returns what vLLM said on a device type: `cpu` or `cuda`."""
     answers: dict[str, Any] = json.loads((RECORDED / f"{device}.json").read_text())
     return answers
 
@@ -58,19 +58,26 @@ def settings(profile: ModelProfile, length: int) -> EngineSettings:
     return engine
 
 
-def compare(profile: ModelProfile, answer: dict[str, Any]) -> Comparison:
-    """Returns our sizes beside vLLM's answer."""
+BATCHES = {"cpu": 2, "cuda": 3}
+"""At once, of the two stages that vLLM was asked for: on CUDA it schedules one ahead, as our pipelines don't
+(vllm/config/vllm.py::max_concurrent_batches@v0.32.0)."""
+
+
+def compare(profile: ModelProfile, answer: dict[str, Any], device: str = "cpu") -> Comparison:
+    """Returns our sizes beside vLLM's answer on a device type."""
     first = stage_layers(profile.num_layers)[0]
     bounds = ((0, first), (first, profile.num_layers))
     ours: dict[str, int] = {}
     theirs: dict[str, int] = {}
     for length, pool in answer["pools"].items():
-        sizes = Sizes.of(profile, settings(profile, int(length)), 1, stages=2)
+        sizes = Sizes.of(profile, settings(profile, int(length)), 1, batches=BATCHES[device])
         for stage, (begin, end) in enumerate(bounds):
             name = f"KV bytes of {length} tokens in stage {stage}"
             ours[name] = sizes.kv.block_bytes(begin, end) * sizes.kv.sequence_blocks
             theirs[name] = pool["bytes"][stage] * pool["sequence"]
-    sizes = Sizes.of(profile, settings(profile, min(8192, profile.max_position_embeddings)), 1, stages=2)
+    sizes = Sizes.of(
+        profile, settings(profile, min(8192, profile.max_position_embeddings)), 1, batches=BATCHES[device]
+    )
     for stage, (begin, end) in enumerate(bounds):
         name = f"weights of stage {stage}"
         tables = sizes.tables(stage, 2, Device.GPU)

@@ -5,8 +5,8 @@
     python -m tests.shapes.oracle --output FILE --at-once 12              # in FILE, by so many processes
 
 Each shape is built in two stages by vLLM's own model classes, without weights and without a device, so what
-is recorded is true for vLLM's CPU platform. A CUDA build of vLLM answers for its own when it is run there:
-recorded/cuda.json, which nobody has recorded yet.
+is recorded is true for vLLM's CPU platform. A CUDA build of vLLM answers for its own on a GPU machine:
+recorded/cuda.json, of an H200 without DeepGEMM, FlashMLA and flashinfer.
 
 Imports torch and vLLM inside functions only.
 """

@@ -100,7 +100,7 @@ def _row(name: str, profile: ModelProfile) -> str:
 
 
 def _kv(profile: ModelProfile) -> str:
-    sizes = Sizes.of(profile, settings(profile, min(8192, profile.max_position_embeddings)), 1, stages=2)
+    sizes = Sizes.of(profile, settings(profile, min(8192, profile.max_position_embeddings)), 1, batches=2)
     size = sizes.kv.block_bytes(0, profile.num_layers) * sizes.kv.sequence_blocks
     return f"{size / 2**30:.2f} GiB"
 

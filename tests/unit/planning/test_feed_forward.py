@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract.model import LayerKind
+from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
-from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.api import EngineSpec, HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.account import describe_capacity, describe_choices, describe_speed
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
+from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.prediction import Load, predict
 from heteroinfer_operator.quantity import format_bytes
-from tests.unit.planning.planned_models import GIB, MIB, gpu, plan, profile, spec
+from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
 
 EXPERT = 9 * MIB
 MOE = LayerKind(kv_heads=4, kv_width=256, experts=128, experts_per_token=8, expert_bytes=EXPERT)
@@ -150,3 +151,19 @@ def test_the_account_says_what_the_gpu_keeps_not_the_ranks_without_a_kv_cache() 
     )
     assert any(line.startswith("cheaper: ") for line in describe_choices(planned))
     assert "role gpu (feed-forward): defaults for CPUs" in describe_speed(planned)[-1]
+
+
+def test_windows_keep_the_blocks_of_the_step_that_is_scheduled_ahead() -> None:
+    layer = MOE
+    windows = replace(layer, attention=AttentionKind.WINDOW, window=512)
+    model = replace(mixture(), kinds=(layer, windows), kind_of_layer=(1,) * 24)
+    asked = feed_forward()
+    planned = plan(asked.model_copy(update={"engine": EngineSpec(max_model_len=8192)}), model)
+    engine = planned.plan.engine
+    assert planned.plan.schedules_ahead
+    assert planned.plan.batches_at_once == 2
+    one = build_kv_cache(model, engine, tensor=1, batches=1).sequence_blocks
+    more = engine.max_num_batched_tokens // engine.block_size
+    assert planned.sizes.kv.sequence_blocks == one + more
+    assert plan(spec(gpu()), model).plan.batches_at_once == 1
+    assert plan(spec(gpu(layers=[20]), cpu(layers=[4])), model).plan.batches_at_once == 2

@@ -5,7 +5,7 @@ ConfigMap, and compared by its hash in the supervisors' first hand-shake.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -209,6 +209,16 @@ class Plan:
         )
 
     @property
+    def schedules_ahead(self) -> bool:
+        """Returns whether the next step is scheduled while one runs: where one GPU has all stages' layers."""
+        return _schedules_ahead(self.mode, [rank.device for rank in self.stage_ranks])
+
+    @property
+    def batches_at_once(self) -> int:
+        """Returns the batches that are scheduled at once, at most: what they freed is not given out yet."""
+        return batches_at_once(self.mode, self.pipeline_parallel_size, self.ranks[0].device)
+
+    @property
     def layers_by_stage(self) -> tuple[int, ...]:
         """Returns the number of layers of each pipeline stage."""
         return tuple(r.num_layers for r in self.stage_ranks if r.tensor_rank == 0)
@@ -333,6 +343,21 @@ class Plan:
                 f"{where}: got other layers than rank {peers[0].rank}, expected the same for all "
                 f"feed-forward ranks of stage {rank.stage}"
             )
+
+
+def _schedules_ahead(mode: Mode, devices: Sequence[Device]) -> bool:
+    return mode is Mode.FEED_FORWARD and list(devices) == [Device.GPU]
+
+
+def batches_at_once(mode: Mode, stages: int, first: Device) -> int:
+    """Returns what `Plan.batches_at_once` will be (vllm/config/vllm.py::max_concurrent_batches@v0.32.0).
+
+    Args:
+        mode: of the plan.
+        stages: of it.
+        first: device of its first rank.
+    """
+    return 2 if _schedules_ahead(mode, [first] * stages) else stages
 
 
 @lru_cache(maxsize=1)

@@ -29,7 +29,7 @@ from heteroinfer_operator.planning.account import (
     describe_speed,
 )
 from heteroinfer_operator.planning.placement import FreeNode
-from heteroinfer_operator.planning.prediction import STEP_OVERHEAD_S, predict
+from heteroinfer_operator.planning.prediction import overhead_s, predict
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
 from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.resource_file import load_resource
@@ -195,7 +195,7 @@ def _table(planned: Planned, calibrations: Calibrations, name: str) -> str:
         f"{plan.tensor_parallel_size} ranks, {len(plan.pods)} pods, plan {plan.hash}"
     )
     step = (
-        f"predicted decode step of one request: {predict(plan)}, of it {STEP_OVERHEAD_S * 1e3:.1f} ms "
+        f"predicted decode step of one request: {predict(plan)}, of it {overhead_s(plan) * 1e3:.1f} ms "
         "between steps; the range is what measured machines of one kind did (docs/benchmarks.md)"
     )
     every = "every rank: " + ", ".join(f"{key} {value}" for key, value in settings.items())

@@ -69,7 +69,7 @@ def _gpus_hold_all(
         need = _whole_bytes(plan, profile)
         return need <= sum(rank_budget(seat, inventory) or 0 for seat in seats)
     gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)
-    sizes = Sizes.of(profile, plan.engine, topology.tensor, stages=len(gpu_stages))
+    sizes = Sizes.of(profile, plan.engine, topology.tensor, batches=len(gpu_stages))
     try:
         split_by_memory(stage_budgets(gpu_stages, sizes, inventory), sizes, min_tokens)
     except PlanError:
@@ -79,7 +79,7 @@ def _gpus_hold_all(
 
 def _whole_bytes(plan: Plan, profile: ModelProfile) -> int:
     """Returns the bytes of the model and of one longest sequence on one GPU."""
-    whole = Sizes.of(profile, plan.engine, 1, stages=1)
+    whole = Sizes.of(profile, plan.engine, 1, batches=1)
     weights = whole.layers(0, profile.num_layers) + whole.tables(0, 1, Device.GPU)
     return weights + whole.cache(0, profile.num_layers)
 

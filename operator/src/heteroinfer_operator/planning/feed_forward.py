@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from heteroinfer_contract.calibration import Calibration, HopPath
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, RankAssignment
+from heteroinfer_contract.plan import (
+    Device,
+    EngineSettings,
+    FeedForwardShare,
+    Mode,
+    RankAssignment,
+    batches_at_once,
+)
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.inventory import Inventory
@@ -158,7 +165,8 @@ def _with_kinds(profile: ModelProfile, kinds: Sequence[LayerKind]) -> ModelProfi
 
 def _missing_bytes(topology: Topology, remote: Remote, engine: EngineSettings, inventory: Inventory) -> int:
     """Returns what the role's own rank lacks for its layers and one longest sequence; <= 0 if nothing."""
-    sizes = Sizes.of(remote.kept, engine, 1, stages=1)
+    device = topology.stages[0][0].placed.device
+    sizes = Sizes.of(remote.kept, engine, 1, batches=batches_at_once(Mode.FEED_FORWARD, 1, device))
     free = stage_budgets(topology.stages, sizes, inventory)[0].free_bytes
     layers = remote.kept.num_layers
     return 0 if free is None else sizes.layers(0, layers) + sizes.cache(0, layers) - free
@@ -166,7 +174,7 @@ def _missing_bytes(topology: Topology, remote: Remote, engine: EngineSettings, i
 
 def _rank_bytes(remote: Remote, profile: ModelProfile, engine: EngineSettings) -> int:
     """Returns the weights of one feed-forward rank, in bytes."""
-    sizes = Sizes.of(remote.profile, engine, 1, stages=1)
+    sizes = Sizes.of(remote.profile, engine, 1, batches=1)
     return -(-sizes.layers(0, profile.num_layers) // remote.spec.ranks)
 
 
@@ -230,7 +238,7 @@ def feed_forward_ranks(
 
 def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, load: Load) -> float:
     """Returns how long feed-forward ranks take in a step of a load, exchanges included, in seconds."""
-    sizes = Sizes.of(remote.profile, engine, 1, stages=1)
+    sizes = Sizes.of(remote.profile, engine, 1, batches=1)
     reads = count_reads(sizes, 0, remote.profile.num_layers, load, last=False, engine=engine)
     share = reads.times(1 / remote.spec.ranks)
     return share.seconds(rates) + len(remote.layers) * rates.exchange_s
@@ -264,7 +272,7 @@ def feed_forward_notes(
         )
     whole = Remote(spec=remote.spec, layers=(), profile=remote.profile, kept=profile)
     seat = topology.stages[0][0]
-    known = stage_budgets(topology.stages, Sizes.of(profile, engine, 1, stages=1), inventory)[0].budget
+    known = stage_budgets(topology.stages, Sizes.of(profile, engine, 1, batches=1), inventory)[0].budget
     if seat.placed.device is not Device.GPU or known is None:
         return tuple(notes), ""
     if _missing_bytes(topology, whole, engine, inventory) > 0:
@@ -285,11 +293,11 @@ def _in_pipeline(
     while held < moved and count < profile.num_layers:
         held += profile.layer_bytes[count]
         count += 1
-    sizes = Sizes.of(profile, engine, 1, stages=1)
+    sizes = Sizes.of(profile, engine, 1, batches=1)
     on_cpus = count_reads(sizes, 0, count, Load(), last=False, engine=engine)
     on_gpu = count_reads(sizes, count, profile.num_layers, Load(), last=True, engine=engine)
     pipeline_s = on_cpus.seconds(rates[1]) / remote.spec.ranks + on_gpu.seconds(rates[0])
-    kept = Sizes.of(remote.kept, engine, 1, stages=1)
+    kept = Sizes.of(remote.kept, engine, 1, batches=1)
     ours_s = count_reads(kept, 0, profile.num_layers, Load(), last=True, engine=engine).seconds(rates[0])
     ours_s += feed_forward_seconds(remote, engine, rates[1], Load())
     return (

@@ -77,20 +77,20 @@ class KvCache:
         return max(blocks - 1, 0) * self.sequence_tokens // max(self.sequence_blocks, 1)
 
 
-def build_kv_cache(profile: ModelProfile, engine: EngineSettings, *, tensor: int, stages: int) -> KvCache:
+def build_kv_cache(profile: ModelProfile, engine: EngineSettings, *, tensor: int, batches: int) -> KvCache:
     """Returns the KV cache of one rank.
 
     Args:
         profile: of the model.
         engine: the group's settings.
         tensor: ranks of a stage, which share heads.
-        stages: batches that may be in flight: windows keep their tokens too.
+        batches: that may be scheduled at once: windows keep their tokens too.
     """
     caches = [
         cache for index, kind in enumerate(profile.layers) for cache in _caches(index, kind, engine, tensor)
     ]
     tokens = engine.max_model_len
-    in_flight = engine.max_num_batched_tokens * stages
+    in_flight = engine.max_num_batched_tokens * batches
     if len({(cache.kind, cache.window) for cache in caches}) <= 1:
         one: dict[int, int] = {}
         for cache in caches:

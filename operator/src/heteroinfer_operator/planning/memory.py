@@ -83,8 +83,8 @@ class Sizes:
     kv: KvCache
 
     @classmethod
-    def of(cls, profile: ModelProfile, engine: EngineSettings, tensor: int, *, stages: int) -> "Sizes":
-        """Returns the sizes for these settings, of a group of so many stages."""
+    def of(cls, profile: ModelProfile, engine: EngineSettings, tensor: int, *, batches: int) -> "Sizes":
+        """Returns the sizes for these settings, of a group with so many batches at once."""
         element = ELEMENT_BYTES[engine.dtype]
         scale = Fraction(element, ELEMENT_BYTES.get(profile.dtype, element))
         linear = scale * online_quantization(engine.extra_args, element)
@@ -98,7 +98,7 @@ class Sizes:
             scale=scale,
             layer_bytes=layers,
             encoder_bytes=0 if serves_text_only(engine.extra_args) else int(profile.encoder_bytes * scale),
-            kv=build_kv_cache(profile, engine, tensor=tensor, stages=stages),
+            kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
         )
 
     def layers(self, first: int, end: int) -> int:

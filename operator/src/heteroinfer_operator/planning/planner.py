@@ -6,7 +6,15 @@ from itertools import accumulate
 from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device, EngineSettings, Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import (
+    MAX_WORLD_SIZE,
+    Device,
+    EngineSettings,
+    Mode,
+    Plan,
+    RankAssignment,
+    batches_at_once,
+)
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.node_assignment import NodeAssignment
@@ -105,7 +113,9 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     warnings = check_support(profile, engine, topology, inventory)
     remote = choose_remote(topology, profile, engine, inventory)
     kept = profile if remote is None else remote.kept
-    sizes = Sizes.of(kept, engine, topology.tensor, stages=len(topology.stages))
+    first = topology.stages[0][0].placed.device
+    batches = batches_at_once(spec.parallelism.mode, len(topology.stages), first)
+    sizes = Sizes.of(kept, engine, topology.tensor, batches=batches)
     budgets = stage_budgets(topology.stages, sizes, inventory)
     min_tokens = longest_sequence_tokens(engine)
     layers = explicit_layers(spec, topology)

@@ -18,6 +18,8 @@ from heteroinfer_operator.planning.rates import Rates
 
 STEP_OVERHEAD_S: Final = 2.1e-3
 """Between a step's answer and the next call, with scheduling, sampling and messages (docs/benchmarks.md)."""
+AHEAD_OVERHEAD_S: Final = 0.6e-3
+"""The same where a step is scheduled while one runs: 0.4 to 0.8 ms, mode FeedForward (H200, 2026-11-22)."""
 CPU_ERROR: Final = (0.9, 1.6)
 """Steps with CPU stages took so much of the prediction, least and most, on three hosts of one kind:
 19.8 to 30.2 ms where 21.1 are predicted (docs/benchmarks.md, 4 layers off the GPU)."""
@@ -56,7 +58,12 @@ def predict(plan: Plan) -> Prediction:
     step_s = sum(
         max((rank.predicted_step_s for rank in ranks), default=0.0) for part in waits for ranks in part
     )
-    return _with_range(plan, step_s + STEP_OVERHEAD_S)
+    return _with_range(plan, step_s + overhead_s(plan))
+
+
+def overhead_s(plan: Plan) -> float:
+    """Returns what passes between two steps while no rank computes, in seconds."""
+    return AHEAD_OVERHEAD_S if plan.schedules_ahead else STEP_OVERHEAD_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +240,7 @@ def forecast(
         load: requests, each with one new token.
         elsewhere: what feed-forward ranks take of a step.
     """
-    step_s = sum(_stage_seconds(plan, sizes, rates, load, elsewhere)) + STEP_OVERHEAD_S
+    step_s = sum(_stage_seconds(plan, sizes, rates, load, elsewhere)) + overhead_s(plan)
     return _with_range(plan, step_s)
 
 
@@ -248,7 +255,7 @@ def forecast_first_token(
         stages = _stage_seconds(plan, sizes, rates, load, elsewhere)
         total_s += sum(stages) if begin == 0 else max(stages)
         longest_s = max(longest_s, sum(stages))
-    return _with_range(plan, max(total_s, longest_s) + ceil(prompt / chunk) * STEP_OVERHEAD_S)
+    return _with_range(plan, max(total_s, longest_s) + ceil(prompt / chunk) * overhead_s(plan))
 
 
 def _stage_seconds(

@@ -60,7 +60,7 @@ def predict_again(
     remote = _remote(plan, roles, profile)
     kept = profile if remote is None else remote.kept
     stages = plan.pipeline_parallel_size
-    sizes = Sizes.of(kept, plan.engine, plan.tensor_parallel_size, stages=stages)
+    sizes = Sizes.of(kept, plan.engine, plan.tensor_parallel_size, batches=plan.batches_at_once)
     sources: dict[str, str] = {}
     ranks = []
     for rank in plan.ranks:

@@ -4,7 +4,7 @@ Measured on the machine itself where there is a calibration (`heteroinfer-worker
 defaults, each with the machine it was measured on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -16,6 +16,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.calibrations import describe
+from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.quantity import parse_quantity
 
 CPU_BYTES_PER_S: Final = 115e9
@@ -75,30 +76,41 @@ GPU_NOMINAL: Final[Mapping[str, GpuNominal]] = MappingProxyType(
 )
 """By whole words of the product as GPU feature discovery labels it, the first that matches; data sheets."""
 
-CPU_LINEAR: Final[Mapping[SchemeName, float]] = MappingProxyType(
+CPU_PARTS: Final[Mapping[tuple[KernelPart, SchemeName], tuple[float, ...]]] = MappingProxyType(
     {
-        SchemeName.AWQ: 1.3,
-        SchemeName.GPTQ: 1.3,
-        SchemeName.INT4: 1.3,
-        SchemeName.INT8: 1.0,
-        SchemeName.FP8_BLOCK: 1.25,
-        SchemeName.FP8_CHANNEL: 0.015,
+        (KernelPart.LINEAR, SchemeName.NONE): (1.0, 0.92, 0.43, 0.068),
+        (KernelPart.LINEAR, SchemeName.AWQ): (0.4, 0.17, 0.11, 0.0165),
+        (KernelPart.LINEAR, SchemeName.GPTQ): (0.4, 0.17, 0.11, 0.0165),
+        (KernelPart.LINEAR, SchemeName.INT4): (0.4, 0.17, 0.11, 0.0165),
+        (KernelPart.LINEAR, SchemeName.FP8_BLOCK): (0.65, 0.2, 0.13, 0.025),
+        (KernelPart.LINEAR, SchemeName.FP8_CHANNEL): (0.015,),
+        (KernelPart.LINEAR, SchemeName.INT8): (1.0,),
+        (KernelPart.EXPERTS, SchemeName.NONE): (1.0, 1.0, 0.41, 0.15),
+        (KernelPart.EXPERTS, SchemeName.FP8_BLOCK): (0.85,),
+        (KernelPart.EXPERTS, SchemeName.AWQ): (0.65,),
+        (KernelPart.EXPERTS, SchemeName.GPTQ): (0.65,),
+        (KernelPart.EXPERTS, SchemeName.INT4): (0.65,),
+        (KernelPart.EXPERTS, SchemeName.MXFP4): (0.5,),
     }
 )
-"""Bytes that a thread reads of linear layers in a format, for each byte that it reads of ours in bf16.
+"""Bytes that a rank reads of weights in a format, for each byte that it reads of ours in bf16 with one row:
+with one row, and with each of MORE_ROWS, of experts for each of them.
 
-By 2 threads of a Xeon with AMX: ours 32 GB/s; 4-bit with bf16 42 of its own bytes, FP8 in blocks 40, FP8 per
-channel 0.5 through torch (2026-11-22). int8 was not measured."""
+By 13 threads of an H200's host, 2026-11-22 (docs/benchmarks.md): bf16 of linear layers and one row of experts
+are the kernels alone (experts by 14 threads: bf16 84 to 106 GB/s, FP8 89 to 93, 4 bits 61 to 80, MXFP4 45 to
+51, where ours read 100); AWQ, FP8 in blocks, and many rows of bf16 experts are what was left of the steps and
+first tokens of whole groups, so that the rest of a layer is in them. GPTQ and int4 are taken for AWQ. FP8 per
+channel: 0.5 GB/s by 2 threads, through torch. int8 was not measured."""
 CPU_PLAIN_OTHER: Final = 60 / 115
 """Of it, for element types other than bf16, through vLLM's oneDNN: 57 to 60 GB/s (2026-11-20)."""
 CPU_INT4_FLOAT16: Final = 0.14
-"""Of it, for 4 bits with float16: 4.5 GB/s, another kernel that vLLM takes by itself."""
+"""Of it, for 4 bits with float16: 4.5 GB/s by 2 threads, another kernel that vLLM takes by itself."""
+CPU_EXPERTS_OTHER: Final = 0.6
+"""Of it, for experts in formats that were not measured."""
 _COMPUTING_ROWS: Final = 512
 """Of MORE_ROWS, those from which on a kernel computes for longer than it reads."""
 EXCHANGE_S: Final = 20e-6
 """What a layer's exchange between GPU and CPU takes besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
-CPU_EXPERTS: Final = 0.6
-"""Of it, for routed experts in any format, through vLLM's kernels; not measured by us without calibration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,20 +167,61 @@ def cpu_rates(
     pod = CPU_BYTES_PER_S / together
     threads = compute_threads(role, leads=leads)
     ours = pod if threads is None else min(pod, threads * CPU_THREAD_BYTES_PER_S)
-    plain = ours if engine.dtype == "bfloat16" else ours * CPU_PLAIN_OTHER
-    factor = CPU_LINEAR.get(profile.scheme.name, CPU_PLAIN_OTHER)
-    four_bits = profile.scheme.name in (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)
-    if four_bits and engine.dtype != "bfloat16":
-        factor = CPU_INT4_FLOAT16
     cores = 16.0 if threads is None else threads
-    return Rates(
-        plain=plain,
-        quantized=min(ours * factor, pod),
-        experts=ours * CPU_EXPERTS,
-        cache=ours * CPU_PLAIN_OTHER,
-        operations=CPU_OPERATIONS_PER_S * min(cores / 16, 1.0) / (together if threads is None else 1),
-        source="defaults for CPUs",
+    operations = CPU_OPERATIONS_PER_S * min(cores / 16, 1.0) / (together if threads is None else 1)
+    kernels = [_default_kernel(*which, engine.dtype, ours) for which in _which(profile)]
+    return _rates_of(kernels, ours, operations, "defaults for CPUs")
+
+
+def _which(profile: ModelProfile) -> tuple[tuple[KernelPart, SchemeName], ...]:
+    """Returns part and format of plain weights, of quantized ones, and of experts."""
+    name = profile.scheme.name
+    of_experts = name if any(kind.experts_quantized for kind in profile.layers) else SchemeName.NONE
+    return (
+        (KernelPart.LINEAR, SchemeName.NONE),
+        (KernelPart.LINEAR, name),
+        (KernelPart.EXPERTS, of_experts),
     )
+
+
+def _rates_of(kernels: Sequence[KernelRate], ours: float, operations: float, source: str) -> Rates:
+    plain, quantized, experts = kernels
+    return Rates(
+        plain=plain.bytes_per_s,
+        quantized=quantized.bytes_per_s,
+        experts=experts.bytes_per_s,
+        cache=ours * CPU_PLAIN_OTHER,
+        operations=operations,
+        source=source,
+        plain_kernel=plain,
+        quantized_kernel=quantized,
+        experts_kernel=experts,
+    )
+
+
+def _default_kernel(part: KernelPart, scheme: SchemeName, dtype: str, ours: float) -> KernelRate:
+    """Returns what a kernel that was not measured does where ours reads so many bytes of bf16 a second."""
+    parts = _default_parts(part, scheme, dtype)
+    first, *more = (ours * each for each in parts)
+    return KernelRate(
+        part=part,
+        scheme=scheme,
+        dtype=dtype,
+        kernel="default",
+        threads=1,
+        bytes_per_s=first,
+        more_rows=tuple(more),
+    )
+
+
+def _default_parts(part: KernelPart, scheme: SchemeName, dtype: str) -> tuple[float, ...]:
+    if part is KernelPart.EXPERTS:
+        return CPU_PARTS.get((part, scheme), (CPU_EXPERTS_OTHER,))
+    if dtype != "bfloat16" and scheme is SchemeName.NONE:
+        return (CPU_PLAIN_OTHER,)
+    if dtype != "bfloat16" and scheme in FOUR_BITS:
+        return (CPU_INT4_FLOAT16,)
+    return CPU_PARTS.get((part, scheme), (CPU_PLAIN_OTHER,))
 
 
 def _measured_cpu_rates(
@@ -189,38 +242,19 @@ def _measured_cpu_rates(
     ours = min(calibration.reading(used), calibration.reading(min(used * together, cores)) / together)
     share = ours / whole
 
-    def find(part: KernelPart, name: SchemeName) -> KernelRate | None:
+    def find(part: KernelPart, name: SchemeName) -> KernelRate:
         kernel = calibration.kernel(part, name, engine.dtype)
         if kernel is None:
-            return None
+            return _default_kernel(part, name, engine.dtype, ours)
+        first, *more = _default_parts(part, name, engine.dtype)
+        slower = kernel.more_rows or tuple(kernel.bytes_per_s * each / first for each in more)
         shares = [used / cores if rows >= _COMPUTING_ROWS else share for rows in MORE_ROWS]
-        more = tuple(rate * part for rate, part in zip(kernel.more_rows, shares, strict=False))
-        return replace(kernel, bytes_per_s=kernel.bytes_per_s * share, more_rows=more)
+        scaled = tuple(rate * part for rate, part in zip(slower, shares, strict=False))
+        return replace(kernel, bytes_per_s=kernel.bytes_per_s * share, more_rows=scaled)
 
-    def rate(kernel: KernelRate | None, default: float) -> float:
-        return ours * default if kernel is None else kernel.bytes_per_s
-
-    other = 1.0 if engine.dtype == "bfloat16" else CPU_PLAIN_OTHER
-    name = profile.scheme.name
-    four_bits = name in (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)
-    factor = CPU_LINEAR.get(name, CPU_PLAIN_OTHER)
-    if four_bits and engine.dtype != "bfloat16":
-        factor = CPU_INT4_FLOAT16
-    of_experts = name if any(kind.experts_quantized for kind in profile.layers) else SchemeName.NONE
-    plain = find(KernelPart.LINEAR, SchemeName.NONE)
-    quantized, experts = find(KernelPart.LINEAR, name), find(KernelPart.EXPERTS, of_experts)
     operations = calibration.operations_per_s or CPU_OPERATIONS_PER_S * min(cores / 16, 1.0)
-    return Rates(
-        plain=rate(plain, other),
-        quantized=rate(quantized, factor),
-        experts=rate(experts, CPU_EXPERTS),
-        cache=ours * CPU_PLAIN_OTHER,
-        operations=operations * used / cores,
-        source=describe(calibration),
-        plain_kernel=plain,
-        quantized_kernel=quantized,
-        experts_kernel=experts,
-    )
+    kernels = [find(*which) for which in _which(profile)]
+    return _rates_of(kernels, ours, operations * used / cores, describe(calibration))
 
 
 def gpu_rates(product: str, calibration: Calibration | None = None) -> Rates:

@@ -380,8 +380,8 @@ def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
     engine = plan.engine
     if profile is None:
         return blocks * engine.block_size
-    tensor, stages = plan.tensor_parallel_size, plan.pipeline_parallel_size
-    return build_kv_cache(profile, engine, tensor=tensor, stages=stages).tokens(blocks)
+    tensor, batches = plan.tensor_parallel_size, plan.batches_at_once
+    return build_kv_cache(profile, engine, tensor=tensor, batches=batches).tokens(blocks)
 
 
 def _due(

@@ -73,7 +73,7 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
 
 def _scheduling(plan: Plan, rank: RankAssignment) -> list[str]:
     """Returns what schedules: vLLM's own, a step ahead, where one GPU holds all layers; else ours."""
-    if remote_parts.schedules_asynchronously(plan):
+    if plan.schedules_ahead:
         # A feed-forward rank's configuration is for its model only; vLLM has no such scheduling on CPUs.
         return ["--async-scheduling" if rank.device is Device.GPU else "--no-async-scheduling"]
     return ["--no-async-scheduling", "--scheduler-cls", SCHEDULER]

@@ -19,7 +19,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from heteroinfer_contract.parent_death import die_with_parent
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
-from vllm_heteroinfer.feed_forward import remote_parts
 from vllm_heteroinfer.group import fingerprint, kv_blocks, queues
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
 from vllm_heteroinfer.group.rendezvous import GroupStore
@@ -64,7 +63,7 @@ class GroupExecutor(MultiprocExecutor):
     @classmethod
     def supports_async_scheduling(cls) -> bool:
         """Returns whether one GPU holds all stages: vLLM's first model runner cannot do it across several."""
-        return remote_parts.schedules_asynchronously(Plan.from_env(os.environ))
+        return Plan.from_env(os.environ).schedules_ahead
 
     def _init_executor(self) -> None:
         """Meets every rank; returns when all have loaded their weights.

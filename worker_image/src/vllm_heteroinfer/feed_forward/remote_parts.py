@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.plan import Device, Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import Mode, Plan, RankAssignment
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)$")
 _EXPERTS: Final = re.compile(r"(?:^|\.)experts\.")
@@ -70,8 +70,3 @@ def check_plan(plan: Plan) -> None:
 def served_rank(plan: Plan, rank: RankAssignment) -> RankAssignment:
     """Returns the rank that asks a feed-forward rank."""
     return plan.stage(rank.stage)[0]
-
-
-def schedules_asynchronously(plan: Plan) -> bool:
-    """Returns whether the next step may be scheduled while one runs: where one GPU stage holds all layers."""
-    return plan.mode is Mode.FEED_FORWARD and [r.device for r in plan.stage_ranks] == [Device.GPU]
