@@ -228,7 +228,7 @@ def _rate(
     role = seat.placed.role
     calibration = inventory.calibration.get(role.name)
     if seat.placed.device is Device.GPU:
-        return gpu_rates(inventory.gpu_product.get(role.name, ""), calibration)
+        return gpu_rates(inventory.gpu_product.get(role.name, ""), calibration, profile.scheme.name)
     return cpu_rates(
         role,
         profile,

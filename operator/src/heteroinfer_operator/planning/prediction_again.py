@@ -94,7 +94,7 @@ def _rates(
 ) -> Rates:
     calibration: Calibration | None = inventory.calibration.get(role.name)
     if rank.device is Device.GPU:
-        return gpu_rates(inventory.gpu_product.get(role.name, ""), calibration)
+        return gpu_rates(inventory.gpu_product.get(role.name, ""), calibration, profile.scheme.name)
     return cpu_rates(
         role,
         profile,
