@@ -113,6 +113,7 @@ async def passed(process: OperatorProcess, count: float) -> bool:
 async def test_a_restarted_operator_writes_nothing_where_all_is_right(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
+    await forget_earlier_tests(server)
     installed = install()
     async with operator(installed.kubeconfig, tmp_path / "first", resync_seconds="1") as first:
         await first.working()
