@@ -13,17 +13,7 @@ from heteroinfer_operator.reconcile.reconcile_context import Context
 
 def known_groups(status: HeteroInferenceStatus) -> dict[int, GroupStatus]:
     """Returns by index what is known of each group, of those that were scaled away too."""
-    kept = {
-        group.index: GroupStatus(
-            index=group.index,
-            epoch=group.epoch,
-            revision=group.revision,
-            restarts=group.restarts,
-            next_epoch_time=group.next_epoch_time,
-            failures=group.failures,
-        )
-        for group in status.retired_groups
-    }
+    kept = {group.index: GroupStatus(**dict(group)) for group in status.retired_groups}
     return kept | {group.index: group for group in status.groups}
 
 
