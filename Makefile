@@ -79,9 +79,9 @@ waiting: setup  ## those of them that mostly wait: for an API server, for time-o
 	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not unhurried" \
 	  $(COMPUTING:%=--ignore=%)
 
-programs: setup  ## builds what a real node and the watching tests need, ahead of them; seconds when it is cached
-	@$(BIN)/python -m tests.cluster build
-	@$(BIN)/python -m tests.cluster images
+programs: setup  ## builds what a real node and the watching tests need, ahead of them, at the least priority
+	@./.ci/idle $(BIN)/python -m tests.cluster build
+	@./.ci/idle $(BIN)/python -m tests.cluster images
 
 need-root:
 	@if [ "$$(id -u)" != 0 ]; then \

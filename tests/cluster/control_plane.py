@@ -26,7 +26,7 @@ class Site:
     """Where the control plane listens: `address`, and a port for each of its listeners.
 
     `prefix` is what starts a program in the cluster's own namespaces; empty: on the machine itself.
-    `node_grace_s`: a node without a sign of life for so long is NotReady; Kubernetes' own default.
+    `node_grace_s`: a node without a sign of life for so long is NotReady.
     `gang_scheduling`: whether kube-scheduler places the pods of a Workload together (alpha).
     """
 
@@ -37,9 +37,9 @@ class Site:
     controller_manager_port: int
     scheduler_port: int
     service_range: str
+    node_grace_s: int
     prefix: tuple[str, ...] = ()
     reachable_by_pods: bool = False
-    node_grace_s: int = 50
     gang_scheduling: bool = False
 
     @property

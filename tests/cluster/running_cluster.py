@@ -85,12 +85,13 @@ def removed_on_failure(state: State) -> Iterator[None]:
         raise
 
 
-def start_control_plane_only(*, gang_scheduling: bool = False, node_grace_s: int = 50) -> Cluster:
+def start_control_plane_only(*, gang_scheduling: bool = False) -> Cluster:
     """Returns a ready control plane on free loopback ports; up to 32 run side by side on one machine.
+
+    No kubelet tells that its nodes live: a node and its pods stay for an hour what a test says of them.
 
     Args:
         gang_scheduling: whether kube-scheduler places the pods of a Workload together (alpha).
-        node_grace_s: how long a node without a kubelet stays Ready.
 
     Raises:
         ClusterError: it did not come up; nothing of it is left.
@@ -108,7 +109,7 @@ def start_control_plane_only(*, gang_scheduling: bool = False, node_grace_s: int
             scheduler_port=ports[4],
             service_range="10.96.0.0/16",
             gang_scheduling=gang_scheduling,
-            node_grace_s=node_grace_s,
+            node_grace_s=3600,
         )
         pki = create_pki(state.folder / "pki", site.address, "10.96.0.1", node=None)
         start_control_plane(state, site, pki)

@@ -1,6 +1,7 @@
 """One meaning a name: classes and modules of the product, and files and modules that text names."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,11 +32,16 @@ _MODULE = re.compile(
 )
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def product() -> Iterator[tuple[str, ast.Module]]:
     """Yields each module of the product: its path and what is in it."""
     for source in SOURCES:
         for file in sorted(source.rglob("*.py")):
-            yield str(file.relative_to(ROOT)), ast.parse(file.read_text())
+            yield str(file.relative_to(ROOT)), parsed(file)
 
 
 def test_a_class_name_is_one_class() -> None:
@@ -57,13 +63,18 @@ def test_a_module_name_is_one_meaning() -> None:
     assert set(SAME_IN_EACH_PACKAGE) == set(twice), "names that stand once need no reason"
 
 
-def text() -> Iterator[tuple[Path, str]]:
-    """Yields what is written for people: pages, and docstrings."""
+@functools.cache
+def text() -> list[tuple[Path, str]]:
+    """Returns what is written for people: pages, and docstrings, each with its file."""
+    return list(_text())
+
+
+def _text() -> Iterator[tuple[Path, str]]:
     for file in (*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))):
         if file.suffix == ".md":
             yield file, file.read_text()
         elif file.suffix == ".py":
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in ast.walk(parsed(file)):
                 if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                     yield file, ast.get_docstring(node) or ""
 

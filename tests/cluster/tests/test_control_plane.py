@@ -61,6 +61,7 @@ def test_a_start_that_fails_half_way_names_the_cause_and_leaves_nothing() -> Non
             controller_manager_port=0,
             scheduler_port=0,
             service_range="10.96.0.0/16",
+            node_grace_s=3600,
         )
         pki = create_pki(state.folder / "pki", site.address, "10.96.0.1", node=None)
         with (

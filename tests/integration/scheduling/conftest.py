@@ -28,9 +28,9 @@ FOREIGN_CRDS = {
 
 @pytest.fixture(scope="module")
 def plane(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """With kube-scheduler's own gang scheduling where the module asks; nodes need no kubelet."""
+    """With kube-scheduler's own gang scheduling where the module asks."""
     gangs = bool(request.module.GANG_SCHEDULING)
-    with start_control_plane_only(gang_scheduling=gangs, node_grace_s=3600) as cluster:
+    with start_control_plane_only(gang_scheduling=gangs) as cluster:
         apply_crds(cluster, build_crd())
         yield cluster
 

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import time
 
+import pytest
+
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from tests.integration.worker.groups import Group, fetch
@@ -56,7 +58,10 @@ def is_ready(group: Group) -> bool:
 
 def end_of(group: Group, began: float, within_s: float) -> Failure:
     """Returns what a group says of its end, which must come in time."""
-    assert group.children[0].process.wait(within_s) == names.EXIT_RANK_FAILED
+    try:
+        assert group.children[0].process.wait(within_s) == names.EXIT_RANK_FAILED
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"not ended after {time.monotonic() - began:.2f} s: {group.logs()}")
     print(f"ended after {time.monotonic() - began:.2f} s")
     failure = group.failure(0)
     assert failure is not None, group.logs()

@@ -345,13 +345,13 @@ def test_evictions_back_off_and_never_fail(world: World) -> None:
 
 def test_rejected_pods_back_off_and_never_fail(world: World) -> None:
     start(world)
-    for _ in range(3600 // 5):
+    for _ in range(3600 // 10):
         for name in world.workers():
             if not world.pods[name].ended:
                 world.pods[name] = replace(world.pods[name], phase="Failed", reason="OutOfcpu", node="node")
         world.step()
         world.reap()
-        world.advance_time(5)
+        world.advance_time(10)
     assert len(world.created) <= 60, f"{len(world.created)} pods in an hour"
     assert world.condition("Stalled")[0] == "False"
 

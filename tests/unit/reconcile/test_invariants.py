@@ -79,7 +79,8 @@ class GroupLife(RuleBasedStateMachine):
 
     @property
     def refuses_status(self) -> bool:
-        return any(kind.endswith("/status") for kind, _ in self.world.refuses)
+        """Whether the status was refused when it was last tried: it is tried again some time later."""
+        return any(refusal.kind.endswith("/status") for refusal in self.world.refusals)
 
     @staticmethod
     def status_comes_first(decision: Decision) -> None:
