@@ -104,6 +104,7 @@ class PodView:
         unschedulable: why it is not placed, or "".
         waiting: reason and message of a waiting container such as `ImagePullBackOff: ...`, or "".
         termination: how its worker container ended, or None while it has not.
+        key_secret: name of the Secret with its group's key, or "" for a pod without one.
     """
 
     name: str
@@ -123,6 +124,7 @@ class PodView:
     unschedulable: str = ""
     waiting: str = ""
     termination: ContainerTermination | None = None
+    key_secret: str = ""
 
     @property
     def ended(self) -> bool:

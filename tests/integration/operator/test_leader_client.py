@@ -100,9 +100,8 @@ async def test_a_leader_with_a_key_tells_its_operator_whose_it_is() -> None:
     await server.start("127.0.0.1", port)
     leader = pod(port)
     labels = {**leader.view.labels, names.LABEL_EPOCH: "7"}
-    leader = replace(
-        leader, view=replace(leader.view, labels=labels), key_secret=group_key_secret(group, key)
-    )
+    secret = group_key_secret(group, key)
+    leader = replace(leader, view=replace(leader.view, labels=labels, key_secret=secret))
     try:
         for own, whole in ((operator_key, True), (b"x" * 32, False), (None, False)):
             client = LeaderClient(own)

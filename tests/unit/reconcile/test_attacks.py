@@ -7,6 +7,7 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_key import KEY_BYTES
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 CLAIM = "PersistentVolumeClaim"
@@ -427,6 +428,34 @@ def test_a_key_that_is_lost_while_images_are_pulled_is_made_again() -> None:
     world.settle()
     assert world.condition("Ready") == ("True", "Serving")
     assert world.workers() == pods
+
+
+@pytest.mark.parametrize("now", [b"n" * KEY_BYTES, None])
+def test_a_pod_that_waits_for_a_former_key_of_the_operator_waits_no_longer(now: bytes | None) -> None:
+    """The operator's own key was lost before the containers were made: theirs was never made again."""
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    world.settle()
+    (secret,) = [key for key in world.objects if key[0] == "Secret"]
+    del world.objects[secret]
+    world.options = replace(world.options, operator_key=now)
+    waits_for_configuration(world, f'secret "{secret[1]}" not found')
+    first = world.workers()
+    world.settle()
+    world.reap()
+    world.settle()
+    assert len(world.workers()) == 2
+    assert not set(first) & set(world.workers())
+    (failure,) = world.status["groups"][0]["failures"]
+    assert (failure["reason"], failure["counted"]) == ("KeyLost", False)
+    assert secret[1] in failure["message"]
+    waits_for_configuration(world, 'secret "of-the-user" not found')
+    pods = world.workers()
+    world.settle()
+    assert world.workers() == pods
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])

@@ -29,6 +29,7 @@ from heteroinfer_operator.cluster import (
     ResourceView,
     SetFinalizer,
 )
+from heteroinfer_operator.kube.trim import find_key_secret
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile import Options, reconcile
@@ -275,7 +276,11 @@ class World:
         self.created.append(name)
         self.manifests[name] = manifest
         self.pods[name] = PodView(
-            name=name, uid=f"uid-{self.uids}", labels=manifest["metadata"]["labels"], created=self.now
+            name=name,
+            uid=f"uid-{self.uids}",
+            labels=manifest["metadata"]["labels"],
+            created=self.now,
+            key_secret=find_key_secret(manifest),
         )
 
 

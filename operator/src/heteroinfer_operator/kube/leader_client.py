@@ -148,12 +148,14 @@ class LeaderClient:
 
     def _key_of(self, pod: PodRecord) -> EpochKey | None:
         index, epoch = _group(pod), pod.view.labels.get(names.LABEL_EPOCH, "")
-        if not pod.key_secret or not index.isdigit() or not epoch.isdigit():
+        if not pod.view.key_secret or not index.isdigit() or not epoch.isdigit():
             return None
         group = GroupRef(owner=Owner(key=pod.key, uid=pod.owner_uid), index=int(index))
         key = key_of(self._operator_key, group)
         # Another operator's, if this one's own was made anew: that group says less until its next epoch.
-        return key.of_epoch(int(epoch)) if key and group_key_secret(group, key) == pod.key_secret else None
+        return (
+            key.of_epoch(int(epoch)) if key and group_key_secret(group, key) == pod.view.key_secret else None
+        )
 
     def _note_nonsense(self, pod: PodRecord, error: Exception) -> None:
         if pod.view.uid not in self._ignored:

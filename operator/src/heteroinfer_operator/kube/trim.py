@@ -62,7 +62,6 @@ class PodRecord:
         owner_uid: uid of the resource that owns it.
         ip: or "" while it has none.
         health_port: of its supervisor, or 0.
-        key_secret: name of the Secret with its group's key, or "" for a pod without one.
         grace_s: of a pod that is being deleted: how long it was given to end, in seconds.
     """
 
@@ -71,7 +70,6 @@ class PodRecord:
     owner_uid: str
     ip: str
     health_port: int
-    key_secret: str = ""
     grace_s: float = 0.0
 
 
@@ -172,12 +170,12 @@ def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord
         owner_uid=uid,
         ip=(stored.get("status") or {}).get("podIP", ""),
         health_port=ports.get(names.PORT_HEALTH, 0),
-        key_secret=_key_secret(stored),
         grace_s=float(stored["metadata"].get("deletionGracePeriodSeconds") or 0),
     )
 
 
-def _key_secret(stored: Manifest) -> str:
+def find_key_secret(stored: Manifest) -> str:
+    """Returns the name of the Secret that a pod has its group's key from, or ""."""
     for container in stored["spec"].get("containers", ()):
         for variable in container.get("env") or ():
             if variable["name"] == names.ENV_GROUP_KEY:
@@ -213,6 +211,7 @@ def pod_view(stored: Manifest) -> PodView:
         unschedulable=_unschedulable(stored, scheduled),
         waiting=_waiting(containers),
         termination=_termination(containers),
+        key_secret=find_key_secret(stored),
     )
 
 

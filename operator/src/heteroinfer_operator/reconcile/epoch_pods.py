@@ -1,15 +1,18 @@
 """The pods of an epoch, and what is said when it starts. Pure."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
-from heteroinfer_operator.cluster import CreateObject, Gang, RecordEvent
+from heteroinfer_operator.cluster import CreateObject, Gang, PodView, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
-from heteroinfer_operator.manifests.group_key_secret import build_group_key, key_of
+from heteroinfer_operator.manifests.group_key_secret import build_group_key, group_key_secret, key_of
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.node_assignment import NodeAssignment
+from heteroinfer_operator.reconcile import startup
+from heteroinfer_operator.reconcile.epoch_end import EpochEnd
 from heteroinfer_operator.reconcile.group_planner import EpochPlan
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.revisions import Revision
@@ -91,6 +94,30 @@ def decide_key(context: Context, status: GroupStatus) -> tuple[CreateObject, ...
         return ()
     scopes = frozenset({group_scope(status.index)})
     return (CreateObject(manifest=build_group_key(group, key), may_exist=True, scopes=scopes),)
+
+
+def find_lost_key(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> EpochEnd | None:
+    """Returns the end of an epoch of which a container waits for a key that nobody makes any more.
+
+    The operator's own key was lost, and it has another one now: that of the group is another one too.
+
+    Args:
+        context: of this reconcile.
+        status: of the group.
+        pods: of the epoch.
+    """
+    group = _group_ref(context, status)
+    key = key_of(context.options.operator_key, group)
+    made = "" if key is None else group_key_secret(group, key)
+    waiting = (pod for pod in pods if startup.lacks_configuration(pod) and pod.key_secret)
+    stuck = next((pod for pod in waiting if pod.key_secret != made), None)
+    if stuck is None:
+        return None
+    message = (
+        f"pod {stuck.name} waits, maybe for Secret {stuck.key_secret} of a key that the operator had before; "
+        "a new epoch gets a new key"
+    )
+    return EpochEnd(reason="KeyLost", message=message, counted=False)
 
 
 def _group_ref(context: Context, status: GroupStatus) -> EpochRef:

@@ -34,7 +34,13 @@ from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end, has_run
-from heteroinfer_operator.reconcile.epoch_pods import decide_creates, decide_key, gang_object, start_events
+from heteroinfer_operator.reconcile.epoch_pods import (
+    decide_creates,
+    decide_key,
+    find_lost_key,
+    gang_object,
+    start_events,
+)
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan, gang_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.revisions import Revision
@@ -240,7 +246,7 @@ def _find_epoch_end(
     gone = [pod for pod in _had_run(status) if pod not in present]
     if gone:
         return EpochEnd(reason="PodDeleted", message=f"pod {gone[0]} is gone")
-    return _find_lost_plan(status, current, made)
+    return _find_lost_plan(status, current, made) or find_lost_key(context, status, current)
 
 
 def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: _Made) -> EpochEnd | None:
