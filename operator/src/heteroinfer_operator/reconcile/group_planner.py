@@ -1,14 +1,22 @@
 """What there is to plan with, counted once a reconcile and used up by the groups that it starts. Pure."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import lru_cache
 from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import GroupStatus, HeteroInferenceSpec, HeteroInferenceStatus, When
+from heteroinfer_operator.api import (
+    GroupStatus,
+    HeteroInferenceSpec,
+    HeteroInferenceStatus,
+    When,
+    parse_stored_spec,
+)
 from heteroinfer_operator.cluster import Gang, PodView, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanError, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
@@ -29,6 +37,8 @@ from heteroinfer_operator.planning.prediction_again import PredictedPlan, predic
 WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
 """Reason of CapacityAvailable where pods exist and have no node."""
+_MOST_ANSWERS: Final = 2000
+"""Remembered of specs and models, a few KB each."""
 CAPACITY_REASONS: Final = frozenset({Shortage.reason, INSUFFICIENT_CAPACITY, UNSCHEDULABLE})
 """Reasons of missing capacity."""
 
@@ -150,9 +160,13 @@ class GroupPlanner:
             try:
                 request = self._known_request()
                 choose_gang(request.spec, self.observation.gangs)
-                make_plan(request, Inventory())
             except PlanError as problem:
                 self._problem = problem
+            else:
+                text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
+                self._problem = _find_problem(
+                    text, request.profile, request.served_name, request.model_path
+                ).as_error()
         return self._problem
 
     def _known_request(self) -> GroupRequest:
@@ -172,6 +186,33 @@ class GroupPlanner:
 
     def _hinted(self, assignment: NodeAssignment, gang: Gang | None) -> NodeAssignment:
         return replace(assignment, gang=gang, nodes=assignment.nodes if self.hints else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Problem:
+    """Why there is no plan; `message` "" if there is one. An error that is raised again and again grows."""
+
+    message: str = ""
+    reason: str = ""
+
+    def as_error(self) -> PlanError | None:
+        return PlanError(self.message, reason=self.reason) if self.message else None
+
+
+@lru_cache(maxsize=_MOST_ANSWERS)
+def _find_problem(spec_text: str, profile: ModelProfile, served_name: str, model_path: str) -> _Problem:
+    """Returns why there is no plan however much is free; each resync asks it again of the same spec."""
+    request = GroupRequest(
+        spec=parse_stored_spec(json.loads(spec_text)),
+        profile=profile,
+        served_name=served_name,
+        model_path=model_path,
+    )
+    try:
+        make_plan(request, Inventory())
+    except PlanError as problem:
+        return _Problem(message=problem.message, reason=problem.reason)
+    return _Problem()
 
 
 def gang_of(pods: Sequence[PodView]) -> Gang | None:
