@@ -12,13 +12,27 @@ from vllm_heteroinfer.fetch.selection import parse_index
 FILE = FetchedFile(path="model.safetensors", size_bytes=10, digest=f"sha256:{'0' * 64}")
 
 
-@pytest.mark.parametrize("path", ["config.json", "sub/a b.safetensors", "..a/b..json", "größe.json"])
+@pytest.mark.parametrize(
+    "path", ["config.json", "sub/a b.safetensors", "..a/b..json", "größe.json", f"{'ö' * 127}/{'a' * 255}"]
+)
 def test_names_that_a_file_can_have(path: str) -> None:
     assert can_be_a_file(path)
 
 
 @pytest.mark.parametrize(
-    "path", ["", ".", "../a.json", "a/../../b", "/etc/passwd", "a\0.json", "\ud800.json", 5]
+    "path",
+    [
+        "",
+        ".",
+        "../a.json",
+        "a/../../b",
+        "/etc/passwd",
+        "a\0.json",
+        "\ud800.json",
+        5,
+        "ö" * 128,
+        "a/" * 1100 + "b",
+    ],
 )
 def test_names_that_no_file_of_a_model_has(path: object) -> None:
     assert not can_be_a_file(path)

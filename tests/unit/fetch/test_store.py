@@ -45,6 +45,16 @@ def test_a_file_has_its_name_once_its_hash_is_right(store: ModelStore) -> None:
     assert store.done_bytes([FILE]) == len(CONTENT)
 
 
+def test_a_path_longer_than_a_name_has_a_part(store: ModelStore) -> None:
+    long, other = ("/".join([letter * 200] * 3) for letter in "ab")
+    for path in (long, other):
+        file = FetchedFile(path=path, size_bytes=FILE.size_bytes, digest=FILE.digest)
+        assert store.open_part(file).stat().st_size == 0
+        store.open_part(file).write_bytes(CONTENT)
+        assert store.keep(file)
+        assert (store.folder / path).read_bytes() == CONTENT
+
+
 def test_git_hashes_are_those_of_git(store: ModelStore) -> None:
     # `echo hello | git hash-object --stdin`
     file = FetchedFile(

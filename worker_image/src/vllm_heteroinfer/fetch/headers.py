@@ -1,13 +1,22 @@
 """A hub's model without its weights: config.json, and the headers of its safetensors, by ranges."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Final
 
+from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import FetchedFile
 from heteroinfer_contract.model_files import CONFIG_FILE, INDEX_FILE, MAX_HEADER_BYTES, read_profile
 from heteroinfer_contract.model_profile import ModelProfile
+from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 
+LIMIT_S: Final = 300.0
+"""For all that is read here, some MB: a hub that sends a byte now and then is waited for no longer."""
 _LENGTH_BYTES = 8
 """Of the header's length, at the front of a safetensors file."""
 
@@ -34,6 +43,31 @@ def read_hub_profile(hub: HubModel, folder: Path) -> ModelProfile:
     for file in weight_files(files, index):
         _write_hollow(hub, commit, file, folder / file.path)
     return read_profile(folder)
+
+
+@contextlib.contextmanager
+def ended_after(limit_s: float) -> Iterator[None]:
+    """Ends what the process's main thread does within the context, whatever it waits for.
+
+    Raises:
+        FetchError: the time is over.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise FetchError(
+            FailureReason.MODEL_HUB_UNREACHABLE,
+            f"the hub has not sent the model's description within {limit_s:g} s: check the pods' way out, "
+            "and HTTPS_PROXY or HF_ENDPOINT in spec.engine.env",
+            may_heal=True,
+        )
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _write_hollow(hub: HubModel, commit: str, file: FetchedFile, path: Path) -> None:

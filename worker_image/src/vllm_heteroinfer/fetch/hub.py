@@ -23,6 +23,8 @@ REQUEST_TIMEOUT_S: Final = 30.0
 _BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUERY: Final = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 """Of a URL: a content network's holds a signature that is as good as a token for a while."""
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 2048
+"""Of a file's name on Linux, and of a path with the cache's before it."""
 _COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 _HASH: Final = re.compile(r"git:[0-9a-f]{40}|(git|sha256):[0-9a-f]{64}")
 _HOW_TO_GIVE_A_TOKEN: Final = (
@@ -234,6 +236,8 @@ def can_be_a_file(path: Any) -> bool:
     if not isinstance(path, str) or "\0" in path or path != path.encode(errors="replace").decode():
         return False
     parts = PurePosixPath(path).parts
+    if len(path.encode()) > _MOST_PATH_BYTES or any(len(part.encode()) > _MOST_NAME_BYTES for part in parts):
+        return False
     return bool(parts) and not path.startswith("/") and ".." not in parts
 
 

@@ -31,6 +31,8 @@ PARTS: Final = ".parts"
 _LOCK: Final = ".lock"
 _BLOCK_BYTES: Final = 8 * 2**20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MOST_NAME_BYTES: Final = 200
+"""Of a part's name before its hash; a file system has 255."""
 _FREE_SPACE: Final = (
     "set a larger spec.model.cache.size (a new claim is made), or remove models from the claim"
 )
@@ -194,7 +196,10 @@ class ModelStore:
 
     def _part(self, file: FetchedFile) -> Path:
         # With its hash: what came of one version of a file is never continued with another.
-        return self._parts / f"{file.path.replace('/', '--')}.{file.digest.partition(':')[2][:16]}"
+        name = file.path.replace("/", "--")
+        if len(name.encode()) > _MOST_NAME_BYTES:
+            name = hashlib.sha256(name.encode()).hexdigest()
+        return self._parts / f"{name}.{file.digest.partition(':')[2][:16]}"
 
     @contextlib.contextmanager
     def in_words(self) -> Iterator[None]:

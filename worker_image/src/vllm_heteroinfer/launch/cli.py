@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError, ModelIncompleteError
-from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_contract.parent_death import adopt_orphans
 from heteroinfer_contract.plan import Plan
@@ -141,6 +141,8 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
     """
     try:
         text, code = _read_profile(model, revision).to_json(), names.EXIT_STOPPED
+        if termination_message_path is not None:
+            _check_length(text)
     except Exception as error:  # the boundary of this command: without its word nobody knows why
         words = str(error) if isinstance(error, ContractError) else f"it cannot be inspected: {error!r}"
         failure = Failure(
@@ -158,6 +160,16 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
     return code
 
 
+def _check_length(profile: str) -> None:
+    """Raises ContractError for a profile that would be cut."""
+    size = len(profile.encode())
+    if size > MAX_TERMINATION_MESSAGE_BYTES:
+        raise ContractError(
+            f"got a description of {size} bytes, expected at most {MAX_TERMINATION_MESSAGE_BYTES}, which "
+            "Kubernetes keeps of a pod's word: the model has more layers of different sizes than fit"
+        )
+
+
 def _read_profile(model: str, revision: str) -> "ModelProfile":
     # For this command alone: a supervisor is there in a moment.
     from heteroinfer_contract.model_fetch import HUB_SCHEME
@@ -166,10 +178,10 @@ def _read_profile(model: str, revision: str) -> "ModelProfile":
     if not model.startswith(HUB_SCHEME):
         return read_profile(Path(model))
     _prepare_hub(os.environ)
-    from vllm_heteroinfer.fetch.headers import read_hub_profile
+    from vllm_heteroinfer.fetch.headers import LIMIT_S, ended_after, read_hub_profile
     from vllm_heteroinfer.fetch.hub import HubModel
 
-    with tempfile.TemporaryDirectory(prefix="heteroinfer-") as folder:
+    with tempfile.TemporaryDirectory(prefix="heteroinfer-") as folder, ended_after(LIMIT_S):
         return read_hub_profile(HubModel(model.removeprefix(HUB_SCHEME), revision), Path(folder))
 
 
