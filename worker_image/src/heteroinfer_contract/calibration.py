@@ -25,7 +25,11 @@ MAX_ENTRIES: Final = 64
 """Of each list."""
 MAX_TEXT: Final = 128
 """Characters of a name; of why something was not measured, twice as many."""
-_MOST: Final = 1e18
+_LEAST_RATE, _MOST_RATE = 1.0, 1e18
+"""Bytes or operations a second: with others a prediction is no number that Kubernetes holds, or no time."""
+_SHORTEST_S, _LONGEST_S = 1e-9, 3600.0
+_LATEST: Final = 253402300799.0
+"""The end of the year 9999, in seconds since 1970: dates of Python end there."""
 
 
 class KernelPart(StrEnum):
@@ -281,7 +285,9 @@ class Calibration:
                 cannot be; the message names the field.
         """
         codec.at_least(0, "Calibration", time=self.time, duration_s=self.duration_s)
-        codec.at_least(0, "Calibration", operations_per_s=self.operations_per_s)
+        codec.at_most(_LATEST, "Calibration", time=self.time)
+        if self.operations_per_s:
+            _check_rates("Calibration", operations_per_s=self.operations_per_s)
         codec.at_least(1, "Calibration.hardware", cpus=self.hardware.cpus, cores=self.hardware.cores)
         codec.at_least(1, "Calibration.hardware", numa_nodes=self.hardware.numa_nodes)
         for name in ("readings", "kernels", "transfers", "hops", "skipped"):
@@ -292,21 +298,22 @@ class Calibration:
                 f"Calibration.readings: got none of node {ALL_NODES} (all nodes), expected at least one"
             )
         for reading in self.readings:
-            _check_positive("MemoryReading", bytes_per_s=reading.bytes_per_s)
+            _check_rates("MemoryReading", bytes_per_s=reading.bytes_per_s)
             codec.at_least(1, "MemoryReading", threads=reading.threads)
         for kernel in self.kernels:
-            _check_positive("KernelRate", bytes_per_s=kernel.bytes_per_s)
+            _check_rates("KernelRate", bytes_per_s=kernel.bytes_per_s)
             codec.at_least(1, "KernelRate", threads=kernel.threads)
             codec.at_most(len(MORE_ROWS), "KernelRate", more_rows=len(kernel.more_rows))
             for rate in kernel.more_rows:
-                _check_positive("KernelRate", more_rows=rate)
+                _check_rates("KernelRate", more_rows=rate)
         for transfer in self.transfers:
-            _check_positive("Transfer", bytes_per_s=transfer.bytes_per_s)
+            _check_rates("Transfer", bytes_per_s=transfer.bytes_per_s)
         for hop in self.hops:
             codec.at_least(0, "Hop", message_bytes=hop.message_bytes)
-            _check_positive("Hop", seconds=hop.seconds)
+            codec.at_least(_SHORTEST_S, "Hop", seconds=hop.seconds)
+            codec.at_most(_LONGEST_S, "Hop", seconds=hop.seconds)
         if self.gpu is not None:
-            _check_positive("GpuRate", **dataclasses.asdict(self.gpu))
+            _check_rates("GpuRate", **dataclasses.asdict(self.gpu))
         self._check_texts()
 
     def _check_texts(self) -> None:
@@ -331,10 +338,9 @@ def cpu_name(fields: Mapping[str, str]) -> str:
     return (fields.get("model name") or f"implementer {implementer} part {part}")[:MAX_TEXT]
 
 
-def _check_positive(where: str, **values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value <= _MOST:
-            raise ContractError(f"{where}.{name}: got {value}, expected a number above 0")
+def _check_rates(where: str, **values: float) -> None:
+    codec.at_least(_LEAST_RATE, where, **values)
+    codec.at_most(_MOST_RATE, where, **values)
 
 
 def _between(curve: Sequence[tuple[float, float]], at: float) -> float:
