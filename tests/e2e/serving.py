@@ -17,11 +17,12 @@ VALUES = REPOSITORY / "tests/cluster/values.yaml"
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def install(cluster: NodeCluster) -> None:
-    """Installs the chart as the README says, with the images of this tree."""
+def install(cluster: NodeCluster, *values: str) -> None:
+    """Installs the chart as the README says, with the images of this tree; `values` are as for --set."""
+    sets = [option for value in values for option in ("--set", value)]
     cluster.helm(
         "install", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
-        "--create-namespace", "--values", str(VALUES), "--wait", "--timeout", "120s",
+        "--create-namespace", "--values", str(VALUES), *sets, "--wait", "--timeout", "120s",
     )  # fmt: skip
 
 

@@ -4,13 +4,18 @@ The tests are one story and run in this order; each leaves the group serving for
 """
 
 import concurrent.futures
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from heteroinfer_contract import metric_names, names
+from heteroinfer_contract.calibration import Calibration
+from heteroinfer_operator.calibrations import MeasuredKind
 from tests.cluster import processes
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
@@ -20,14 +25,21 @@ from tests.models import PROMPTS, REFERENCE_TOKENS
 
 NAMESPACE = "serving"
 START_S = 420.0
+CALIBRATION = (
+    "calibration.limitSeconds=20",
+    "calibration.nodeKinds[0].name=small",
+    "calibration.nodeKinds[0].nodeSelector.kind=small",
+)
+MEASURED_S = 180.0
+"""Three tries of 20 s, each with a start: nothing else is on the node, but the machine may be busy."""
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
 def installed(node_cluster: NodeCluster) -> NodeCluster:
-    """The chart, installed as the README says, with the images of this tree."""
-    install(node_cluster)
+    """The chart, installed as the README says, with images of this tree and a kind of nodes to measure."""
+    install(node_cluster, *CALIBRATION)
     return node_cluster
 
 
@@ -113,6 +125,54 @@ def test_the_groups_own_ports_are_closed_to_others(pair: Resource) -> None:
     assert not reaches(names.DEFAULT_EXECUTOR_PORT)
 
 
+def planned_by(calibration: Calibration, folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """Returns what `heteroinfer plan` says of the same resource and calibration."""
+    file = tmp_path / "calibration.json"
+    file.write_text(calibration.to_json())
+    example = str(REPOSITORY / "examples/cpu-pair.yaml")
+    command = [sys.executable, "-m", "heteroinfer_operator.cli", "plan", "-f", example, "-o", "json"]
+    command += ["--model-dir", str(folder), "--calibration", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def test_a_node_is_measured_when_there_is_one_and_predictions_follow(
+    pair: Resource, model: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    cluster, node = pair.cluster, pair.cluster.node_name
+
+    def made_of() -> str:
+        return str(pair.status["plans"][0]["calibration"])
+
+    def uids() -> list[str]:
+        return [pod["metadata"]["uid"] for pod in pair.pods()]
+
+    before, pods = pair.status["plans"][0], uids()
+    assert made_of() == "role cpu: defaults for CPUs"
+    selector = "app.kubernetes.io/component=calibration"
+    (job,) = json.loads(cluster.kubectl("get", "jobs", "-n", SYSTEM, "-l", selector, "-o", "json"))["items"]
+    assert job["status"]["active"] == 1, "it waits for a node of its kind"
+    cluster.kubectl("label", "node", node, "kind=small")
+    name = job["metadata"]["name"]
+    cluster.kubectl(
+        "wait", "-n", SYSTEM, "--for=condition=Complete", f"job/{name}", f"--timeout={MEASURED_S:.0f}s",
+        timeout_s=MEASURED_S + 10,
+    )  # fmt: skip
+    said = cluster.kubectl("logs", "-n", SYSTEM, f"job/{name}")
+    config_map = cluster.kubectl("get", "configmap", "-n", SYSTEM, f"{RELEASE}-calibration", "-o", "json")
+    kept = MeasuredKind.from_entry("small.json", json.loads(config_map)["data"]["small.json"])
+    assert kept.selector == {"kind": "small"}
+    assert kept.calibration.hardware.cpu in Path("/proc/cpuinfo").read_text()
+    assert f"calibration {kept.calibration.hash} of" in said
+
+    processes.wait_until("its prediction", lambda: kept.calibration.hash in made_of(), timeout_s=30)
+    after, planned = pair.status["plans"][0], planned_by(kept.calibration, model[0] / "small", tmp_path)
+    assert after["calibration"] == f"role cpu: {planned['rates']['cpu']}"
+    assert after["predictedStepMs"] == planned["predictedStepMs"]["predicted"]
+    assert (uids(), after["hash"]) == (pods, before["hash"])
+    cluster.kubectl("label", "node", node, "kind-")
+
+
 def test_delete_leaves_nothing(pair: Resource) -> None:
     pair.cluster.kubectl("delete", "hinf", "-n", NAMESPACE, pair.name, "--timeout=60s", timeout_s=70)
     kinds = "pods,services,configmaps,networkpolicies"
@@ -128,7 +188,9 @@ def test_delete_leaves_nothing(pair: Resource) -> None:
 def test_uninstall_takes_the_operator_and_keeps_the_kind(pair: Resource) -> None:
     cluster = pair.cluster
     cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
-    assert cluster.kubectl("get", "deployments", "-n", SYSTEM, "-o", "name").strip() == ""
+    kinds = "deployments,jobs,roles,rolebindings,serviceaccounts,configmaps"
+    left = set(cluster.kubectl("get", kinds, "-n", SYSTEM, "-o", "name").split())
+    assert left == {"serviceaccount/default", "configmap/kube-root-ca.crt"}
     crd = f"{names.PLURAL}.{names.API_GROUP}"
     assert crd in cluster.kubectl("get", "crd", "-o", "name")
     cluster.kubectl("delete", "crd", crd, "--timeout=30s")

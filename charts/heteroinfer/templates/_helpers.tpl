@@ -35,13 +35,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{- define "heteroinfer.workerImage.cpu" -}}
+{{ .Values.workerImages.cpu | default (printf "heteroinfer/worker-cpu:%s" .Chart.AppVersion) }}
+{{- end }}
+
+{{- define "heteroinfer.workerImage.gpu" -}}
+{{ .Values.workerImages.gpu | default (printf "heteroinfer/worker:%s" .Chart.AppVersion) }}
+{{- end }}
+
 {{/* The environment that settings.py reads; the helm test runs with the same. */}}
 {{- define "heteroinfer.env" -}}
 - {name: HETEROINFER_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
 - {name: HETEROINFER_IDENTITY, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: HETEROINFER_WATCH_NAMESPACES, value: {{ include "heteroinfer.watchNamespaces" . | quote }}}
-- {name: HETEROINFER_WORKER_IMAGE_CPU, value: {{ .Values.workerImages.cpu | default (printf "heteroinfer/worker-cpu:%s" .Chart.AppVersion) | quote }}}
-- {name: HETEROINFER_WORKER_IMAGE_GPU, value: {{ .Values.workerImages.gpu | default (printf "heteroinfer/worker:%s" .Chart.AppVersion) | quote }}}
+- {name: HETEROINFER_WORKER_IMAGE_CPU, value: {{ include "heteroinfer.workerImage.cpu" . | quote }}}
+- {name: HETEROINFER_WORKER_IMAGE_GPU, value: {{ include "heteroinfer.workerImage.gpu" . | quote }}}
 - {name: HETEROINFER_ALLOW_HOST_PATHS, value: {{ .Values.allowHostPaths | quote }}}
 - {name: HETEROINFER_ALLOW_REMOTE_CODE, value: {{ .Values.allowRemoteCode | quote }}}
 - {name: HETEROINFER_ALLOWED_ARGUMENTS, value: {{ join "," .Values.allowedArguments | quote }}}
@@ -50,6 +58,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - {name: HETEROINFER_LEASE_NAME, value: {{ include "heteroinfer.name" . | quote }}}
 - {name: HETEROINFER_LEASE_SECONDS, value: {{ .Values.leaderElection.leaseSeconds | quote }}}
 - {name: HETEROINFER_KEY_SECRET, value: {{ printf "%s-key" (include "heteroinfer.name" .) | quote }}}
+{{- if .Values.calibration.nodeKinds }}
+- {name: HETEROINFER_CALIBRATION_CONFIG_MAP, value: {{ printf "%s-calibration" (include "heteroinfer.name" .) | quote }}}
+{{- end }}
 - {name: HETEROINFER_WORKERS, value: {{ .Values.workers | quote }}}
 - {name: HETEROINFER_LOG_LEVEL, value: {{ .Values.logLevel | quote }}}
 - {name: HETEROINFER_HTTP_PORT, value: "8080"}

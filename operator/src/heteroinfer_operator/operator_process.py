@@ -27,14 +27,17 @@ from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.installation import list_resources, wait_for_resource
+from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
 from heteroinfer_operator.kube.operator_key import ensure_operator_key
+from heteroinfer_operator.kube.paths import ObjectName
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from heteroinfer_operator.kube.tls_buffers import shrink_tls_buffers
 from heteroinfer_operator.metrics import OperatorMetrics
 from heteroinfer_operator.settings import InstallationSettings
+from heteroinfer_operator.version import own_version
 from heteroinfer_operator.workqueue import Decide, WorkQueue, build_process
 
 logger = logging.getLogger(__name__)
@@ -160,6 +163,7 @@ class Operator:
             touched=touched,
             nodes_changed=lambda: self._nodes_changed(queue),
             capacity_freed=lambda: self._capacity_freed(queue),
+            kept=self._build_kept(server, changed=lambda: self._nodes_changed(queue)),
         )
         recorder = EventRecorder(server, reporter=self._settings.identity or names.MANAGER)
         cluster = KubeCluster(
@@ -168,6 +172,13 @@ class Operator:
         process = build_process(cluster, decide)
         queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)
         return cluster_state, queue
+
+    def _build_kept(self, server: ApiServer, *, changed: Callable[[], None]) -> KeptCalibrations | None:
+        settings = self._settings
+        if not settings.calibration_config_map:
+            return None
+        name = ObjectName(namespace=settings.namespace, name=settings.calibration_config_map)
+        return KeptCalibrations(server, name, version=own_version(), changed=changed)
 
     def _build_lease(self, server: ApiServer) -> LeaderLease | None:
         settings = self._settings

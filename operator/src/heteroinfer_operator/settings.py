@@ -45,7 +45,9 @@ class InstallationSettings:
             another takes the Lease; a whole number, at least 3.
         key_secret: HETEROINFER_KEY_SECRET: name of the Secret with the operator's key, in its own
             namespace; empty starts groups without keys, whose ports nothing but the network guards.
-        namespace: HETEROINFER_NAMESPACE: the operator's own; of the Lease and the key.
+        calibration_config_map: HETEROINFER_CALIBRATION_CONFIG_MAP: name of the ConfigMap, in the operator's
+            own namespace, with what was measured of nodes; empty takes defaults for all of them.
+        namespace: HETEROINFER_NAMESPACE: the operator's own; of the Lease, the key and the calibrations.
         identity: HETEROINFER_IDENTITY: tells this process from other replicas.
         log_level: HETEROINFER_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR.
     """
@@ -65,6 +67,7 @@ class InstallationSettings:
     lease_name: str = "heteroinfer-operator"
     lease_duration_s: int = 15
     key_secret: str = ""
+    calibration_config_map: str = ""
     namespace: str = ""
     identity: str = ""
     log_level: str = "INFO"
@@ -108,6 +111,7 @@ class InstallationSettings:
             lease_name=read.text("LEASE_NAME", "heteroinfer-operator"),
             lease_duration_s=read.number("LEASE_SECONDS", 15, least=3, most=3600),
             key_secret=read.text("KEY_SECRET", ""),
+            calibration_config_map=read.text("CALIBRATION_CONFIG_MAP", ""),
             namespace=read.text("NAMESPACE", ""),
             identity=read.text("IDENTITY", ""),
             log_level=read.choice("LOG_LEVEL", ("INFO", "DEBUG", "WARNING", "ERROR")),
@@ -116,6 +120,12 @@ class InstallationSettings:
             raise HeteroInferError(
                 "HETEROINFER_KEY_SECRET is set, but HETEROINFER_NAMESPACE is not; the chart takes it "
                 "from the pod",
+                reason="BadSettings",
+            )
+        if settings.calibration_config_map and not settings.namespace:
+            raise HeteroInferError(
+                "HETEROINFER_CALIBRATION_CONFIG_MAP is set, but HETEROINFER_NAMESPACE is not; the chart "
+                "takes it from the pod",
                 reason="BadSettings",
             )
         if settings.leader_election and not (settings.namespace and settings.identity):

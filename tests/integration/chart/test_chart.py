@@ -91,6 +91,78 @@ def test_namespaced_scope_has_a_role_in_each_namespace_and_no_cluster_role(plane
     assert [role["metadata"]["namespace"] for role in of_kind(own, "Role")] == ["sys", "sys"]
 
 
+KINDS = (
+    "calibration.nodeKinds[0].name=m7i",
+    "calibration.nodeKinds[0].nodeSelector.type=m7i",
+    "calibration.nodeKinds[0].resources.limits.cpu=8",
+    "calibration.nodeKinds[0].tolerations[0].operator=Exists",
+    "calibration.nodeKinds[1].name=h200",
+    "calibration.nodeKinds[1].nodeSelector.type=h200",
+    "calibration.nodeKinds[1].gpu=true",
+)
+
+
+def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
+    before, objects = render(plane), render(plane, *KINDS)
+    name = "rel-heteroinfer-calibration"
+    roles = {role["metadata"]["name"]: rules_of(role) for role in of_kind(objects, "Role")}
+    assert roles[name] == {("", "configmaps", "patch", name)}
+    assert set(roles) == {name, "rel-heteroinfer-lease", "rel-heteroinfer-key"}
+    assert of_kind(objects, "ClusterRole") == of_kind(before, "ClusterRole")
+    assert of_kind(before, "Job") == of_kind(before, "ConfigMap") == []
+    (config_map,) = of_kind(objects, "ConfigMap")
+    assert "data" not in config_map
+    jobs = of_kind(objects, "Job")
+    images = [job["spec"]["template"]["spec"]["initContainers"][0]["image"] for job in jobs]
+    assert images == ["heteroinfer/worker-cpu:0.1.0", "heteroinfer/worker:0.1.0"]
+    other = of_kind(render(plane, *KINDS, "workerImages.cpu=cpu:2"), "Job")
+    changed = [a["metadata"]["name"] != b["metadata"]["name"] for a, b in zip(jobs, other, strict=True)]
+    assert changed == [True, False]
+    # A Job's template cannot be changed: with one name it is the same, whatever else is set.
+    assert of_kind(render(plane, *KINDS, "workers=2", "allowRemoteCode=true"), "Job") == jobs
+    others = (
+        "image.pullPolicy=Always",
+        "imagePullSecrets[0].name=pull",
+        "image.repository=elsewhere/operator",
+    )
+    for value in others:
+        renamed = of_kind(render(plane, *KINDS, value), "Job")
+        assert not {j["metadata"]["name"] for j in renamed} & {j["metadata"]["name"] for j in jobs}, value
+
+
+def test_pods_that_measure_are_restricted_and_only_the_last_container_has_a_token(plane: Cluster) -> None:
+    namespace = "restricted"
+    plane.kubectl("create", "namespace", namespace)
+    plane.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    plane.kubectl("create", "serviceaccount", "-n", namespace, "rel-heteroinfer-calibration")
+    for job in of_kind(render(plane, *KINDS), "Job"):
+        spec = job["spec"]["template"]["spec"]
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "measures"}, "spec": spec}
+        answer = plane.kubectl(
+            "create", "-n", namespace, "--dry-run=server", "-f", "-", "-o", "json", stdin=yaml.safe_dump(pod)
+        )
+        admitted = json.loads(answer)["spec"]
+        mounts = [
+            {mount["mountPath"] for mount in container["volumeMounts"]}
+            for container in (*admitted["initContainers"], *admitted["containers"])
+        ]
+        assert [any("serviceaccount" in path for path in paths) for paths in mounts] == [False, True]
+        del spec["containers"][0]["securityContext"]
+        with pytest.raises(ClusterError, match="violates PodSecurity"):
+            plane.kubectl("create", "-n", namespace, "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(pod))
+    plane.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def test_a_measurement_has_its_limit_and_waits_for_a_node(plane: Cluster) -> None:
+    for job in of_kind(render(plane, *KINDS, "calibration.limitSeconds=90"), "Job"):
+        assert "activeDeadlineSeconds" not in job["spec"], "it would count while there is no node"
+        spec = job["spec"]["template"]["spec"]
+        assert spec["activeDeadlineSeconds"] > 90
+        assert spec["initContainers"][0]["args"][:3] == ["calibrate", "--limit", "90"]
+        containers = (*spec["initContainers"], *spec["containers"])
+        assert {each["terminationMessagePolicy"] for each in containers} == {"FallbackToLogsOnError"}
+
+
 def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
     objects = render(
         plane,
@@ -157,6 +229,11 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
             "replicas=2,leaderElection.enabled=false",
             "replicas: more than one needs leaderElection.enabled=true",
         ),
+        ("calibration.nodeKinds[0].name=m7i", "missing property 'nodeSelector'"),
+        ("calibration.kinds={}", "additional properties 'kinds' not allowed"),
+        ("calibration.limitSeconds=1", "/calibration/limitSeconds"),
+        (",".join((*KINDS, "calibration.nodeKinds[1].name=m7i")), "calibration.nodeKinds: got m7i twice"),
+        (",".join((*KINDS, "scope=Namespaced")), "calibration.nodeKinds: needs scope=Cluster"),
         ("serviceAccount.create=false", "serviceAccount.name: needed with serviceAccount.create=false"),
     ],
 )
@@ -206,6 +283,7 @@ ON_NODES = (
     [
         (),
         ("scope=Namespaced", "watchNamespaces={default,kube-system}"),
+        KINDS,
         ("leaderElection.enabled=false", "crds.install=false", "priorityClassName=system-cluster-critical"),
         (
             "imagePullSecrets[0].name=pull",

@@ -31,6 +31,7 @@ def test_every_setting_is_read() -> None:
         "LEADER_ELECTION": "True",
         "LEASE_NAME": "mine",
         "LEASE_SECONDS": "30",
+        "CALIBRATION_CONFIG_MAP": "calibration",
         "NAMESPACE": "sys",
         "IDENTITY": "pod-1",
         "LOG_LEVEL": "debug",
@@ -51,6 +52,7 @@ def test_every_setting_is_read() -> None:
         leader_election=True,
         lease_name="mine",
         lease_duration_s=30,
+        calibration_config_map="calibration",
         namespace="sys",
         identity="pod-1",
         log_level="DEBUG",
@@ -78,6 +80,11 @@ def test_a_wrong_value_is_named(name: str, value: str, expected: str) -> None:
 def test_leader_election_needs_to_know_who_and_where() -> None:
     with pytest.raises(HeteroInferError, match="HETEROINFER_IDENTITY is not set"):
         InstallationSettings.from_env({"HETEROINFER_LEADER_ELECTION": "true", "HETEROINFER_NAMESPACE": "sys"})
+
+
+def test_a_calibration_needs_to_know_where() -> None:
+    with pytest.raises(HeteroInferError, match="but HETEROINFER_NAMESPACE is not; the chart takes it"):
+        InstallationSettings.from_env({"HETEROINFER_CALIBRATION_CONFIG_MAP": "calibration"})
 
 
 @pytest.mark.parametrize("duration_s", [3, 15, 3600])

@@ -1,18 +1,31 @@
 """Plans by what was measured of their machines."""
 
+import json
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from heteroinfer_contract.calibration import GpuRate, Hardware, KernelPart
+from heteroinfer_contract.calibration import Calibration, GpuRate, Hardware, KernelPart
+from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import SchemeName
-from heteroinfer_operator.calibrations import Calibrations, describe
+from heteroinfer_operator.calibrations import Calibrations, MeasuredKind, describe, read_kept, slowest
 from heteroinfer_operator.cluster import NodeView
-from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, build_free_nodes, plan_group
+from heteroinfer_operator.errors import PlanError, Shortage
+from heteroinfer_operator.planning import (
+    Capacity,
+    GroupRequest,
+    Inventory,
+    build_free_nodes,
+    plan_group,
+    rates,
+)
 from heteroinfer_operator.planning import support as supported
 from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.prediction_again import predict_again
+from tests.shapes.profiles import recorded_profiles
 from tests.unit.calibrated import CALIBRATION, CPU, calibration, kernel
 from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 from vllm_heteroinfer.calibration.formats import FORMATS
@@ -93,6 +106,170 @@ def test_a_group_that_is_placed_is_planned_by_the_only_machine_there_is() -> Non
         calibrations = Calibrations(this_machine=machine)
         planned = plan_group(request, Capacity(free_nodes=free_nodes, calibrations=calibrations))
         assert words in planned.rates[0].source
+
+
+KIND = "node.kubernetes.io/instance-type"
+PRODUCT = "nvidia.com/gpu.product"
+
+
+def of_kinds(**measured: Calibration) -> Calibrations:
+    kinds = (MeasuredKind(name=name, selector={KIND: name}, calibration=c) for name, c in measured.items())
+    return Calibrations(kinds=tuple(kinds))
+
+
+def test_a_role_has_the_calibration_of_its_nodes_only_if_all_were_measured() -> None:
+    slow = calibration(readings=CALIBRATION.readings[:1])
+    both = of_kinds(fast=CALIBRATION, slow=slow)
+    fast_node, slow_node, new_node = ({KIND: name, "zone": "a"} for name in ("fast", "slow", "new"))
+    assert both.of_nodes([fast_node, fast_node]) == (CALIBRATION,)
+    assert both.of_nodes([fast_node, slow_node]) == (CALIBRATION, slow)
+    assert slowest(both.of_nodes([fast_node, slow_node]), by_gpu=False) == slow
+    assert both.of_nodes([fast_node, new_node]) == both.of_nodes([]) == ()
+    assert slowest((), by_gpu=False) is None
+    # Both kinds have the same labels: the node may be either.
+    same = Calibrations(kinds=tuple(replace(kind, selector={"zone": "a"}) for kind in both.kinds))
+    assert same.of_nodes([new_node]) == (CALIBRATION, slow)
+
+
+def test_of_ranks_on_gpus_the_slowest_gpu_counts_and_one_not_measured_is_none() -> None:
+    quick, slow = (calibration(gpu=GpuRate(bytes_per_s=n * 1e9, operations_per_s=1e15)) for n in (4000, 2000))
+    slow = replace(slow, readings=tuple(replace(r, bytes_per_s=9 * r.bytes_per_s) for r in slow.readings))
+    assert slowest((quick, slow), by_gpu=True) == slow
+    assert slowest((quick, slow), by_gpu=False) == quick
+    assert slowest((quick, slow, CALIBRATION), by_gpu=True) == CALIBRATION
+    assert "defaults for NVIDIA-H200" in rates.gpu_rates("NVIDIA-H200", CALIBRATION).source
+
+
+@pytest.mark.parametrize(
+    ("product", "is_measured"),
+    [
+        ("NVIDIA-H200", True),
+        ("NVIDIA-H200-SHARED", True),
+        ("", True),
+        ("NVIDIA-H100-80GB-HBM3", False),
+        ("NVIDIA-H200-MIG-1g.18gb", False),
+    ],
+)
+def test_a_node_with_another_gpu_than_was_measured_is_of_no_kind(product: str, is_measured: bool) -> None:
+    hardware = replace(CALIBRATION.hardware, gpu="NVIDIA H200")
+    measured = of_kinds(big=calibration(hardware=hardware))
+    labels = {KIND: "big", **({PRODUCT: product} if product else {})}
+    assert bool(measured.of_nodes([labels])) is is_measured
+    assert of_kinds(big=CALIBRATION).of_nodes([labels]), "its CPUs were measured, and no GPU"
+
+
+def test_a_group_is_planned_by_the_calibration_of_the_nodes_that_it_gets() -> None:
+    parsed = spec(cpu(resources={"requests": {"cpu": "16", "memory": "64Gi"}}))
+    request = GroupRequest(spec=parsed, profile=profile(), served_name="m", model_path="/model")
+    allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
+    for kind, words in (("fast", CALIBRATION.hash), ("new", "defaults")):
+        free_nodes = build_free_nodes([NodeView(name="n", allocatable=allocatable, labels={KIND: kind})])
+        capacity = Capacity(free_nodes=free_nodes, calibrations=of_kinds(fast=CALIBRATION))
+        assert words in plan_group(request, capacity).rates[0].source
+
+
+def test_what_only_some_nodes_of_a_role_can_run_is_not_planned_for_it() -> None:
+    request = GroupRequest(
+        spec=spec(cpu(memory="900Gi", pods=2)),
+        profile=recorded_profiles()["DeepSeek-V3"],
+        served_name="m",
+        model_path="/model",
+    )
+    plain = replace(CALIBRATION.hardware, instruction_sets=("avx512f",))
+    fast = tuple(replace(each, bytes_per_s=9 * each.bytes_per_s) for each in CALIBRATION.readings)
+    # The slower one, by which is predicted, has AMX; the other has not.
+    measured = of_kinds(amx=CALIBRATION, plain=calibration(hardware=plain, readings=fast))
+    allocatable = {"cpu": 64.0, "memory": 2.0**40, "pods": 110.0}
+
+    def planned(*kinds: str) -> tuple[str, ...]:
+        nodes = [
+            NodeView(name=f"n{i}", allocatable=allocatable, labels={KIND: k}) for i, k in enumerate(kinds)
+        ]
+        return plan_group(request, Capacity(free_nodes=build_free_nodes(nodes), calibrations=measured)).notes
+
+    assert not any("AMX" in note for note in planned("amx", "amx"))
+    assert any("do not say whether" in note for note in planned("amx", "new"))
+    with pytest.raises(PlanError, match="its nodes do not have it"):
+        planned("amx", "plain")
+
+
+def test_what_is_said_of_missing_gpus_is_by_the_calibration_of_the_nodes_that_there_are() -> None:
+    role = gpu(resources={"requests": {"cpu": "16", "memory": "64Gi"}})
+    request = GroupRequest(spec=spec(role), profile=profile(), served_name="m", model_path="/model")
+    allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
+    nodes = build_free_nodes([NodeView(name="n", allocatable=allocatable, labels={KIND: "slow"})])
+    tenth = {
+        name: tuple(replace(each, bytes_per_s=each.bytes_per_s / 10) for each in getattr(CALIBRATION, name))
+        for name in ("readings", "kernels")
+    }
+
+    def said(calibrations: Calibrations) -> str:
+        with pytest.raises(Shortage) as caught:
+            plan_group(request, Capacity(free_nodes=nodes, calibrations=calibrations))
+        return caught.value.message.partition("expected step time on CPUs: ")[2].partition(" ms")[0]
+
+    measured = of_kinds(slow=calibration(**tenth))
+    assert float(said(measured)) > 5 * float(said(of_kinds(slow=CALIBRATION)))
+    assert said(Calibrations()) not in ("", said(measured))
+
+
+def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the way to each number of a JSON value."""
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers(item, (*path, name))
+    elif isinstance(value, int | float):
+        yield path
+
+
+EXTREMES = (1e-300, 1, 1e18, 2**53)
+
+
+def test_whatever_number_a_calibration_has_it_is_refused_or_predicts_a_time() -> None:
+    first = {name: getattr(CALIBRATION, name)[:1] for name in ("readings", "kernels", "hops")}
+    text = calibration(**first, gpu=GpuRate(bytes_per_s=4e12, operations_per_s=1e15)).to_json()
+    taken = 0
+    for path in numbers(json.loads(text)):
+        for extreme in EXTREMES:
+            changed = at = json.loads(text)
+            for name in path[:-1]:
+                at = at[name]
+            at[path[-1]] = extreme
+            try:
+                found = Calibration.from_json(json.dumps(changed))
+            except ContractError:
+                continue
+            taken += 1
+            assert describe(found)
+            for role in (cpu(), gpu()):
+                assert math.isfinite(rank_s(role, Inventory(calibration={"cpu": found, "gpu": found}))), path
+    assert taken > 20
+
+
+def test_what_a_job_keeps_is_read_and_what_is_none_is_named() -> None:
+    kind = MeasuredKind(name="m7i", selector={KIND: "m7i.metal"}, calibration=CALIBRATION)
+    entry = kind.to_entry()
+    version = CALIBRATION.versions.heteroinfer
+    assert read_kept(entry, version) == (Calibrations(kinds=(kind,)), ())
+    found, (problem,) = read_kept(entry, "9.9.9")
+    assert found == Calibrations()
+    why = f"of HeteroInfer {version}, this is 9.9.9; defaults are taken until a worker image of 9.9.9"
+    assert problem == f"m7i.json: {why} measured such a node"
+    # Another version may have written what this one cannot read.
+    other = {"m7i.json": entry["m7i.json"].replace('"cores":', '"cores_of_then":').replace(version, "0.0.9")}
+    assert "of HeteroInfer 0.0.9, this is" in read_kept(other, version)[1][0]
+    text = entry["m7i.json"]
+    bad = {
+        "a.json": "{",
+        "b.json": "[]",
+        "c.json": '{"nodeSelector": {}, "calibration": {}}',
+        "d.json": text.replace('"cores": 16', '"cores": 0'),
+        "E_.json": text,
+    }
+    found, problems = read_kept({**entry, **bad}, version)
+    assert found == Calibrations(kinds=(kind,))
+    assert [problem.partition(":")[0] for problem in problems] == sorted(bad)
+    assert all("defaults are taken; remove that entry" in problem for problem in problems)
 
 
 def test_a_calibration_says_whether_there_is_amx_where_labels_do_not() -> None:

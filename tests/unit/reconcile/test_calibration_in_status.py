@@ -1,6 +1,8 @@
 """What the status says of predictions, and that a calibration moves nothing but that."""
 
-from heteroinfer_operator.calibrations import Calibrations
+from dataclasses import replace
+
+from heteroinfer_operator.calibrations import Calibrations, MeasuredKind
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.reconcile.world import World, cpu_pair
 
@@ -39,3 +41,19 @@ def test_a_group_that_starts_with_a_calibration_has_it_in_its_plan() -> None:
     world = served(Calibrations(this_machine=CALIBRATION))
     (plan,) = world.status["plans"]
     assert all(CALIBRATION.hash in part for part in plan["calibration"].split("; role "))
+
+
+def test_a_group_is_predicted_by_the_calibration_of_the_nodes_that_it_runs_on() -> None:
+    world = served(Calibrations())
+    before = world.status["plans"][0]
+    (node,) = world.nodes or ()
+    kind = MeasuredKind(name="fast", selector={"speed": "fast"}, calibration=CALIBRATION)
+    world.calibrations = Calibrations(kinds=(kind,))
+    world.settle()
+    assert world.status["plans"][0] == before, "its node is of no kind"
+    world.nodes = (replace(node, labels={"speed": "fast"}),)
+    world.settle()
+    (plan,) = world.status["plans"]
+    assert plan["calibration"].count(CALIBRATION.hash) == 2
+    assert plan["predictedStepMs"] != before["predictedStepMs"]
+    assert plan["hash"] == before["hash"]

@@ -3,19 +3,33 @@
 import argparse
 import asyncio
 import functools
+import json
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Final
 
+from heteroinfer_operator.calibrations import (
+    CalibrationError,
+    MeasuredKind,
+    check_kind,
+    check_selector,
+)
+from heteroinfer_operator.commands.calibrate_command import describe_all
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.installation import check
+from heteroinfer_operator.kube.kept_calibrations import keep
 from heteroinfer_operator.kube.lease import LeaseLostError
+from heteroinfer_operator.kube.paths import ObjectName
+from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.operator_process import Operator
 from heteroinfer_operator.reconcile import Allowed, Options, reconcile
 from heteroinfer_operator.settings import InstallationSettings
+from heteroinfer_operator.version import own_version
 from heteroinfer_operator.workqueue import Decide
 
 logger = logging.getLogger(__name__)
@@ -33,6 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="only tell whether the API server is reached, serves the resource and grants every right; "
         "changes nothing",
+    )
+    parser.add_argument(
+        "--keep-calibration",
+        type=Path,
+        metavar="FILE",
+        help="only keep what `heteroinfer-worker calibrate -o FILE` measured in the ConfigMap "
+        "HETEROINFER_CALIBRATION_CONFIG_MAP: what a Job of the chart does",
+    )
+    parser.add_argument("--node-kind", default="", metavar="NAME", help="with it: kind of the node")
+    parser.add_argument(
+        "--node-selector", default="{}", metavar="JSON", help="with it: labels that nodes of this kind have"
     )
 
 
@@ -63,6 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     if arguments.check:
         return _check(settings)
+    if arguments.keep_calibration is not None:
+        asyncio.run(_keep(settings, arguments))
+        return EXIT_OK
 
     def build_decide(operator_key: bytes | None) -> Decide:
         return functools.partial(reconcile, options=build_options(settings, operator_key))
@@ -90,3 +118,31 @@ def _check(settings: InstallationSettings) -> int:
         "not ready\n" if problems else "ok: the API server serves HeteroInference and grants every right\n"
     )
     return EXIT_FAILED if problems else EXIT_OK
+
+
+async def _keep(settings: InstallationSettings, arguments: argparse.Namespace) -> None:
+    if not settings.calibration_config_map:
+        raise CalibrationError("HETEROINFER_CALIBRATION_CONFIG_MAP: got none, expected where to keep it")
+    try:
+        selector = json.loads(arguments.node_selector)
+    except ValueError:
+        selector = arguments.node_selector
+    kind = MeasuredKind(
+        name=check_kind(arguments.node_kind),
+        selector=check_selector(selector),
+        calibration=calibration_file.read(arguments.keep_calibration),
+    )
+    measured, own = kind.calibration.versions.heteroinfer, own_version()
+    if measured != own:
+        raise CalibrationError(
+            f"got what HeteroInfer {measured} measured, but this is {own}, which would not use it; set "
+            f"workerImages of the chart to images of {own}"
+        )
+    name = ObjectName(namespace=settings.namespace, name=settings.calibration_config_map)
+    server = ApiServer(await load_configuration())
+    try:
+        await keep(server, name, kind)
+    finally:
+        await server.close()
+    said = (*describe_all(kind.calibration), f"kept in ConfigMap {name}: {kind.name}", "")
+    sys.stdout.write("\n".join(said))

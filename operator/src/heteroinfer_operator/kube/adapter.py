@@ -110,6 +110,7 @@ class KubeCluster:
             promised=self._cluster_state.promised(),
             gangs=self._cluster_state.gangs,
             groups=groups,
+            calibrations=self._cluster_state.calibrations,
             fetch=fetch,
             refusals=self._refusals_of(resource),
         )

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import Gang, Manifest, NodeView, ResourceKey
 from heteroinfer_operator.demand import PodDemand, total
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import find_gangs
+from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
 from heteroinfer_operator.kube.own_clock import OwnClock
 from heteroinfer_operator.kube.paths import CHILDREN, GANG_CHILDREN, NODE, POD, Kind, ObjectName
 from heteroinfer_operator.kube.resource_cache import ResourceCache
@@ -42,6 +44,7 @@ class ClusterState:
         touched: called with each resource that changed, or of which a child did.
         nodes_changed: called when a node came, went, or changed in what a plan reads.
         capacity_freed: called when a pod gave back what it had of a node.
+        kept: what was measured of nodes, or None where nothing is.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ClusterState:
         touched: Callable[[ResourceKey], None],
         nodes_changed: Callable[[], None],
         capacity_freed: Callable[[], None] = lambda: None,
+        kept: KeptCalibrations | None = None,
     ) -> None:
         self.cluster_scope = not namespaces
         self._silences, self._deletions = OwnClock(), OwnClock()
@@ -112,6 +116,7 @@ class ClusterState:
                 index=lambda pod: pod.node,
             )
         self._nodes_changed, self._capacity_freed = nodes_changed, capacity_freed
+        self._kept = kept
         # By node: what all its pods request; made anew when one of them has changed.
         self._requested: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
@@ -121,7 +126,13 @@ class ClusterState:
         """Returns every cache."""
         capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
         children = [cache for kind in self._kinds.values() for cache in kind.values()]
-        return [*self.resources.caches, *self._pods.values(), *children, *capacity]
+        kept = [self._kept.cache] if self._kept is not None else []
+        return [*self.resources.caches, *self._pods.values(), *children, *capacity, *kept]
+
+    @property
+    def calibrations(self) -> Calibrations:
+        """Returns what was measured of nodes."""
+        return Calibrations() if self._kept is None else self._kept.calibrations
 
     @property
     def gangs(self) -> frozenset[Gang]:

@@ -3,27 +3,21 @@
 import os
 import subprocess
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.calibration import Calibration, cpu_fields, cpu_name
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.calibrations import CalibrationError
 from heteroinfer_operator.local.process import WORKER_MODULE
+from heteroinfer_operator.version import own_version
 
 FILE: Final = "calibration.json"
 TIMEOUT_S: Final = 120.0
 """Twice what the worker's command takes at most; it ends by itself."""
 HOW: Final = "run `heteroinfer calibrate`, which takes under a minute"
 _CPUINFO: Final = Path("/proc/cpuinfo")
-
-
-class CalibrationError(HeteroInferError):
-    """There is no calibration to use, or none could be made; the message says why."""
-
-    reason = "NoCalibration"
 
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
@@ -99,17 +93,10 @@ def read_own(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibration | None
         found = Calibration.from_json(file.read_text())
     except (OSError, UnicodeDecodeError, ContractError) as error:
         return None, f"{file} cannot be used: {error}; {HOW}"
-    version = _version()
+    version = own_version()
     if found.versions.heteroinfer != version:
         measured = found.versions.heteroinfer
         return None, f"{file} is of HeteroInfer {measured}, this is {version}; {HOW}"
     if found.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
         return None, f"{file} is of a machine with {found.hardware.cpu}, which this is not; {HOW}"
     return found, ""
-
-
-def _version() -> str:
-    try:
-        return metadata.version("heteroinfer")
-    except metadata.PackageNotFoundError:
-        return "none"

@@ -12,7 +12,7 @@ from typing import Final
 from heteroinfer_contract.calibration import Calibration
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageAction
-from heteroinfer_operator.calibrations import Calibrations
+from heteroinfer_operator.calibrations import Calibrations, slowest
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand
 from heteroinfer_operator.errors import PlanError, Shortage
@@ -91,12 +91,12 @@ def _placed(
     found = assign_nodes(asked, free_nodes, key)
     if found is None and not capacity.others_wait:
         # What can never be planned is reported first: capacity would not help.
-        make_plan(request, replace(_inventory(spec, capacity, demands, None), on_cpus=on_cpus))
+        make_plan(request, _inventory(spec, capacity, demands, None, on_cpus))
         raise Shortage(
             f"{explain(asked, free_nodes, key)}; {_WAITS}",
             reason=INSUFFICIENT_CAPACITY,
         )
-    inventory = replace(_inventory(spec, capacity, demands, found), on_cpus=on_cpus)
+    inventory = _inventory(spec, capacity, demands, found, on_cpus)
     planned = make_plan(request, inventory)
     node_assignment = NodeAssignment(
         gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes)
@@ -193,6 +193,7 @@ def _inventory(
     capacity: Capacity,
     demands: Sequence[tuple[RoleSpec, PodDemand]],
     found: Placement | None,
+    on_cpus: Mapping[str, str],
 ) -> Inventory:
     """Returns what is known of devices: of the nodes of the placement, or else of any node that is open."""
     free_nodes = capacity.free_nodes or ()
@@ -212,10 +213,13 @@ def _inventory(
         # Of the role's pods that compute on CPUs, whether they were meant to or not.
         if nodes and all(_has_cpu_labels(node) for node in nodes):
             features[role.name] = frozenset.intersection(*map(_cpu_features, nodes))
-        calibration = capacity.calibrations.this_machine
+        calibrations = capacity.calibrations.of_nodes(node.labels for node in nodes)
+        by_gpu = role.device is Device.GPU and role.name not in on_cpus
+        calibration = slowest(calibrations, by_gpu=by_gpu)
         if calibration is not None:
             measured[role.name] = calibration
-            features.setdefault(role.name, _measured_features(calibration))
+            # What only some of them can run, the role's pods cannot.
+            features.setdefault(role.name, frozenset.intersection(*map(_measured_features, calibrations)))
         if role.device is not Device.GPU:
             continue
         resource = role.gpu_resource
@@ -227,7 +231,11 @@ def _inventory(
         if len(products) == 1:
             product[role.name] = products[0]
     return Inventory(
-        gpu_memory_bytes=memory, gpu_product=product, cpu_features=features, calibration=measured
+        gpu_memory_bytes=memory,
+        gpu_product=product,
+        cpu_features=features,
+        calibration=measured,
+        on_cpus=on_cpus,
     )
 
 
@@ -289,8 +297,8 @@ def _without_gpus(
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
     # What can never be planned is reported first: GPUs would not help.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
-    wanted = make_plan(request, _inventory(request.spec, capacity, demands, None)).plan
-    slower = _on_cpus_instead(request, short, wanted, capacity.calibrations)
+    wanted = make_plan(request, _inventory(request.spec, capacity, demands, None, {})).plan
+    slower = _on_cpus_instead(request, capacity, short, wanted)
     if shortage.action is ShortageAction.WAIT:
         raise Shortage(
             f"{_reported(short)}; the group waits for them; add GPUs, or set "
@@ -309,12 +317,16 @@ def _reported(short: Mapping[str, str]) -> str:
 
 
 def _on_cpus_instead(
-    request: GroupRequest, short: Mapping[str, str], wanted: Plan, calibrations: Calibrations
+    request: GroupRequest, capacity: Capacity, short: Mapping[str, str], wanted: Plan
 ) -> str:
     """Returns in words how long a step takes on CPUs, and how long with the GPUs that are missing."""
+    spec = request.spec
+    demands = [
+        (role, role_demand(spec, role, Device.CPU if role.name in short else role.device))
+        for role in spec.roles
+    ]
     try:
-        measured = _anywhere(request.spec, calibrations)
-        cpus = make_plan(request, replace(measured, on_cpus=short)).plan
+        cpus = make_plan(request, _inventory(spec, capacity, demands, None, short)).plan
     except PlanError as error:
         return f" (without them there is no plan: {error.message})"
     return f" (expected step time on CPUs: {predict(cpus)} instead of {predict(wanted)})"

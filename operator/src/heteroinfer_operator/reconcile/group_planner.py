@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.calibration import Calibration
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.api import (
     GroupStatus,
     HeteroInferenceSpec,
@@ -17,6 +18,7 @@ from heteroinfer_operator.api import (
     When,
     parse_stored_spec,
 )
+from heteroinfer_operator.calibrations import slowest
 from heteroinfer_operator.cluster import Gang, PodView, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanError, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
@@ -134,21 +136,23 @@ class GroupPlanner:
         return None if self.request is None else self.request.profile
 
     def predict_again(self, plan: Plan, group: GroupStatus) -> PredictedPlan | None:
-        """Returns what the steps of a group's plan take, by what is known of its machines now.
+        """Returns what the steps of a group's plan take, by what was measured of the nodes that it is on.
 
         None where the plan is of another spec, or the model is not known.
         """
         if self.request is None:
             return None
         nodes = {node.name: node for node in self.observation.nodes or ()}
-        machine = self.observation.calibrations.this_machine
-        roles = self.request.spec.roles
-        measured = {} if machine is None else {role.name: machine for role in roles}
+        measured: dict[str, Calibration] = {}
         products: dict[str, str] = {}
-        for role in roles:
+        for role in self.request.spec.roles:
             on_nodes = [entry.node for entry in group.members if entry.role == role.name]
             known = [nodes[name].labels for name in on_nodes if name in nodes]
             labels = known if len(known) == len(on_nodes) else []
+            by_gpu = any(rank.role == role.name and rank.device is Device.GPU for rank in plan.ranks)
+            calibration = slowest(self.observation.calibrations.of_nodes(labels), by_gpu=by_gpu)
+            if calibration is not None:
+                measured[role.name] = calibration
             products[role.name] = next((each.get(f"{role.gpu_resource}.product", "") for each in labels), "")
         inventory = Inventory(calibration=measured, gpu_product=products)
         return predict_again(plan, self.request.spec, self.request.profile, inventory)

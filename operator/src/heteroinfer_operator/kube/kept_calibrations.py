@@ -1,0 +1,76 @@
+"""The ConfigMap of what was measured of nodes: the chart's Jobs write it, the operator reads it."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
+
+from heteroinfer_operator.calibrations import CalibrationError, Calibrations, MeasuredKind, read_kept
+from heteroinfer_operator.cluster import Manifest
+from heteroinfer_operator.kube.paths import CONFIG_MAP, ObjectName
+from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
+
+logger = logging.getLogger(__name__)
+
+Entries: TypeAlias = tuple[tuple[str, str], ...]
+
+
+class KeptCalibrations:
+    """What the ConfigMap says now; nothing while it is not there.
+
+    Attributes:
+        cache: of the ConfigMap.
+        calibrations: as last read.
+
+    Args:
+        server: where to read.
+        name: of the ConfigMap.
+        version: of HeteroInfer: what another one measured is not used.
+        changed: called when there is something else to plan and predict with.
+    """
+
+    def __init__(
+        self, server: ApiServer, name: ObjectName, *, version: str, changed: Callable[[], None]
+    ) -> None:
+        self.calibrations = Calibrations()
+        self._version, self._notify = version, changed
+        self.cache: WatchCache[Entries] = WatchCache(
+            server,
+            Collection(
+                label=f"ConfigMap {name}",
+                path=CONFIG_MAP.path(name.namespace),
+                query={"fieldSelector": f"metadata.name={name.name}"},
+            ),
+            trim=_entries,
+            changed=self._changed,
+        )
+
+    def _changed(self, _before: Entries | None, after: Entries | None) -> None:
+        self.calibrations, problems = read_kept(dict(after or ()), self._version)
+        for kind in self.calibrations.kinds:
+            logger.info("nodes of kind %s: calibration %s", kind.name, kind.calibration.hash)
+        for problem in problems:
+            logger.warning("calibration %s", problem)
+        self._notify()
+
+
+def _entries(stored: Manifest) -> Entries:
+    return tuple(sorted((stored.get("data") or {}).items()))
+
+
+async def keep(server: ApiServer, name: ObjectName, kind: MeasuredKind) -> None:
+    """Keeps what was measured of a kind of nodes in the ConfigMap, beside what it has of others.
+
+    Raises:
+        CalibrationError: there is no such ConfigMap, or it may not be written.
+        ApiError: the API server did not answer.
+    """
+    try:
+        await server.merge(CONFIG_MAP.path(name.namespace, name.name), {"data": kind.to_entry()})
+    except ApiError as error:
+        if error.status not in (NOT_FOUND, FORBIDDEN):
+            raise
+        raise CalibrationError(
+            f"ConfigMap {name}: {error.said}; `helm upgrade` with calibration.nodeKinds makes it, with the "
+            "right to write it"
+        ) from error

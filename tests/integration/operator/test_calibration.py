@@ -1,0 +1,170 @@
+"""What a Job of the chart keeps, with no rights but that, is what the operator predicts by."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heteroinfer_operator.kube.paths import CONFIG_MAP, NODE, POD
+from heteroinfer_operator.kube.rights import AccessRule, missing_rights
+from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.version import own_version
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.conftest import CHART, Installation
+from tests.integration.operator.life import Install, bind, bring_up, status_of, stored, workers
+from tests.integration.operator.running_operator import OperatorProcess, operator, until
+from tests.unit.calibrated import CALIBRATION
+
+MEASURED = replace(CALIBRATION, versions=replace(CALIBRATION.versions, heteroinfer=own_version()))
+VALUES = ("calibration.nodeKinds[0].name=fast", "calibration.nodeKinds[0].nodeSelector.speed=fast")
+VERSIONS = json.loads(MEASURED.to_json())["versions"]
+
+
+async def test_what_a_job_keeps_is_what_the_operator_predicts_by(
+    control_plane: Cluster,
+    server: ApiServer,
+    namespace: str,
+    install: Install,
+    tmp_path: Path,
+    node: str,
+) -> None:
+    installed = install(*VALUES)
+    release, config_map = installed.release, f"{installed.release}-heteroinfer-calibration"
+    await server.merge(NODE.path(None, node), {"metadata": {"labels": {"speed": "fast"}}})
+    settings = {"namespace": release, "calibration_config_map": config_map}
+    async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
+        await process.working()
+        serving = await bring_up(server, namespace)
+        for name in serving:
+            await bind(server, namespace, name, node)
+        before = (await status_of(server, namespace))["plans"][0]
+        assert before["calibration"] == "role back: defaults for CPUs; role front: defaults for CPUs"
+
+        said = await keep_as_the_job_does(control_plane, installed, tmp_path)
+        assert f"calibration {MEASURED.hash} of " in said
+        assert "not measured: experts in MXFP4: RuntimeError: no" in said
+        assert f"kept in ConfigMap {release}/{config_map}: fast" in said
+
+        async def predicted() -> dict[str, Any] | None:
+            (plan,) = (await status_of(server, namespace))["plans"]
+            return plan if MEASURED.hash in plan["calibration"] else None
+
+        after = await until("a prediction by the calibration", predicted, said=lambda: process.said)
+        assert after["calibration"].count(MEASURED.hash) == 2
+        assert after["hash"] == before["hash"]
+        assert await workers(server, namespace, 1) == serving
+        assert all("deletionTimestamp" not in p["metadata"] for p in await stored(server, POD, namespace))
+
+        # What others wrote there is named and not used, and takes nothing from what a Job kept.
+        older = {**json.loads(MEASURED.to_json()), "versions": {**VERSIONS, "heteroinfer": "0.0.9"}}
+        slow = json.dumps({"nodeSelector": {"speed": "fast"}, "calibration": older})
+        path = CONFIG_MAP.path(release, config_map)
+        await server.merge(path, {"data": {"bad.json": "{", "older.json": slow}})
+        await until("words for both", lambda: names_both(process), said=lambda: process.said)
+        assert (await status_of(server, namespace))["plans"] == [after]
+
+        async def of_defaults() -> bool:
+            return bool((await status_of(server, namespace))["plans"][0] == before)
+
+        await server.merge(path, {"data": {"fast.json": None}})
+        await until("defaults for nodes of a kind that is gone", of_defaults, said=lambda: process.said)
+        await keep_as_the_job_does(control_plane, installed, tmp_path)
+        await until("the prediction again", predicted, said=lambda: process.said)
+        await server.merge(NODE.path(None, node), {"metadata": {"labels": {"speed": None}}})
+        await until("defaults for a node that is of no kind", of_defaults, said=lambda: process.said)
+        assert await workers(server, namespace, 1) == serving
+        assert await process.stop() == 0
+
+    # The chart says nothing of what Jobs keep, and so leaves it alone; one that was deleted measures again.
+    (job,) = jobs_of(control_plane, release)
+    upgrade = ("upgrade", release, str(CHART), "-n", release, "--reuse-values", "--set")
+    control_plane.helm(*upgrade, "workers=2")
+    assert jobs_of(control_plane, release) == [job]
+    control_plane.kubectl("delete", "job", "-n", release, job)
+    control_plane.helm(*upgrade, "workers=3")
+    assert jobs_of(control_plane, release) == [job]
+    control_plane.helm(*upgrade, f"{VALUES[0]},{VALUES[1]}er")
+    (other,) = jobs_of(control_plane, release)
+    assert other != job
+    kept = await server.get(CONFIG_MAP.path(release, config_map))
+    assert json.loads(kept["data"]["fast.json"])["nodeSelector"] == {"speed": "fast"}
+
+
+async def names_both(process: OperatorProcess) -> bool:
+    """Returns whether the operator's log says why it uses neither of two entries."""
+    said = process.said
+    return (
+        "calibration bad.json: expected nodeSelector" in said
+        and "calibration older.json: of HeteroInfer 0.0.9" in said
+    )
+
+
+def jobs_of(cluster: Cluster, release: str) -> list[str]:
+    """Returns the names of a release's Jobs."""
+    found = json.loads(cluster.kubectl("get", "jobs", "-n", release, "-o", "json"))["items"]
+    return [job["metadata"]["name"] for job in found]
+
+
+async def keep_as_the_job_does(cluster: Cluster, installed: Installation, tmp_path: Path) -> str:
+    """Runs the command of the Job's container with the rights of its pods; returns what it says."""
+    release = installed.release
+    (job,) = json.loads(cluster.kubectl("get", "jobs", "-n", release, "-o", "json"))["items"]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"speed": "fast"}
+    assert "token" not in [mount["name"] for mount in pod["initContainers"][0]["volumeMounts"]]
+    measured, kubeconfig = tmp_path / "calibration.json", tmp_path / "job.kubeconfig"
+    token = cluster.kubectl("create", "token", "-n", release, pod["serviceAccountName"])
+    config = yaml.safe_load(cluster.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": token.strip()}
+    kubeconfig.write_text(yaml.safe_dump(config))
+    assert await rights_of(kubeconfig, release) == [f"patch {release}-heteroinfer-calibration"]
+
+    container = pod["containers"][0]
+    env = {e["name"]: e["value"] for e in container["env"] if "value" in e}
+    env |= {"HETEROINFER_NAMESPACE": release, "HETEROINFER_IDENTITY": "job", "NO_PROXY": "*"}
+    env |= {"PATH": os.environ["PATH"], "KUBECONFIG": str(kubeconfig)}
+    arguments = [each.replace("/measured", str(tmp_path)) for each in container["args"]]
+    command = [sys.executable, "-m", "heteroinfer_operator.cli", *arguments]
+
+    async def run() -> "subprocess.CompletedProcess[str]":
+        return await asyncio.to_thread(
+            subprocess.run, command, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    older = replace(MEASURED, versions=replace(MEASURED.versions, heteroinfer="0.0.9"))
+    measured.write_text(older.to_json())
+    refused = await run()
+    assert refused.returncode != 0
+    assert "got what HeteroInfer 0.0.9 measured, but this is" in refused.stderr
+    measured.write_text(MEASURED.to_json())
+    done = await run()
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+VERBS = ("get", "list", "watch", "create", "update", "patch", "delete")
+
+
+async def rights_of(kubeconfig: Path, release: str) -> list[str]:
+    """Returns what of ConfigMaps and pods this user may do, as verb and name."""
+    server = ApiServer(await load_configuration(str(kubeconfig)))
+    found = []
+    try:
+        for resource, name in (
+            ("configmaps", f"{release}-heteroinfer-calibration"),
+            ("configmaps", "another"),
+            ("pods", "any"),
+        ):
+            for verb in VERBS:
+                rule = AccessRule(group="", resource=resource, verbs=(verb,), name=name)
+                if not await missing_rights(server, (rule,), release):
+                    found.append(f"{verb} {name}")
+    finally:
+        await server.close()
+    return found
