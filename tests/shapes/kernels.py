@@ -1,10 +1,16 @@
-"""What vLLM's kernels for experts on CPUs say that they take: routing methods by format, as JSON.
+"""What vLLM's own choosers say of its kernels on CPUs, by format, as JSON.
+
+Of experts the routing methods that they take, of linear layers which type of activations has a kernel, and of
+both what is there with AMX and without.
 
 .venv-worker/bin/python -m tests.shapes.kernels
 """
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 _CLASSES = {
     "FP8 in blocks": "CPUExpertsFp8",
@@ -13,10 +19,26 @@ _CLASSES = {
     "int8": "CPUExpertsInt8",
 }
 """SchemeName -> class in vllm/model_executor/layers/fused_moe/experts/cpu_moe.py."""
+DTYPES = ("bfloat16", "float16", "float32")
+_SIZE = (4096, 4096)
+_GROUP = 128
+
+
+@contextmanager
+def cpu_with(*, amx: bool) -> Iterator[None]:
+    """Has vLLM take this CPU for one with or without AMX; its kernels are asked, and not run."""
+    import torch
+
+    kept = torch.cpu._is_amx_tile_supported
+    torch.cpu._is_amx_tile_supported = lambda: amx
+    try:
+        yield
+    finally:
+        torch.cpu._is_amx_tile_supported = kept
 
 
 def routing_methods() -> dict[str, list[str]]:
-    """Returns the routing methods that each kernel takes, by format."""
+    """Returns the routing methods that each kernel of experts takes, by format."""
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -32,5 +54,135 @@ def routing_methods() -> dict[str, list[str]]:
     }
 
 
+def experts_run() -> dict[str, bool]:
+    """Returns whether this CPU has the kernel of experts, by format; "None" for bf16 without one for AMX."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    classes = {"None": "CPUUnquantizedExperts", **_CLASSES}
+    return {scheme: getattr(cpu_moe, name)._supports_current_device() for scheme, name in classes.items()}
+
+
+def linear_kernels() -> dict[str, dict[str, str]]:
+    """Returns the kernel that vLLM chooses on this CPU, by format with its bits, and type; "" for none."""
+    import torch
+
+    return {
+        name: {dtype: _chosen(choose, getattr(torch, dtype)) for dtype in DTYPES}
+        for name, choose in _choosers().items()
+    }
+
+
+def _chosen(choose: Callable[[Any], Any], dtype: Any) -> str:
+    try:
+        return str(choose(dtype).__name__)
+    except ValueError:  # no kernel can; it says why of each
+        return ""
+
+
+def _choosers() -> dict[str, Callable[[Any], Any]]:
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+        FP8ScaledMMLinearLayerConfig,
+        Int8ScaledMMLinearLayerConfig,
+    )
+    from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+    from vllm.scalar_type import scalar_types
+
+    def fp8(weights: Any, activations: Any, *, blocks: bool = False) -> Callable[[Any], Any]:
+        kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS if blocks else linear._POSSIBLE_FP8_KERNELS
+        return lambda dtype: linear.choose_scaled_mm_linear_kernel(
+            FP8ScaledMMLinearLayerConfig(
+                weight_quant_key=weights,
+                activation_quant_key=activations,
+                weight_shape=_SIZE,
+                input_dtype=dtype,
+                out_dtype=dtype,
+            ),
+            kernels,
+            quantization="fp8_block_w8a8" if blocks else "fp8_w8a8",
+        )
+
+    def packed(weights: Any, *, zero_points: bool = False) -> Callable[[Any], Any]:
+        return lambda dtype: linear.choose_mp_linear_kernel(
+            MPLinearLayerConfig(_SIZE, _SIZE, weights, dtype, _GROUP, zero_points)
+        )
+
+    int8 = Int8ScaledMMLinearLayerConfig(
+        is_channelwise=True, is_static_input_scheme=False, input_symmetric=True
+    )
+    return {
+        "AWQ 4": packed(scalar_types.uint4, zero_points=True),
+        "GPTQ 4": packed(scalar_types.uint4b8),
+        "GPTQ 8": packed(scalar_types.uint8b128),
+        "int4 4": packed(scalar_types.uint4b8),
+        "int4 8": packed(scalar_types.uint8b128),
+        "int8 8": lambda _: linear.choose_scaled_mm_linear_kernel(
+            int8, linear._POSSIBLE_INT8_KERNELS, quantization="int8_w8a8"
+        ),
+        "FP8 in blocks 8": fp8(keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym, blocks=True),
+        "FP8 per channel 8": fp8(keys.kFp8StaticChannelSym, keys.kFp8DynamicTokenSym),
+        "FP8 per tensor 8": fp8(keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym),
+        "NVFP4 4": lambda _: type(linear.init_nvfp4_linear_kernel()),
+    }
+
+
+def head_sizes() -> dict[str, list[int]]:
+    """Returns the sizes of heads that attention on CPUs takes, by the type of the KV cache."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    current_platform.import_kernels()
+
+    def takes(size: int, cache: str) -> bool:
+        try:
+            ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=1,
+                num_heads=1,
+                num_kv_heads=1,
+                head_dim=size,
+                seq_lens=torch.tensor([1], dtype=torch.int32),
+                dtype=torch.bfloat16,
+                query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+                causal=True,
+                sliding_window_size=-1,
+                isa=_get_attn_isa(torch.bfloat16, 32, size, cache),
+                enable_kv_split=True,
+                kv_cache_dtype=cache,
+            )
+        except (RuntimeError, NotImplementedError):  # no such kernel was compiled
+            return False
+        return True
+
+    return {cache: [size for size in range(8, 520, 8) if takes(size, cache)] for cache in ("auto", "fp8")}
+
+
+def overflows() -> bool:
+    """Returns whether attention writes elements of the model's type into a KV cache of half of it."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    blocks = torch.zeros(2, 1, 32, 64, dtype=torch.bfloat16)
+    ones = torch.ones(1, 1, 64)
+    ops.cpu_attn_reshape_and_cache(
+        ones, ones, blocks, torch.zeros_like(blocks), torch.tensor([0]), "vec", 1.0, 1.0, "bfloat16"
+    )
+    # Of float32, by columns: 1.0 is 0x3f80 after 0x0000, where one in bf16 would be alone.
+    return bool((blocks.view(torch.float32) == 1.0).sum() == ones.numel())
+
+
+def answers() -> dict[str, Any]:
+    """Returns all of it; of what depends on AMX first with it, then without."""
+    found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": []}
+    for amx in (True, False):
+        with cpu_with(amx=amx):
+            found["experts"].append(experts_run())
+            found["linear"].append(linear_kernels())
+    with cpu_with(amx=False):
+        return {**found, "head_sizes": head_sizes(), "overflows": overflows()}
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(routing_methods()) + "\n")
+    sys.stdout.write(json.dumps(answers()) + "\n")

@@ -13,7 +13,7 @@ from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, bui
 from heteroinfer_operator.planning.inventory import AMX
 from heteroinfer_operator.planning.kv_cache import cache_element_bytes
 from tests.shapes.profiles import recorded_profiles
-from tests.unit.planning.planned_models import cpu, gpu, plan, spec
+from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 
 HUGE = {"memory": "4Ti", "pods": 2}
 MIXED = (gpu(deviceMemory="80Gi"), cpu(**HUGE))
@@ -81,6 +81,31 @@ def test_four_bits_run_in_bfloat16_and_float16_is_refused() -> None:
     assert plan(spec(*MIXED), recorded_profiles()[awq]).plan.engine.dtype == "bfloat16"
     assert plan(spec(gpu()), recorded_profiles()[awq]).plan.engine.dtype == "float16"
     assert "set engine.dtype: bfloat16" in refusal(awq, spec(*MIXED, engine={"dtype": "float16"}))
+
+
+def test_a_kv_cache_of_another_type_is_refused_on_cpus() -> None:
+    def asked(dtype: str, own: str = "auto") -> dict[str, Any]:
+        return {"dtype": own, "args": ["--kv-cache-dtype", dtype]}
+
+    llama = "Llama-3.1-8B-Instruct"
+    said = refusal(llama, spec(*MIXED, engine=asked("bfloat16", "float32")))
+    assert "--kv-cache-dtype bfloat16 with engine.dtype float32" in said
+    assert "set engine.dtype: bfloat16" in said
+    for same in ("auto", "bfloat16", "fp8"):
+        plan(spec(*MIXED, engine=asked(same)), recorded_profiles()[llama])
+    plan(spec(gpu(), engine=asked("bfloat16", "float32")), recorded_profiles()[llama])
+    narrow = profile(head_dim=80)
+    with pytest.raises(PlanError, match=r"fp8 with attention heads of 80 elements.* multiples of 32"):
+        plan(spec(*MIXED, engine=asked("fp8")), narrow)
+    plan(spec(*MIXED), narrow)
+
+
+def test_a_type_that_a_kernel_does_not_take_is_refused() -> None:
+    blocks = "Qwen3-235B-A22B-FP8"
+    said = refusal(blocks, spec(*MIXED, engine={"dtype": "float16"}))
+    assert "FP8 in blocks, with engine.dtype float16" in said
+    assert "its kernel is for bfloat16, float32; set engine.dtype: bfloat16" in said
+    assert plan(spec(*MIXED), recorded_profiles()[blocks]).plan.engine.dtype == "bfloat16"
 
 
 def test_a_scheme_of_eight_bits_in_gptq_has_no_kernel() -> None:

@@ -18,6 +18,7 @@ from heteroinfer_operator.planning.architectures import IMAGES_ATTEND_BOTH_WAYS,
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.planning.inventory import AMX, Inventory
+from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
 from heteroinfer_operator.planning.memory import serves_text_only
 from heteroinfer_operator.planning.topology import Topology
 
@@ -35,11 +36,13 @@ class LinearKernel:
 
     Attributes:
         bits: of a weight that it takes; empty for any.
+        dtypes: of activations that it takes; empty for any.
         needs_amx: whether it runs on no other CPUs.
         warning: what users should know of it, or "".
     """
 
     bits: frozenset[int] = frozenset()
+    dtypes: frozenset[str] = frozenset()
     needs_amx: bool = False
     warning: str = ""
 
@@ -66,14 +69,15 @@ CPU_LINEAR: Final[Mapping[SchemeName, LinearKernel]] = MappingProxyType(
         SchemeName.GPTQ: LinearKernel(bits=frozenset({4})),
         SchemeName.INT4: LinearKernel(bits=frozenset({4})),
         SchemeName.INT8: LinearKernel(),
-        SchemeName.FP8_BLOCK: LinearKernel(needs_amx=True),
+        SchemeName.FP8_BLOCK: LinearKernel(dtypes=frozenset({"bfloat16", "float32"}), needs_amx=True),
         SchemeName.FP8_CHANNEL: LinearKernel(
             warning="CPU ranks read FP8 per channel through torch, 60 times slower than bf16 (0.5 GB/s by 2 "
             "threads, 2026-11-22); take the model in bf16, in FP8 in blocks of 128, or in 4 bits (AWQ, GPTQ)"
         ),
     }
 )
-"""What is not here fails at load (vllm/model_executor/kernels/linear@v0.32.0)."""
+"""What is not here fails at load (vllm/model_executor/kernels/linear@v0.32.0), FP8 per tensor only where the
+layers that vLLM fuses (q, k and v) have scales of their own."""
 CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
     {
         SchemeName.NONE: ExpertsKernel(routing=None, needs_amx=False),
@@ -86,6 +90,10 @@ CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
     }
 )
 """vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0."""
+CPU_FP8_HEAD_MULTIPLE: Final = 32
+"""What elements of an attention head must be divisible by for a cache of keys and values in FP8
+(vllm/v1/attention/backends/cpu_attn.py::_get_attn_isa@v0.32.0)."""
+_KEYS_AND_VALUES: Final = (AttentionKind.FULL, AttentionKind.WINDOW, AttentionKind.CHUNKED)
 
 
 def check_support(
@@ -99,6 +107,7 @@ def check_support(
     if not topology.has_cpu:
         return ()
     _check_attention(profile)
+    _check_kv_cache(profile, engine)
     _check_encoder(profile, engine, topology)
     warnings = (*_check_linear(profile, engine), *_check_experts(profile))
     needs = _needs_amx(profile)
@@ -115,6 +124,28 @@ def _check_attention(profile: ModelProfile) -> None:
             f"{profile.architecture} with sparse attention",
             "vLLM has it on GPUs only",
             "use GPU roles only, or a model of the family without it (DeepSeek-V3, V3.1)",
+        )
+
+
+def _head_sizes(profile: ModelProfile) -> frozenset[int]:
+    kinds = [kind for kind in profile.layers if kind.attention in _KEYS_AND_VALUES and kind.kv_heads]
+    return frozenset(kind.kv_width // 2 for kind in kinds)
+
+
+def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
+    asked = option_value(engine.extra_args, "--kv-cache-dtype") or "auto"
+    if asked.startswith("fp8"):
+        for size in sorted(each for each in _head_sizes(profile) if each % CPU_FP8_HEAD_MULTIPLE):
+            raise _refuse(
+                f"engine.args --kv-cache-dtype {asked} with attention heads of {size} elements",
+                f"a cache in FP8 is for multiples of {CPU_FP8_HEAD_MULTIPLE} there",
+                "leave it out",
+            )
+    elif asked in ELEMENT_BYTES and asked != engine.dtype:
+        raise _refuse(
+            f"engine.args --kv-cache-dtype {asked} with engine.dtype {engine.dtype}",
+            "attention on CPUs writes elements of engine.dtype into it, of whatever size it was made for",
+            f"leave it out, or set engine.dtype: {asked}",
         )
 
 
@@ -152,6 +183,12 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
     kernel = CPU_LINEAR.get(scheme.name)
     if kernel is None or (kernel.bits and scheme.bits not in kernel.bits):
         raise _refuse(f"weights in {scheme}", "vLLM has no such kernel", _other_format(scheme))
+    if kernel.dtypes and engine.dtype not in kernel.dtypes:
+        raise _refuse(
+            f"weights in {scheme}, with engine.dtype {engine.dtype}",
+            f"its kernel is for {', '.join(sorted(kernel.dtypes))}",
+            "set engine.dtype: bfloat16",
+        )
     if scheme.name in FOUR_BITS and engine.dtype == "float16":
         raise _refuse(
             f"weights in {scheme}, with engine.dtype float16",
