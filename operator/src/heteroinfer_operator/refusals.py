@@ -6,9 +6,10 @@ seconds, costs no request that will be refused.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from heteroinfer_contract import names
@@ -36,8 +37,14 @@ _FORGOTTEN_AFTER: Final = timedelta(seconds=10)
 
 Subject: TypeAlias = tuple[str, str]
 """Kind and name."""
-_EPOCH: Final = re.compile(r"-[0-9]+(-[0-9]+)$")
-"""In the name of a pod."""
+_EPOCH: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
+    {
+        "Pod": re.compile(r"-[0-9]+(?=-[0-9]+$)"),
+        "PodGroup": re.compile(r"-[0-9]+$"),
+        "Workload": re.compile(r"-[0-9]+$"),
+    }
+)
+"""By kind: where the name of an object of an epoch has the epoch."""
 
 
 def subject(action: Action, resource: str) -> Subject | None:
@@ -83,6 +90,7 @@ class Acting:
     _blocked: set[str] = field(init=False, default_factory=set)
     _makes_nothing: bool = field(init=False, default=False)
     _conflict: bool = field(init=False, default=False)
+    _lifted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Forgets what was refused long ago and not tried again."""
@@ -105,8 +113,8 @@ class Acting:
     def done(self, action: Action) -> None:
         """Notes that an action was done."""
         found = self._key(action)
-        if found is not None:
-            self.known.pop(found, None)
+        if found is not None and self.known.pop(found, None) is not None:
+            self._lifted = True
 
     def refused(self, action: Action, reason: str, message: str) -> Refusal | None:
         """Notes that an action was refused; returns the refusal if it is news, else None."""
@@ -137,11 +145,15 @@ class Acting:
         self._conflict = self._conflict or isinstance(action, PatchStatus)
 
     def look_again_s(self) -> float | None:
-        """Returns when something that was refused may be tried again, in seconds; at once for news."""
-        if self.new:
+        """Returns when something that was refused may be tried again, in seconds; at once for news.
+
+        What could have been tried and was not is wanted by nobody now: it is looked at once it is forgotten.
+        """
+        if self.new or self._lifted:
             return 0.0
-        waits = [(refusal.retry_at - self.now).total_seconds() for refusal in self.known.values()]
-        return max(min(waits), 0.0) if waits else None
+        times = [refusal.retry_at for refusal in self.known.values()]
+        due = [time if time > self.now else time + _FORGOTTEN_AFTER for time in times]
+        return max((min(due) - self.now).total_seconds(), 0.0) if due else None
 
     def _refusal_of(self, action: Action) -> Refusal | None:
         found = self._key(action)
@@ -175,9 +187,9 @@ def _scopes(action: Action) -> frozenset[str]:
 
 
 def _kept_as(found: Subject, scopes: frozenset[str]) -> Subject:
-    """Returns by what a refusal is kept: a pod that is made has another name in each epoch."""
+    """Returns by what a refusal is kept: what is made for an epoch has another name in each."""
     kind, name = found
-    return (kind, _EPOCH.sub(r"-*\1", name)) if kind == "Pod" and scopes else found
+    return (kind, _EPOCH[kind].sub("-*", name)) if kind in _EPOCH and scopes else found
 
 
 def _said(refusal: Refusal) -> tuple[str, str]:

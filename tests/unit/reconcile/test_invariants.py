@@ -14,6 +14,7 @@ from heteroinfer_operator.cluster import (
     ApplyObject,
     CreateObject,
     Decision,
+    Gang,
     Manifest,
     PatchStatus,
     PodView,
@@ -55,7 +56,9 @@ class GroupLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(
-            spec=cpu_pair(restart={"maxRestarts": 3}), options=replace(OPTIONS, names_come_again=True)
+            spec=cpu_pair(restart={"maxRestarts": 3}),
+            options=replace(OPTIONS, names_come_again=True),
+            gangs=frozenset({Gang.VOLCANO}),
         )
         self.ran: dict[str, set[str]] = {}
 
@@ -206,6 +209,7 @@ class GroupLife(RuleBasedStateMachine):
                 ("Service", "demo"),
                 ("Service", "demo-1-ranks"),
                 ("NetworkPolicy", "demo-0-ranks"),
+                ("PodGroup", "demo-0-*"),
                 ("HeteroInference/status", "demo"),
                 ("HeteroInference", "demo"),
             ]
@@ -262,6 +266,12 @@ class GroupLife(RuleBasedStateMachine):
             if pod.started:
                 self.ran.setdefault(name, set()).add(pod.uid)
         assert all(len(uids) == 1 for uids in self.ran.values()), self.ran
+
+    @invariant()
+    def one_refusal_of_an_object_is_kept(self) -> None:
+        """What is made for an epoch is refused again under another name: it is the same refusal."""
+        scopes = [each.scopes for each in self.world.refusals if each.kind == "PodGroup" and each.scopes]
+        assert len(set(scopes)) == len(scopes), self.world.refusals
 
     @invariant()
     def one_epoch_of_a_group_at_a_time(self) -> None:

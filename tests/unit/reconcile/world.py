@@ -19,6 +19,7 @@ from heteroinfer_operator.cluster import (
     CreateObject,
     Decision,
     DeleteObject,
+    Gang,
     NodeView,
     PatchStatus,
     PodView,
@@ -83,6 +84,8 @@ class World:
         refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
         refusals: what was refused when it was last tried.
+        gangs: gang schedulers that the cluster has.
+        look_again_s: when the next look is due, should nothing happen before.
     """
 
     spec: dict[str, Any]
@@ -110,6 +113,8 @@ class World:
     refuses: dict[tuple[str, str], str] = field(default_factory=dict)
     refuses_pods: str = ""
     refusals: tuple[Refusal, ...] = ()
+    gangs: frozenset[Gang] = frozenset()
+    look_again_s: float | None = None
 
     def observe(self) -> ResourceObservation:
         """Returns the observation of now."""
@@ -132,6 +137,7 @@ class World:
             fetch=self.fetch,
             calibrations=self.calibrations,
             refusals=self.refusals,
+            gangs=self.gangs,
         )
 
     def step(self) -> Decision:
@@ -150,7 +156,21 @@ class World:
                 acting.done(action)
                 self.writes += [action] if writes else []
         self.refusals = tuple(acting.known.values())
+        waits = [wait for wait in (decision.look_again_s, acting.look_again_s()) if wait is not None]
+        self.look_again_s = min(waits, default=None)
         return decision
+
+    def live(self, seconds: float) -> int:
+        """Lets time go on, with a look whenever one is due or something was written; returns how many."""
+        end, looks = self.now + timedelta(seconds=seconds), 0
+        while self.now < end:
+            self.step()
+            looks += 1
+            assert looks < 1000, f"{looks} looks in {seconds - (end - self.now).total_seconds()} s"
+            due_s = seconds if self.look_again_s is None else self.look_again_s
+            wait_s = 0.05 if self.writes else max(due_s, 0.05)
+            self.now = min(self.now + timedelta(seconds=wait_s), end)
+        return looks
 
     def _refused(self, action: Action) -> str:
         """Returns in which words an action is refused, or ""."""

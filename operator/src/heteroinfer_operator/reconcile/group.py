@@ -30,6 +30,7 @@ from heteroinfer_operator.cluster import (
     Refusal,
 )
 from heteroinfer_operator.errors import HeteroInferError, PlanError, SpecError
+from heteroinfer_operator.manifests.group_key_secret import KIND as SECRET
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
@@ -42,7 +43,7 @@ from heteroinfer_operator.reconcile.epoch_pods import (
     start_events,
 )
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan, gang_of
-from heteroinfer_operator.reconcile.reconcile_context import Context
+from heteroinfer_operator.reconcile.reconcile_context import POD, Context
 from heteroinfer_operator.reconcile.revisions import Revision
 
 _ENDED_EPOCH_GRACE_S = 2
@@ -152,8 +153,8 @@ def _end_incomplete(
     context: Context, status: GroupStatus, pods: Sequence[PodView], index: int
 ) -> GroupDecision:
     """Returns the end of an epoch that lacks a pod which was made, or may have been."""
-    refusal = context.refusal_of(status.index)
-    if refusal is not None and refusal.kind == "Pod":
+    refusal = context.pod_refusal_of(status.index)
+    if refusal is not None:
         current = [pod for pod in pods if epoch_of(pod) == status.epoch]
         return _give_back(context, status, current, refusal)
     name = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(index)
@@ -413,8 +414,8 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
         wait_s = (next_epoch_time - context.now).total_seconds()
         update = {"phase": GroupPhase.WAITING, "next_epoch_time": next_epoch_time}
         return GroupDecision(status=status.model_copy(update=update), look_again_s=wait_s)
-    refusal = context.refusal_of(status.index)
-    if refusal is not None and refusal.kind == "Pod" and refusal.retry_at > context.now:
+    refusal = context.pod_refusal_of(status.index)
+    if refusal is not None and refusal.retry_at > context.now:
         return GroupDecision(
             status=status.model_copy(update=_refused(context, status, refusal)),
             look_again_s=(refusal.retry_at - context.now).total_seconds(),
@@ -527,7 +528,8 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         }
         return GroupDecision(status=status.model_copy(update=update), refusal=problem)
     plan, refusal = planned.plan, context.refusal_of(status.index)
-    waits = refusal is not None and refusal.retry_at > context.now
+    # Until all that pods need is there, no pod is asked for, and so no epoch has begun.
+    waits = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
     # Pods that nobody has seen may have been made, and have run.
     begun = status.epoch + (status.epoch_start_time is not None)
     update = {
@@ -546,6 +548,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
     indices = set() if waits else {pod.index for pod in plan.pods}
     return GroupDecision(
         status=status,
+        keys=decide_key(context, status) if waits and refusal and refusal.kind == SECRET else (),
         creates=decide_creates(context, revision, status, plan, indices, planned.node_assignment),
         events=start_events(status, planned) if refusal is None else (),
         runs=True,

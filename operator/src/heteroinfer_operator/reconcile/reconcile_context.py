@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import LifeSpec
@@ -13,6 +14,8 @@ from heteroinfer_operator.reconcile.group_planner import GroupPlanner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.revisions import Revision, Target
+
+POD: Final = "Pod"
 
 
 def group_scope(index: int) -> str:
@@ -62,6 +65,15 @@ class Context:
         return self.target.refusal or self.planner.problem()
 
     def refusal_of(self, group: int) -> Refusal | None:
-        """Returns what of a group was refused when it was last tried, or None."""
+        """Returns what of a group its pods wait for, since it was refused when it was last tried, or None."""
+        found = [refusal for refusal in self._refusals_of(group) if refusal.kind != POD]
+        return max(found, key=lambda refusal: refusal.retry_at, default=self.pod_refusal_of(group))
+
+    def pod_refusal_of(self, group: int) -> Refusal | None:
+        """Returns which refused pod of a group is the last to be tried again, or None."""
+        found = [refusal for refusal in self._refusals_of(group) if refusal.kind == POD]
+        return max(found, key=lambda refusal: refusal.retry_at, default=None)
+
+    def _refusals_of(self, group: int) -> list[Refusal]:
         scope = group_scope(group)
-        return next((refusal for refusal in self.refusals if scope in refusal.scopes), None)
+        return [refusal for refusal in self.refusals if scope in refusal.scopes]
