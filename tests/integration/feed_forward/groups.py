@@ -29,9 +29,12 @@ def run_models(*arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def make_model(architecture: str, folder: Path, dtype: str = "float32") -> Path:
+def make_model(
+    architecture: str, folder: Path, dtype: str = "float32", spread: float = tiny_models.SPREAD
+) -> Path:
     """Returns the folder of a tiny model, made if need be."""
-    return Path(run_models(architecture, str(folder / f"{architecture}-{dtype}"), "--dtype", dtype))
+    options = ("--dtype", dtype, "--spread", str(spread))
+    return Path(run_models(architecture, str(folder / f"{architecture}-{dtype}"), *options))
 
 
 def reference(model: Path) -> list[list[int]]:

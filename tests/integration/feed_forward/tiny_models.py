@@ -2,7 +2,7 @@
 
 Run it with the worker's Python, the one that has torch and transformers:
 
-    python -m tests.integration.feed_forward.tiny_models ARCHITECTURE DIR [--dtype bfloat16]   makes one
+    python -m tests.integration.feed_forward.tiny_models ARCHITECTURE DIR [--dtype D] [--spread S]   makes one
     python -m tests.integration.feed_forward.tiny_models reference DIR    transformers' greedy tokens as JSON
 
 Imports torch and transformers inside functions only.
@@ -131,7 +131,7 @@ def first_remote_layer(architecture: str) -> int:
     return int(config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0)))
 
 
-def make(architecture: str, directory: Path, dtype: str = "float32") -> Path:
+def make(architecture: str, directory: Path, dtype: str = "float32", spread: float = SPREAD) -> Path:
     """Returns `directory`, holding a model of this architecture; nothing to do if it is there."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -146,9 +146,9 @@ def make(architecture: str, directory: Path, dtype: str = "float32") -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, SPREAD)
+                parameter.normal_(0.0, spread)
             elif name.endswith("bias"):
-                parameter.normal_(0.0, SPREAD / 2)
+                parameter.normal_(0.0, spread / 2)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.1)
@@ -186,8 +186,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("architecture", choices=sorted(ARCHITECTURES))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--spread", type=float, default=SPREAD)
     args = parser.parse_args(argv)
-    print(make(args.architecture, args.directory, args.dtype))
+    print(make(args.architecture, args.directory, args.dtype, args.spread))
     return 0
 
 

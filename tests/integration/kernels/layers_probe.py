@@ -1,4 +1,4 @@
-"""What the patch `cpu_linear` does to vLLM's layers: `python -m tests.integration.kernels.layers_probe NAME`.
+"""What our patches do to vLLM's layers: `python -m tests.integration.kernels.layers_probe NAME`.
 
 Run with the worker's Python; answers JSON as its last line. Layers are vLLM's own, on the CPU. A second
 argument is the kernels' library to use in place of the package's own.
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
-from vllm_heteroinfer.patches import cpu_linear, replacing
+from vllm_heteroinfer.patches import cpu_experts, cpu_linear, replacing
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PatchError
 
 ROWS, INPUTS = 5, 64
@@ -147,7 +147,75 @@ def onednn_alone() -> Any:
     return {"linear": list(layer.weight.shape), "head": list(head.weight.shape)}
 
 
-QUESTIONS = {f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone)}
+def build_experts(name: str, activation: str, inner: int, dtype: torch.dtype, *, bias: bool) -> Any:
+    """Returns a layer's routed experts as vLLM builds and loads them, with random weights."""
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_default_torch_dtype(dtype):
+        runner = FusedMoEFactory(
+            num_experts=4,
+            top_k=2,
+            hidden_size=INPUTS,
+            intermediate_size=inner,
+            prefix=name,
+            params_dtype=dtype,
+            activation=activation,
+            has_bias=bias,
+        )
+    part = next(module for module in runner.modules() if type(module).__name__ == "RoutedExperts")
+    for parameter in part.parameters():
+        torch.nn.init.normal_(parameter, std=INPUTS**-0.5)
+    return part
+
+
+def exact_experts(
+    part: Any, activation: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> Any:
+    """Returns the weighted sum of each row's experts, before they are packed."""
+    act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}[activation]
+    y = torch.zeros(x.shape)
+    biases = [getattr(part, name, None) for name in ("w13_bias", "w2_bias")]
+    for row, j in ((row, j) for row in range(len(x)) for j in range(ids.shape[1])):
+        expert = int(ids[row, j])
+        added = [0 if bias is None else bias[expert].float() for bias in biases]
+        gate, up = (part.w13_weight[expert].float() @ x[row].float() + added[0]).chunk(2)
+        y[row] += weights[row, j] * (part.w2_weight[expert].float() @ (act(gate) * up) + added[1])
+    return y
+
+
+def experts() -> Any:
+    """bf16 experts with SiLU are packed for our kernels, padded ones too; others are left to vLLM's."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    original = CPUUnquantizedExperts.apply
+    cpu_experts.install()
+    cpu_experts.install()
+    ours, gaps = {}, {}
+    for name, activation, inner, dtype, bias in (
+        ("bf16", "silu", 64, torch.bfloat16, False),
+        ("padded", "silu", 48, torch.bfloat16, False),
+        ("float32", "silu", 64, torch.float32, False),
+        ("gelu", "gelu", 64, torch.bfloat16, False),
+        ("bias", "silu", 64, torch.bfloat16, True),
+    ):
+        part = build_experts(name, activation, inner, dtype, bias=bias)
+        x = torch.randn(ROWS, INPUTS).to(dtype)
+        ids = torch.rand(ROWS, 4).topk(2, -1).indices.to(torch.int32)
+        weights = torch.rand(ROWS, 2)
+        exact = exact_experts(part, activation, x, ids, weights)
+        part.quant_method.process_weights_after_loading(part)
+        got = part.quant_method.apply(
+            layer=part, x=x.clone(), topk_weights=weights, topk_ids=ids, shared_experts=None,
+            shared_experts_input=None,
+        )  # fmt: skip
+        ours[name] = cpu_experts.library_of(part.quant_method.moe_kernel.fused_experts) is not None
+        gaps[name] = float((got.float() - exact).abs().max() / exact.abs().max())
+    cpu_experts.revert()
+    return {"ours": ours, "gaps": gaps, "reverted": CPUUnquantizedExperts.apply is original}
+
+
+QUESTIONS = {f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone, experts)}
 
 
 def main(arguments: str) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract import names
+from tests.integration.feed_forward import tiny_models
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
+from tests.integration.feed_forward.groups import make_model
 from tests.integration.kernels.instructions import of_this_cpu
 from tests.integration.kernels.probe_answers import ask
 from tests.integration.worker.conftest import make
@@ -19,6 +22,7 @@ PROMPTS = ([5, 77, 130, 9], [200, 41, 300, 12, 90, 17, 260], [333], list(range(4
 TOKENS = 24
 GAP, SHARE = 0.05, 0.95
 """Issue 3's bar for bf16: top-1 logprob within 0.05 on 95 % of positions."""
+EXPERTS_SERVED = "CPU experts: HeteroInfer's bf16 kernels"
 SERVED = "CPU linear layers: HeteroInfer's bf16 kernels"
 REFUSED = "CPU linear layers: vLLM's own (oneDNN), reads slower; this CPU has no AVX512F"
 
@@ -63,5 +67,18 @@ def test_kernels_serve_bf16(
     for other in others:
         assert SERVED not in other
         assert "CPU linear layers: oneDNN, as HETEROINFER_CPU_LINEAR=onednn says" in other
+    within = sum(gap <= GAP for gap in found) / len(found)
+    assert within >= SHARE, sorted(found)[:: max(1, len(found) // 20)]
+
+
+def test_experts_of_a_feed_forward_rank_serve_bf16(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", tmp_path, "bfloat16", spread=0.05)
+    layers = tiny_models.LAYERS
+    plan = feed_forward_plan(model, num_layers=layers, remote=range(layers), dtype="bfloat16")
+    with start_group(plan, tmp_path, env=ONE_THREAD) as group:
+        group.wait_ready()
+        found = gaps(group, model)
+        (log,) = (child.log.read_text() for child in group.children)
+    assert log.count(EXPERTS_SERVED) == (1 if of_this_cpu() else 0)
     within = sum(gap <= GAP for gap in found) / len(found)
     assert within >= SHARE, sorted(found)[:: max(1, len(found) // 20)]

@@ -180,6 +180,8 @@ class _Bench:
         from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
+        from vllm_heteroinfer.patches import cpu_experts
+
         self._threads = threads
         self._folder = tempfile.TemporaryDirectory(prefix="heteroinfer-")
         (Path(self._folder.name) / "config.json").write_text(json.dumps(_MODEL))
@@ -191,6 +193,7 @@ class _Bench:
         with set_current_vllm_config(self._config):
             init_distributed_environment(1, 0, "unused://", 0, "gloo")
             initialize_model_parallel(1, 1)
+        cpu_experts.install()  # as in a rank
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # without it vLLM's expert kernels end with SIGILL
 
@@ -336,9 +339,13 @@ def _fill(layer: Any) -> int:
 
 
 def _kernel(layer: Any) -> str:
-    """Returns the name of what vLLM chose."""
+    """Returns the name of what computes it: ours, or what vLLM chose."""
+    from vllm_heteroinfer.patches.cpu_experts import library_of
+
     method = layer.quant_method
     moe = getattr(method, "moe_kernel", None)
+    if moe is not None and (ours := library_of(moe.fused_experts)) is not None:
+        return f"heteroinfer {ours.kernel(1)}"
     chosen = (
         moe.fused_experts if moe is not None else getattr(getattr(layer, "scheme", None), "kernel", method)
     )

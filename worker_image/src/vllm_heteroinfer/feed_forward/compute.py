@@ -9,6 +9,9 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton
 from vllm_heteroinfer.feed_forward.slab import Slab
+from vllm_heteroinfer.kernels.experts import experts
+from vllm_heteroinfer.kernels.library import KernelLibrary
+from vllm_heteroinfer.patches.cpu_experts import library_of
 
 MOST_VIEWS: Final = 256
 """Row counts for which views of the slab are kept; others are made when they come."""
@@ -43,22 +46,33 @@ def _compute(part: Any, views: Views) -> Compute:
     if not isinstance(part, RoutedExperts):
         return _mlp(part, views)
     kernel = part.quant_method.moe_kernel
-    experts = None if kernel is None else kernel.fused_experts
-    if isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch:
-        return _unquantized(part, experts, views)
+    vllms = None if kernel is None else kernel.fused_experts
+    if isinstance(vllms, CPUUnquantizedExperts) and not vllms._use_zentorch:
+        library = library_of(vllms)
+        return _unquantized(part, vllms, views) if library is None else _ours(part, library, views)
     return _any_experts(part, views)
 
 
-def _unquantized(part: Any, experts: Any, views: Views) -> Compute:
+def _unquantized(part: Any, vllms: Any, views: Views) -> Compute:
     """As `CPUUnquantizedExperts.apply`, whose kernel writes into a given buffer: no copy, no allocation."""
     call = torch.ops._C.cpu_fused_moe
     w13, w2 = part.w13_weight.data, part.w2_weight.data
-    bias13, bias2 = experts.w1_bias, experts.w2_bias
-    activation, isa = part.activation.value, experts.isa
+    bias13, bias2 = vllms.w1_bias, vllms.w2_bias
+    activation, isa = part.activation.value, vllms.isa
 
     def compute(rows: int) -> None:
         x, ids, weights, y = views.of(rows)
         call(y, x, w13, w2, bias13, bias2, weights, ids, False, activation, isa)
+
+    return compute
+
+
+def _ours(part: Any, library: KernelLibrary, views: Views) -> Compute:
+    w13, w2 = part.w13_weight.data, part.w2_weight.data
+
+    def compute(rows: int) -> None:
+        x, ids, weights, y = views.of(rows)
+        experts(library, y, x, w13=w13, w2=w2, weights=weights, ids=ids)
 
     return compute
 

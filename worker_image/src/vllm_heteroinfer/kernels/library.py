@@ -24,6 +24,13 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG),
     ),
+    "heteroinfer_experts": (
+        None,
+        (
+            *(_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER),
+            *(_LONG, _LONG, _LONG, _LONG, _LONG),
+        ),
+    ),
 }
 
 

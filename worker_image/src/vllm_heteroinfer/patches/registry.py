@@ -1,6 +1,6 @@
 """Every patch of vLLM, as data; docs/patches.md is made of it. Stdlib only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 
@@ -50,6 +50,31 @@ CPU_LINEAR: Final = Patch(
     remove_when="vLLM lets a platform or a plugin choose the CPU's linear layer, or reads as fast itself",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
+_EXPERTS: Final = "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
+CPU_EXPERTS_PACKING: Final = Patch(
+    id="cpu_experts",
+    target=f"{_EXPERTS}.process_weights_after_loading",
+    parameters=("self", "layer"),
+    processes="CPU ranks of a group",
+    why=(
+        "bf16 experts are packed for kernels that read the chosen ones faster while few rows are computed; "
+        "the class is chosen by an oracle without a registry, before weights are there"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="vLLM lets a platform or a plugin add classes of experts, or reads as fast itself",
+    otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
+)
+CPU_EXPERTS_APPLY: Final = replace(
+    CPU_EXPERTS_PACKING,
+    target=f"{_EXPERTS}.apply",
+    parameters=(
+        *("self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"),
+        *("global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2"),
+        *("expert_tokens_meta", "apply_router_weight_on_input"),
+    ),
+    why="computes the experts that the patch above has packed",
+)
 ENGINE_PAUSE: Final = Patch(
     id="engine_pause",
     target="vllm.v1.engine.core:EngineCoreProc._process_engine_step",
@@ -64,7 +89,7 @@ ENGINE_PAUSE: Final = Patch(
     remove_when="vLLM sleeps only when a step brought no outputs either",
 )
 
-PATCHES: Final = (CPU_LINEAR, ENGINE_PAUSE)
+PATCHES: Final = (CPU_LINEAR, CPU_EXPERTS_PACKING, CPU_EXPERTS_APPLY, ENGINE_PAUSE)
 
 
 def build_refusal(patch: Patch, found: str, version: str) -> PatchError:

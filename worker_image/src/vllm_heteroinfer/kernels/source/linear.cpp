@@ -2,16 +2,14 @@
 //
 // OpenMP is torch's own: this library is linked without libgomp, and its GOMP_* symbols are those
 // of the one that torch has loaded. A second pool of threads would spin against the first.
-#include "linear.h"
+#include "call.h"
 
 #include <cpuid.h>
 #include <omp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
 using namespace heteroinfer;
 
@@ -32,41 +30,7 @@ constexpr long kHugePage = 2 << 20;
 int available = 0;  // bits of Path
 int forced_path = -1, forced_streams = -1, forced_prefetch = -1;
 
-// Grows, never shrinks: no allocation once the largest batch has been seen.
-class Buffer {
- public:
-  ~Buffer() { std::free(data_); }
-  void* reserve(size_t bytes) {
-    if (bytes > size_) {
-      std::free(data_);
-      size_ = 0;
-      data_ = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-      if (!data_) throw std::bad_alloc();
-      size_ = bytes;
-    }
-    return data_;
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t size_ = 0;
-};
-
 thread_local Buffer inputs_buffer, parts_buffer, sums_buffer;
-
-long ceil_div(long a, long b) { return (a + b - 1) / b; }
-
-// The rows of a call, in groups that a kernel multiplies at once.
-struct Rows {
-  Rows(const Kernel& kernel, long m) : m(m), groups(ceil_div(m, kernel.max_rows)) {
-    // Tiles are cheapest full; vectors cheapest in equal groups.
-    each = &kernel == &kAmx ? std::min<long>(m, kernel.max_rows) : ceil_div(m, groups);
-    groups = ceil_div(m, each);
-  }
-  long first(long group) const { return group * each; }
-  int count(long group) const { return static_cast<int>(std::min(each, m - group * each)); }
-  long m, groups, each = 0;
-};
 
 struct Call {
   const Kernel* kernel;
@@ -266,6 +230,12 @@ Path choose(long m) {
 
 }  // namespace
 
+Choice heteroinfer::choose_kernel(long m) {
+  const Kernel& kernel = *kKernels[choose(m)];
+  return {&kernel, forced_streams > 0 ? forced_streams : kernel.streams,
+          forced_prefetch >= 0 ? forced_prefetch : kernel.prefetch};
+}
+
 #pragma GCC visibility push(default)
 extern "C" {
 
@@ -332,11 +302,10 @@ void heteroinfer_pack(uint16_t* out, const uint16_t* w, long ldw, long n, long k
 void heteroinfer_linear(uint16_t* y, long ldy, const uint16_t* x, long ldx, const uint16_t* w, const uint16_t* bias,
                         long m, long n, long k) {
   if (m <= 0 || n <= 0) return;
-  const Path path = choose(m);
-  const Kernel& kernel = *kKernels[path];
+  const auto [chosen, streams, prefetch] = choose_kernel(m);
+  const Kernel& kernel = *chosen;
   Call call{&kernel, Rows(kernel, m), y, ldy, w, bias, nullptr, n, ceil_div(n, kColumns), ceil_div(k, kUnit),
-            forced_streams > 0 ? forced_streams : kernel.streams,
-            forced_prefetch >= 0 ? forced_prefetch : kernel.prefetch};
+            streams, prefetch};
   const bool serial = call.blocks * call.units * kUnitElements * 2 <= kSerialBytes;
   if (m == 1 && kernel.x_bytes == 2 && k % kUnit == 0) {
     call.inputs = reinterpret_cast<const char*>(x);  // packing one row changes nothing

@@ -62,6 +62,13 @@ extern const Kernel kAmx;
 // y[rows][columns] (row stride ldy) = c[rows][32] + bias, rounded to nearest even; bias may be null.
 void store_rows(uint16_t* y, long ldy, const float* c, int rows, long columns, const uint16_t* bias);
 
+// h[rows][n] (row stride ldh) = silu(gate) * up, rounded to nearest even; row r of `sums` (stride ld) holds its n
+// gates and n ups as blocks of 32 in turn. n is a multiple of 32.
+void silu_and_multiply(uint16_t* h, long ldh, const float* sums, long ld, int rows, long n);
+
+// y[n] = sum over i of weights[i] * parts[i][n], in their order, rounded to nearest even; n is a multiple of 16.
+void weighted_sum(uint16_t* y, const float* const* parts, const float* weights, long count, long n);
+
 // Asks the kernel for the tile registers of this process; false if it has none to give.
 bool request_amx();
 

@@ -1,0 +1,149 @@
+"""bf16 experts on the CPU: our kernels against vLLM's, in turns, as GB/s of the chosen experts' weights.
+
+    python -m tests.bench.cpu_experts [--layers 3] [--rows 1,4,16,64,512] [--rounds 30] [--threads N]
+
+Layers of Qwen3-30B-A3B's experts with random weights, uniform routing. Both have the same inputs and the same
+layer in each turn, one after the other; the ratio is the median over turns of theirs by ours. `stream` is
+a sum over all weights. Needs the worker's Python and a CPU with AVX-512.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.bench.model_shapes import SHAPES
+
+SHAPE = SHAPES["qwen3-30b-a3b"]
+DRAWS = 16
+"""Of rows and their experts, taken in turn."""
+
+
+class Contenders:
+    """The same layers in the form of each of the two.
+
+    Args:
+        count: of layers.
+        threads: of torch's pool; 0 leaves what it is.
+    """
+
+    def __init__(self, count: int, threads: int) -> None:
+        import torch
+        from vllm.platforms.cpu import CpuPlatform
+
+        torch.cpu._init_amx()
+        CpuPlatform.import_kernels()  # also where the build is for GPUs
+        import vllm._custom_ops as ops
+
+        from vllm_heteroinfer.kernels import linear
+        from vllm_heteroinfer.kernels.experts import experts, pack_experts
+
+        if threads:
+            torch.set_num_threads(threads)
+        self._torch, self._ops, self._library, self._experts = torch, ops, linear.prepare(), experts
+        self.isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+        self.experts, self.topk = SHAPE["num_experts"], SHAPE["num_experts_per_tok"]
+        hidden, width = SHAPE["hidden_size"], SHAPE["moe_intermediate_size"]
+        self.bytes = 3 * hidden * width * 2
+        draw = torch.Generator().manual_seed(0)
+        self.ours, self.theirs = [], []
+        for _ in range(count):
+            dense = [
+                (torch.randn(shape, generator=draw) * 0.02).to(torch.bfloat16)
+                for shape in ((self.experts, 2 * width, hidden), (self.experts, hidden, width))
+            ]
+            self.ours.append([pack_experts(self._library, w, gates=not i) for i, w in enumerate(dense)])
+            self.theirs.append([ops.cpu_prepack_moe_weight(w, self.isa) for w in dense])
+
+    def draw(self, rows: int) -> list[tuple[Any, ...]]:
+        """Returns inputs, experts and weights of calls, and how many experts each reads."""
+        torch = self._torch
+        draw = torch.Generator().manual_seed(rows)
+        drawn = []
+        for _ in range(DRAWS):
+            ids = torch.rand(rows, self.experts, generator=draw).topk(self.topk, -1).indices.to(torch.int32)
+            x = torch.randn(rows, SHAPE["hidden_size"], generator=draw).to(torch.bfloat16)
+            weights = torch.full((rows, self.topk), 1 / self.topk)
+            drawn.append((x, ids.contiguous(), weights, len(ids.unique())))
+        return drawn
+
+    def run_ours(self, layer: int, y: Any, x: Any, ids: Any, weights: Any) -> None:
+        """Computes a layer by our kernels."""
+        w13, w2 = self.ours[layer]
+        self._experts(self._library, y, x, w13=w13, w2=w2, weights=weights, ids=ids)
+
+    def run_theirs(self, layer: int, y: Any, x: Any, ids: Any, weights: Any) -> None:
+        """Computes a layer by vLLM's kernel."""
+        w13, w2 = self.theirs[layer]
+        self._ops.cpu_fused_moe(y, x, w13, w2, None, None, weights, ids, "silu", self.isa)
+
+    def stream(self) -> float:
+        """Returns GB/s of a sum over all our weights, the best of three."""
+        words = [w.view(-1).view(self._torch.int64) for layer in self.ours for w in layer]
+        return max(
+            sum(w.nbytes for w in words) / 1e9 / timed(lambda: [w.sum() for w in words]) for _ in range(3)
+        )
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Returns how long a call takes, in seconds."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def compare(both: Contenders, rows: int, rounds: int) -> str:
+    """Returns a line of the table."""
+    torch = both._torch
+    drawn = both.draw(rows)
+    rates: list[list[float]] = [[], []]
+    ratios, gap = [], 0.0
+    for number in range(rounds + 2):
+        x, ids, weights, count = drawn[number % DRAWS]
+        outputs = [torch.empty_like(x), torch.empty_like(x)]
+        layer = number % len(both.ours)
+        runs = list(zip((both.run_ours, both.run_theirs), outputs, strict=True))
+        taken = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            run, y = runs[which]
+            taken[which] = timed(functools.partial(run, layer, y, x, ids, weights))
+        if number < 2:  # threads wake, buffers grow
+            continue
+        largest = outputs[1].float().abs().max()
+        gap = max(gap, float((outputs[0].float() - outputs[1].float()).abs().max() / largest))
+        ratios.append(taken[1] / taken[0])
+        for rate, seconds in zip(rates, taken, strict=True):
+            rate.append(count * both.bytes / seconds / 1e9)
+    ours, theirs = (statistics.median(rate) for rate in rates)
+    spread = statistics.quantiles(ratios, n=4)
+    return (
+        f"{rows:5} {ours:9.1f} {theirs:9.1f} {statistics.median(ratios):6.2f} "
+        f"({spread[0]:.2f} to {spread[2]:.2f}) {gap:8.4f}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--rows", default="1,4,16,64,512")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=0)
+    options = parser.parse_args(argv)
+    both = Contenders(options.layers, options.threads)
+    torch = both._torch
+    print(
+        f"{torch.get_num_threads()} threads, vLLM's kernel for {both.isa}, ours of {both._library.paths}; "
+        f"stream {both.stream():.1f} GB/s"
+    )
+    print(" rows  ours GB/s  vLLM GB/s  ratio (quartiles)  largest gap")
+    for rows in map(int, options.rows.split(",")):
+        print(compare(both, rows, max(4, options.rounds if rows < 256 else options.rounds // 4)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

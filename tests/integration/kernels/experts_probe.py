@@ -1,0 +1,151 @@
+"""What the kernels make of experts: `python -m tests.integration.kernels.experts_probe [LIBRARY]`.
+
+As `probe`, of which the questions `paths` and the arguments are.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integration.kernels.answering import serve
+from vllm_heteroinfer.kernels import linear
+from vllm_heteroinfer.kernels.experts import experts, pack_experts
+
+LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+ROUNDING = 2.0**-8
+"""Of a value that becomes bf16."""
+
+
+class Layer:
+    """Inputs and weights of a case, at random but for its seed."""
+
+    def __init__(self, case: dict[str, Any], seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        rows, hidden, inner = case["rows"], case["hidden"], case["inner"]
+        self.experts, self.topk = case["experts"], case["topk"]
+
+        def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(*shape, generator=draw) * scale).to(torch.bfloat16)
+
+        self.x = bf16(rows, hidden + case.get("stride", 0))[:, :hidden]
+        self.w13 = bf16(self.experts, 2 * inner, hidden, scale=hidden**-0.5)
+        self.w2 = bf16(self.experts, hidden, inner, scale=inner**-0.5)
+        # Some experts are chosen more often, and some by no row; ids beyond both ends count nothing.
+        odds = torch.rand(self.experts, generator=draw) ** 3 + 1e-3
+        self.ids = odds.repeat(rows, 1).multinomial(self.topk, generator=draw).to(torch.int32)
+        if case.get("lost"):
+            lost = torch.rand(rows, self.topk, generator=draw)
+            self.ids[lost < 0.2] = -1
+            self.ids[lost > 0.9] = self.experts
+        self.weights = torch.rand(rows, self.topk, generator=draw)
+
+    def compute(self, case: dict[str, Any]) -> torch.Tensor:
+        """Returns what the kernels make of it."""
+        library = linear.prepare(LIBRARY)
+        library.tune(case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
+        torch.set_num_threads(case["threads"])
+        packed = [pack_experts(library, self.w13, gates=True), pack_experts(library, self.w2, gates=False)]
+        rows, hidden = self.x.shape
+        y = torch.full((rows, hidden + 8), 7.0, dtype=torch.bfloat16)
+        experts(
+            library, y[:, :hidden], self.x, w13=packed[0], w2=packed[1], weights=self.weights, ids=self.ids
+        )
+        assert bool((y[:, hidden:] == 7.0).all()), "it wrote beside its rows"
+        library.tune()
+        return y[:, :hidden]
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the layer in float64, and what rounding the activations to bf16 may change, at most."""
+        rows, hidden = self.x.shape
+        y, allowed = torch.zeros(rows, hidden).double(), torch.zeros(rows, hidden).double()
+        inner = self.w2.shape[2]
+        for row in range(rows):
+            for j in range(self.topk):
+                expert = int(self.ids[row, j])
+                if not 0 <= expert < self.experts:
+                    continue
+                w13, w2 = self.w13[expert].double(), self.w2[expert].double()
+                sums = w13 @ self.x[row].double()
+                gate, up = sums[:inner], sums[inner:]
+                activated = gate * torch.sigmoid(gate) * up
+                share = float(self.weights[row, j])
+                y[row] += share * (w2 @ activated)
+                allowed[row] += share * (w2.abs() @ activated.abs())
+        return y, allowed
+
+
+def products(question: dict[str, Any]) -> Any:
+    """Returns the worst error of each case, as a share of what roundings to bf16 may make."""
+    answers = []
+    for seed, case in enumerate(question["cases"]):
+        layer = Layer(case, seed)
+        got, (exact, allowed) = layer.compute(case), layer.exact()
+        limit = exact.abs() * ROUNDING + allowed * ROUNDING + 1e-5
+        answers.append(float(((got.double() - exact).abs() / limit).max()))
+    return {"errors": answers}
+
+
+def bits(question: dict[str, Any]) -> Any:
+    """Returns a digest of each case's outputs, bit by bit."""
+    outputs = (Layer(case, case["seed"]).compute(case) for case in question["cases"])
+    digests = [
+        hashlib.sha256(y.contiguous().view(torch.int16).numpy().tobytes()).hexdigest() for y in outputs
+    ]
+    return {"digests": digests}
+
+
+def not_numbers(question: dict[str, Any]) -> Any:
+    """Returns which rows are not finite when one input is NaN, and whether the others are as without it."""
+    case = question["case"]
+    layer = Layer(case, 5)
+    clean = layer.compute(case)
+    layer.x[question["row"], 3] = float("nan")
+    got = layer.compute(case)
+    finite = got.isfinite().all(1)
+    return {
+        "rows": (~finite).nonzero().flatten().tolist(),
+        "same": bool(torch.equal(got[finite], clean[finite])),
+    }
+
+
+def refused(question: dict[str, Any]) -> Any:
+    """Returns what is said to arguments that raw pointers must not be made of."""
+    library = linear.prepare(LIBRARY)
+    layer = Layer({"rows": 2, "hidden": 64, "inner": 32, "experts": 4, "topk": 2}, 0)
+    w13, w2 = (
+        pack_experts(library, layer.w13, gates=True),
+        pack_experts(library, layer.w2, gates=False),
+    )
+    given: dict[str, torch.Tensor] = {
+        "y": torch.empty_like(layer.x), "x": layer.x, "w13": w13, "w2": w2, "weights": layer.weights,
+        "ids": layer.ids,
+    }  # fmt: skip
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "y": lambda y: y[:1],
+        "x": lambda x: x.float(),
+        "w13": lambda w: w[:, :32],
+        "w2": lambda w: w.transpose(1, 2),
+        "weights": lambda w: w.double(),
+        "ids": lambda ids: ids.long(),
+    }
+    said = {}
+    for name, change in changes.items():
+        arguments = {**given, name: change(given[name])}
+        try:
+            experts(library, arguments.pop("y"), arguments.pop("x"), **arguments)
+        except ValueError as error:
+            said[name] = str(error)
+    for name, weight in (("odd", layer.w2[:, :33]), ("dtype", layer.w2.float())):
+        try:
+            pack_experts(library, weight, gates=False)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+if __name__ == "__main__":
+    serve({f.__name__: f for f in (products, bits, not_numbers, refused)})

@@ -1,0 +1,97 @@
+"""Experts by the kernels against exact ones, on every instruction set; vLLM's layers with them."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.kernels.instructions import SETS, of_this_cpu
+from tests.integration.kernels.probe_answers import Asking, ask_forked, asking
+
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
+
+PROBE = "tests.integration.kernels.experts_probe"
+LAYERS = "tests.integration.kernels.layers_probe"
+PATHS = tuple(SETS)
+
+
+def draw_cases(path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
+    """Returns cases of all row counts, with sizes, routing, threads and settings drawn at random."""
+    draw = random.Random(seed)
+    cases = []
+    for rows in itertools.islice(itertools.cycle([1, 1, 2, 3, 4, 7, 13, 16, 17, 33, 64, 65, 130]), count):
+        experts = draw.choice((1, 2, 5, 8, 40))
+        case = {
+            "path": path,
+            "rows": rows,
+            "hidden": draw.choice((32, 64, 96, 288)),
+            "inner": draw.choice((32, 64, 160)),
+            "experts": experts,
+            "topk": draw.randint(1, min(experts, 6)),
+            "lost": draw.random() < 0.3,
+            "threads": draw.choice((1, 2, 3, 5)),
+            "streams": draw.choice((-1, 1, 2, 4)),
+            "prefetch": draw.choice((-1, 0, 1, 2, 5)),
+            "stride": draw.choice((0, 0, 3)),
+        }
+        cases.append(case)
+    return cases
+
+
+@pytest.fixture(scope="module")
+def emulation(emulated: Path) -> Iterator[Asking]:
+    with asking(PROBE, str(emulated)) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def kernels(usable: list[str]) -> Iterator[Asking]:
+    with asking(PROBE, *usable) as ask:
+        yield ask
+
+
+@pytest.fixture
+def on_path(path: str, request: pytest.FixtureRequest) -> Asking:
+    """Asks the kernels on this CPU's own instructions if it has those of the path, emulated if not."""
+    asks: Asking = request.getfixturevalue("kernels" if path in of_this_cpu() else "emulation")
+    return asks
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path(path: str, on_path: Asking) -> None:
+    cases = draw_cases(path, 65, seed=PATHS.index(path))
+    answer = on_path("products", cases=cases)
+    wrong = [(error, case) for error, case in zip(answer["errors"], cases, strict=True) if not error <= 1.0]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_threads_change_no_bit(path: str, on_path: Asking) -> None:
+    """A block is computed by one thread, whichever: its sums have one order."""
+    for seed, case in enumerate(draw_cases(path, 6, seed=9)):
+        cases = [{**case, "threads": threads, "seed": seed} for threads in (1, 2, 5)]
+        assert len(set(on_path("bits", cases=cases)["digests"])) == 1, case
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_row_that_is_no_number_spoils_no_other(path: str, on_path: Asking) -> None:
+    case = {"path": path, "rows": 20, "hidden": 64, "inner": 32, "experts": 3, "topk": 2, "threads": 2}
+    assert on_path("not_numbers", case=case, row=7) == {"rows": [7], "same": True}
+
+
+def test_what_does_not_fit_is_refused(kernels: Asking) -> None:
+    said = kernels("refused")
+    assert set(said) == {"y", "x", "w13", "w2", "weights", "ids", "odd", "dtype"}
+    assert "torch.int64" in said["ids"]
+    assert "n a multiple of 32" in said["odd"]
+
+
+def test_layers_of_vllm(usable: list[str]) -> None:
+    """bf16 experts are ours; what the kernels don't take is vLLM's, and both are right."""
+    answer = ask_forked(LAYERS, "experts", *usable)
+    assert answer["ours"] == {"bf16": True, "padded": True, "float32": False, "gelu": False, "bias": False}
+    assert max(answer["gaps"].values()) < 2.0**-6, answer
+    assert answer["reverted"]

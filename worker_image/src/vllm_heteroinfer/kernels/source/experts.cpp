@@ -1,0 +1,277 @@
+// Routed experts of a mixture, bf16: y[row] = sum over j of weight[row][j] * down(silu(gate(x)) * up(x)) of expert ids[row][j].
+//
+// A step reads the weights of the chosen experts once, and everything here serves that stream, as in linear.h:
+//   - w13 of an expert is packed as a linear weight whose blocks of 32 columns are gate and up in turn, w2 as
+//     one of hidden columns; experts lie one after another.
+//   - All blocks of all chosen experts are one list, of which threads take equal runs: a block is never split, and
+//     the last unit of an expert prefetches the first of the next.
+//   - Rows are gathered and packed for each expert; sums stay float32 until the activation and until the end.
+#include "call.h"
+
+#include <omp.h>
+
+#include <cstring>
+
+using namespace heteroinfer;
+
+namespace {
+
+constexpr long kRowsOfABlock = 64;  // of one expert, that make its units cost about twice as much as one row does
+constexpr long kInputBytes = 4;    // at most, of a packed input
+
+thread_local Buffer plan_buffer, inputs_buffer, hidden_buffer, gates_buffer, downs_buffer, rows_buffer, sums_buffer;
+
+// The rows of one chosen expert; `first` is its first position in the list of (row, choice) by expert.
+struct Chosen {
+  Chosen(long expert, long first, long m)
+      : expert(expert), first(first), choice(choose_kernel(m)), rows(*choice.kernel, m), cost(kRowsOfABlock + m) {}
+  long expert, first;
+  Choice choice;
+  Rows rows;
+  long cost;  // of a block, in relation to others
+};
+
+struct Group {
+  const Chosen* chosen;
+  long group;
+};
+
+// What a call decides before its threads start.
+struct Call {
+  const uint16_t* x;
+  long ldx, hidden, inner, topk;
+  const Chosen* chosen;
+  long experts;         // that are chosen
+  const Group* groups;  // of all of them
+  long group_count;
+  const long* row;    // position -> row
+  const long* position;  // row * topk + j -> position; -1 for a choice that counts nothing
+  char* inputs;       // position -> packed x
+  char* middle;       // position -> packed input of w2
+  float* gates;       // position -> 2 * inner sums
+  float* downs;       // position -> hidden sums
+};
+
+// One of the two products of every chosen expert.
+struct Product {
+  const uint16_t* w;  // of all experts
+  long columns, k;
+  const char* inputs;
+  float* sums;  // position -> columns
+  bool direct;  // `inputs` of a single row are x itself
+  long blocks() const { return columns / kColumns; }
+  long units() const { return k / kUnit; }
+  const uint16_t* block(const Chosen& chosen, long block) const {
+    return w + (chosen.expert * blocks() + block) * units() * kUnitElements;
+  }
+};
+
+bool as_it_is(const Chosen& chosen) { return chosen.rows.m == 1 && chosen.choice.kernel->x_bytes == 2; }
+
+const char* group_inputs(const Call& call, const Product& product, const Chosen& chosen, long group, long unit) {
+  if (product.direct && as_it_is(chosen))
+    return reinterpret_cast<const char*>(call.x + call.row[chosen.first] * call.ldx + unit * kUnit);
+  const long first = chosen.rows.first(group), at = first * product.k + unit * kUnit * chosen.rows.count(group);
+  return product.inputs + chosen.first * product.k * kInputBytes + at * chosen.choice.kernel->x_bytes;
+}
+
+// c[m][32] = x * w of a block; its end prefetches the start of `next`.
+void multiply_block(const Call& call, const Product& product, const Chosen& chosen, long block, const uint16_t* next,
+                    float* c) {
+  const Kernel& kernel = *chosen.choice.kernel;
+  const uint16_t* w = product.block(chosen, block);
+  const long units = product.units(), streams = units < chosen.choice.streams ? 1 : chosen.choice.streams;
+  const long each = units / streams, chunk = chosen.rows.groups > 1 ? std::max<long>(1, 16 / streams) : each;
+  const long distance = std::min<long>(chosen.choice.prefetch, each);
+  std::memset(c, 0, static_cast<size_t>(chosen.rows.m * kColumns) * sizeof(float));
+  Stream stream[kMaxStreams];
+  for (long from = 0; from < each; from += chunk) {
+    const long to = std::min(each, from + chunk);
+    for (long group = 0; group < chosen.rows.groups; group++)
+      for (long at = from; at < to;) {
+        const bool own = at < each - distance;
+        const long until = own ? std::min(to, each - distance) : to;
+        for (long s = 0; s < streams; s++) {
+          const long unit = s * each + at;
+          stream[s].w = w + unit * kUnitElements;
+          stream[s].x = group_inputs(call, product, chosen, group, unit);
+          stream[s].ahead = group || !distance ? stream[s].w
+                            : own              ? stream[s].w + distance * kUnitElements
+                                               : next + (s * each + at - (each - distance)) * kUnitElements;
+        }
+        kernel.multiply(c + chosen.rows.first(group) * kColumns, chosen.rows.count(group), stream,
+                        static_cast<int>(streams), until - at, {0, 1});
+        at = until;
+      }
+  }
+  for (long unit = streams * each; unit < units; unit++)
+    for (long group = 0; group < chosen.rows.groups; group++) {
+      stream[0] = {w + unit * kUnitElements, w + unit * kUnitElements,
+                   group_inputs(call, product, chosen, group, unit)};
+      kernel.multiply(c + chosen.rows.first(group) * kColumns, chosen.rows.count(group), stream, 1, 1, {0, 1});
+    }
+}
+
+// A block of a chosen expert, and the one after it.
+struct Item {
+  long chosen, block;
+  void advance(long blocks) {
+    if (++block == blocks) block = 0, chosen++;
+  }
+};
+
+// Where a thread's run of blocks begins: those before cost `part` of `parts` of all.
+Item boundary(const Call& call, long blocks, long part, long parts) {
+  long total = 0;
+  for (long i = 0; i < call.experts; i++) total += call.chosen[i].cost * blocks;
+  long left = total * part / parts;
+  for (long i = 0; i < call.experts; i++) {
+    const long cost = call.chosen[i].cost;
+    if (left < cost * blocks) return {i, left / cost};
+    left -= cost * blocks;
+  }
+  return {call.experts, 0};
+}
+
+void multiply_all(const Call& call, const Product& product, long thread, long threads) {
+  const long blocks = product.blocks();
+  const Item end = boundary(call, blocks, thread + 1, threads);
+  Item item = boundary(call, blocks, thread, threads);
+  while (item.chosen < end.chosen || (item.chosen == end.chosen && item.block < end.block)) {
+    const Chosen& chosen = call.chosen[item.chosen];
+    const long block = item.block;
+    item.advance(blocks);
+    const Item& following = item.chosen < call.experts ? item : Item{call.experts - 1, blocks - 1};
+    const uint16_t* next = product.block(call.chosen[following.chosen], following.block);
+    float* c = static_cast<float*>(
+        sums_buffer.reserve(static_cast<size_t>(chosen.rows.m * kColumns) * sizeof(float)));
+    multiply_block(call, product, chosen, block, next, c);
+    float* out = product.sums + chosen.first * product.columns + block * kColumns;
+    for (long r = 0; r < chosen.rows.m; r++)
+      std::memcpy(out + r * product.columns, c + r * kColumns, kColumns * sizeof(float));
+  }
+}
+
+// Packs the rows of a group as its kernel reads them: x, or the activations of its sums.
+void pack_inputs(const Call& call, const Group& group) {
+  const Chosen& chosen = *group.chosen;
+  if (as_it_is(chosen)) return;
+  const Kernel& kernel = *chosen.choice.kernel;
+  const long first = chosen.rows.first(group.group);
+  const int count = chosen.rows.count(group.group);
+  auto* rows = static_cast<uint16_t*>(rows_buffer.reserve(static_cast<size_t>(count * call.hidden) * 2));
+  for (int r = 0; r < count; r++)
+    std::memcpy(rows + r * call.hidden, call.x + call.row[chosen.first + first + r] * call.ldx,
+                static_cast<size_t>(call.hidden) * 2);
+  char* to = call.inputs + chosen.first * call.hidden * kInputBytes + first * call.hidden * kernel.x_bytes;
+  kernel.pack_rows(to, rows, call.hidden, count, call.hidden, 0, call.hidden / kUnit);
+}
+
+void activate(const Call& call, const Group& group) {
+  const Chosen& chosen = *group.chosen;
+  const Kernel& kernel = *chosen.choice.kernel;
+  const long first = chosen.rows.first(group.group);
+  const int count = chosen.rows.count(group.group);
+  const float* gates = call.gates + (chosen.first + first) * 2 * call.inner;
+  char* to = call.middle + chosen.first * call.inner * kInputBytes + first * call.inner * kernel.x_bytes;
+  if (as_it_is(chosen)) {
+    silu_and_multiply(reinterpret_cast<uint16_t*>(to), call.inner, gates, 2 * call.inner, 1, call.inner);
+    return;
+  }
+  auto* rows = static_cast<uint16_t*>(rows_buffer.reserve(static_cast<size_t>(count * call.inner) * 2));
+  silu_and_multiply(rows, call.inner, gates, 2 * call.inner, count, call.inner);
+  kernel.pack_rows(to, rows, call.inner, count, call.inner, 0, call.inner / kUnit);
+}
+
+template <class T>
+T* take(char*& memory, long count) {
+  T* taken = reinterpret_cast<T*>(memory);
+  memory += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+  return taken;
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// y[m][hidden] (row stride ldy) from x[m][hidden] (row stride ldx); ids[m][topk] of `experts`, others count nothing;
+// weights[m][topk]. w13: for each expert a packed weight of 2 * inner columns, gate and up in turn by blocks of 32;
+// w2: for each expert a packed weight [hidden][inner]. hidden and inner are multiples of 32.
+void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, const uint16_t* w13, const uint16_t* w2,
+                         const float* weights, const int32_t* ids, long m, long topk, long experts, long hidden,
+                         long inner) {
+  if (m <= 0) return;
+  const long choices = m * topk;
+  // The plan: positions of (row, choice) by expert, the chosen experts, their groups of rows.
+  const size_t bytes = (static_cast<size_t>(experts) + 1) * sizeof(long) + static_cast<size_t>(choices) * 2 * sizeof(long) +
+                       static_cast<size_t>(std::min(experts, choices)) * sizeof(Chosen) +
+                       static_cast<size_t>(choices) * sizeof(Group) + 5 * 64;
+  char* memory = static_cast<char*>(plan_buffer.reserve(bytes));
+  long* starts = take<long>(memory, experts + 1);
+  long* row = take<long>(memory, choices);
+  long* position = take<long>(memory, choices);
+  Chosen* chosen = take<Chosen>(memory, std::min(experts, choices));
+  Group* groups = take<Group>(memory, choices);
+  std::memset(starts, 0, static_cast<size_t>(experts + 1) * sizeof(long));
+  for (long i = 0; i < choices; i++)
+    if (ids[i] >= 0 && ids[i] < experts) starts[ids[i] + 1]++;
+  for (long e = 0; e < experts; e++) starts[e + 1] += starts[e];
+  long chosen_count = 0, group_count = 0;
+  for (long e = 0; e < experts; e++) {
+    const long count = starts[e + 1] - starts[e];
+    if (!count) continue;
+    const Chosen& one = *new (chosen + chosen_count++) Chosen(e, starts[e], count);
+    for (long g = 0; g < one.rows.groups; g++) groups[group_count++] = {&one, g};
+  }
+  const long positions = starts[experts];
+  for (long i = 0; i < choices; i++) {  // `starts` become ends
+    const bool counts = ids[i] >= 0 && ids[i] < experts;
+    position[i] = counts ? starts[ids[i]]++ : -1;
+    if (counts) row[position[i]] = i / topk;
+  }
+  const auto reserve = [positions](Buffer& buffer, long each) {
+    return static_cast<char*>(buffer.reserve(static_cast<size_t>(std::max(1L, positions * each))));
+  };
+  const Call call{x,           ldx, hidden, inner, topk, chosen, chosen_count, groups, group_count, row, position,
+                  reserve(inputs_buffer, hidden * kInputBytes), reserve(hidden_buffer, inner * kInputBytes),
+                  reinterpret_cast<float*>(reserve(gates_buffer, 2 * inner * long{sizeof(float)})),
+                  reinterpret_cast<float*>(reserve(downs_buffer, hidden * long{sizeof(float)}))};
+  const Product up{w13, 2 * inner, hidden, call.inputs, call.gates, true};
+  const Product down{w2, hidden, inner, call.middle, call.downs, false};
+  bool packs = false;
+  for (long i = 0; i < chosen_count; i++) packs |= !as_it_is(chosen[i]);
+#pragma omp parallel
+  {
+    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const auto mine = [thread, threads](long count, long part) { return count * (thread + part) / threads; };
+    if (packs) {
+      for (long g = mine(group_count, 0); g < mine(group_count, 1); g++) pack_inputs(call, groups[g]);
+#pragma omp barrier
+    }
+    kAmx.enter();
+    multiply_all(call, up, thread, threads);
+#pragma omp barrier
+    for (long g = mine(group_count, 0); g < mine(group_count, 1); g++) activate(call, groups[g]);
+#pragma omp barrier
+    multiply_all(call, down, thread, threads);
+    kAmx.leave();
+#pragma omp barrier
+    const long strips = ceil_div(hidden, 256);
+    for (long task = mine(m * strips, 0); task < mine(m * strips, 1); task++) {
+      const long r = task / strips, column = task % strips * 256;
+      const float* parts[256];
+      float shares[256];
+      long count = 0;
+      for (long j = 0; j < topk; j++) {
+        if (position[r * topk + j] < 0) continue;
+        parts[count] = call.downs + position[r * topk + j] * hidden + column;
+        shares[count++] = weights[r * topk + j];
+      }
+      weighted_sum(y + r * ldy + column, parts, shares, count, std::min<long>(256, hidden - column));
+    }
+  }
+}
+
+}  // extern "C"
+#pragma GCC visibility pop
