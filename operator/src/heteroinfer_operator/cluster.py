@@ -88,7 +88,7 @@ class PodView:
         name: its name.
         uid: its identity; deletions name it.
         labels: the contract's labels.
-        created: creation time.
+        created: creation time; of a pod that has ended, by the clock of this process.
         deleting: whether it has a deletionTimestamp.
         gone_by: when a pod that is being deleted has used up its grace period, or None; by the clock
             of this process, as is the time of a reconcile.

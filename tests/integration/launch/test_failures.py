@@ -135,7 +135,9 @@ def test_stopped_api_server(tmp_path: Path) -> None:
     assert "the API server (pod 0) has been stopped" in failure.message
 
 
-@pytest.mark.parametrize(("api", "who"), [("silent", "API server"), ("engine", "engine")])
+@pytest.mark.parametrize(
+    ("api", "who"), [("silent", "API server"), ("endless", "API server"), ("engine", "engine")]
+)
 def test_an_api_server_or_engine_that_answers_nothing(tmp_path: Path, api: str, who: str) -> None:
     """Its process lives and no rank is busy: not ready within 2 s, ended after the limit."""
     limit_s = 4.0

@@ -1,5 +1,7 @@
 """`heteroinfer-worker inspect` as a pod runs it: output, exit code, termination message."""
 
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from tests.unit.contract.test_model_files import CONFIG, write_model
 
 NUM_LAYERS = 128
 """More than the largest dense models have (126)."""
+MOST_MEMORY_BYTES = 2 << 30
 
 
 def inspect(model: Path, message: Path) -> subprocess.CompletedProcess[str]:
@@ -31,6 +34,27 @@ def test_profile_is_printed_and_left_as_the_termination_message(tmp_path: Path) 
     text = (tmp_path / "message").read_text()
     assert text == done.stdout.strip()
     assert len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES
+
+
+def test_a_number_of_layers_that_no_model_has_is_refused_and_takes_no_memory(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", config={**CONFIG, "num_hidden_layers": 10_000_000_000})
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, hard))
+    try:
+        done = inspect(model, tmp_path / "message")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert done.returncode == names.EXIT_USAGE
+    assert "num_hidden_layers: got 10000000000, expected at most" in done.stderr
+
+
+def test_a_file_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    done = inspect(model, tmp_path / "message")
+    assert done.returncode == names.EXIT_USAGE
+    assert "model.safetensors: expected a regular file" in done.stderr
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere", "no such directory"), (".", "not a model")])

@@ -1,5 +1,6 @@
 """A stranger on the network ends no group, stands in for no pod and learns nothing; a reset ends no epoch."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -8,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 
 from heteroinfer_contract import codec, names
@@ -17,10 +19,14 @@ from tests.integration.launch.groups import (
     tiny_group,
     wait_until,
 )
+from tests.ports import free_port
 from vllm_heteroinfer.launch.handshake import build_opening
 from vllm_heteroinfer.launch.supervisor_link import Hello, Message
+from vllm_heteroinfer.pod.health_server import MOST_CONNECTIONS, REQUEST_TIMEOUT_S, HealthAnswer, HealthServer
 
 IDLE = 300
+ON_THEIR_WAY = 32
+"""Connections that a turn of the loop takes in before the oldest are closed."""
 LONGER_THAN_A_HEARTBEAT_S = 2.0
 STRANGER = GroupKey.of_group(b"s" * 32, "uid-1")
 
@@ -138,6 +144,51 @@ def test_idle_connections_forged_and_replayed_hellos_end_nothing(tmp_path: Path)
         )
         lives_on(group)
         assert "connected again" not in group.pods[0].log.read_text()
+
+
+def test_who_asks_and_reads_nothing_is_ended_and_counted(tmp_path: Path) -> None:
+    """An answer of 256 ranks is more than the kernel takes: connections would stay for ever."""
+    with tiny_group(tmp_path, (1, 255)) as group, contextlib.ExitStack() as strangers:
+        leader = group.start_pod(0)
+        wait_until(lambda: "started api" in leader.log.read_text(), 20, group.logs)
+        assert len(leader.get(names.PATH_GROUP)[1]) > 40_000
+        files = Path(f"/proc/{leader.process.pid}/fd")
+        before, most = len(list(files.iterdir())), 0
+        for _ in range(IDLE):
+            ask_and_read_nothing(strangers, leader.address.health_port)
+            most = max(most, len(list(files.iterdir())))
+        assert most <= before + MOST_CONNECTIONS + ON_THEIR_WAY
+        # The last are taken in when the first have been answered.
+        wait_until(lambda: len(list(files.iterdir())) <= before, 3 * REQUEST_TIMEOUT_S, group.logs)
+        assert leader.is_alive()
+
+
+async def test_many_who_come_at_once_wait_and_are_taken_in_by_few() -> None:
+    """Beyond what the kernel holds a connection is tried again after a second: a heart-beat's limit."""
+    health = HealthServer(lambda request: HealthAnswer(status=HTTPStatus.OK, body="ok"))
+    port = free_port()
+    await health.start("127.0.0.1", port)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(IDLE):  # this process's own loop has no turn meanwhile
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=0.5))
+        tasks = len(asyncio.all_tasks())
+        most = 0
+        for _ in range(IDLE):
+            await asyncio.sleep(0)
+            most = max(most, len(asyncio.all_tasks()) - tasks)
+            tasks = len(asyncio.all_tasks())
+        assert 0 < most <= ON_THEIR_WAY
+    health.close()
+    await asyncio.sleep(0.1)
+
+
+def ask_and_read_nothing(strangers: contextlib.ExitStack, port: int) -> None:
+    stranger = strangers.enter_context(socket.socket())
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 88)
+    stranger.settimeout(5)
+    stranger.connect(("127.0.0.1", port))
+    stranger.sendall(f"GET {names.PATH_GROUP} HTTP/1.1\r\n\r\n".encode())
 
 
 def test_the_open_ports_do_not_tell_whose_group_it_is(tmp_path: Path) -> None:

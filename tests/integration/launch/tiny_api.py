@@ -1,7 +1,7 @@
 """An API server as far as the supervisor knows one: /health answers 200; SIGTERM ends it with 0.
 
 TINY_API says what it does once TINY_TRIGGER exists: `silent` (answers nothing), `engine` (says that its
-engine answers nothing); else it serves on.
+engine answers nothing), `endless` (answers with a line of 100,000 bytes); else it serves on.
 
 /slow answers a line every 0.1 s until TINY_TRIGGER exists, and is waited for when the supervisor
 says that the group drains; new requests are then refused.
@@ -32,6 +32,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         while os.environ.get("TINY_API") == "silent" and Path(os.environ["TINY_TRIGGER"]).exists():
             time.sleep(0.1)
+        if os.environ.get("TINY_API") == "endless" and Path(os.environ["TINY_TRIGGER"]).exists():
+            self.wfile.write(b"x" * 100_000 + b"\r\n")
+            return
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
+from heteroinfer_contract.group_report import MAX_BLOCKS, GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import (
     MAX_WORLD_SIZE,
@@ -157,7 +157,7 @@ rank_statuses = st.builds(
     wait_s=seconds,
     transfer_s=seconds,
     heartbeat_age_s=seconds,
-    kv_blocks=counts,
+    kv_blocks=st.integers(0, MAX_BLOCKS),
     kv_room_blocks=counts,
     kv_room_bytes=counts,
 )

@@ -282,3 +282,44 @@ def test_an_index_with_a_name_too_long_for_a_file(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
     with pytest.raises(ModelFilesError, match="File name too long"):
         read_profile(tmp_path)
+
+
+def test_more_layers_than_any_model_has_take_no_memory(tmp_path: Path) -> None:
+    config = {**CONFIG, "num_hidden_layers": 4097}
+    with pytest.raises(ModelFilesError, match="num_hidden_layers: got 4097, expected at most 4096"):
+        read_profile(write_model(tmp_path, config=config))
+
+
+def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
+    outside = write_model(tmp_path / "outside")
+    model = write_model(tmp_path / "model")
+    for name in ("../outside/model.safetensors", str(outside / "model.safetensors")):
+        (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"t": name}}))
+        with pytest.raises(ModelFilesError, match=r"names .*\.safetensors, expected files of its folder"):
+            read_profile(model)
+
+
+def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    for name in ("model.safetensors", "config.json"):
+        (model / name).unlink()
+        (model / name).symlink_to("/dev/zero")
+        with pytest.raises(ModelFilesError, match=rf"{name}: expected a regular file"):
+            read_profile(model)
+
+
+def test_a_config_of_no_model_is_not_parsed(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    with (model / "config.json").open("ab") as file:
+        file.truncate((16 << 20) + 1)
+    with pytest.raises(ModelFilesError, match=r"got 16777217 bytes, expected at most 16777216"):
+        read_profile(model)
+
+
+def test_files_may_be_links_as_in_a_hubs_own_cache(tmp_path: Path) -> None:
+    expected = read_profile(write_model(tmp_path / "blobs"))
+    linked = tmp_path / "snapshot"
+    linked.mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (linked / path.name).symlink_to(path)
+    assert read_profile(linked) == expected

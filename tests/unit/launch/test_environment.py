@@ -8,7 +8,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.cgroups import cpu_quota
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, Mode, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import CpuBinding, PodAddress, PodLaunch
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 from vllm_heteroinfer.launch.environment import (
@@ -115,6 +115,38 @@ def test_users_variables_win_over_tuning_and_not_over_the_plan() -> None:
     assert env["OMP_NUM_THREADS"] == "3"
     assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert env["VLLM_PP_LAYER_PARTITION"] == "3,5,20,20"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "bound"),
+    [
+        ("4", "4", True),
+        ("4,2", "4,2", True),
+        (" 14 , 2 ", " 14 , 2 ", False),
+        ("", "13", True),
+        (" ", "13", True),
+    ],
+)
+def test_threads_are_those_of_the_first_level_and_a_blank_is_not_set(
+    text: str, kept: str, bound: bool
+) -> None:
+    gpu = replace(PLAN.ranks[0], device=Device.GPU, end_layer=48)
+    share = FeedForwardShare(layers=tuple(range(48)))
+    asked = replace(PLAN.ranks[1], stage=0, first_layer=0, end_layer=48, kv_cache_bytes=0)
+    asked = replace(asked, feed_forward=share)
+    plan = replace(PLAN, mode=Mode.FEED_FORWARD, pipeline_parallel_size=1, ranks=(gpu, asked))
+    env = rank_environment(plan, LEADER, asked, {"OMP_NUM_THREADS": text}, HOST)
+    assert (env["OMP_NUM_THREADS"], "OMP_PLACES" in env) == (kept, bound)
+    assert env[names.ENV_FEED_FORWARD_SPIN] == ("0.002" if bound else "0.0")
+    assert api_environment(plan, {"OMP_NUM_THREADS": text}, HOST)["OMP_NUM_THREADS"] == (
+        kept if text.strip() else "1"
+    )
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "-1", "4,", "4;2", "\u0664", "4,x", "1e3"])
+def test_threads_that_are_no_number_are_named(text: str) -> None:
+    with pytest.raises(ContractError, match=r"OMP_NUM_THREADS: got .*, expected"):
+        rank_environment(PLAN, LEADER, PLAN.ranks[0], {"OMP_NUM_THREADS": text}, HOST)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,10 @@ class Clocks:
         self.now = START
         self._skew = timedelta(seconds=skew_s)
 
+    def passed_s(self) -> float:
+        """Returns the seconds since the beginning, which no clock changes."""
+        return (self.now - START).total_seconds()
+
     def theirs(self) -> str:
         """Returns the stamp that another program of the cluster writes now."""
         return (self.now + self._skew).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -71,7 +75,7 @@ def going_pod(version: int, deletion: str) -> dict[str, Any]:
 def test_a_node_is_given_up_by_one_clock(skew_s: int, states: Sequence[tuple[bool, int]]) -> None:
     """It is silent or not, for some seconds each; the node controller's clock is off by up to a day."""
     clocks = Clocks(skew_s)
-    silences = OwnClock(lambda: clocks.now)
+    silences = OwnClock(lambda: clocks.now, clocks.passed_s)
     known_since: datetime | None = None
     stamp: str | None = None
     for silent, seconds in states:
@@ -117,3 +121,19 @@ def test_caches_count_by_the_operators_clock(skew_s: float) -> None:
     assert began <= gone_by - timedelta(seconds=GRACE_S) <= utc_now()
     assert moments(3, "Unknown") == (silent_since, gone_by), "other changes of both count nothing anew"
     assert moments(4, "True") == (None, gone_by)
+
+
+@pytest.mark.parametrize("set_by", [timedelta(hours=1), timedelta(days=-1)])
+def test_a_clock_that_is_set_changes_no_wait(set_by: timedelta) -> None:
+    """A node silent for no time was given up, by the operator's own clock alone."""
+    now, passed_s = START, 0.0
+    silences = OwnClock(lambda: now, lambda: passed_s)
+    silences.note("n", "since")
+    for _ in range(3):
+        now, passed_s = now + timedelta(milliseconds=10_003), passed_s + 10
+        assert silences.moment("n") == START, "a clock is not exact: this is no other moment"
+    now += set_by
+    moment = silences.moment("n")
+    assert moment is not None
+    assert abs((now - moment).total_seconds() - 30) < 0.1
+    assert silences.moment("n") == moment

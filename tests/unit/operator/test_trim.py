@@ -101,6 +101,18 @@ def test_the_workers_own_end_is_reported_before_any_other_containers() -> None:
     assert init_done.termination is None, "an init container that succeeded ends nothing"
 
 
+def test_a_sidecar_that_the_kubelet_restarts_ends_no_pod() -> None:
+    """As service meshes inject them: containers that begin before the others and are restarted."""
+    running = {"name": "worker", "state": {"running": {}}}
+    pod = stored_pod(initContainerStatuses=[terminated("proxy", 137)], containerStatuses=[running])
+    pod["spec"]["initContainers"] = [{"name": "proxy", "restartPolicy": "Always"}, {"name": "copy"}]
+    assert trim.pod_view(pod).termination is None
+    pod["status"]["initContainerStatuses"].append(terminated("copy", 2))
+    ended = trim.pod_view(pod).termination
+    assert ended is not None
+    assert ended.exit_code == 2
+
+
 def test_why_a_pod_does_not_run_yet() -> None:
     unplaced = trim.pod_view(
         stored_pod(

@@ -458,6 +458,30 @@ def test_a_pod_that_waits_for_a_former_key_of_the_operator_waits_no_longer(now: 
     assert world.condition("Ready") == ("True", "Serving")
 
 
+@pytest.mark.parametrize("now", [b"n" * KEY_BYTES, None])
+def test_no_pod_is_made_with_another_key_than_its_peers(now: bytes | None) -> None:
+    """They would not know each other: the epoch ends, uncounted, and all get the same."""
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    world.settle()
+    first = world.workers()
+    rejected = first[1]
+    world.pods[rejected] = replace(world.pods[rejected], phase="Failed", reason="OutOfcpu", node="node")
+    world.settle()
+    world.options = replace(world.options, operator_key=now)
+    for _ in range(3):
+        world.advance_time(60)
+        world.settle()
+        world.reap()
+    keys = {pod.key_secret for name, pod in world.pods.items() if name in world.workers()}
+    assert len(keys) == 1
+    assert not set(first) & set(world.workers())
+    assert [each["reason"] for each in world.status["groups"][0]["failures"]] == ["KeyLost"]
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 def test_a_plan_that_is_lost_while_images_are_pulled_ends_the_epoch(how: str) -> None:
     """A container is made with it: those of the pods that have none yet never would be."""

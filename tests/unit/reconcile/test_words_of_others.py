@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import parse_status
+from heteroinfer_operator.cluster import ContainerTermination
 from tests.unit.reconcile.world import PROFILE, World, cpu_pair
 
 FAILURE = Failure(
@@ -105,6 +107,74 @@ def test_any_report_of_a_leader(said: str) -> None:
         world.step()
         check_storable(world)
     assert world.condition("Ready") == ("True", "Serving")
+
+
+@pytest.mark.parametrize("number", [2**31, 2**40, 2**53, 2**63])
+@pytest.mark.parametrize("phase", [RankPhase.LOADING, RankPhase.READY])
+@pytest.mark.parametrize("name", ["loaded_bytes", "total_bytes", "steps", "kv_blocks", "kv_room_blocks"])
+def test_large_numbers_of_every_rank(name: str, phase: RankPhase, number: int) -> None:
+    """Sums and products of what each rank may say are in the status too."""
+    world = World(spec=cpu_pair())
+    world.serve()
+    if phase is RankPhase.LOADING:
+        world.pods = {name: replace(pod, ready=False) for name, pod in world.pods.items()}
+    ranks = [{**rank, "phase": phase.value, "total_bytes": 9, name: number} for rank in _ranks()]
+    try:
+        world.reports[0] = GroupReport.from_json(changed(REPORT.to_json(), ("ranks",), ranks))
+    except ContractError:
+        return
+    world.step()
+    check_storable(world)
+    assert (world.condition("Ready")[0] == "True") == (phase is RankPhase.READY)
+
+
+def _ranks() -> list[dict[str, Any]]:
+    return list(json.loads(REPORT.to_json())["ranks"])
+
+
+@pytest.mark.parametrize("exit_code", [-257, 257, 300, 3221225477, -1073741819])
+def test_an_exit_code_that_linux_has_not(exit_code: int) -> None:
+    world = World(spec=cpu_pair())
+    world.serve()
+    world.end_pod(world.workers()[0], exit_code=exit_code)
+    world.settle()
+    check_storable(world)
+    (failure,) = world.status["groups"][0]["failures"]
+    assert failure["reason"] == "PodFailed"
+    assert str(exit_code) in failure["message"]
+
+
+@pytest.mark.parametrize(
+    "waiting", ["why not", "no such runtime/class", "R" * 129, "Größe: ist so", ": of it"]
+)
+def test_a_kubelets_reason_that_is_no_reason(waiting: str) -> None:
+    world = World(spec=cpu_pair())
+    world.settle()
+    (name,) = world.pods
+    world.pods[name] = replace(world.pods[name], node="node", waiting=waiting)
+    world.settle()
+    check_storable(world)
+    assert world.condition("ModelReady")[1] == "ModelPodWaits"
+    assert waiting[:100] in next(
+        c["message"] for c in world.status["conditions"] if c["type"] == "ModelReady"
+    )
+
+
+def test_a_model_that_was_looked_at_for_days() -> None:
+    world = World(spec=cpu_pair())
+    world.settle()
+    world.status["model"] = {**world.status["model"], "phase": "Failed", "failures": 100_000}
+    (name,) = world.pods
+    world.pods[name] = replace(
+        world.pods[name],
+        started=True,
+        termination=ContainerTermination(exit_code=1, message="no such volume"),
+    )
+    world.settle()
+    check_storable(world)
+    world.advance_time(301)
+    world.settle()
+    assert world.status["model"]["failures"] == 100_001
 
 
 @given(words(PROFILE.to_json()) | st.just("[" * 100_000))

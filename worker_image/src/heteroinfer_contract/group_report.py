@@ -13,6 +13,10 @@ from heteroinfer_contract.plan import MAX_WORLD_SIZE, Plan
 
 MAX_SECONDS = 1e9
 """Of any time that a rank tells: thirty years."""
+MAX_BLOCKS = 2**31
+"""Of a KV cache: with the tokens of a block they are a number that JSON keeps."""
+MAX_COUNT = 2**53
+"""Of bytes of all ranks together, and of all else: the largest whole number that JSON keeps."""
 
 
 class RankPhase(StrEnum):
@@ -71,6 +75,8 @@ class RankStatus:
         values = {name: getattr(self, name) for name in numbers}
         codec.at_least(0, "RankStatus", **values)
         codec.at_most(MAX_SECONDS, "RankStatus", **{k: v for k, v in values.items() if k.endswith("_s")})
+        codec.at_most(MAX_COUNT, "RankStatus", **values)
+        codec.at_most(MAX_BLOCKS, "RankStatus", kv_blocks=self.kv_blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +126,8 @@ class GroupReport:
             raise ContractError("GroupReport.ranks: expected ranks 0..n-1 in order")
         for rank in self.ranks:
             rank.check()
+        for name in ("loaded_bytes", "total_bytes"):
+            codec.at_most(MAX_COUNT, "GroupReport", **{name: sum(getattr(rank, name) for rank in self.ranks)})
 
     def covers(self, plan: Plan) -> bool:
         """Returns whether it tells of every rank of a plan, each in its pod."""

@@ -7,12 +7,13 @@ the length of a JSON header that names every tensor's dtype, shape and offset
 
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind, Routing
@@ -20,14 +21,16 @@ from heteroinfer_contract.model.attention import layer_attention
 from heteroinfer_contract.model.config import from_params, text_config, whole_model
 from heteroinfer_contract.model.scheme import read_routing, read_scheme
 from heteroinfer_contract.model.weights import Tensor, Weights, sum_weights
-from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 PARAMS_FILE = "params.json"
 _CONSOLIDATED = "consolidated*.safetensors"
 MAX_HEADER_BYTES = 100_000_000
-"""As in safetensors itself: a longer header is a broken or hostile file."""
+"""As in safetensors itself: a longer header is a broken or hostile file; an index is no longer."""
+MOST_CONFIG_BYTES = 16 * 2**20
+"""Of config.json or params.json: those of published models have up to some hundred KB."""
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CONFIG_DTYPES = frozenset(_DTYPES.values())
@@ -67,6 +70,11 @@ def _read_profile(directory: Path) -> ModelProfile:
     text = text_config(config)
     tensors = [tensor for path in _shards(directory, consolidated) for tensor in _read_header(path)]
     number = _number(text, directory, "num_hidden_layers")
+    if number > MOST_LAYERS:
+        raise ModelFilesError(
+            f"{directory / CONFIG_FILE}: num_hidden_layers: got {number}, expected at most {MOST_LAYERS}; "
+            "download the model again, or take another one"
+        )
     weights = sum_weights(tensors, number)
     # More layers than that are for speculation (multi-token prediction) and are not served.
     if missing := sorted(set(range(number)) - set(weights.layers)):
@@ -178,7 +186,7 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    value = _read_json(path)
+    value = _read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path}: expected a JSON object")
     return value
@@ -189,11 +197,16 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
         return sorted(directory.glob(_CONSOLIDATED))
     index = directory / INDEX_FILE
     if index.exists():
-        content = _read_json(index)
+        content = _read_json(index, MAX_HEADER_BYTES)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelFilesError(f"{index}: expected a weight_map from tensors to files")
         names = sorted({str(name) for name in weight_map.values()})
+        if outside := [name for name in names if _leaves(name)]:
+            raise ModelFilesError(
+                f"{directory}: {INDEX_FILE} names {_brief(outside)}, expected files of its folder; "
+                "download the model again, or take another one"
+            )
         missing = [name for name in names if not (directory / name).exists()]
         if missing:
             raise ModelFilesError(
@@ -210,9 +223,28 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
     return found
 
 
+def _leaves(name: str) -> bool:
+    """Returns whether a path would leave the model's folder; a link may (those of a hub's own cache do)."""
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts
+
+
+def _open(path: Path) -> BinaryIO:
+    """Returns a file to read; raises ModelFilesError for what has no end (a FIFO, a device), and OSError."""
+
+    def open_regular(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)  # a FIFO is opened at once, and then refused
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ModelFilesError(f"{path}: expected a regular file; download the model again")
+        return descriptor
+
+    return open(path, "rb", opener=open_regular)
+
+
 def _read_header(path: Path) -> list[Tensor]:
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
@@ -247,9 +279,15 @@ def _read_header(path: Path) -> list[Tensor]:
     return tensors
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path, most_bytes: int) -> Any:
     try:
-        content = path.read_bytes()
+        with _open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most_bytes:
+                raise ModelFilesError(
+                    f"{path}: got {size} bytes, expected at most {most_bytes}; download it again"
+                )
+            content = file.read(most_bytes)
     except OSError as error:
         raise _not_readable(path, error) from error
     return _parse_json(path, content)

@@ -7,10 +7,14 @@ message, of which Kubernetes keeps 4096 bytes, and in the status.
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import Final
 
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme
+
+MOST_LAYERS: Final = 4096
+"""As many as a role may have (`roles[].layers`); published models have up to 126."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,7 @@ class ModelProfile:
         """Checks that no size is one that there cannot be; raises ContractError naming it."""
         for name in ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
+        codec.at_most(MOST_LAYERS, "ModelProfile", num_layers=self.num_layers)
         for name in ("vocab_size", "max_position_embeddings", "first_stage_layers"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
         for name in ("embedding_bytes", "head_bytes", "other_bytes", "encoder_bytes", "dropped_bytes"):

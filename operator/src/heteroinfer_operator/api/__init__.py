@@ -9,7 +9,13 @@ Pure: imports pydantic and the contract only.
 
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api.base import Model, StatusModel, ValidationRule, When
-from heteroinfer_operator.api.condition import Condition, ConditionStatus, ConditionType, merge_conditions
+from heteroinfer_operator.api.condition import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    is_reason,
+    merge_conditions,
+)
 from heteroinfer_operator.api.engine import DType, EngineSpec
 from heteroinfer_operator.api.env_vars import EnvSource, EnvVar, KeyReference
 from heteroinfer_operator.api.model_source import AccessMode, ModelCache, ModelSpec, TokenReference
@@ -125,6 +131,7 @@ __all__ = [
     "Toleration",
     "ValidationRule",
     "When",
+    "is_reason",
     "merge_conditions",
     "parse_life",
     "parse_resource",

@@ -1,13 +1,22 @@
 """Conditions in the shape of metav1.Condition. Pure."""
 
+import re
 from collections.abc import Iterable
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from heteroinfer_operator.api.base import StatusModel, Time
+
+_REASON: Final = r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"
+_MOST_REASON: Final = 128
+
+
+def is_reason(word: str) -> bool:
+    """Returns whether a word of somebody else's can be a condition's reason."""
+    return len(word) <= _MOST_REASON and re.fullmatch(_REASON, word) is not None
 
 
 class ConditionType(StrEnum):
@@ -39,9 +48,7 @@ class Condition(StatusModel):
     """CamelCase."""
     status: ConditionStatus
     """Whether it holds."""
-    reason: Annotated[
-        str, Field(pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", min_length=1, max_length=128)
-    ]
+    reason: Annotated[str, Field(pattern=_REASON, min_length=1, max_length=_MOST_REASON)]
     """CamelCase, for programs."""
     message: Annotated[str, Field(max_length=4096)] = ""
     """For people."""

@@ -21,6 +21,8 @@ MAX_PLANS: Final = 16
 MAX_PROFILE_LENGTH: Final = 16384
 """Characters; a layer takes about 11, and a pod's termination message holds 4,096."""
 
+MOST_EXIT_CODE: Final = 256
+"""In size; negative for a signal."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 """A number that is never negative; 2**53 keeps exact in every JSON reader."""
 GroupCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -145,7 +147,7 @@ class FailureStatus(StatusModel):
     """For people."""
     rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)] | None = None
     """The culprit, if it is a rank."""
-    exit_code: Annotated[int, Field(ge=-256, le=256)] | None = None
+    exit_code: Annotated[int, Field(ge=-MOST_EXIT_CODE, le=MOST_EXIT_CODE)] | None = None
     """Of the culprit; negative for a signal."""
     counted: bool = True
     """Whether it counts towards restart.maxRestarts; evictions, drains and preemptions don't."""

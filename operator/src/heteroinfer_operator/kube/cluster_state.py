@@ -58,7 +58,7 @@ class ClusterState:
         kept: KeptCalibrations | None = None,
     ) -> None:
         self.cluster_scope = not namespaces
-        self._silences, self._deletions = OwnClock(), OwnClock()
+        self._silences, self._deletions, self._creations = OwnClock(), OwnClock(), OwnClock()
         scopes: list[str | None] = [*namespaces] or [None]
 
         self.resources = ResourceCache(server, scopes, touched)
@@ -71,7 +71,9 @@ class ClusterState:
         def pod_changed(before: PodRecord | None, after: PodRecord | None) -> None:
             if before is not None and (after is None or after.view.uid != before.view.uid):
                 self._deletions.note(before.view.uid, None)
+                self._creations.note(before.view.uid, None)
             if after is not None:
+                self._creations.note(after.view.uid, after.view.created)
                 self._deletions.note(after.view.uid, after.view.gone_by, later_s=after.grace_s)
             touch(before, after)
 
@@ -188,9 +190,12 @@ class ClusterState:
         return [self._by_own_clock(pod) for pod in cache.under(key) if pod.owner_uid == uid]
 
     def _by_own_clock(self, pod: PodRecord) -> PodRecord:
-        if pod.view.gone_by is None:
+        view = pod.view
+        if not view.ended:
             return pod
-        return replace(pod, view=replace(pod.view, gone_by=self._deletions.moment(pod.view.uid)))
+        gone_by = None if view.gone_by is None else self._deletions.moment(view.uid)
+        created = self._creations.moment(view.uid) or view.created
+        return replace(pod, view=replace(view, gone_by=gone_by, created=created))
 
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
         """Returns the other children of a resource, in order of kind and name."""

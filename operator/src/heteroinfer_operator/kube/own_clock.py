@@ -4,8 +4,13 @@ Stamps of a cluster are of several clocks: of the controller manager (a node's c
 server (a pod's deletion), of ours. The difference of two of them is a time only if both are of one.
 """
 
+import time
 from collections.abc import Callable, Hashable
 from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple
+
+_SET: Final = timedelta(seconds=1)
+"""A clock that differs by more from the time that has passed was set."""
 
 
 def utc_now() -> datetime:
@@ -16,15 +21,20 @@ def utc_now() -> datetime:
 class OwnClock:
     """Notes when stamps of other clocks were first seen; they themselves only tell one from the other.
 
-    After a restart all is seen anew: what is counted from here then takes longer, never shorter.
+    After a restart all is seen anew: what is counted from here then takes longer, never shorter. So it is
+    counted by the time that has passed: a clock that is set forward or back changes no wait.
 
     Args:
         clock: of this process.
+        passed_s: seconds that never go back.
     """
 
-    def __init__(self, clock: Callable[[], datetime] = utc_now) -> None:
+    def __init__(
+        self, clock: Callable[[], datetime] = utc_now, passed_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
-        self._seen: dict[str, tuple[Hashable, datetime]] = {}
+        self._passed_s = passed_s
+        self._seen: dict[str, _Seen] = {}
 
     def note(self, key: str, stamp: Hashable | None, *, later_s: float = 0.0) -> None:
         """Takes in a stamp.
@@ -36,10 +46,24 @@ class OwnClock:
         """
         if stamp is None:
             self._seen.pop(key, None)
-        elif key not in self._seen or self._seen[key][0] != stamp:
-            self._seen[key] = (stamp, self._clock() + timedelta(seconds=later_s))
+        elif key not in self._seen or self._seen[key].stamp != stamp:
+            moment = self._clock() + timedelta(seconds=later_s)
+            self._seen[key] = _Seen(stamp, moment, self._passed_s() + later_s)
 
     def moment(self, key: str) -> datetime | None:
         """Returns the stamp of this process's clock for what `key` names, or None."""
         seen = self._seen.get(key)
-        return None if seen is None else seen[1]
+        if seen is None:
+            return None
+        moment = self._clock() - timedelta(seconds=self._passed_s() - seen.at_s)
+        if abs(moment - seen.moment) > _SET:
+            self._seen[key] = seen = _Seen(seen.stamp, moment, seen.at_s)
+        return seen.moment
+
+
+class _Seen(NamedTuple):
+    """A stamp of another clock, and this process's: of its clock, and in seconds that never go back."""
+
+    stamp: Hashable
+    moment: datetime
+    at_s: float

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -210,7 +210,7 @@ def pod_view(stored: Manifest) -> PodView:
         node=stored["spec"].get("nodeName", ""),
         unschedulable=_unschedulable(stored, scheduled),
         waiting=_waiting(containers),
-        termination=_termination(containers),
+        termination=_termination(containers, _restarted(stored)),
         key_secret=find_key_secret(stored),
     )
 
@@ -243,12 +243,19 @@ def _waiting(containers: Iterable[Manifest]) -> str:
     return ""
 
 
-def _termination(containers: Iterable[Manifest]) -> ContainerTermination | None:
-    """Returns how the worker container ended; or the first container that failed before it."""
+def _restarted(stored: Manifest) -> frozenset[str]:
+    """Returns the names of sidecars that the kubelet restarts whenever they end, as meshes inject them."""
+    containers = stored["spec"].get("initContainers") or ()
+    return frozenset(each["name"] for each in containers if each.get("restartPolicy") == "Always")
+
+
+def _termination(containers: Iterable[Manifest], restarted: Collection[str]) -> ContainerTermination | None:
+    """Returns how the worker container ended; or the first container that failed before it, for good."""
     ended = [
         (container["name"], terminated)
         for container in containers
         if (terminated := (container.get("state") or {}).get("terminated"))
+        and container["name"] not in restarted
     ]
     worker = [how for name, how in ended if name == names.CONTAINER_WORKER]
     failed = [how for _, how in ended if how["exitCode"] != 0]

@@ -114,7 +114,7 @@ def complete_labels(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[
         None for a pod that is no worker by its name, such as a copy that somebody made of one.
     """
     numbers = (names.LABEL_GROUP, names.LABEL_EPOCH, names.LABEL_POD_INDEX)
-    match = re.fullmatch(rf"{re.escape(owner.key.name)}-([0-9]{{1,2}})-([0-9]{{1,16}})-([0-9]{{1,3}})", name)
+    match = re.fullmatch(rf"{re.escape(owner.key.name)}-([0-9]{{1,2}})-([0-9]{{1,15}})-([0-9]{{1,3}})", name)
     if match is None:
         return None
     named = dict(zip(numbers, match.groups(), strict=True))

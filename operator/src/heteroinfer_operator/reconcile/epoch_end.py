@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_operator.api.status import MOST_EXIT_CODE
 from heteroinfer_operator.cluster import PodView
 
 _OOM_KILLED = "OOMKilled"
@@ -129,7 +130,8 @@ def _termination(pod: PodView) -> EpochEnd | None:
     return EpochEnd(
         reason=_OOM_KILLED if ended.reason == _OOM_KILLED else "PodFailed",
         message=f"pod {pod.name} ended with exit code {ended.exit_code} {ended.message[:300]}".strip(),
-        exit_code=ended.exit_code,
+        # Some runtimes give numbers that Linux has not; the status has no field for them.
+        exit_code=ended.exit_code if abs(ended.exit_code) <= MOST_EXIT_CODE else None,
     )
 
 

@@ -96,26 +96,31 @@ def decide_key(context: Context, status: GroupStatus) -> tuple[CreateObject, ...
     return (CreateObject(manifest=build_group_key(group, key), may_exist=True, scopes=scopes),)
 
 
-def find_lost_key(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> EpochEnd | None:
-    """Returns the end of an epoch of which a container waits for a key that nobody makes any more.
+def find_lost_key(
+    context: Context, status: GroupStatus, pods: Sequence[PodView], *, lacks_pods: bool
+) -> EpochEnd | None:
+    """Returns the end of an epoch with a key that nobody makes any more, of which something is to be made.
 
-    The operator's own key was lost, and it has another one now: that of the group is another one too.
+    The operator's own key was lost, and it has another one now: that of the group is another one too. A
+    container would wait for the Secret of the old one for ever; a pod with the new one would meet nobody.
 
     Args:
         context: of this reconcile.
         status: of the group.
         pods: of the epoch.
+        lacks_pods: whether some of it are to be made.
     """
     group = _group_ref(context, status)
     key = key_of(context.options.operator_key, group)
     made = "" if key is None else group_key_secret(group, key)
-    waiting = (pod for pod in pods if startup.lacks_configuration(pod) and pod.key_secret)
-    stuck = next((pod for pod in waiting if pod.key_secret != made), None)
-    if stuck is None:
+    waiting = (pod for pod in pods if lacks_pods or (startup.lacks_configuration(pod) and pod.key_secret))
+    old = next((pod for pod in waiting if pod.key_secret != made), None)
+    if old is None:
         return None
+    key_of_pod = f"the key of Secret {old.key_secret}" if old.key_secret else "no key"
     message = (
-        f"pod {stuck.name} waits, maybe for Secret {stuck.key_secret} of a key that the operator had before; "
-        "a new epoch gets a new key"
+        f"pod {old.name} was made with {key_of_pod}, and the operator has another one now; a new epoch is "
+        "made with that"
     )
     return EpochEnd(reason="KeyLost", message=message, counted=False)
 

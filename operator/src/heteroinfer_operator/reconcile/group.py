@@ -247,7 +247,9 @@ def _find_epoch_end(
     gone = [pod for pod in _had_run(status) if pod not in present]
     if gone:
         return EpochEnd(reason="PodDeleted", message=f"pod {gone[0]} is gone")
-    return _find_lost_plan(status, current, made) or find_lost_key(context, status, current)
+    return _find_lost_plan(status, current, made) or find_lost_key(
+        context, status, current, lacks_pods=bool(current and made.missing(current))
+    )
 
 
 def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: _Made) -> EpochEnd | None:

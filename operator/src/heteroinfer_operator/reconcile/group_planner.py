@@ -242,4 +242,5 @@ def gpus_missing_since(
         now: time of the reconcile.
     """
     missing = any(refusal.reason == Shortage.reason for refusal in refusals)
-    return (status.gpus_missing_since or now) if missing else None
+    # A clock that was set back prolongs no wait.
+    return min(status.gpus_missing_since or now, now) if missing else None

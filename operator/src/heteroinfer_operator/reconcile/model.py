@@ -17,6 +17,7 @@ from heteroinfer_operator.api import (
     HeteroInferenceSpec,
     ModelPhase,
     ModelStatus,
+    is_reason,
 )
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
 from heteroinfer_operator.manifests import identity
@@ -229,11 +230,13 @@ def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDec
     if reason in _IMAGE_REASONS:
         # Kubernetes says now this, now that of the same; one word for it keeps the status still.
         reason, message = "ImagePullBackOff", "its image cannot be pulled; see the pod's events"
+    elif not is_reason(reason):
+        reason, message = "ModelPodWaits", pod.waiting
     return ModelDecision(
         status=kept.model_copy(update={"phase": context.phase, "profile": None, "checked_time": None}),
         holds=False,
         reason=reason,
-        message=f"pod {pod.name} cannot start: {message or reason}",
+        message=f"pod {pod.name} cannot start: {message or reason}"[:1024],
     )
 
 
@@ -301,7 +304,8 @@ def _failed(
 ) -> ModelDecision:
     """Returns the decision after a failed attempt: its pod stays, with its log, until the next is due."""
     failures = kept.failures or 0
-    wait_s = min(_RETRY_FIRST_S * 2.0**failures, _RETRY_MOST_S) - (context.now - pod.created).total_seconds()
+    pause_s = min(_RETRY_FIRST_S * 2.0 ** min(failures, 16), _RETRY_MOST_S)
+    wait_s = pause_s - (context.now - pod.created).total_seconds()
     again = wait_s <= 0
     update = {
         "phase": ModelPhase.FAILED,

@@ -23,6 +23,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, Mode, Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
+from vllm_heteroinfer.pod.open_mp import first_level
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is on Linux
 
@@ -148,7 +149,7 @@ def may_spin(plan: Plan, launch: PodLaunch) -> bool:
     if "OMP_PLACES" in os.environ:  # the supervisor pins threads where the pod has whole cores
         return True
     ranks = ranks_on_machine(plan, launch)
-    return len(os.sched_getaffinity(0)) >= len(ranks) * int(os.environ.get("OMP_NUM_THREADS", "1"))
+    return len(os.sched_getaffinity(0)) >= len(ranks) * (first_level(os.environ) or 1)
 
 
 def forget_shared_memory(*groups: Any) -> None:

@@ -37,5 +37,5 @@ async def _api_is_healthy(host: str, port: int) -> bool:
                 return (await reader.readline()).split(b" ")[1:2] == [b"200"]
             finally:
                 writer.close()
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, ValueError):  # ValueError: its first line has no end
         return False

@@ -24,6 +24,7 @@ from vllm_heteroinfer.launch.supervisor_link import Hello, Message, RankBeat, Su
 from vllm_heteroinfer.pod.addresses import bind_host
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.connection_limit import ConnectionLimit
+from vllm_heteroinfer.pod.listening import listen
 
 MOST_STRANGERS = 64
 """Connections that have not proved who they are."""
@@ -75,7 +76,7 @@ class ControlServer:
         """
         host, port = self._launch.address.host, self._launch.address.control_port
         try:
-            self._server = await asyncio.start_server(self._serve, host=bind_host(host), port=port)
+            self._server = await listen(self._serve, bind_host(host), port)
         except OSError as error:
             raise ContractError(
                 f"control port {port} cannot be used: {error}; end the process that has it, or set another "

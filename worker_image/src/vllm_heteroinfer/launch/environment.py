@@ -15,8 +15,8 @@ from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
 from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
 from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.pod.addresses import ENV_OWN_ADDRESS
+from vllm_heteroinfer.pod.open_mp import OMP_NUM_THREADS, first_level
 
-OMP_NUM_THREADS = "OMP_NUM_THREADS"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIDE_GPUS = "-1"
 """The empty string would keep Triton on, and the sampler dies without a driver (vLLM 0.32.0)."""
@@ -68,8 +68,9 @@ def rank_environment(
     tuning (threads), never over what the plan fixes.
 
     Raises:
-        ContractError: the pod sees fewer GPUs than it has GPU ranks.
+        ContractError: the pod sees fewer GPUs than it has GPU ranks, or its number of threads is none.
     """
+    base_env = _without_blank_threads(base_env)
     env = {**base_env, **_fixed(plan, rank.device, host), names.ENV_RANK: str(rank.rank)}
     if rank.device is Device.GPU:
         env[CUDA_VISIBLE_DEVICES] = _own_gpu(rank, base_env)
@@ -93,7 +94,11 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
     """Returns the environment of the API server and its engine core, which compute nothing.
 
     It takes rank 0's platform, since the engine builds its configuration there.
+
+    Raises:
+        ContractError: the number of threads in `base_env` is none.
     """
+    base_env = _without_blank_threads(base_env)
     device = plan.ranks[0].device
     env = {**base_env, **_fixed(plan, device, host)}
     env.pop(names.ENV_RANK, None)
@@ -125,7 +130,7 @@ def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) ->
     Under a CPU limit spinning uses up the time that computing needs (CFS throttling), and with fewer
     CPUs than threads it keeps others from running.
     """
-    threads = int(env.get(OMP_NUM_THREADS, "1")) * len(ranks_on_machine(plan, launch, Device.CPU))
+    threads = (first_level(env) or 1) * len(ranks_on_machine(plan, launch, Device.CPU))
     limited = host.usable_cpus < len(host.cpus)
     crowded = threads + _reserved_cpus(plan, launch, host) > host.usable_cpus
     return 0.0 if limited or crowded else FEED_FORWARD_SPIN_S
@@ -169,6 +174,17 @@ def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
     }
 
 
+def _without_blank_threads(base_env: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the variables, less a number of threads that says nothing: it is as one that is not set.
+
+    Raises:
+        ContractError: it is none.
+    """
+    if first_level(base_env) is not None:
+        return base_env
+    return {name: value for name, value in base_env.items() if name != OMP_NUM_THREADS}
+
+
 def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
     listed = base_env.get(CUDA_VISIBLE_DEVICES)
     if listed is None:
@@ -184,8 +200,7 @@ def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
 
 def _more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
     """Returns whether the user wants more threads than the rank has CPUs: they'd wait for each other."""
-    asked = base_env.get(OMP_NUM_THREADS, "")
-    return asked.isdecimal() and int(asked) > len(cpu_set.cpus)
+    return (first_level(base_env) or 0) > len(cpu_set.cpus)
 
 
 def _thread_settings(plan: Plan, launch: PodLaunch, cpu_set: CpuSet | None, host: Host) -> dict[str, str]:

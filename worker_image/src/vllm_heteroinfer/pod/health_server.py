@@ -6,6 +6,7 @@ and its answers must come from the loop that knows. GET only, one request a conn
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -14,6 +15,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.pod.addresses import bind_host
 from vllm_heteroinfer.pod.connection_limit import ConnectionLimit
+from vllm_heteroinfer.pod.listening import listen
 
 REQUEST_TIMEOUT_S = 5.0
 MOST_CONNECTIONS = 64
@@ -58,9 +60,7 @@ class HealthServer:
             ContractError: the port cannot be taken.
         """
         try:
-            self._server = await asyncio.start_server(
-                self._serve, host=bind_host(host), port=port, limit=MOST_REQUEST_BYTES
-            )
+            self._server = await listen(self._serve, bind_host(host), port, limit=MOST_REQUEST_BYTES)
         except OSError as error:
             raise ContractError(
                 f"health port {port} cannot be used: {error}; end the process that has it, or set another "
@@ -73,20 +73,21 @@ class HealthServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection, which counts until nothing of it is left, whatever its client reads."""
         end = writer.transport.abort
-        with (
-            contextlib.suppress(OSError, TimeoutError, asyncio.LimitOverrunError),
-            self._connections.holding(end),
-        ):
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                try:
-                    request = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(_response(self._route(request)))
-                    await writer.drain()
-                except asyncio.IncompleteReadError:
-                    pass  # the client left
-                finally:
-                    writer.close()
+        with self._connections.holding(end):
+            try:
+                with contextlib.suppress(
+                    OSError, TimeoutError, asyncio.LimitOverrunError, asyncio.IncompleteReadError
+                ):
+                    async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                        _limit_unread(writer)
+                        request = await reader.readuntil(b"\r\n\r\n")
+                        writer.write(_response(self._route(request)))
+                        writer.close()
+                        await writer.wait_closed()
+            finally:
+                end()
 
     def _route(self, request: bytes) -> HealthAnswer:
         first, *rest = request.decode("latin-1").split("\r\n")
@@ -96,6 +97,12 @@ class HealthServer:
         headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in rest)}
         path = line[1].split("?", 1)[0]
         return self._answer(HealthRequest(path=path, credentials=headers.get("authorization", "")))
+
+
+def _limit_unread(writer: asyncio.StreamWriter) -> None:
+    """Has the kernel give up what a client does not take, also once this process has given it away."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(REQUEST_TIMEOUT_S * 1000))
 
 
 def _response(answer: HealthAnswer) -> bytes:

@@ -9,6 +9,7 @@ import os
 import sys
 
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from vllm_heteroinfer.pod.open_mp import first_level
 
 SHARED = (
     "vllm_heteroinfer.engine.executor",
@@ -47,6 +48,6 @@ def settle(module: str) -> None:
 
     setproctitle(f"{sys.executable} -m {module}")
 
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) != torch.get_num_threads():
-        torch.set_num_threads(int(threads))
+    threads = first_level(os.environ)
+    if threads is not None and threads != torch.get_num_threads():
+        torch.set_num_threads(threads)

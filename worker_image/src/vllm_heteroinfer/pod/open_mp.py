@@ -1,0 +1,31 @@
+"""How many threads OpenMP is asked for. Pure.
+
+A user may say a number for each level of nested parallel regions: `4,2` (OpenMP 5.2, section 21.1.2).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from heteroinfer_contract.errors import ContractError
+
+OMP_NUM_THREADS: Final = "OMP_NUM_THREADS"
+_NUMBERS: Final = re.compile(r"\s*0*([1-9][0-9]{0,5})\s*(,\s*0*[1-9][0-9]{0,5}\s*)*")
+
+
+def first_level(env: Mapping[str, str]) -> int | None:
+    """Returns the threads of regions that are in no other one; None where nothing is said.
+
+    Raises:
+        ContractError: what is said is no number of threads; the message names the variable.
+    """
+    text = env.get(OMP_NUM_THREADS, "")
+    if not text.strip():
+        return None
+    numbers = _NUMBERS.fullmatch(text)
+    if numbers is None:
+        raise ContractError(
+            f"{OMP_NUM_THREADS}: got {text[:80]!r}, expected a number above 0, or several with commas "
+            "between them; correct it in spec.engine.env"
+        )
+    return int(numbers[1])
