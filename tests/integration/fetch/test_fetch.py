@@ -16,7 +16,13 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model_fetch import MARKER_FILE, damaged_files, model_folder, read_marker
+from heteroinfer_contract.model_fetch import (
+    MARKER_FILE,
+    CompleteModel,
+    damaged_files,
+    model_folder,
+    read_marker,
+)
 from heteroinfer_contract.model_files import INDEX_FILE, read_profile
 from heteroinfer_contract.pod_launch import PodLaunch
 from tests.cluster.folders import REPOSITORY
@@ -37,11 +43,12 @@ USELESS = {
     "README.md": b"a model",
 }
 TOKEN = "hf_secretTokenThatNobodyMaySee"
+SLOW_BYTES_PER_S = 900_000.0
 CHUNK_BYTES = 10 * 2**20
-"""What the client gathers before it writes: so much of a file is lost by a kill."""
+"""What the client gathers by itself before it writes; here a tenth of it."""
 SHARD_BYTES = 6 * CHUNK_BYTES
 PAUSE_BYTES = 3 * CHUNK_BYTES + 100_000
-"""Where the hub stops: three pieces are written, the fourth is not."""
+"""Where the hub stops: what came before the last piece is written."""
 
 
 def model_files(folder: Path) -> dict[str, bytes]:
@@ -345,6 +352,24 @@ def test_a_commit_that_leaves_the_cache(hub: HubServer, cache: Path) -> None:
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
     assert "for a commit" in failure.message
     assert not (cache.parent / "outside").exists()
+
+
+def test_a_hub_plants_no_marker(hub: HubServer, cache: Path) -> None:
+    """Fetched under another way to write its name, it would be there before the weights are."""
+    files = hub.repositories[MODEL].files
+    planted = CompleteModel(repository=MODEL, commit="0" * 40, files=()).to_json().encode()
+    index = {"weight_map": {"a": SHARDS[0], "b": f"./{MARKER_FILE}"}}
+    files |= {INDEX_FILE: json.dumps(index).encode(), MARKER_FILE: planted, f"./{MARKER_FILE}": planted}
+    failure = refuse(hub, cache).failure()
+    assert failure.reason is FailureReason.MODEL_NOT_READABLE
+    assert f"names ./{MARKER_FILE}" in failure.message
+    assert not (folder_of(hub, cache) / MARKER_FILE).exists()
+
+
+def test_bytes_that_come_slowly_are_news(hub: HubServer, cache: Path) -> None:
+    hub.bytes_per_s = SLOW_BYTES_PER_S
+    with fetching(hub, cache, "--patience", "6") as fetch:
+        fetch.wait_for(lambda progress: progress.done_bytes > 8 * SLOW_BYTES_PER_S)
 
 
 def test_a_model_without_safetensors(hub: HubServer, cache: Path) -> None:

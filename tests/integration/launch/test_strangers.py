@@ -32,7 +32,12 @@ STRANGER = GroupKey.of_group(b"s" * 32, "uid-1")
 
 
 class Wire:
-    """A connection on its way: what passes is recorded, and it can be cut as a network does."""
+    """A connection on its way: what passes is recorded, and it can be cut as a network does.
+
+    Attributes:
+        swallows: how many connections are accepted next of which nothing passes.
+        refuses: whether connections are reset at once.
+    """
 
     def __init__(self, port: int) -> None:
         self.sent: list[bytes] = []
@@ -42,6 +47,8 @@ class Wire:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
         self._closed = False
+        self.swallows = 0
+        self.refuses = False
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
@@ -52,6 +59,14 @@ class Wire:
                 if self._closed:
                     near.close()
                     return
+                if self.swallows:
+                    self.swallows -= 1
+                    self._all.append(near)
+                    continue
+                if self.refuses:
+                    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    near.close()
+                    continue
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target))
                 except OSError:
@@ -233,6 +248,38 @@ def test_a_reset_connection_ends_no_epoch(tmp_path: Path) -> None:
         started = time.monotonic()
         wait_until(lambda: time.monotonic() - started > LONGER_THAN_A_HEARTBEAT_S, 10)
         lives_on(group)
+
+
+def test_a_hello_that_the_network_swallows_ends_no_epoch(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do=dict.fromkeys(range(2), "compute")) as group, wired(group) as wire:
+        group.wait_ready()
+        wire.swallows = 1
+        wire.reset()
+        log = group.pods[1].log
+        wait_until(lambda: "connected to the leader again" in log.read_text(), 5, group.logs)
+        assert wire.swallows == 0
+        started = time.monotonic()
+        wait_until(lambda: time.monotonic() - started > LONGER_THAN_A_HEARTBEAT_S, 10)
+        lives_on(group)
+
+
+def test_a_pod_is_asked_where_it_listens(tmp_path: Path) -> None:
+    """Its connection comes from another address, where nobody listens; it comes again after half a second."""
+    with tiny_group(tmp_path, do=dict.fromkeys(range(2), "compute")) as group:
+        leader, follower = group.launches[0].addresses
+        hosts = (leader, dataclasses.replace(follower, host="127.0.0.2"))
+        group.launches = [dataclasses.replace(launch, addresses=hosts) for launch in group.launches]
+        with wired(group) as wire:
+            wait_until(group.pods[0].is_ready, 60, group.logs)
+            wire.refuses = True
+            wire.reset()
+            cut = time.monotonic()
+            wait_until(lambda: time.monotonic() - cut > 0.5, 10)
+            wire.refuses = False
+            log = group.pods[1].log
+            wait_until(lambda: "connected to the leader again" in log.read_text(), 5, group.logs)
+            wait_until(group.pods[0].is_ready, 2, group.logs)
+            assert [pod.process.poll() for pod in group.pods] == [None, None], group.logs()
 
 
 def test_a_dns_answer_of_5_seconds_ends_no_epoch(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile, damaged_files
-from vllm_heteroinfer.fetch.hub import BoundedFile, EnoughError, FrontOfFile, can_be_a_file
-from vllm_heteroinfer.fetch.selection import parse_index
+from vllm_heteroinfer.fetch.hub import BoundedFile, EnoughError, FrontOfFile
+from vllm_heteroinfer.fetch.selection import can_be_a_file, parse_index
 
 FILE = FetchedFile(path="model.safetensors", size_bytes=10, digest=f"sha256:{'0' * 64}")
 
@@ -32,6 +32,16 @@ def test_names_that_a_file_can_have(path: str) -> None:
         5,
         "ö" * 128,
         "a/" * 1100 + "b",
+        "./a.json",
+        "a//b.json",
+        "a/./b.json",
+        "a/",
+        ".lock",
+        ".parts/a.safetensors",
+        "a/.Parts/b",
+        ".heteroinfer-complete.json/a",
+        ".HeteroInfer-complete.json",
+        ".heteroinfer-complete.json.7",
     ],
 )
 def test_names_that_no_file_of_a_model_has(path: object) -> None:

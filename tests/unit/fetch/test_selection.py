@@ -85,3 +85,37 @@ def test_files_that_bear_our_own_names_are_not_the_models() -> None:
     assert MARKER_FILE not in names(describing_files(files))
     with pytest.raises(FetchError, match=f"names {MARKER_FILE} files"):
         weight_files(files, {"weight_map": {"t0": MARKER_FILE}})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"./{MARKER_FILE}",
+        f"{MARKER_FILE}/w.safetensors",
+        f"{MARKER_FILE}.7",
+        f"sub/{MARKER_FILE.upper()}",
+        ".parts/w.safetensors",
+        ".lock",
+        ".//model-00001-of-00002.safetensors",
+    ],
+)
+def test_an_index_names_none_of_our_files_in_any_way(name: str) -> None:
+    files = listing((*SHARDED, name))
+    with pytest.raises(FetchError, match=r"that names .* files") as refused:
+        weight_files(files, {"weight_map": {"t0": "model-00001-of-00002.safetensors", "t1": name}})
+    assert refused.value.reason is FailureReason.MODEL_NOT_READABLE
+
+
+@pytest.mark.parametrize(
+    ("listed", "named"),
+    [
+        (("a.safetensors", "a.safetensors/b"), ("a.safetensors", "a.safetensors/b")),
+        (("config.json/x",), ("config.json/x",)),
+        (("additional_chat_templates", "additional_chat_templates/a.jinja"), ("additional_chat_templates",)),
+    ],
+)
+def test_nothing_is_a_file_and_a_folder(listed: tuple[str, ...], named: tuple[str, ...]) -> None:
+    index = {"weight_map": {f"t{i}": name for i, name in enumerate(named)}}
+    with pytest.raises(FetchError, match="as a file, and a file below it or above it") as refused:
+        weight_files(listing((*SHARDED, *listed)), index)
+    assert refused.value.reason is FailureReason.MODEL_NOT_READABLE

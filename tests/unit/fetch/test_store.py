@@ -18,7 +18,7 @@ from heteroinfer_contract.model_fetch import (
     model_folder,
     read_marker,
 )
-from vllm_heteroinfer.fetch.store import PARTS, ModelStore
+from vllm_heteroinfer.fetch.store import ModelStore
 
 CONTENT = b"weights" * 1000
 FILE = FetchedFile(
@@ -99,7 +99,7 @@ def test_a_part_that_is_too_long_begins_anew(store: ModelStore) -> None:
     part.write_bytes(CONTENT * 2)
     assert store.done_bytes([FILE]) == len(CONTENT), "never more than all"
     assert store.open_part(FILE).stat().st_size == 0
-    assert part.parent.name == PARTS
+    assert part.parent.name == ".parts"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ from heteroinfer_contract.errors import ContractError, ModelIncompleteError
 from heteroinfer_contract.model_profile import ModelProfile
 
 MARKER_FILE: Final = ".heteroinfer-complete.json"
+PARTS_FOLDER: Final = ".parts"
+"""Of files that are still fetched; goes with the marker."""
+LOCK_FILE: Final = ".lock"
 HUB_SCHEME: Final = "hf://"
 _COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 

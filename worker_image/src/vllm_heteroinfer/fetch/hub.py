@@ -11,20 +11,21 @@ import os
 import re
 import reprlib
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedFile
 from vllm_heteroinfer.fetch.errors import FetchError
+from vllm_heteroinfer.fetch.selection import can_be_a_file
 
 REQUEST_TIMEOUT_S: Final = 30.0
+PIECE_BYTES: Final = 2**20
+"""What the client gathers before it writes; with its own 10 MiB a slow hub would seem to send nothing."""
 _BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUERY: Final = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 """Of a URL: a content network's holds a signature that is as good as a token for a while."""
-_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 2048
-"""Of a file's name on Linux, and of a path with the cache's before it."""
 _COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 _HASH: Final = re.compile(r"git:[0-9a-f]{40}|(git|sha256):[0-9a-f]{64}")
 _HOW_TO_GIVE_A_TOKEN: Final = (
@@ -46,6 +47,8 @@ class HubModel:
 
         logging.set_verbosity_error()  # it would log URLs with signatures in them
         utils.disable_progress_bars()
+        # Read at each fetch (huggingface_hub/file_download.py::http_get@2.4.0); there is no option for it.
+        constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
         self._repository = repository
         self._revision = revision
         self._endpoint: str = constants.ENDPOINT
@@ -229,16 +232,6 @@ class HubModel:
         text = " ".join(str(error).split()) or "no further word"
         text = _QUERY.sub(r"\1", text)
         return (text.replace(self._token, "***") if self._token else text)[:300]
-
-
-def can_be_a_file(path: Any) -> bool:
-    """Returns whether a path of the hub's can be a file of the model's folder."""
-    if not isinstance(path, str) or "\0" in path or path != path.encode(errors="replace").decode():
-        return False
-    parts = PurePosixPath(path).parts
-    if len(path.encode()) > _MOST_PATH_BYTES or any(len(part.encode()) > _MOST_NAME_BYTES for part in parts):
-        return False
-    return bool(parts) and not path.startswith("/") and ".." not in parts
 
 
 class BoundedFile:

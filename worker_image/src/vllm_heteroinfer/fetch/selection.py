@@ -12,11 +12,13 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.model_fetch import MARKER_FILE, FetchedFile
+from heteroinfer_contract.model_fetch import LOCK_FILE, MARKER_FILE, PARTS_FOLDER, FetchedFile
 from heteroinfer_contract.model_files import CONFIG_FILE, INDEX_FILE
 from vllm_heteroinfer.fetch.errors import FetchError
 
 SINGLE_FILE: Final = "model.safetensors"
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 2048
+"""Of a file's name on Linux, and of a path with the cache's before it."""
 _DESCRIBING: Final = re.compile(
     r"[^/]+\.(json|txt|model|tiktoken|jinja|py|bpe|vocab)"  # config, tokenizer, code of its own
     r"|tokenizer\.model\.[^/]+"  # Mistral's
@@ -24,6 +26,24 @@ _DESCRIBING: Final = re.compile(
 )
 _OF_OTHER_WEIGHTS: Final = re.compile(r".+\.(bin|h5|msgpack)\.index\.json")
 _WEIGHTS: Final = re.compile(r"[^/]+\.safetensors")
+
+
+def can_be_a_file(path: Any) -> bool:
+    """Returns whether a hub's path can be a file of a model's folder: written plainly, and not ours."""
+    if not isinstance(path, str) or "\0" in path or path != path.encode(errors="replace").decode():
+        return False
+    pure = PurePosixPath(path)
+    if path != str(pure) or pure.is_absolute() or ".." in pure.parts:
+        return False
+    if len(path.encode()) > _MOST_PATH_BYTES or any(len(p.encode()) > _MOST_NAME_BYTES for p in pure.parts):
+        return False
+    return bool(pure.parts) and not any(_is_ours(part) for part in pure.parts)
+
+
+def _is_ours(name: str) -> bool:
+    """Returns whether the cache itself has a file or folder of this name, in whatever case."""
+    name = name.casefold()
+    return name in (LOCK_FILE, PARTS_FOLDER) or name.startswith(MARKER_FILE)
 
 
 def describing_files(files: Sequence[FetchedFile]) -> list[FetchedFile]:
@@ -39,7 +59,7 @@ def describing_files(files: Sequence[FetchedFile]) -> list[FetchedFile]:
         for file in files
         if _DESCRIBING.fullmatch(file.path)
         and not _OF_OTHER_WEIGHTS.fullmatch(file.path)
-        and file.path != MARKER_FILE  # of a cache that the repository was filled from; ours is written last
+        and can_be_a_file(file.path)  # no marker of a cache that the repository was filled from
     ]
 
 
@@ -61,18 +81,22 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
     Raises:
         FetchError: there are none, or the index names files that are not there.
     """
-    by_path = {file.path: file for file in files if file.path != MARKER_FILE}
+    by_path = {file.path: file for file in files if can_be_a_file(file.path)}
+    folders = {str(parent) for path in by_path for parent in PurePosixPath(path).parents}
     if index is not None:
         names = _names_of(index)
-        absent = [name for name in names if name not in by_path or _leaves(name)]
+        absent = [name for name in names if name not in by_path]
         if absent or not names:
             raise _not_servable(
                 f"has an {INDEX_FILE} that names {', '.join(absent[:3]) or 'no'} files", files
             )
+        for name in names:
+            if name in folders or any(str(parent) in by_path for parent in PurePosixPath(name).parents):
+                raise _not_servable(f"has {name} as a file, and a file below it or above it", files)
         return [by_path[name] for name in names]
     if SINGLE_FILE in by_path:
         return [by_path[SINGLE_FILE]]
-    found = [file for file in files if _WEIGHTS.fullmatch(file.path)]
+    found = [file for path, file in by_path.items() if _WEIGHTS.fullmatch(path)]
     if not found:
         raise _not_servable("has no weights as *.safetensors", files)
     return found
@@ -81,12 +105,6 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
 def _names_of(index: Any) -> list[str]:
     weight_map = index.get("weight_map") if isinstance(index, Mapping) else None
     return sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, Mapping) else []
-
-
-def _leaves(name: str) -> bool:
-    """Returns whether a path would leave the model's folder."""
-    path = PurePosixPath(name)
-    return path.is_absolute() or ".." in path.parts
 
 
 def _not_servable(what: str, files: Sequence[FetchedFile]) -> FetchError:

@@ -18,7 +18,9 @@ from typing import Final
 
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import (
+    LOCK_FILE,
     MARKER_FILE,
+    PARTS_FOLDER,
     CompleteModel,
     FetchedFile,
     damaged_files,
@@ -27,8 +29,6 @@ from heteroinfer_contract.model_fetch import (
 )
 from vllm_heteroinfer.fetch.errors import FetchError
 
-PARTS: Final = ".parts"
-_LOCK: Final = ".lock"
 _BLOCK_BYTES: Final = 8 * 2**20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MOST_NAME_BYTES: Final = 200
@@ -56,7 +56,7 @@ class ModelStore:
         self.folder = cache / model_folder(repository, commit)
         self._repository = repository
         self._commit = commit
-        self._parts = self.folder / PARTS
+        self._parts = self.folder / PARTS_FOLDER
         self._alone = uuid.uuid4().hex
         with self.in_words():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class ModelStore:
     def try_lock(self) -> Iterator[bool]:
         """Yields whether this fetch alone works in the folder now; the kernel frees it with the process."""
         with self.in_words():
-            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             yield self._lock(descriptor)
         finally:
@@ -81,7 +81,7 @@ class ModelStore:
                 raise
             # Two fetches may do the same work here, each in a folder of its own; each file is verified
             # before it gets its name.
-            self._parts = self.folder / PARTS / self._alone
+            self._parts = self.folder / PARTS_FOLDER / self._alone
         return True
 
     def complete(self) -> CompleteModel | None:
@@ -191,7 +191,7 @@ class ModelStore:
             unfinished.rename(self.folder / MARKER_FILE)
             shutil.rmtree(self._parts, ignore_errors=True)
             with contextlib.suppress(OSError):  # of another fetch, or gone
-                (self.folder / PARTS).rmdir()
+                (self.folder / PARTS_FOLDER).rmdir()
         return marker
 
     def _part(self, file: FetchedFile) -> Path:

@@ -18,6 +18,8 @@ CONNECT_TIMEOUT_S = 2.0
 RETRY_INTERVAL_S = 0.2
 RECONNECT_TIMEOUT_S = 0.4
 """For one try of a connection that was there: a lost packet is sent again only after a second."""
+RECONNECT_HELLO_TIMEOUT_S = 0.4
+"""For the leader's welcome then, twice as long at each try that it does not answer: it may be busy."""
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class ControlClient:
             try:
                 # Without a limit: a resolver that asks twice takes 5 s (resolv.conf(5)).
                 self._address = await self._resolve()
-                self._link = await self._try_connect(CONNECT_TIMEOUT_S)
+                self._link = await self._try_connect(CONNECT_TIMEOUT_S, HELLO_TIMEOUT_S)
             except (OSError, TimeoutError, ContractError) as error:
                 if str(error) != complaint:
                     complaint = str(error)
@@ -82,7 +84,7 @@ class ControlClient:
         """Returns the leader's IP address: its pod has one as long as it lives, so it is asked for once."""
         return await look_up(self._launch.leader.host, self._launch.leader.control_port)
 
-    async def _try_connect(self, timeout_s: float) -> SupervisorLink:
+    async def _try_connect(self, timeout_s: float, hello_timeout_s: float) -> SupervisorLink:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(self._address, self._launch.leader.control_port)
         link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s, self._clock)
@@ -94,7 +96,7 @@ class ControlClient:
             instance=self._instance,
         )
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
+            async with asyncio.timeout(hello_timeout_s):
                 if self._key is not None:
                     await link.prove_as_follower(self._key, self._launch.pod_index)
                 link.send(Message(hello=hello))
@@ -139,18 +141,20 @@ class ControlClient:
         A leader whose process has ended is not waited for: nobody listens on its port then.
         """
         cut.close()
-        refusals = 0
+        refusals, hello_timeout_s = 0, RECONNECT_HELLO_TIMEOUT_S
         while (left_s := cut.left_s()) > 0:
             try:
                 async with asyncio.timeout(left_s):
-                    link = await self._try_connect(RECONNECT_TIMEOUT_S)
+                    link = await self._try_connect(RECONNECT_TIMEOUT_S, hello_timeout_s)
             except ConnectionRefusedError:
                 refusals += 1
                 if refusals == REFUSALS:
                     return False
                 await asyncio.sleep(RETURN_POLL_S / 2)
-            except (OSError, TimeoutError, ContractError):
+            except (OSError, TimeoutError, ContractError) as error:
                 refusals = 0
+                if isinstance(error, TimeoutError):
+                    hello_timeout_s *= 2
                 await asyncio.sleep(RETURN_POLL_S)
             except Refused:
                 return False

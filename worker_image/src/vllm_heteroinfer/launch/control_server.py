@@ -21,7 +21,7 @@ from vllm_heteroinfer.launch.control import (
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.supervisor_link import Hello, Message, RankBeat, SupervisorLink, check_hello
-from vllm_heteroinfer.pod.addresses import bind_host
+from vllm_heteroinfer.pod.addresses import bind_host, look_up
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.connection_limit import ConnectionLimit
 from vllm_heteroinfer.pod.listening import listen
@@ -242,15 +242,25 @@ class ControlServer:
 
         One whose process has ended is not waited for: nobody listens on its health port then.
         """
-        refusals = 0
-        while pod not in self._stopping and link.left_s() > 0:
-            if self._links[pod] is not link:
-                return True
-            refused = await is_refused(link.peer_host, self._launch.addresses[pod].health_port)
-            refusals = refusals + 1 if refused else 0
-            if refusals == REFUSALS:
-                return self._links[pod] is not link
-            await asyncio.sleep(RETURN_POLL_S / 2 if refused else RETURN_POLL_S)
+        refusals, own = 0, self._launch.addresses[pod]
+        # Where it listens, not where its connection came from: that may be a gateway's.
+        asked = asyncio.create_task(look_up(bind_host(own.host) or own.host, own.health_port))
+        try:
+            while pod not in self._stopping and link.left_s() > 0:
+                if self._links[pod] is not link:
+                    return True
+                if not asked.done():
+                    await asyncio.wait((asked,), timeout=RETURN_POLL_S)
+                    continue
+                known = asked.exception() is None
+                refused = known and await is_refused(asked.result(), own.health_port)
+                refusals = refusals + 1 if refused else 0
+                if refusals == REFUSALS:
+                    break
+                await asyncio.sleep(RETURN_POLL_S / 2 if refused else RETURN_POLL_S)
+        finally:
+            if not asked.cancel() and not asked.cancelled():
+                asked.exception()  # is seen, or asyncio would log it
         return self._links[pod] is not link
 
     def _lost(self, pod: int, how: str) -> None:

@@ -127,7 +127,6 @@ class SupervisorLink:
         self._queue: list[str] = []
         self._seal: Seal | None = None
         self._note_heartbeat()
-        self.peer_host = str((writer.get_extra_info("peername") or ("",))[0])
         self.own_host = str((writer.get_extra_info("sockname") or ("",))[0])
         _set_options(writer, timeout_s)
 
