@@ -1,8 +1,12 @@
 """`heteroinfer calibrate` for real: measured by the worker's Python, kept, and read by `heteroinfer plan`."""
 
+import contextlib
 import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +14,12 @@ import pytest
 from heteroinfer_contract.calibration import ALL_NODES, Calibration, KernelPart
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_contract.model import SchemeName
+from tests.integration.launch.groups import environ, wait_until
 from tests.unit.cli.model_directory import write_model
 from tests.unit.cli.test_plan import write
+from vllm_heteroinfer.calibration.command import Measurement, measure
+
+MARK = "CALIBRATION_MARK"
 
 TIMEOUT_S = 200.0
 """The command ends by itself after a minute; imports on a busy machine are not in that."""
@@ -48,3 +56,80 @@ def test_a_python_without_torch_is_named(tmp_path: Path) -> None:
     assert "memory was not read" in done.stderr
     assert "No module named 'torch'" in done.stderr
     assert not (tmp_path / "heteroinfer").exists()
+
+
+DAEMON = """
+import os, time
+print('{"kind": "readings", "threads": 1, "node": -1, "bytes_per_s": 1e9}', flush=True)
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(60)
+"""
+FLOOD = """
+import sys
+while True:
+    sys.stderr.write("x" * 1_000_000)
+"""
+
+
+@pytest.mark.parametrize(("script", "readings", "most_s"), [(DAEMON, 1, 4.0), (FLOOD, 0, 8.0)])
+def test_whoever_holds_a_measurements_output_holds_up_nothing(
+    tmp_path: Path, script: str, readings: int, most_s: float
+) -> None:
+    package = tmp_path / "vllm_heteroinfer" / "calibration"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "odd.py").write_text(script)
+    before_kib, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    odd = Measurement(
+        what="odd", commands=(("odd",),), env={"PYTHONPATH": str(tmp_path), MARK: str(tmp_path)}
+    )
+    try:
+        found = measure([odd], 4.0)
+        assert time.monotonic() - began < most_s
+        assert len(found.lists["readings"]) == readings
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 100_000
+    finally:
+        end_marked(tmp_path)  # this process adopts no orphans
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_calibration_that_is_ended_leaves_no_process(tmp_path: Path, number: int) -> None:
+    """Its measuring process imports a torch that takes a minute."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import time\ntime.sleep(60)\n")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(temporary), MARK: str(tmp_path)}
+    command = [sys.executable, "-m", "vllm_heteroinfer.launch.entry", "calibrate"]
+    try:
+        calibrating = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+        wait_until(lambda: any(b"memory_reading" in command_line(pid) for pid in marked(tmp_path)), 30)
+        calibrating.send_signal(number)
+        assert calibrating.wait(10) == (128 + number if number == signal.SIGTERM else -number)
+        wait_until(lambda: marked(tmp_path) == [], 5)
+        assert number == signal.SIGKILL or list(temporary.iterdir()) == []
+    finally:
+        end_marked(tmp_path)
+
+
+def marked(mark: Path) -> list[int]:
+    """Returns the processes that have a test's mark."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if f"{MARK}={mark}" in environ(pid)]
+
+
+def command_line(pid: int) -> bytes:
+    """Returns the command of a process, nothing for one that is dead."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def end_marked(mark: Path) -> None:
+    """Ends the processes that have a test's mark."""
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

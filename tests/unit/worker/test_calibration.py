@@ -61,6 +61,36 @@ def test_lines_of_results_become_a_calibration_and_logs_do_not() -> None:
     assert len(built.skipped[0].why) == 2 * MAX_TEXT
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        '{"kind": garbage',
+        '{"kind": "readings", "threa{"kind": "begun", "what": "b"}',
+        '{"kind": ["readings"]}',
+        '{"kind": {}}',
+        '{"kind": "' + "[" * 100_000,
+        '{"kind": "x", "begun": 1, "lists": 2}',
+    ],
+)
+def test_a_line_that_is_no_result_costs_itself_only(odd: str) -> None:
+    found = MeasuredResults()
+    for each in (odd, line("readings", threads=2, node=ALL_NODES, bytes_per_s=2e10)):
+        found.take(each)
+    built = build_calibration(found, VERSIONS, started=0.0, duration_s=0.0)
+    assert [reading.threads for reading in built.readings] == [2]
+    assert found.values == {}
+
+
+def test_more_results_than_a_calibration_has_refuse_none() -> None:
+    several = [line("readings", threads=2, node=ALL_NODES, bytes_per_s=2e10)] * 1000
+    several += [line("skipped", what=f"kernel {i}", why="y") for i in range(1000)]
+    found = results(*several, *[line("begun", what=f"kernel {i}") for i in range(1000)])
+    found.skip("GPU", "not done in 4 s")
+    built = build_calibration(found, VERSIONS, started=0.0, duration_s=0.0)
+    assert (len(built.readings), len(built.skipped), len(found.begun)) == (64, 64, 64)
+    assert built.skipped[-1].what == "GPU"
+
+
 def test_without_a_reading_there_is_no_calibration_and_it_is_said_why() -> None:
     found = MeasuredResults()
     found.skip("memory, all NUMA nodes", "ended with 1: No module named 'torch'")

@@ -1,10 +1,13 @@
 """The process that `heteroinfer-worker calibrate` becomes: `python -m vllm_heteroinfer.calibration`."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
+from heteroinfer_contract.parent_death import adopt_orphans
 from vllm_heteroinfer.calibration.command import LIMIT_S, calibrate
 
 LEAST_LIMIT_S, MOST_LIMIT_S = 5.0, 3600.0
@@ -23,7 +26,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--termination-message-path", type=Path, help="write it there, too")
     arguments = parser.parse_args(argv)
+    _end_when_asked()
+    adopt_orphans()
     return calibrate(arguments.output, arguments.termination_message_path, limit_s=arguments.limit)
+
+
+def _end_when_asked() -> None:
+    """Ends this process on SIGTERM with what it has started and written, also as PID 1.
+
+    The command line has blocked the signal for as long as nobody here took it.
+    """
+    signal.signal(signal.SIGTERM, _leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough
+    raise SystemExit(128 + number)
 
 
 def _limit(text: str) -> float:

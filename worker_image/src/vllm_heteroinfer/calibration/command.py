@@ -4,25 +4,27 @@ Stdlib and the contract only.
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import IO, Any, Final
 
-from heteroinfer_contract import codec, names
+from heteroinfer_contract import codec, names, parent_death
 from heteroinfer_contract.calibration import ALL_NODES, MAX_ENTRIES, MAX_TEXT, Calibration, Versions
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from vllm_heteroinfer.calibration import hardware
+from vllm_heteroinfer.calibration.process_output import ProcessOutput
 from vllm_heteroinfer.calibration.timing import BEGUN
+from vllm_heteroinfer.launch.child_process import child_pids
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 from vllm_heteroinfer.launch.environment import CUDA_VISIBLE_DEVICES, HIDE_GPUS
 from vllm_heteroinfer.launch.host import LOOPBACK_INTERFACE
@@ -37,6 +39,13 @@ _NODE_POINTS: Final = 3
 """Numbers of threads that one of them is read by."""
 _OF_SEVERAL: Final = 0.9
 """Of the time that is left, what a command of several measurements begins them in; the last one ends then."""
+_POLL_S: Final = 0.05
+_LAST_READ_S: Final = 0.5
+"""For what a process that has ended wrote: somebody whom it started may have its output, and keep it."""
+_KILL_S: Final = 2.0
+"""For what a measuring process has started and left behind."""
+_VALUES: Final = ("name", "operations_per_s")
+"""What there is one of."""
 _LISTS: Final = ("readings", "kernels", "transfers", "hops", "skipped")
 
 
@@ -55,20 +64,28 @@ class MeasuredResults:
     begun: list[str] = field(default_factory=list)
 
     def take(self, line: str) -> None:
-        """Notes a line of a measuring process; what is none of ours is somebody's log."""
-        if not line.startswith('{"kind": '):
+        """Notes a line of a measuring process; what is none of ours is somebody's log.
+
+        So is one that another's line cut in two; of each list no more is kept than a calibration has.
+        """
+        if not line.startswith('{"kind": "'):
             return
-        found = json.loads(line)
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            return
         kind = found.pop("kind")
         if kind in self.lists:
-            self.lists[kind].append(found)
+            if len(self.lists[kind]) < MAX_ENTRIES:
+                self.lists[kind].append(found)
         elif kind == BEGUN:
-            if found["what"] not in self.begun:
-                self.begun.append(found["what"])
+            what = str(found.get("what"))
+            if what not in self.begun and len(self.begun) < MAX_ENTRIES:
+                self.begun.append(what)
         elif kind == "gpu":
             self.values["gpu"] = found
         else:
-            self.values |= found
+            self.values |= {name: found[name] for name in _VALUES if name in found}
 
     def skip(self, what: str, why: str) -> None:
         """Notes what could not be measured."""
@@ -176,25 +193,16 @@ def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> 
     """Returns what could not be measured, and why, or ""."""
     begun = tuple(results.begun)
     more = (f"{limit_s * _OF_SEVERAL:.1f}", *begun) if measurement.of_several else ()
-    processes = [_start(measurement, (*command, *more)) for command in measurement.commands]
-    readers = [threading.Thread(target=_read, args=(process.stdout, results)) for process in processes]
-    tails: list[list[str]] = [[] for _ in processes]
-    readers += [
-        threading.Thread(target=_keep_tail, args=(process.stderr, tail))
-        for process, tail in zip(processes, tails, strict=True)
-    ]
-    for reader in readers:
-        reader.start()
-    late = False
-    try:
-        late = not _ended(processes, limit_s)
-    finally:  # also when this process is asked to end
-        _end(processes)
-    for reader in readers:
-        reader.join()
-    for process in processes:
-        for stream in filter(None, (process.stdout, process.stderr)):
-            stream.close()
+    processes: list[subprocess.Popen[bytes]] = []
+    tails: list[list[str]] = [[] for _ in measurement.commands]
+    others = set(child_pids())
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(_end, processes, others)  # also when this process is asked to end
+        processes.extend(_start(measurement, (*command, *more)) for command in measurement.commands)
+        output = at_end.enter_context(ProcessOutput(_pipes(processes, results, tails)))
+        late = not _ended(processes, output, limit_s)
+        _end(processes, others)
+        output.read_rest(_LAST_READ_S)
     codes = [process.returncode for process in processes]
     what = results.begun[-1] if len(results.begun) > len(begun) else measurement.what
     if late:
@@ -205,29 +213,53 @@ def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> 
     return "", ""
 
 
-def _ended(processes: Sequence["subprocess.Popen[str]"], limit_s: float) -> bool:
+def _pipes(
+    processes: Sequence["subprocess.Popen[bytes]"], results: MeasuredResults, tails: Sequence[list[str]]
+) -> Iterator[tuple[IO[bytes], Callable[[str], None]]]:
+    for process, tail in zip(processes, tails, strict=True):
+        assert process.stdout is not None
+        assert process.stderr is not None
+        yield process.stdout, results.take
+        yield process.stderr, functools.partial(_keep_last, tail)
+
+
+def _ended(processes: Sequence["subprocess.Popen[bytes]"], output: ProcessOutput, limit_s: float) -> bool:
     deadline = time.monotonic() + limit_s
-    try:
-        for process in processes:
-            process.wait(max(deadline - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        return False
+    while any(process.poll() is None for process in processes):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        output.read(min(left_s, _POLL_S))
     return True
 
 
-def _end(processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """Ends measuring processes with all that they have started, which would hold their output open."""
+def _end(processes: Sequence["subprocess.Popen[bytes]"], others: Set[int]) -> None:
+    """Ends measuring processes with all that they have started, also in sessions of its own.
+
+    Args:
+        processes: to end.
+        others: children of this process that have nothing to do with them.
+    """
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    deadline = time.monotonic() + _KILL_S
+    # Whose parent is gone is a child of this process, if it adopts orphans.
+    while (left := set(child_pids()) - others) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(_POLL_S / 5)
 
 
-def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[str]":
+def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[bytes]":
     env = {name: value for name, value in os.environ.items() if name != names.ENV_PLAN}
     threads = {"OMP_NUM_THREADS": str(len(measurement.cpus))} if measurement.cpus else {}
     cpus = measurement.cpus
-    code = f"import os, sys; {f'os.sched_setaffinity(0, {set(cpus)}); ' if cpus else ''}"
+    code = f"import os, sys; from {parent_death.__name__} import die_with_parent; "
+    code += f"die_with_parent({os.getpid()}); {f'os.sched_setaffinity(0, {set(cpus)}); ' if cpus else ''}"
     code += f"os.execv(sys.executable, [sys.executable, '-m', '{_MODULE}.{command[0]}', *sys.argv[1:]])"
     return subprocess.Popen(
         [sys.executable, "-c", code, *command[1:]],
@@ -235,21 +267,14 @@ def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Pope
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
+        bufsize=0,
         start_new_session=True,
     )
 
 
-def _read(stream: TextIO, results: MeasuredResults) -> None:
-    for line in stream:
-        results.take(line)
-
-
-def _keep_tail(stream: TextIO, tail: list[str]) -> None:
-    for line in stream:
-        if line.strip():
-            tail[:] = [line.strip()]
+def _keep_last(tail: list[str], line: str) -> None:
+    if line.strip():
+        tail[:] = [line.strip()]
 
 
 def build_calibration(
@@ -262,7 +287,7 @@ def build_calibration(
     """
     skipped = [
         {"what": each["what"][:MAX_TEXT], "why": each["why"][: 2 * MAX_TEXT]}
-        for each in results.lists["skipped"]
+        for each in results.lists["skipped"][-MAX_ENTRIES:]
     ]
     if not results.lists["readings"]:
         why = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)

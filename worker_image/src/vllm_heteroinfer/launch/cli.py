@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -127,6 +128,8 @@ def _calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
     """Becomes the process that measures, which has what a supervisor must not import."""
     message = [] if message_path is None else ["--termination-message-path", str(message_path)]
     command = [sys.executable, "-m", CALIBRATION_MODULE, *options, *message]
+    # PID 1 would lose it until there is a handler again; blocked, it waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
 
 

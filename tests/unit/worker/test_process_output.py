@@ -1,0 +1,23 @@
+"""Lines out of pieces, in bounded memory."""
+
+from vllm_heteroinfer.calibration.process_output import MOST_LINE_BYTES, LineReader
+
+
+def lines_of(*pieces: bytes) -> list[str]:
+    found: list[str] = []
+    reader = LineReader(found.append)
+    for piece in pieces:
+        reader.feed(piece)
+    return found
+
+
+def test_lines_come_in_any_pieces() -> None:
+    assert lines_of(b"on", b"e\ntwo\n\nth", b"ree") == ["one", "two", ""]
+    assert lines_of(b"on", b"e\ntwo\n\nth", b"ree", b"") == ["one", "two", "", "three"]
+    assert lines_of(b"") == []
+    assert lines_of(b"\xff\n") == ["\ufffd"]
+
+
+def test_a_line_without_an_end_takes_no_memory() -> None:
+    long, short = lines_of(*[b"x" * 100_000] * 100, b"\nnext\n")
+    assert (len(long), short) == (MOST_LINE_BYTES, "next")

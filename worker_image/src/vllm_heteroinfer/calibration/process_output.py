@@ -1,0 +1,87 @@
+"""What measuring processes write, read while they run: in bounded memory, and no longer than is waited for.
+
+Stdlib only.
+"""
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Iterable
+from typing import IO, Final
+
+MOST_LINE_BYTES: Final = 2**16
+"""The rest of a longer line is left out."""
+_CHUNK_BYTES: Final = 2**16
+
+
+class LineReader:
+    """Takes lines out of what comes in pieces.
+
+    Args:
+        take: is given each line, without its end, cut at MOST_LINE_BYTES.
+    """
+
+    def __init__(self, take: Callable[[str], None]) -> None:
+        self._take = take
+        self._line = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        """Takes in the next piece; an empty one is the end."""
+        *whole, rest = chunk.split(b"\n")
+        for part in whole:
+            self._add(part)
+            self._give()
+        self._add(rest)
+        if not chunk and self._line:
+            self._give()
+
+    def _add(self, part: bytes) -> None:
+        self._line += part[: MOST_LINE_BYTES - len(self._line)]
+
+    def _give(self) -> None:
+        line = self._line.decode(errors="replace")
+        self._line.clear()
+        self._take(line)
+
+
+class ProcessOutput:
+    """The open ends of pipes; a context manager that closes them.
+
+    Args:
+        pipes: each, unbuffered, with who takes its lines.
+    """
+
+    def __init__(self, pipes: Iterable[tuple[IO[bytes], Callable[[str], None]]]) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._open = {pipe.fileno(): (pipe, LineReader(take)) for pipe, take in pipes}
+        for descriptor in self._open:
+            self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def __enter__(self) -> "ProcessOutput":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in list(self._open):
+            self._close(descriptor)
+        self._selector.close()
+
+    def read(self, timeout_s: float) -> None:
+        """Reads what is there, once there is something; returns after a time at the latest."""
+        if not self._open:
+            time.sleep(timeout_s)
+            return
+        for key, _ in self._selector.select(timeout_s):
+            chunk = os.read(key.fd, _CHUNK_BYTES)
+            self._open[key.fd][1].feed(chunk)
+            if not chunk:
+                self._close(key.fd)
+
+    def read_rest(self, limit_s: float) -> None:
+        """Reads until nobody can write any more, or the time is over: whoever has a pipe may keep it."""
+        deadline = time.monotonic() + limit_s
+        while self._open and (left_s := deadline - time.monotonic()) > 0:
+            self.read(left_s)
+
+    def _close(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        self._open.pop(descriptor)[0].close()
