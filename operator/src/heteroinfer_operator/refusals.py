@@ -7,7 +7,7 @@ seconds, costs no request that will be refused.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -72,6 +72,21 @@ def _delay_s(kind: str, tries: int) -> float:
     return float(min(first_s * 2.0 ** min(tries - 1, 16), most_s))
 
 
+def due_in_time(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
+    """Returns refusals of before, none due later than it would be if it came now: a clock was set back.
+
+    Args:
+        refusals: of before.
+        now: time of the reconcile.
+    """
+
+    def in_time(refusal: Refusal) -> Refusal:
+        latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.tries))
+        return replace(refusal, retry_at=latest) if refusal.retry_at > latest else refusal
+
+    return tuple(map(in_time, refusals))
+
+
 @dataclass(slots=True)
 class Acting:
     """The actions of one decision on their way: which may still be done.
@@ -96,7 +111,7 @@ class Acting:
         """Forgets what was refused long ago and not tried again."""
         self.known = {
             _kept_as((refusal.kind, refusal.name), refusal.scopes): refusal
-            for refusal in self.refusals
+            for refusal in due_in_time(self.refusals, self.now)
             if refusal.retry_at + _FORGOTTEN_AFTER > self.now
         }
 

@@ -8,6 +8,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_key import KEY_BYTES
+from heteroinfer_operator.api import parse_status
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 CLAIM = "PersistentVolumeClaim"
@@ -182,6 +183,32 @@ def test_a_clock_that_was_set_back_prolongs_no_wait(world: World) -> None:
     world.advance_time(301)  # restart.backoffMax is 5 m
     world.settle()
     assert world.workers()
+
+
+@pytest.mark.parametrize(
+    "what", [("NetworkPolicy", "demo-0-ranks"), ("HeteroInference/status", "demo"), "Pod"]
+)
+def test_a_clock_that_was_set_back_prolongs_no_refusal(what: tuple[str, str] | str) -> None:
+    """What is allowed again is tried within the longest back-off, not when the clock is there again."""
+    world = World(spec=cpu_pair())
+    world.answer_inspection()
+    if isinstance(what, str):
+        world.refuses_pods = "exceeded quota"
+    else:
+        world.refuses[what] = "not allowed"
+    for _ in range(6):
+        world.step()
+        world.answer_inspection()
+        world.advance_time(60)
+    world.advance_time(-86_400)
+    world.refuses.clear()
+    world.refuses_pods = ""
+    for _ in range(31):
+        world.step()
+        world.answer_inspection()
+        world.advance_time(10)
+    assert len(world.workers()) == 2
+    assert parse_status(world.status).observed_generation == world.generation
 
 
 def test_a_clock_that_was_set_back_has_no_model_read_for_ever(world: World) -> None:

@@ -61,6 +61,7 @@ from heteroinfer_operator.reconcile.revisions import (
 )
 from heteroinfer_operator.reconcile.rollout import decide_wanted
 from heteroinfer_operator.reconcile.teardown import decide_teardown
+from heteroinfer_operator.refusals import due_in_time
 
 _SHORTAGE_EVERY_S = 60.0
 """A group without capacity is looked at this often, should nothing have said that some became free."""
@@ -123,7 +124,7 @@ def _decide(
         planner=planner,
         node_loss=node_loss,
         first_epoch=options.first_epoch(resource.resource_version),
-        refusals=observation.refusals,
+        refusals=due_in_time(observation.refusals, now),
     )
     return _act(observation, status, context, model)
 
