@@ -12,7 +12,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import CLAIM, CONFIG_MAP, HETERO_INFERENCE, POD, SERVICE, Kind
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError
 from tests.corners.lane import LOOK_S, Finding, Lane
-from tests.corners.truth import Seen, find_lies
+from tests.corners.truth import Seen, Verdict, find_lies, judge
 from tests.integration.operator.running_operator import end_pod, end_rank
 
 QUOTA = Kind(name="ResourceQuota", api_version="v1", plural="resourcequotas")
@@ -101,16 +101,34 @@ async def end_with_nonsense(lane: Lane, seen: Seen) -> None:
         )
 
 
+def draw_lost_label(lane: Lane, seen: Seen) -> tuple[str, str, str | None]:
+    """Returns a pod, one of its labels, and what somebody makes of it: None takes it off."""
+    labels = [
+        names.LABEL_GROUP,
+        names.LABEL_EPOCH,
+        names.LABEL_POD_INDEX,
+        names.LABEL_RESOURCE,
+        names.LABEL_LEADER,
+    ]
+    return some_pod(lane, seen), lane.chance.choice(labels), lane.chance.choice([None, "x", "7"])
+
+
 async def damage_labels_of_a_pod(lane: Lane, seen: Seen) -> None:
-    """Takes labels of a pod, or writes other values into them."""
-    if seen.pods:
-        name = some_pod(lane, seen)
-        label = lane.chance.choice(
-            [names.LABEL_GROUP, names.LABEL_EPOCH, names.LABEL_POD_INDEX, names.LABEL_RESOURCE]
-        )
-        value = lane.chance.choice([None, "x", "7"])
-        body = {"metadata": {"labels": {label: value}}}
-        await suppressing(NOT_FOUND, lane.server.merge(POD.path(lane.namespace, name), body))
+    """Takes a label of a pod, or writes another value into it, until that is said."""
+    if not seen.pods:
+        return
+    name, label, value = draw_lost_label(lane, seen)
+    made = seen.pods[name]["metadata"]["labels"].get(label)
+    path = POD.path(lane.namespace, name)
+    await suppressing(NOT_FOUND, lane.server.merge(path, {"metadata": {"labels": {label: value}}}))
+    selects = label not in {names.LABEL_EPOCH, names.LABEL_POD_INDEX} and value != made
+    if selects and judge(seen)[0] is Verdict.SERVES:
+        await lane.wait(f"{label} of {name} is missed", seen.name, _lost_a_label, REACTS_S)
+    await suppressing(NOT_FOUND, lane.server.merge(path, {"metadata": {"labels": {label: made}}}))
+
+
+def _lost_a_label(now: Seen) -> bool:
+    return now.condition("Stalled").get("reason") == "PodLabelLost"
 
 
 async def delete_child(lane: Lane, seen: Seen) -> None:

@@ -60,9 +60,9 @@ class ResourceFaults:
             "quota for a while": lambda name: self._stay(self._quota(), QUOTA_MOST_S),
             "suspended for a while": lambda name: self._stay(self._edited(name, suspend=True)),
             "scaled up for a while": lambda name: self._stay(self._scaled(name)),
+            "label of a pod lost for a while": lambda name: self._stay(self._lost_label(name)),
             "child deleted": self._act(faults.delete_child),
             "labels of a child taken": self._act(faults.damage_labels_of_a_child),
-            "labels of a pod damaged": self._act(faults.damage_labels_of_a_pod),
             "ConfigMaps lost, pod deleted": self._act(faults.lose_config_maps),
             "unknown field in ConfigMaps, pod deleted": self._act(faults.unknown_field_in_config_maps),
             "status wiped": self._act(faults.wipe_status),
@@ -82,14 +82,34 @@ class ResourceFaults:
 
     def _act(self, act: Callable[[Lane, Seen], Awaitable[None]]) -> Callable[[str], Awaitable[None]]:
         async def strike(name: str) -> None:
-            server, namespace = self.chaos.server, self.chaos.namespace
-            lane = Lane(server=server, namespace=namespace, chance=self.chaos.chance)
-            resource = await server.get(HETERO_INFERENCE.path(namespace, name))
-            pods = (await server.get(POD.path(namespace)))["items"]
-            workers = {pod["metadata"]["name"]: pod for pod in pods if is_worker(pod, name)}
-            await act(lane, Seen(resource=resource, pods=workers))
+            await act(*await self._look(name))
 
         return strike
+
+    async def _look(self, name: str) -> tuple[Lane, Seen]:
+        """Returns a resource as it is now, in a lane of its own."""
+        server, namespace = self.chaos.server, self.chaos.namespace
+        lane = Lane(server=server, namespace=namespace, chance=self.chaos.chance)
+        resource = await server.get(HETERO_INFERENCE.path(namespace, name))
+        pods = (await server.get(POD.path(namespace)))["items"]
+        workers = {pod["metadata"]["name"]: pod for pod in pods if is_worker(pod, name)}
+        return lane, Seen(resource=resource, pods=workers)
+
+    @asynccontextmanager
+    async def _lost_label(self, name: str) -> AsyncIterator[None]:
+        """Has a pod without one of its labels for as long as the context lasts, if it lives so long."""
+        lane, seen = await self._look(name)
+        if not seen.pods:
+            yield
+            return
+        pod, label, value = faults.draw_lost_label(lane, seen)
+        path, made = POD.path(lane.namespace, pod), seen.pods[pod]["metadata"]["labels"].get(label)
+        await lane.server.merge(path, {"metadata": {"labels": {label: value}}})
+        try:
+            yield
+        finally:
+            back = insist(lane.server, path, {"metadata": {"labels": {label: made}}})
+            await faults.suppressing(NOT_FOUND, back)
 
     @asynccontextmanager
     async def _edited(self, name: str, **fields: Any) -> AsyncIterator[None]:

@@ -88,6 +88,8 @@ class PodView:
         name: its name.
         uid: its identity; deletions name it.
         labels: the contract's labels.
+        lost_labels: those of them that are not stored as they should be, and how; None for one that the
+            pod should not have.
         created: creation time; of a pod that has ended, by the clock of this process.
         deleting: whether it has a deletionTimestamp.
         gone_by: when a pod that is being deleted has used up its grace period, or None; by the clock
@@ -125,6 +127,7 @@ class PodView:
     waiting: str = ""
     termination: ContainerTermination | None = None
     key_secret: str = ""
+    lost_labels: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:

@@ -1,7 +1,7 @@
 """The port on a real API server: what each action does, and what it refuses to do."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
+from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S
 from heteroinfer_operator.manifests.identity import Owner
 from tests.integration.operator.running_operator import Watched, child, create_resource, pod, until, watching
 
@@ -47,6 +48,10 @@ async def seen(
 
 async def gone(watched: Watched, owner: Owner) -> bool:
     return await watched.cluster.observe(owner.key) is None
+
+
+async def not_there(watched: Watched, owner: Owner) -> bool:
+    return not (await observe(watched, owner)).pods
 
 
 async def act(watched: Watched, owner: Owner, *actions: Action) -> ResourceObservation:
@@ -114,8 +119,53 @@ async def test_a_pod_that_loses_its_label_while_its_leader_is_asked_is_not_gone(
         watched.groups.observe = ask_and_lose_the_label  # type: ignore[assignment, method-assign]
         observation = await observe(watched, owner)
         assert [p.name for p in observation.pods] == ["tiny-0-1-0"]
-        events = await server.get(EVENT.path(namespace))
-        assert "PodLabelLost" in [event["reason"] for event in events["items"]]
+        assert await watched.cluster.run(observation, []) == LOOK_AGAIN_S
+
+
+async def test_a_pod_that_is_gone_is_asked_for_once(server: ApiServer, namespace: str) -> None:
+    """Those of a resource that is deleted went one by one, and each was asked for as long as one was left."""
+    owner = await create_resource(server, namespace)
+    pods = [f"tiny-0-1-{index}" for index in range(8)]
+    ranks = [{"rank": rank, "role": "cpu", "pod": name} for rank, name in enumerate(pods)]
+    group = {"index": 0, "epoch": 1, "phase": "Stopping", "members": ranks}
+    asked: list[str] = []
+    async with watching(server) as watched:
+        made = [CreateObject(manifest=pod(owner, name, epoch="1")) for name in pods]
+        before = await act(watched, owner, *made)
+        version = before.resource.resource_version
+        await watched.cluster.run(before, [PatchStatus(status={"groups": [group]}, resource_version=version)])
+        get = server.get
+
+        async def note_and_get(path: str, query: Mapping[str, Any] | None = None) -> Any:
+            asked.append(path)
+            return await get(path, query)
+
+        server.get = note_and_get  # type: ignore[method-assign]
+        for count, name in enumerate(pods):
+            await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
+            left = len(pods) - count - 1
+            await seen(watched, owner, lambda now, left=left: len(now.pods) == left)  # type: ignore[misc]
+            await observe(watched, owner)
+        assert sorted(asked) == [POD.path(namespace, name) for name in pods]
+
+
+async def test_a_pod_without_its_label_that_is_in_the_way_is_seen_next(
+    server: ApiServer, namespace: str
+) -> None:
+    """No status names it: a pod that looks at the model, or one that nobody has seen yet."""
+    owner = await create_resource(server, namespace)
+    name = "tiny-inspect-0123456789"
+    async with watching(server) as watched:
+        before = await act(watched, owner, CreateObject(manifest=pod(owner, name)))
+        change = {"metadata": {"labels": {names.LABEL_RESOURCE: None}}}
+        await server.merge(POD.path(namespace, name), change)
+        await seen(watched, owner, lambda now: not now.pods)
+        with pytest.raises(ConflictError, match="already exists"):
+            await watched.cluster.run(before, [CreateObject(manifest=pod(owner, name))])
+        for _ in range(2):
+            assert [p.uid for p in (await observe(watched, owner)).pods] == [before.pods[0].uid]
+        await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
+        await until("it is gone", lambda: not_there(watched, owner))
 
 
 async def test_a_pod_whose_name_exists_is_a_conflict_and_seen_next(server: ApiServer, namespace: str) -> None:

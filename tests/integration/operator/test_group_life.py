@@ -20,6 +20,7 @@ from tests.integration.operator.life import (
     bind,
     bring_up,
     condition,
+    is_ready,
     nth_epoch,
     pod_of,
     serve_epoch,
@@ -182,3 +183,43 @@ async def test_a_pod_that_loses_the_label_it_is_watched_by_serves_on(
         assert (group["failures"][-1]["reason"], group["failures"][-1]["rank"]) == ("RankExited", 1)
         with pytest.raises(ApiError, match="not found"):
             await server.get(path)
+
+
+async def test_a_lost_label_is_said_until_it_is_put_back(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    """No Service selected the leader, or no NetworkPolicy a follower, and conditions stayed as they were."""
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+        await process.working()
+        leader, follower = await bring_up(server, namespace)
+        before = await pods(server, namespace)
+
+        async def strike(pod: str, label: str, value: str | None, available: tuple[str, str]) -> None:
+            path, made = POD.path(namespace, pod), before[pod]["metadata"]["labels"].get(label)
+            await server.merge(path, {"metadata": {"labels": {label: value}}})
+
+            async def said() -> bool:
+                return await condition(server, namespace, "Stalled") == ("True", "PodLabelLost")
+
+            await until(f"{label} of {pod} is missed", said, said=lambda: process.said)
+            assert await condition(server, namespace, "Ready") == ("False", "PodLabelLost")
+            assert await condition(server, namespace, "Available") == available
+            await server.merge(path, {"metadata": {"labels": {label: made}}})
+            await until("Ready", lambda: is_ready(server, namespace))
+
+        unreached, reached = ("False", "PodLabelLost"), ("True", "Serving")
+        await strike(leader, names.LABEL_LEADER, None, unreached)
+        await strike(leader, names.LABEL_RESOURCE, None, unreached)
+        await strike(follower, names.LABEL_GROUP, "7", reached)
+        await strike(follower, names.LABEL_COMPONENT, names.COMPONENT_INSPECT, reached)
+        await strike(follower, names.LABEL_LEADER, "true", reached)
+        after = await pods(server, namespace)
+        assert [after[name]["metadata"]["uid"] for name in (leader, follower)] == [
+            before[name]["metadata"]["uid"] for name in (leader, follower)
+        ]
+        (group,) = (await status_of(server, namespace))["groups"]
+        assert (group["epoch"], group.get("failures", [])) == (nth_epoch(namespace, 1), [])
+        events = (await server.get(EVENT.path(namespace)))["items"]
+        notes = [event["note"] for event in events if event["reason"] == "PodLabelLost"]
+        assert len(notes) == 5
+        assert all("kubectl label pod" in note for note in notes)

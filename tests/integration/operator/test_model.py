@@ -1,10 +1,12 @@
 """A hub's model as the operator leads it: its claim, the pod that fetches, progress, refusals, the end."""
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from heteroinfer_contract import codec, names
@@ -12,9 +14,17 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.kube.paths import CLAIM, EVENT, HETERO_INFERENCE, POD
-from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.integration.operator.life import Install, condition, serve_epoch, status_of, stored
-from tests.integration.operator.running_operator import PROFILE, SPEC, end_pod, operator, run_pod, until
+from tests.integration.operator.running_operator import (
+    PROFILE,
+    SPEC,
+    create_resource,
+    end_pod,
+    operator,
+    run_pod,
+    until,
+)
 
 COMMIT = "c" * 40
 ADDRESS = "127.0.0.77"
@@ -67,6 +77,33 @@ async def telling(progress: FetchProgress) -> AsyncIterator[None]:
         yield
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.parametrize("label", [names.LABEL_COMPONENT, names.LABEL_RESOURCE])
+async def test_a_pod_that_reads_the_model_is_known_without_its_label(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str, label: str
+) -> None:
+    """It was made again for ever, and each time its name was there already."""
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+        await process.working()
+        await create_resource(server, namespace)
+
+        async def inspects() -> str:
+            found = [pod["metadata"]["name"] for pod in await stored(server, POD, namespace)]
+            return next((name for name in found if "-inspect-" in name), "")
+
+        name = await until("the pod that reads", inspects)
+        await server.merge(POD.path(namespace, name), {"metadata": {"labels": {label: None}}})
+
+        async def reported() -> bool:
+            events = (await server.get(EVENT.path(namespace)))["items"]
+            return any(event["reason"] == "PodLabelLost" and name in event["note"] for event in events)
+
+        await until("the event", reported, said=lambda: process.said)
+        await end_pod(server, namespace, name, exit_code=0, message=json.dumps(PROFILE))
+        await serve_epoch(server, namespace, 1)
+        with pytest.raises(ApiError, match="not found"):
+            await server.get(POD.path(namespace, name))
 
 
 async def test_from_a_hub_to_ready(

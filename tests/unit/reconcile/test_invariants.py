@@ -24,6 +24,9 @@ from heteroinfer_operator.reconcile import reconcile
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 FINALIZER = "example.test/hold"
+OF_CLIENTS = {names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER}
+"""What the Service of clients selects leaders by."""
+OF_GROUPS = {names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_GROUP}
 
 
 def decide(world: World, status: Manifest | None = None) -> Decision:
@@ -101,12 +104,20 @@ class GroupLife(RuleBasedStateMachine):
             for group in groups
             if (pods := self.pods_of(group.index)) and all(pod.ready and not pod.ended for pod in pods)
             if len(pods) == len(group.members) == 2
+            if not any(pod.name.endswith("-0") and self.lost_labels(pod) & OF_CLIENTS for pod in pods)
         }
         wanted = world.condition("Available")[1] not in {"Suspended", "ScaledToZero"}
         assert (world.condition("Available")[0] == "True") == (bool(serving) and wanted), world.status
         if world.condition("Ready")[0] == "True" and wanted:
             assert world.condition("Stalled")[0] == "False"
             assert len(serving) == len(groups)
+            served_by = [pod for group in groups for pod in self.pods_of(group.index)]
+            assert not any(self.lost_labels(pod) & (OF_CLIENTS | OF_GROUPS) for pod in served_by)
+
+    def lost_labels(self, pod: PodView) -> set[str]:
+        """Returns the labels of a pod that are not as it was made with."""
+        made = self.world.manifests[pod.name]["metadata"]["labels"]
+        return {key for key in made.keys() | pod.labels.keys() if made.get(key) != pod.labels.get(key)}
 
     def what_holds_pods_is_said(self) -> None:
         """Some condition names a pod that shall go, has used up its time, and is held, and who holds it."""
@@ -238,12 +249,25 @@ class GroupLife(RuleBasedStateMachine):
         elif "data" in stored:
             self.world.objects[key] = {**stored, "data": dict.fromkeys(stored["data"], '{"new": 1')}
 
-    @precondition(lambda self: bool(self.world.workers()))
+    @precondition(lambda self: bool(self.world.pods))
     @rule(data=st.data())
     def labels_of_a_pod_are_damaged(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.world.workers()))
+        name = data.draw(st.sampled_from(sorted(self.world.pods)))
         labels = {key: "?" if key == names.LABEL_GROUP else "" for key in self.world.pods[name].labels}
         self.world.pods[name] = replace(self.world.pods[name], labels=labels)
+
+    @precondition(lambda self: bool(self.world.pods))
+    @rule(
+        data=st.data(),
+        label=st.sampled_from(["resource", "component", "group", "leader"]),
+        value=st.sampled_from([None, "true", "7", "inspect", "fetch", "worker"]),
+    )
+    def a_label_of_a_pod_is_damaged(self, data: st.DataObject, label: str, value: str | None) -> None:
+        self.world.relabel(data.draw(st.sampled_from(sorted(self.world.pods))), **{label: value})
+
+    @rule()
+    def labels_are_put_back(self) -> None:
+        self.world.put_labels_back()
 
     @rule(held=st.booleans())
     def somebody_holds_pods_or_lets_them_go(self, held: bool) -> None:
@@ -290,6 +314,7 @@ class GroupLife(RuleBasedStateMachine):
         self.the_node_goes_silent_or_speaks(silent=False)
         self.somebody_holds_pods_or_lets_them_go(held=False)
         self.world.reports.clear()
+        self.labels_are_put_back()
         for _ in range(12):
             self.world.settle()
             self.world.answer_inspection()

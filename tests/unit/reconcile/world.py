@@ -234,6 +234,21 @@ class World:
         gone_by = self.now + timedelta(seconds=_GRACE_S)
         self.pods[name] = replace(self.pods[name], deleting=True, gone_by=gone_by)
 
+    def relabel(self, name: str, **labels: str | None) -> None:
+        """Has somebody write labels of a pod, `pod_index` for heteroinfer.dev/pod-index, or take them off."""
+        changed = {f"{names.API_GROUP}/{key.replace('_', '-')}": value for key, value in labels.items()}
+        merged = {**self.pods[name].labels, **changed}
+        kept = {key: value for key, value in merged.items() if value is not None}
+        self.pods[name] = replace(self.pods[name], labels=kept)
+
+    def put_labels_back(self) -> None:
+        """Has somebody give every pod the labels that it was made with, and no others."""
+        self._change(lambda pod: replace(pod, labels=self.manifests[pod.name]["metadata"]["labels"]))
+
+    def message(self, kind: str) -> str:
+        """Returns the message of a condition."""
+        return next(str(c.get("message", "")) for c in self.status["conditions"] if c["type"] == kind)
+
     def reap(self) -> None:
         """Lets pods that are being deleted go."""
         self.pods = {n: pod for n, pod in self.pods.items() if not pod.deleting or pod.finalizers}
@@ -305,7 +320,7 @@ class World:
 
 
 def _is_inspect(pod: PodView) -> bool:
-    return pod.labels.get(names.LABEL_COMPONENT) in (names.COMPONENT_INSPECT, names.COMPONENT_FETCH)
+    return "-inspect-" in pod.name or "-fetch-" in pod.name  # whatever its labels say
 
 
 def _is_meant(found: tuple[str, str], kind: str, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -29,8 +30,10 @@ from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, SECRET, Kind, ObjectName, writable_kind
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
-from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S, describe_unlabelled, find_unlabelled
+from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S, UnlabelledPods
 from heteroinfer_operator.manifests.drift import find_drift
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.reconcile.reading import read_labels
 from heteroinfer_operator.refusals import NAME_TAKEN, OBJECT_REFUSED, Acting
 
 ALREADY_EXISTS: Final = "AlreadyExists"
@@ -70,8 +73,7 @@ class KubeCluster:
         self._on_observed = on_observed
         self._refusals: dict[ResourceKey, tuple[int, tuple[Refusal, ...]]] = {}
         """What was refused, and of which generation: a spec that was changed is tried anew, at once."""
-        self._unlabelled: dict[ResourceKey, frozenset[str]] = {}
-        """Names of pods without the label that they are watched by."""
+        self._unlabelled = UnlabelledPods(server)
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         """Returns the resource and its children as last seen, or None if it is gone.
@@ -83,16 +85,15 @@ class KubeCluster:
         if resource is None:
             self._on_observed(key, None)
             self._refusals.pop(key, None)
-            self._unlabelled.pop(key, None)
+            self._unlabelled.forget(key)
             return None
         self._on_observed(key, resource.status)
         for may_look_again in (True, True, False):
             known = self._cluster_state.pods(key, resource.uid)
-            unlabelled = await self._find_unlabelled(resource, known)
+            unlabelled = await self._unlabelled.find(resource, known)
             known += unlabelled
-            groups, fetch = await asyncio.gather(
-                self._groups.observe(known), self._groups.observe_fetch(known)
-            )
+            ours = _with_complete_labels(known)
+            groups, fetch = await asyncio.gather(self._groups.observe(ours), self._groups.observe_fetch(ours))
             for text in self._groups.take_nonsense(key):
                 event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
                 await self._recorder.record(resource, event)
@@ -115,17 +116,6 @@ class KubeCluster:
             refusals=self._refusals_of(resource),
         )
 
-    async def _find_unlabelled(self, resource: ResourceView, known: Sequence[PodRecord]) -> list[PodRecord]:
-        before = self._unlabelled.get(resource.key, frozenset())
-        found = await find_unlabelled(self._server, resource, known, before=before)
-        for pod in found:
-            if pod.view.name not in before:
-                await self._recorder.record(resource, describe_unlabelled(pod))
-        self._unlabelled.pop(resource.key, None)
-        if found:
-            self._unlabelled[resource.key] = frozenset(pod.view.name for pod in found)
-        return found
-
     def _refusals_of(self, resource: ResourceView) -> tuple[Refusal, ...]:
         generation, refusals = self._refusals.get(resource.key, (resource.generation, ()))
         return refusals if generation == resource.generation else ()
@@ -146,7 +136,7 @@ class KubeCluster:
         key = observation.resource.key
         acting = Acting(key.name, observation.refusals, datetime.now(UTC))
         run_of_actions = _ActionRun(
-            self._server, self._cluster_state, self._recorder, observation.resource, acting
+            self._server, self._cluster_state, self._recorder, observation.resource, acting, self._unlabelled
         )
         pods = [
             action.manifest
@@ -160,7 +150,7 @@ class KubeCluster:
                 self._refusals[key] = (observation.resource.generation, tuple(acting.known.values()))
         if conflict is not None:
             raise conflict
-        waits = [acting.look_again_s(), LOOK_AGAIN_S if key in self._unlabelled else None]
+        waits = [acting.look_again_s(), LOOK_AGAIN_S if self._unlabelled.are_there(key) else None]
         return min((wait for wait in waits if wait is not None), default=None)
 
 
@@ -174,8 +164,10 @@ class _ActionRun:
         recorder: EventRecorder,
         resource: ResourceView,
         acting: Acting,
+        unlabelled: UnlabelledPods,
     ) -> None:
         self._acting = acting
+        self._unlabelled = unlabelled
         self._server = server
         self._cluster_state = cluster_state
         self._recorder = recorder
@@ -269,7 +261,8 @@ class _ActionRun:
     async def _meet(self, kind: Kind, name: ObjectName, manifest: Manifest) -> str:
         """Takes an object that the cache does not know into it; returns its uid, "" if there is none.
 
-        One of ours that is not seen, since it has lost the label that it is watched by, gets it back.
+        One of ours that is not seen, since it has lost the label that it is watched by, gets it back, but
+        for a pod, which may not be changed: it is looked at from now on.
 
         Raises:
             ConflictError: it belongs to an earlier resource of this name and will go.
@@ -282,7 +275,10 @@ class _ActionRun:
                 raise
             return ""
         if trim.owner_uid(stored) == self._resource.uid:
-            if trim.label_key(stored) != self._resource.key and kind is not POD:
+            if trim.label_key(stored) != self._resource.key:
+                if kind is POD:
+                    self._unlabelled.note_met(self._resource.key, name.name)
+                    return str(stored["metadata"]["uid"])
                 labels = {"metadata": {"labels": manifest["metadata"]["labels"]}}
                 stored = await self._server.merge(kind.path(name.namespace, name.name), labels)
             self._cluster_state.note_written(kind, stored)
@@ -362,6 +358,12 @@ class _ActionRun:
 
     def _address(self, manifest: Manifest) -> tuple[Kind, ObjectName]:
         return writable_kind(manifest["kind"], manifest["apiVersion"]), ObjectName.of(manifest)
+
+
+def _with_complete_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
+    """Returns the pods that are ours by their names, with the labels that these say."""
+    views = [(pod, read_labels(pod.view, Owner(key=pod.key, uid=pod.owner_uid))) for pod in pods]
+    return [replace(pod, view=view) for pod, view in views if view is not None]
 
 
 def _vanished(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:

@@ -5,13 +5,18 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.plan import PodAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, ModelCache
 from heteroinfer_operator.cluster import ResourceKey
+
+_WORKER: Final = re.compile(r"([0-9]{1,2})-([0-9]{1,15})-([0-9]{1,3})")
+"""What follows the resource's name in that of a worker pod: group, epoch, index of the pod."""
+_LOOKS_AT_MODEL: Final = re.compile(rf"({names.COMPONENT_INSPECT}|{names.COMPONENT_FETCH})-[0-9a-f]{{10}}")
+"""The same of a pod that looks at the model: its component, and a hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,24 +107,32 @@ def metadata(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[str, An
     }
 
 
-def complete_labels(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[str, str] | None:
-    """Returns a worker pod's labels, with what was lost or damaged of them taken from its name.
+def named_labels(owner: Owner, name: str) -> dict[str, str | None] | None:
+    """Returns the labels that follow from a pod's name; None for one that it has not.
 
     Args:
         owner: of the pod.
         name: of the pod.
-        labels: as stored.
 
     Returns:
-        None for a pod that is no worker by its name, such as a copy that somebody made of one.
+        None for a pod that is none of ours by its name, such as a copy that somebody made of one.
     """
-    numbers = (names.LABEL_GROUP, names.LABEL_EPOCH, names.LABEL_POD_INDEX)
-    match = re.fullmatch(rf"{re.escape(owner.key.name)}-([0-9]{{1,2}})-([0-9]{{1,15}})-([0-9]{{1,3}})", name)
-    if match is None:
+    prefix = f"{owner.key.name}-"
+    if not name.startswith(prefix):
         return None
-    named = dict(zip(numbers, match.groups(), strict=True))
-    leads = {names.LABEL_LEADER: "true"} if match[3] == "0" else {}
-    return {**labels, **named, **leads, names.LABEL_COMPONENT: names.COMPONENT_WORKER}
+    resource, rest = {names.LABEL_RESOURCE: owner.key.name}, name.removeprefix(prefix)
+    if match := _LOOKS_AT_MODEL.fullmatch(rest):
+        return {**resource, names.LABEL_COMPONENT: match[1]}
+    if match := _WORKER.fullmatch(rest):
+        return {
+            **resource,
+            names.LABEL_COMPONENT: names.COMPONENT_WORKER,
+            names.LABEL_GROUP: match[1],
+            names.LABEL_EPOCH: match[2],
+            names.LABEL_POD_INDEX: match[3],
+            names.LABEL_LEADER: "true" if match[3] == "0" else None,
+        }
+    return None
 
 
 def group_labels(group: GroupRef) -> dict[str, str]:

@@ -32,6 +32,7 @@ from heteroinfer_operator.quantity import mebibytes
 from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.group import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
+from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
 from heteroinfer_operator.reconcile.rollout import Rollout
 
 _MEASURE_EVERY = timedelta(seconds=60)
@@ -101,16 +102,23 @@ class Life:
 
     @property
     def serving(self) -> list[GroupStatus]:
-        """Returns the groups that serve."""
-        return [group for group in self.groups if group.phase is GroupPhase.READY]
+        """Returns the groups that serve, and that clients reach."""
+        return [d.status for d in self.decisions if d.status.phase is GroupPhase.READY and not d.cut_off]
+
+    @property
+    def lost_labels(self) -> str:
+        """Returns which labels somebody took off a pod of a group that runs, and what to do, or ""."""
+        lacking = (d for d in self.decisions if d.lost_labels and d.status.phase is GroupPhase.READY)
+        return next((f"group {d.status.index}: {d.lost_labels}" for d in lacking), "")
 
     @property
     def serves_spec(self) -> bool:
-        """Returns whether all wanted groups serve what the spec asks for."""
+        """Returns whether the pods of all wanted groups are ready with what the spec asks for."""
+        ready = [group for group in self.groups if group.phase is GroupPhase.READY]
         return (
             self.target is not None
-            and len(self.serving) == self.wanted
-            and all(group.revision == self.target for group in self.serving)
+            and len(ready) == self.wanted
+            and all(group.revision == self.target for group in ready)
         )
 
     @property
@@ -121,7 +129,7 @@ class Life:
             return "RestartsUsedUp", f"group {failed.index}: {failed.message}"
         problem = self.problem
         if problem is None or problem.reason == WAITING_FOR_MODEL or self.serves_spec:
-            return None
+            return (LOST_LABEL, self.lost_labels) if self.lost_labels else None
         return problem.reason, problem.message
 
     def make(self, kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
@@ -138,13 +146,11 @@ def life_conditions(life: Life) -> tuple[Condition, ...]:
     count = f"{len(serving)} of {life.wanted} groups serve"
     words = f"group {worst.index}: {worst.message}" if worst.message else count
     stalled = life.stalled
+    available = (True, "Serving", count) if serving else (False, _ready_reason(worst), words)
+    if not serving and life.lost_labels:
+        available = (False, LOST_LABEL, life.lost_labels)
     return (
-        life.make(
-            ConditionType.AVAILABLE,
-            bool(serving),
-            "Serving" if serving else _ready_reason(worst),
-            count if serving else words,
-        ),
+        life.make(ConditionType.AVAILABLE, *available),
         life.make(ConditionType.READY, *_ready(life, worst, words, count)),
         life.make(ConditionType.STALLED, stalled is not None, *(stalled or ("NotStalled", ""))),
         life.make(ConditionType.PROGRESSING, *_progress(life, worst, words)),
@@ -188,7 +194,7 @@ def _worst(groups: Sequence[GroupStatus]) -> GroupStatus:
 
 def _ready(life: Life, worst: GroupStatus, words: str, count: str) -> tuple[bool, str, str]:
     """Returns whether all wanted groups serve this spec, the reason, and words."""
-    if life.serves_spec:
+    if life.serves_spec and not life.lost_labels:
         return True, "Serving", count
     if life.stalled is not None and worst.phase is not GroupPhase.FAILED:
         return False, *life.stalled
@@ -423,6 +429,8 @@ def summary(
     decisions: Sequence[GroupDecision],
     groups: Sequence[GroupStatus],
     plans: Sequence[PlanStatus],
+    *,
+    serving: int,
     wanted: int,
 ) -> Summary:
     """Returns the small values that `kubectl get` prints."""
@@ -431,9 +439,8 @@ def summary(
     slowest = max(entries, key=lambda entry: entry.compute_ms or 0.0, default=None)
     step_ms = max((entry.step_ms or 0.0 for entry in entries), default=None)
     predicted = [found for found in plans if plan is not None and found.hash == plan.hash]
-    ready = sum(group.phase is GroupPhase.READY for group in groups)
     return Summary(
-        groups=f"{ready}/{wanted}",
+        groups=f"{serving}/{wanted}",
         gpu_ranks=None if plan is None else sum(rank.device is Device.GPU for rank in plan.ranks),
         cpu_ranks=None if plan is None else sum(rank.device is Device.CPU for rank in plan.ranks),
         step_ms=None if step_ms is None else f"{step_ms:.1f}",

@@ -79,6 +79,8 @@ class GroupDecision:
         refusal: why there is no plan, or None.
         unplaced: which pod has no node, and why, or "".
         gang_object: what tells a gang scheduler of the epoch, or None.
+        lost_labels: which labels somebody took off a pod of the epoch, and what to do, or "".
+        cut_off: whether, for that reason, clients do not reach it by their Service.
     """
 
     status: GroupStatus
@@ -94,6 +96,8 @@ class GroupDecision:
     refusal: HeteroInferError | None = None
     unplaced: str = ""
     gang_object: Manifest | None = None
+    lost_labels: str = ""
+    cut_off: bool = False
 
 
 def epoch_of(pod: PodView) -> int:

@@ -26,6 +26,7 @@ from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.quantity import format_bytes
+from heteroinfer_operator.reconcile.lost_labels import find_lost
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.startup import describe_wait, waits_in_vain
 
@@ -96,6 +97,7 @@ class ModelDecision:
         deletes: such pods.
         events: for people.
         look_again_s: seconds until the next look, or None.
+        lost_labels: which labels somebody took off the pod that looks at it, and what to do, or "".
     """
 
     status: ModelStatus
@@ -107,6 +109,7 @@ class ModelDecision:
     deletes: tuple[DeleteObject, ...] = ()
     events: tuple[RecordEvent, ...] = ()
     look_again_s: float | None = None
+    lost_labels: str = ""
 
 
 def unreadable_since(groups: Sequence[GroupStatus]) -> datetime | None:
@@ -186,7 +189,8 @@ def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecisi
     waits = f"pod {pod.name} waits: {pod.unschedulable}" if pod.unschedulable else ""
     if not waits and not pod.started and pod.waiting:
         waits = describe_wait(pod)
-    decision = _on_its_way(context, kept, waits)
+    lost = find_lost(context.owner, [pod])
+    decision = replace(_on_its_way(context, kept, "; ".join(filter(None, (waits, lost)))), lost_labels=lost)
     if context.fetches and pod.started:
         look_again_s = min(look_again_s or _PROGRESS_EVERY_S, _PROGRESS_EVERY_S)
     return replace(decision, look_again_s=look_again_s)

@@ -45,7 +45,6 @@ def build_next_status(
     generation, target = observation.resource.generation, context.target
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
-    ready = sum(group.phase is GroupPhase.READY for group in groups)
     updated = sum(d.runs and d.status.revision == target.name for d in wanted)
     plans = _plans(status, wanted, context.planner)
     unreadable = model.message if model.status.phase is ModelPhase.FAILED else ""
@@ -62,6 +61,7 @@ def build_next_status(
         now=context.now,
         generation=generation,
     )
+    ready = len(life.serving)
     next_conditions = (
         life.make(ConditionType.MODEL_READY, model.holds, model.reason, model.message),
         *conditions.life_conditions(life),
@@ -79,7 +79,7 @@ def build_next_status(
         endpoint=context.options.addressing.endpoint(spec, context.owner) if spec else status.endpoint,
         current_revision=target.name if done else status.current_revision,
         update_revision=target.name or status.update_revision,
-        summary=conditions.summary(wanted, groups, plans, context.replicas),
+        summary=conditions.summary(wanted, groups, plans, serving=ready, wanted=context.replicas),
         conditions=merge_conditions(status.conditions, next_conditions, now=context.now),
         gpus_missing_since=gpus_missing_since(status, refusals, context.now),
         model=model.status,

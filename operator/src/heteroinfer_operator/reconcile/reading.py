@@ -18,17 +18,28 @@ _PLANS_AT_HAND: Final = 4096
 
 
 def with_complete_labels(pods: Sequence[PodView], owner: Owner) -> tuple[PodView, ...]:
-    """Returns the pods with what was lost or damaged of workers' labels taken from their names.
+    """Returns the pods that are ours by their names, each as `read_labels` gives it."""
+    return tuple(found for pod in pods if (found := read_labels(pod, owner)) is not None)
 
-    A pod that is none of ours by its labels and its name is left out.
+
+def read_labels(pod: PodView, owner: Owner) -> PodView | None:
+    """Returns a pod with the labels that its name says, whatever somebody made of them, and which those are.
+
+    Args:
+        pod: of the resource.
+        owner: the resource.
+
+    Returns:
+        None for a pod that is none of ours by its name.
     """
-    found = []
-    for pod in pods:
-        if pod.labels.get(names.LABEL_COMPONENT) in (names.COMPONENT_INSPECT, names.COMPONENT_FETCH):
-            found.append(pod)
-        elif (labels := identity.complete_labels(owner, pod.name, pod.labels)) is not None:
-            found.append(pod if labels == dict(pod.labels) else replace(pod, labels=labels))
-    return tuple(found)
+    named = identity.named_labels(owner, pod.name)
+    if named is None:
+        return None
+    lost = {label: value for label, value in named.items() if pod.labels.get(label) != value}
+    if not lost:
+        return pod
+    labels = {label: value for label, value in {**pod.labels, **named}.items() if value is not None}
+    return replace(pod, labels=labels, lost_labels={**pod.lost_labels, **lost})
 
 
 def pods_by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:

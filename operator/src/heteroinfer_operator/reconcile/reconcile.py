@@ -39,6 +39,8 @@ from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
 from heteroinfer_operator.reconcile.group import GroupDecision, epoch_of, stop_group
 from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS, GroupPlanner, shortage_age_s
+from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
+from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
 from heteroinfer_operator.reconcile.model import COMPONENTS as MODEL_COMPONENTS
 from heteroinfer_operator.reconcile.model import (
     ModelContext,
@@ -190,7 +192,11 @@ def _act(
         for index, pods in sorted(by_group.items())
         if index >= context.replicas
     ]
-    wanted = [_measured(observation, context, decision, by_group) for decision in wanted]
+    wanted = [
+        with_lost_labels(context.owner, _measured(observation, context, decision, by_group), pods)
+        for decision in wanted
+        for pods in [by_group.get(decision.status.index, ())]
+    ]
     decisions = [*wanted, *unwanted]
     keys = [key for decision in wanted for key in decision.keys]
     creates = [create for decision in wanted for create in decision.creates]
@@ -206,6 +212,7 @@ def _act(
     next_status = build_next_status(observation, status, context, model, wanted, unwanted)
     actions: list[Action] = [*conditions.status_write(observation, next_status)]
     actions += [event for decision in decisions for event in decision.events]
+    actions += _lost_label_events(status, old, wanted, model)
     actions += _condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
     actions += [*model.events, *model.deletes]
@@ -242,6 +249,25 @@ def _measured(
     return replace(decision, status=group)
 
 
+def _lost_label_events(
+    status: HeteroInferenceStatus,
+    old: Mapping[int, GroupStatus],
+    wanted: Sequence[GroupDecision],
+    model: ModelDecision,
+) -> list[RecordEvent]:
+    """Returns an event for each pod of which it is new that it lacks a label."""
+    before = status.condition(ConditionType.MODEL_READY.value)
+    said = [(model.lost_labels, before.message if before is not None else "")]
+    for decision in wanted:
+        group = old.get(decision.status.index)
+        said.append((decision.lost_labels, (group.message if group is not None else "") or ""))
+    return [
+        RecordEvent(reason=LOST_LABEL, message=words, warning=True)
+        for words, reported in said
+        if words and words not in reported
+    ]
+
+
 def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> list[RecordEvent]:
     """Returns an event for each refusal that is new: people look at events first.
 
@@ -258,7 +284,8 @@ def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -
     bad_if_true = {ConditionType.STALLED.value, ConditionType.FAILED.value}
     refused = [c for c in after if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
     refused += [c for c in after if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
-    fresh = [c for c in refused if _announced_as(c) not in reported]
+    # A lost label has an event of its own, whatever else is wrong.
+    fresh = [c for c in refused if _announced_as(c) not in reported and c.reason != LOST_LABEL]
     seen = {(c.reason, c.message): c for c in fresh}
     return [RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in seen.values()]
 

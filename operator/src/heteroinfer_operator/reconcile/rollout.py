@@ -12,6 +12,7 @@ from heteroinfer_operator.api import GroupPhase, GroupStatus
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile.group import GroupDecision, decide_group, epoch_of, revision_of
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
+from heteroinfer_operator.reconcile.lost_labels import is_cut_off
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
@@ -112,9 +113,12 @@ def _problem(decision: GroupDecision) -> str:
 
 
 def _serves(status: GroupStatus, pods: Sequence[PodView]) -> bool:
-    """Returns whether a group serves now; one that has lost a pod does not, however ready the others are."""
+    """Returns whether a group serves now; one that has lost a pod does not, however ready the others are.
+
+    Nor does one whose leader the Service of clients does not select.
+    """
     newest = max((epoch_of(pod) for pod in pods), default=0)
     pods = [pod for pod in pods if epoch_of(pod) == newest]
     present = {pod.name for pod in pods}
     whole = all(entry.pod in present for entry in status.members)
-    return bool(pods) and whole and all(pod.ready and not pod.ended for pod in pods)
+    return whole and not is_cut_off(pods) and all(pod.ready and not pod.ended for pod in pods)

@@ -1,0 +1,91 @@
+"""Labels of pods that somebody took off or changed: what comes of it, and the command that mends it. Pure.
+
+The operator may not change pods, so it says so, and counts on people. Nothing ends for that reason: the
+name of a pod says whose it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.reconcile.group import GroupDecision, epoch_of, index_of
+
+REASON: Final = "PodLabelLost"
+_OF_CLIENTS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER})
+"""What the Service of clients selects leaders by."""
+_OF_GROUPS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_GROUP})
+"""What the NetworkPolicy, the headless Service and the budget of a group select its pods by."""
+_MESSAGE: Final = 1024
+"""Characters of a group's message."""
+
+
+def find_lost(owner: Owner, pods: Sequence[PodView]) -> str:
+    """Returns what the first pod that lacks a label lacks, what comes of it, and how to mend it, or "".
+
+    Args:
+        owner: of the pods.
+        pods: whose labels were completed.
+    """
+    return next((_describe(owner, pod) for pod in pods if _lost(pod)), "")
+
+
+def is_cut_off(pods: Sequence[PodView]) -> bool:
+    """Returns whether the Service of clients selects none of these pods of one epoch, ready or not."""
+    return not any(index_of(pod) == 0 and _OF_CLIENTS.isdisjoint(pod.lost_labels) for pod in pods)
+
+
+def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodView]) -> GroupDecision:
+    """Returns the decision of a group with what its pods' labels lack, in its message too.
+
+    Args:
+        owner: of the group.
+        decision: of the group.
+        pods: of the group, of every epoch, whose labels were completed.
+    """
+    current = [pod for pod in pods if epoch_of(pod) == decision.status.epoch and not pod.ended]
+    words = find_lost(owner, current) if decision.runs else ""
+    if not words:
+        return decision
+    before = decision.status.message
+    message = f"{before[: _MESSAGE - len(words) - 2]}; {words}" if before else words
+    return replace(
+        decision,
+        status=decision.status.model_copy(update={"message": message[:_MESSAGE]}),
+        lost_labels=words,
+        cut_off=is_cut_off(current),
+    )
+
+
+def _lost(pod: PodView) -> dict[str, str | None]:
+    """Returns the lost labels by which pods are selected: of the others nothing depends."""
+    selecting = _OF_CLIENTS | _OF_GROUPS
+    return {label: value for label, value in sorted(pod.lost_labels.items()) if label in selecting}
+
+
+def _describe(owner: Owner, pod: PodView) -> str:
+    lost = _lost(pod)
+    lacks = [f"{label}={value}" for label, value in lost.items() if value is not None]
+    wrong = [label for label, value in lost.items() if value is None]
+    found = [f"has lost {', '.join(lacks)}"] if lacks else []
+    found += [f"has {', '.join(wrong)}, which is the leader's"] if wrong else []
+    command = " ".join([*lacks, *(f"{label}-" for label in wrong)])
+    return (
+        f"pod {pod.name} {' and '.join(found)}{_effect(pod, frozenset(lost))}; put it right: "
+        f"kubectl label pod -n {owner.key.namespace} {pod.name} --overwrite {command}"
+    )
+
+
+def _effect(pod: PodView, lost: frozenset[str]) -> str:
+    if pod.labels.get(names.LABEL_COMPONENT) != names.COMPONENT_WORKER:
+        return ""
+    effects = []
+    if index_of(pod) == 0 and lost & _OF_CLIENTS:
+        effects.append("no Service sends clients to it")
+    if index_of(pod) != 0 and names.LABEL_LEADER in lost:
+        effects.append("clients are sent to it, and it has no API")
+    if lost & _OF_GROUPS:
+        effects.append("its group's NetworkPolicy does not select it")
+    return f": {', and '.join(effects)}"
