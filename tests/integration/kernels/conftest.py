@@ -1,10 +1,12 @@
 """The kernels' library for tests: on this CPU's instructions, or with all of them emulated."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.kernels.instructions import emulated_library, of_this_cpu
+from tests.integration.kernels.probe_answers import Asking, asking
 from vllm_heteroinfer.kernels import build
 
 
@@ -19,3 +21,24 @@ def usable(request: pytest.FixtureRequest) -> list[str]:
     """Arguments of the probes: none, or the emulated library where this CPU has none of the instructions."""
     build.build()
     return [] if of_this_cpu() else [str(request.getfixturevalue("emulated"))]
+
+
+@pytest.fixture(scope="module")
+def emulation(emulated: Path, request: pytest.FixtureRequest) -> Iterator[Asking]:
+    """Asks the module's PROBE with the instructions emulated."""
+    with asking(request.module.PROBE, str(emulated)) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def kernels(usable: list[str], request: pytest.FixtureRequest) -> Iterator[Asking]:
+    """Asks the module's PROBE on this CPU's own instructions, if it has any of ours."""
+    with asking(request.module.PROBE, *usable) as ask:
+        yield ask
+
+
+@pytest.fixture
+def on_path(path: str, request: pytest.FixtureRequest) -> Asking:
+    """Asks the kernels on this CPU's own instructions if it has those of the path, emulated if not."""
+    asks: Asking = request.getfixturevalue("kernels" if path in of_this_cpu() else "emulation")
+    return asks

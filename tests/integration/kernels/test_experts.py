@@ -2,14 +2,12 @@
 
 import itertools
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.kernels.instructions import SETS, of_this_cpu
-from tests.integration.kernels.probe_answers import Asking, ask_forked, asking
+from tests.integration.kernels.instructions import SETS
+from tests.integration.kernels.probe_answers import Asking, ask_forked
 
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
@@ -39,25 +37,6 @@ def draw_cases(path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
         }
         cases.append(case)
     return cases
-
-
-@pytest.fixture(scope="module")
-def emulation(emulated: Path) -> Iterator[Asking]:
-    with asking(PROBE, str(emulated)) as ask:
-        yield ask
-
-
-@pytest.fixture(scope="module")
-def kernels(usable: list[str]) -> Iterator[Asking]:
-    with asking(PROBE, *usable) as ask:
-        yield ask
-
-
-@pytest.fixture
-def on_path(path: str, request: pytest.FixtureRequest) -> Asking:
-    """Asks the kernels on this CPU's own instructions if it has those of the path, emulated if not."""
-    asks: Asking = request.getfixturevalue("kernels" if path in of_this_cpu() else "emulation")
-    return asks
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -7,7 +7,6 @@ import itertools
 import math
 import random
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +43,6 @@ def draw_cases(path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
         }
         for rows in itertools.islice(itertools.cycle([*range(1, 71), 100, 257, 600]), count)
     ]
-
-
-@pytest.fixture(scope="module")
-def emulation(emulated: Path) -> Iterator[Asking]:
-    with asking(PROBE, str(emulated)) as ask:
-        yield ask
-
-
-@pytest.fixture(scope="module")
-def kernels(usable: list[str]) -> Iterator[Asking]:
-    with asking(PROBE, *usable) as ask:
-        yield ask
-
-
-@pytest.fixture
-def on_path(path: str, request: pytest.FixtureRequest) -> Asking:
-    """Asks the kernels on this CPU's own instructions if it has those of the path, emulated if not."""
-    asks: Asking = request.getfixturevalue("kernels" if path in of_this_cpu() else "emulation")
-    return asks
 
 
 def check(answer: dict[str, Any], cases: list[dict[str, Any]]) -> None:
