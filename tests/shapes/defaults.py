@@ -15,6 +15,7 @@ from typing import Any
 TABLE = Path(__file__).parents[2] / "worker_image/src/heteroinfer_contract/model/config_defaults.json"
 FIELDS = (
     "attention_chunk_size",
+    "attention_k_eq_v",
     "attn_layer_offset",
     "attn_layer_period",
     "conv_L_cache",
@@ -48,6 +49,7 @@ FIELDS = (
     "num_experts_per_tok",
     "num_hidden_layers",
     "num_key_value_heads",
+    "num_kv_shared_layers",
     "qk_rope_head_dim",
     "scoring_func",
     "sliding_window",

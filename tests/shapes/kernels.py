@@ -1,7 +1,7 @@
 """What vLLM's own choosers say of its kernels on CPUs, by format, as JSON.
 
-Of experts the routing methods that they take, of linear layers which type of activations has a kernel, and of
-both what is there with AMX and without.
+Of experts the routing methods that they take, of linear layers which type of activations has a kernel, of
+latent attention its types, and of all what is there with AMX and without.
 
 .venv-worker/bin/python -m tests.shapes.kernels
 """
@@ -156,7 +156,74 @@ def head_sizes() -> dict[str, list[int]]:
             return False
         return True
 
-    return {cache: [size for size in range(8, 520, 8) if takes(size, cache)] for cache in ("auto", "fp8")}
+    return {cache: [size for size in range(8, 1032, 8) if takes(size, cache)] for cache in ("auto", "fp8")}
+
+
+def latent_backend() -> dict[str, Any]:
+    """Returns what vLLM says of the latent attention that it chooses on this CPU."""
+    from types import SimpleNamespace
+
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    asked: Any = SimpleNamespace(use_sparse=False, use_mla=True)
+    unset: Any = None
+    backend = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(unset, asked))
+    return {
+        "name": backend.get_name(),
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in backend.supported_dtypes],
+        "fp8": backend.supports_kv_cache_dtype("fp8"),
+        "block_of_32": backend.supports_block_size(32),
+    }
+
+
+def latents_decode() -> dict[str, bool]:
+    """Returns whether AMX's kernels decode latents of 512 + 64 elements as torch does, by type."""
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    return {name: _decodes(getattr(torch, name)) for name in DTYPES}
+
+
+def _decodes(dtype: Any) -> bool:
+    import torch
+    from vllm import _custom_ops as ops
+
+    tokens, heads, latent, rope, block = 3, 4, 512, 64, 32
+    width = latent + rope
+    cache = torch.zeros(4, block, width, dtype=dtype)
+    values, positions = torch.randn(tokens, latent).to(dtype), torch.randn(tokens, rope).to(dtype)
+    flat, query = cache.view(-1, 1, width), torch.randn(1, heads, width).to(dtype)
+    out = torch.zeros(1, heads, latent, dtype=dtype)
+    parts = torch.zeros(1, heads, 2, latent + 1)
+    table = torch.arange(4 * block).view(1, -1)
+    one, length = torch.zeros(1, dtype=torch.int64), torch.tensor([tokens])
+    nothing = (None, None, None)
+    try:
+        ops.amx_mla_concat_and_cache(values, positions, cache, torch.arange(tokens))
+        ops.cpu_mla_decode(
+            query,
+            flat,
+            flat[..., :latent],
+            out,
+            *nothing,
+            parts,
+            table,
+            one,
+            length,
+            0.1,
+            0.0,
+            False,
+            0,
+            None,
+            None,
+        )
+    except NotImplementedError:
+        return False
+    keys = flat[:tokens, 0].float()
+    expected = (query[0].float() @ keys.T * 0.1).softmax(-1) @ keys[:, :latent]
+    return bool((expected - out[0].float()).abs().max() < 0.05)  # of NaN too it is False
 
 
 def overflows() -> bool:
@@ -175,11 +242,13 @@ def overflows() -> bool:
 
 def answers() -> dict[str, Any]:
     """Returns all of it; of what depends on AMX first with it, then without."""
-    found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": []}
+    found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": [], "latent": []}
     for amx in (True, False):
         with cpu_with(amx=amx):
             found["experts"].append(experts_run())
             found["linear"].append(linear_kernels())
+            found["latent"].append(latent_backend())
+    found["latents_decode"] = latents_decode()
     with cpu_with(amx=False):
         return {**found, "head_sizes": head_sizes(), "overflows": overflows()}
 

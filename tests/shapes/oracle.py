@@ -154,7 +154,10 @@ def _build(config: Any, stage: int) -> tuple[int, int, dict[str, Any]]:
         specs = {
             name: spec
             for name, layer in config.compilation_config.static_forward_context.items()
-            if isinstance(layer, AttentionLayerBase) and (spec := layer.get_kv_cache_spec(config)) is not None
+            if isinstance(layer, AttentionLayerBase)
+            # As the runner does it (gpu_model_runner.py::get_kv_cache_spec@v0.32.0).
+            and not getattr(layer, "kv_sharing_target_layer_name", None)
+            and (spec := layer.get_kv_cache_spec(config)) is not None
         }
     sizes = {name: each.numel() * each.element_size() for name, each in model.named_parameters()}
     encoder = sum(size for name, size in sizes.items() if _is_encoder(name))

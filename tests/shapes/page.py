@@ -12,12 +12,13 @@ from typing import Any, Final
 from heteroinfer_contract.model import AttentionKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.calibrations import Calibrations
+from heteroinfer_operator.commands.plan_command import describe_plan
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
-from heteroinfer_operator.planning.account import describe_capacity, describe_choices, describe_speed
 from heteroinfer_operator.planning.inventory import AMX
 from heteroinfer_operator.planning.memory import Sizes
-from heteroinfer_operator.planning.prediction import Load, forecast, predict
+from heteroinfer_operator.planning.prediction import Load, forecast
 from tests.shapes.comparison import compare, recorded, settings
 from tests.shapes.corpus import SHAPES
 from tests.shapes.profiles import recorded_profiles
@@ -116,13 +117,20 @@ _QUESTIONS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("An encoder on a CPU", "Qwen2.5-VL-7B-Instruct", "A", {"parallelism": {"stageOrder": "Auto"}}),
     ("AWQ in float16", "Llama-3.3-70B-Instruct-AWQ", "B", {"engine": {"dtype": "float16"}}),
     ("Quantization at load", "Llama-3.1-8B-Instruct", "A", {"engine": {"args": ["--quantization", "fp8"]}}),
+    ("Latent attention in float16", "DeepSeek-V3", "B", {"engine": {"dtype": "float16"}}),
+    (
+        "Latents kept in FP8",
+        "DeepSeek-V2-Lite-Chat",
+        "A",
+        {"engine": {"args": ["--kv-cache-dtype", "fp8"]}},
+    ),
     ("Experts without a gate", "Nemotron-3-Nano-30B-A3B", "B", {}),
     ("More context than the model was made for", "phi-4", "B", {"engine": {"maxModelLen": 32768}}),
 )
 
 
 def _answers() -> str:
-    parts = ["\n## Twelve that do not fit or cannot run, as `heteroinfer plan` answers\n"]
+    parts = ["\n## Fourteen that do not fit or cannot run, as `heteroinfer plan` answers\n"]
     for title, name, group, fields in _QUESTIONS:
         try:
             ask(recorded_profiles()[name], group, **fields)
@@ -133,21 +141,37 @@ def _answers() -> str:
     return "\n".join(parts)
 
 
-def _account() -> str:
-    planned = ask(recorded_profiles()["DeepSeek-V3"], "B")
-    lines = [
-        f"predicted decode step of one request: {predict(planned.plan)}",
-        *describe_speed(planned),
-        describe_capacity(planned),
-        *describe_choices(planned),
-    ]
-    return "\n## What is said of one that fits: DeepSeek-V3, group B\n```\n" + "\n".join(lines) + "\n```\n"
+_FITS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
+    ("A model that one GPU holds", "Llama-3.1-8B-Instruct", "A", {}),
+    ("A dense model, two thirds of it on CPUs", "Qwen3-32B", "A", {}),
+    ("70B in 4 bits: KV cache for one longest sequence", "Llama-3.3-70B-Instruct-AWQ", "A", {}),
+    ("Experts in MXFP4 and windows", "gpt-oss-120b", "A", {}),
+    ("Experts in bf16 on two CPU pods", "Qwen3-235B-A22B", "B", {"engine": {"maxModelLen": 32768}}),
+    ("Latent attention, FP8 in blocks", "DeepSeek-V3", "B", {}),
+    ("Linear attention", "Qwen3-Next-80B-A3B-Instruct", "B", {}),
+    ("States, attention and MLPs in layers of their own", "Nemotron-H-8B-Base-8K", "A", {}),
+    (
+        "Text alone of a model with images, of its whole length",
+        "gemma-3-27b-it",
+        "A",
+        {"engine": {"args": ["--language-model-only"], "maxModelLen": 131072}},
+    ),
+    ("An encoder, on the GPU", "Mistral-Small-3.2-24B-Instruct", "A", {}),
+)
+
+
+def _accounts() -> str:
+    parts = ["\n## Ten that fit, as `heteroinfer plan` explains them\n"]
+    for title, name, group, fields in _FITS:
+        said = describe_plan(ask(recorded_profiles()[name], group, **fields), Calibrations(), "m")
+        parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}```\n")
+    return "\n".join(parts)
 
 
 def build_page() -> str:
     """Returns the page."""
     rows = "\n".join(_row(shape.name, recorded_profiles()[shape.name]) for shape in SHAPES)
-    return f"{_HEAD.read_text()}{rows}\n{_answers()}{_account()}"
+    return f"{_HEAD.read_text()}{rows}\n{_answers()}{_accounts()}"
 
 
 def main() -> int:

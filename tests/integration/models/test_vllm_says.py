@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.model import Routing, SchemeName
-from heteroinfer_operator.planning.support import CPU_EXPERTS, CPU_FP8_HEAD_MULTIPLE, CPU_LINEAR, LinearKernel
+from heteroinfer_operator.planning.architectures import (
+    GPU_CLASSES,
+    IMAGES_ATTEND_BOTH_WAYS,
+    NO_PIPELINE,
+    OWN_CPU_BLOCKS,
+)
+from heteroinfer_operator.planning.support import (
+    CPU_EXPERTS,
+    CPU_FP8_HEAD_MULTIPLE,
+    CPU_HEAD_SIZES,
+    CPU_LATENT_DTYPE,
+    CPU_LINEAR,
+    LinearKernel,
+)
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 from tests.shapes.comparison import recorded
 
@@ -81,9 +94,79 @@ def test_linear_layers_have_the_kernels_of_the_table(kernels: dict[str, Any]) ->
 
 def test_kv_caches_are_of_the_type_and_for_the_heads_that_the_table_says(kernels: dict[str, Any]) -> None:
     plain, fp8 = kernels["head_sizes"]["auto"], kernels["head_sizes"]["fp8"]
-    assert {64, 80, 128} <= set(plain)
+    assert set(plain) == CPU_HEAD_SIZES
     assert fp8 == [size for size in plain if size % CPU_FP8_HEAD_MULTIPLE == 0]
     assert kernels["overflows"], "a cache of another type may be planned on CPUs now"
+
+
+def test_latents_are_for_amx_and_of_the_type_that_the_table_says(kernels: dict[str, Any]) -> None:
+    with_amx, without = kernels["latent"]
+    assert with_amx == {"name": "AMX_MLA", "dtypes": [CPU_LATENT_DTYPE], "fp8": False, "block_of_32": True}
+    assert (without["name"], without["fp8"], without["block_of_32"]) == ("CPU_MLA", False, False)
+    assert {dtype for dtype, right in kernels["latents_decode"].items() if right} == {CPU_LATENT_DTYPE}
+
+
+STUB = ".vl_stub"
+"""The module of a class that only says on CPUs that there is none."""
+
+
+@pytest.fixture(scope="module")
+def said_of_classes() -> dict[str, Any]:
+    """What vLLM's classes say of themselves on CPUs."""
+    done = _run("tests.shapes.classes")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.fixture
+def classes(said_of_classes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What they say, by architecture."""
+    return dict(said_of_classes["classes"])
+
+
+def test_whose_images_attend_both_ways_is_in_the_table(said_of_classes: dict[str, Any]) -> None:
+    types = said_of_classes["both_ways"]
+    assert types == ["bagel", "gemma3", "molmo2", "moondream3", "paligemma"]
+    # An architecture for each, one with two names; and Gemma-4, whose config says it.
+    named = {name.lower() for name in IMAGES_ATTEND_BOTH_WAYS}
+    assert all(any(name.startswith(each) for name in named) for each in types)
+    assert {name for name in named if not name.startswith(tuple(types))} == {
+        "gemma4forconditionalgeneration",
+        "gemma4unifiedforconditionalgeneration",
+        "hfmoondream",
+    }
+
+
+def test_what_has_no_pipeline_is_in_the_table(classes: dict[str, dict[str, Any]]) -> None:
+    assert len(classes) > 200
+    here = {name for name, said in classes.items() if not said["module"].endswith(STUB)}
+    without = {name for name in here if classes[name].get("pipeline") is False}
+    unknown = {name for name, said in classes.items() if "error" in said}
+    assert without - NO_PIPELINE == set()
+    assert NO_PIPELINE - without <= unknown
+
+
+def test_what_has_no_class_for_cpus_is_in_the_table(classes: dict[str, dict[str, Any]]) -> None:
+    of_gpus = {
+        name
+        for name, said in classes.items()
+        if ".nvidia." in said["module"] or said["module"].endswith(STUB)
+    }
+    broken = {name for name, said in classes.items() if "error" in said and "vllm.models." in said["module"]}
+    assert of_gpus - GPU_CLASSES == set()
+    assert of_gpus | broken >= GPU_CLASSES
+    assert set(classes) >= OWN_CPU_BLOCKS
+
+
+def test_sizes_of_gemma_4_are_those_of_its_class() -> None:
+    done = _run("tests.shapes.gemma4")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found) == {"shared", "dense", "experts"}
+    for name, off in found.items():
+        for what, part in off.items():
+            # Where keys are values too, vLLM keeps both projections, of which files have one.
+            assert abs(part) < (1e-6 if what.startswith("KV") else 0.005), (name, what, part)
 
 
 def _takes(kernel: LinearKernel, bits: int, dtype: str) -> bool:

@@ -14,6 +14,7 @@ from heteroinfer_contract.calibration import Calibration, Versions
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.cli import main
 from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.planning.rates import CPU_DEFAULTS, GPU_UNKNOWN
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.cli.model_directory import write_model
 
@@ -59,7 +60,8 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     file = write(tmp_path, model, planning=CPU_ONLY)
     assert main(["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi"]) == 0
     head, columns, first, last, *account, every, note = capsys.readouterr().out.splitlines()
-    made_of, step, load, rates, missing, tokens, cache, cheaper, faster = account
+    made_of, of_cpu, of_gpu, step, load, rates, missing, tokens, requests, length, *choices = account
+    without_gpu, without_cpu, cheaper, faster = choices
     assert head.startswith("llama: mode Pipeline, 2 stages of 1 ranks, 2 pods, plan ")
     assert columns.split() == [
         "RANK",
@@ -79,9 +81,7 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     assert load.startswith("predicted step by requests of 256 tokens: 1: ")
     assert "64: " in load
     assert "; first token: " in load
-    assert rates == (
-        "rates: role cpu: defaults for CPUs, role gpu: defaults for an H200, since the GPU is not known"
-    )
+    assert rates == (f"rates: role cpu: {CPU_DEFAULTS}, role gpu: {GPU_UNKNOWN}")
     assert missing == (
         "not measured: this machine was not measured; run `heteroinfer calibrate`, which takes under a minute"
     )
@@ -89,8 +89,15 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     assert cheaper.startswith("cheaper: with one longest sequence at a time it needs ")
     assert faster.startswith("faster: a layer that GPUs take over from role cpu saves ")
     assert step.startswith("predicted decode step of one request: ")
-    assert cache.startswith("KV cache of a rank: ")
-    assert cache.endswith("layers; the memory of some ranks is unknown; the first that lacks it limits it")
+    assert of_cpu.startswith("memory of a rank of stage 0, role cpu: 1 layer ")
+    assert of_cpu.endswith(", of a memory that is not known")
+    assert of_gpu.startswith("memory of a rank of stage 1, role gpu: 3 layers ")
+    assert of_gpu.endswith(" of 72.00 GiB")
+    who = "a memory that is not known of all ranks"
+    assert requests == f"requests: 4 of 512 tokens, 4 of full length, by {who}; a step has 64"
+    assert length == "length: 512 tokens, by default, and the model was made for no more"
+    assert without_gpu.startswith("cheaper: without role gpu a step takes ")
+    assert without_cpu.startswith("cheaper: without role cpu a step takes ")
     assert "dtype float32" in every
     assert "max_model_len 512" in every
     assert note.startswith("note: hybrid not needed: the model takes ")
@@ -259,7 +266,7 @@ def test_a_gpu_role_and_no_gpu_anywhere(
     assert error(capsys, "-f", write(tmp_path, model), "--gpus", "0") == (
         "error: needs 1 pod (role gpu) with 1 nvidia.com/gpu; node (--gpus) has no nvidia.com/gpu; the group "
         "waits for them; add GPUs, or set planning.onGPUShortage.action: CPUOnly (expected step time on CPUs"
-        ": 2.1 ms (1.89 to 3.36) instead of 2.1 ms (1.89 to 3.36))\n"
+        ": 2.1 ms (1.89 to 2.74) instead of 2.1 ms (1.89 to 2.73))\n"
     )
 
 

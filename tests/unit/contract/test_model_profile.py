@@ -190,3 +190,73 @@ def test_null_is_an_answer_and_no_field_left_out(tmp_path: Path) -> None:
     assert windows.layer(0).attention is AttentionKind.WINDOW, "4096 in transformers' MistralConfig"
     full = read_profile(write_model(tmp_path / "null", config={**config, "sliding_window": None}))
     assert full.layer(0).attention is AttentionKind.FULL
+
+
+GEMMA_4: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 64,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 5,
+    "vocab_size": 16,
+    "max_position_embeddings": 131072,
+}
+
+
+def _gemma_4(directory: Path, **fields: Any) -> ModelProfile:
+    tensors = {"model.embed_tokens.weight": [16, 64], "model.norm.weight": [64]}
+    tensors |= {
+        "model.embed_tokens_per_layer.weight": [16, 48],
+        "model.per_layer_model_projection.weight": [64],
+    }
+    for i in range(12):
+        parts = ("q_proj", "k_proj", "v_proj", "k_norm", "o_proj")
+        tensors |= {f"model.layers.{i}.self_attn.{part}.weight": [10] for part in parts}
+    return read_profile(write_model(directory, config={**GEMMA_4, **fields}, tensors=tensors))
+
+
+def test_layers_that_share_keys_and_values_have_none(tmp_path: Path) -> None:
+    profile = _gemma_4(tmp_path)
+    full = [index for index, kind in enumerate(profile.layers) if kind.attention is AttentionKind.FULL]
+    assert full == [5, 11], "each sixth, as transformers' config class says"
+    assert [kind.shares_kv for kind in profile.layers] == [False] * 7 + [True] * 5
+    # Those with a window read layer 6, those with full attention layer 5.
+    assert profile.last_stage_layers == 7
+    assert (profile.layer(5).kv_heads, profile.layer(5).kv_width) == (2, 1024)
+    assert (profile.layer(6).kv_heads, profile.layer(6).kv_width) == (2, 512)
+    # What some checkpoints keep for them is not loaded; embeddings of layers are no layer's.
+    assert set(profile.layer_bytes[:7]) == {100}
+    assert set(profile.layer_bytes[7:]) == {40}
+    assert profile.dropped_bytes == 5 * 60
+    assert (profile.layer_table_bytes, profile.other_bytes) == (2 * 16 * 48 + 128, 128)
+    assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+def test_without_shared_layers_a_last_stage_may_have_one(tmp_path: Path) -> None:
+    profile = _gemma_4(
+        tmp_path,
+        num_kv_shared_layers=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        global_head_dim=256,
+    )
+    assert profile.last_stage_layers == 1
+    assert not any(kind.shares_kv for kind in profile.layers)
+    assert (profile.layer(5).kv_heads, profile.layer(5).kv_width) == (1, 512)
+    assert set(profile.layer_bytes) == {100}
+
+
+def test_gemma_3n_shares_what_its_config_leaves_out(tmp_path: Path) -> None:
+    left = {name: value for name, value in GEMMA_4.items() if name != "num_kv_shared_layers"}
+    config = {**left, "architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"}
+    config["num_hidden_layers"] = 20
+    tensors = {"model.embed_tokens.weight": [16, 64]}
+    tensors |= {f"model.layers.{i}.self_attn.q_proj.weight": [10] for i in range(20)}
+    profile = read_profile(write_model(tmp_path, config=config, tensors=tensors))
+    assert [kind.shares_kv for kind in profile.layers] == [False] * 5 + [True] * 15
+    assert [profile.layer(i).attention for i in (3, 4)] == [AttentionKind.WINDOW, AttentionKind.FULL]
+    assert {(kind.kv_heads, kind.kv_width) for kind in profile.layers} == {(2, 512)}
+    assert profile.last_stage_layers == 17

@@ -11,7 +11,8 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import EngineSpec, HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.account import describe_capacity, describe_choices, describe_speed
+from heteroinfer_operator.planning.account import describe_capacity, describe_memory, describe_speed
+from heteroinfer_operator.planning.choices import describe_choices
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.prediction import Load, predict
@@ -150,6 +151,10 @@ def test_the_account_says_what_the_gpu_keeps_not_the_ranks_without_a_kv_cache() 
         planned
     )
     assert any(line.startswith("cheaper: ") for line in describe_choices(planned))
+    of_gpu, of_cpu = describe_memory(planned)
+    assert of_gpu.startswith("memory of a rank of stage 0, role gpu: 24 layers ")
+    theirs = format_bytes(planned.plan.ranks[1].weight_bytes)
+    assert of_cpu == f"memory of a feed-forward rank of role gpu: {theirs} of weights"
     assert "role gpu (feed-forward): defaults for CPUs" in describe_speed(planned)[-1]
 
 

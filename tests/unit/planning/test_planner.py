@@ -1,9 +1,11 @@
 """Plans: where ranks sit, which layers and settings they get, and why there is none."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from heteroinfer_contract.model import Scheme, SchemeName
 from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
@@ -249,7 +251,9 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     assert error.message == (
         "the model does not fit: it has 32 layers, and with KV cache for 8224 tokens 26 fit, 4 in stage 0 "
         "(role cpu), "
-        "22 in stage 1 (role gpu): 6 layers (2.63 GiB) don't; add pods or memory for them"
+        "22 in stage 1 (role gpu): 6 layers (2.63 GiB) don't; add pods for them, or memory "
+        "(resources.limits.memory of role cpu, deviceMemory of role gpu), or take the model in fewer bits "
+        "(FP8, AWQ)"
     )
 
 
@@ -257,7 +261,11 @@ def test_a_shorter_context_is_proposed_only_where_the_weights_fit() -> None:
     short = spec(gpu(deviceMemory="16Gi"), cpu(memory="10Gi"))
     long = spec(gpu(deviceMemory="16Gi"), cpu(memory="10Gi"), engine={"maxModelLen": 131072})
     assert plan(short).plan.layers_by_stage
-    assert refusal(long).message.endswith("add pods or memory for them, or lower engine.maxModelLen")
+    assert refusal(long).message.endswith(
+        "or take the model in fewer bits (FP8, AWQ), or lower engine.maxModelLen"
+    )
+    awq = replace(profile(), scheme=Scheme(name=SchemeName.AWQ, bits=4))
+    assert refusal(long, model=awq).message.endswith("of role gpu), or lower engine.maxModelLen")
 
 
 def test_a_stage_without_capacity_for_a_layer_says_by_how_much() -> None:

@@ -4,8 +4,17 @@ from typing import Any
 
 import pytest
 
+from heteroinfer_contract.calibration import GpuRate
 from heteroinfer_operator.planning import Inventory
-from heteroinfer_operator.planning.prediction import STEP_OVERHEAD_S, predict
+from heteroinfer_operator.planning.prediction import (
+    STEP_OVERHEAD_S,
+    Load,
+    forecast,
+    forecast_first_token,
+    predict,
+)
+from heteroinfer_operator.planning.rates import CPU_DEFAULTS, GPU_UNKNOWN
+from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 
 SIXTEEN_CORES = {"resources": {"limits": {"cpu": "16"}}}
@@ -16,7 +25,8 @@ SIXTEEN_CORES = {"resources": {"limits": {"cpu": "16"}}}
 )
 def test_layers_off_the_gpu_as_measured(off: int, measured_ms: float, other_host_ms: float | None) -> None:
     parsed = spec(gpu(layers=[32 - off]), cpu(layers=[off], **SIXTEEN_CORES))
-    step = predict(plan(parsed).plan)
+    planned = plan(parsed)
+    step = predict(planned.plan, planned.rates)
     assert step.step_s * 1e3 == pytest.approx(measured_ms, rel=0.10)
     for seconds in (measured_ms / 1e3, other_host_ms and other_host_ms / 1e3):
         assert not seconds or step.least_s <= seconds <= step.most_s
@@ -72,3 +82,39 @@ def test_a_gpu_is_as_fast_as_its_label_says(product: str, nominal: int) -> None:
 def test_a_step_has_its_share_between_steps() -> None:
     planned = plan(spec(gpu())).plan
     assert predict(planned).step_s == planned.ranks[0].predicted_step_s + STEP_OVERHEAD_S
+
+
+def test_a_range_is_that_of_what_each_rank_was_taken_from() -> None:
+    parsed = spec(cpu(layers=[4], **SIXTEEN_CORES), gpu(layers=[28]))
+    ours = {"cpu": CALIBRATION, "gpu": calibration(gpu=GpuRate(bytes_per_s=3500e9, operations_per_s=5e14))}
+    for known, errors in (
+        (Inventory(), [(0.3, 3.0), (0.6, 16.0)]),
+        (Inventory(gpu_product={"gpu": "NVIDIA-H200"}), [(0.3, 3.0), (0.9, 1.3)]),
+        (Inventory(calibration=ours), [(0.9, 1.6), (0.9, 1.3)]),
+    ):
+        planned = plan(parsed, None, known)
+        steps = [rank.predicted_step_s for rank in planned.plan.ranks]
+        for step in (
+            predict(planned.plan, planned.rates),
+            forecast(planned.plan, planned.sizes, planned.rates, Load()),
+        ):
+            assert step.step_s == pytest.approx(sum(steps) + STEP_OVERHEAD_S)
+            for found, end in ((step.least_s, 0), (step.most_s, 1)):
+                parts = [seconds * error[end] for seconds, error in zip(steps, errors, strict=True)]
+                assert found == pytest.approx(sum(parts) + STEP_OVERHEAD_S * (0.9, 1.3)[end])
+        first = forecast_first_token(planned.plan, planned.sizes, planned.rates, 5000)
+        assert first.least_s < first.step_s < first.most_s
+        assert first.most_s / first.step_s <= max(error[1] for error in errors)
+
+
+def test_of_a_plan_whose_rates_are_not_known_the_range_is_that_of_defaults() -> None:
+    planned = plan(spec(cpu(), gpu()))
+    assert predict(planned.plan) == predict(planned.plan, planned.rates)
+
+
+def test_defaults_say_what_they_are_and_how_far_off_machines_may_be() -> None:
+    assert CPU_DEFAULTS == "defaults for CPUs (115 GB/s by 14 threads; may take 0.3 to 3 times as long)"
+    assert "3500 GB/s; may take 0.6 to 16 times as long" in GPU_UNKNOWN
+    known = plan(spec(gpu()), None, Inventory(gpu_product={"gpu": "Tesla-T4"})).rates[0].source
+    assert known == "defaults for Tesla-T4 (233 GB/s; may take 0.9 to 1.3 times as long)"
+    assert plan(spec(gpu()), None, Inventory(gpu_product={"gpu": "Some-GPU"})).rates[0].source == GPU_UNKNOWN

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.model import SchemeName
+from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.errors import PlanError
@@ -83,6 +84,27 @@ def test_four_bits_run_in_bfloat16_and_float16_is_refused() -> None:
     assert "set engine.dtype: bfloat16" in refusal(awq, spec(*MIXED, engine={"dtype": "float16"}))
 
 
+def test_heads_that_no_kernel_of_cpus_is_for_are_refused_and_where_they_are_no_matter_planned() -> None:
+    llama = recorded_profiles()["Llama-3.1-8B-Instruct"]
+
+    def wide(size: int) -> ModelProfile:
+        kinds = tuple(replace(kind, kv_width=2 * size) for kind in llama.kinds)
+        return replace(llama, head_dim=size, kinds=kinds)
+
+    for size in (16, 72, 120, 144, 384):
+        with pytest.raises(PlanError, match=rf"attention heads of {size} elements.* kernels are for 32, 48,"):
+            plan(spec(*MIXED), wide(size))
+        plan(spec(gpu()), wide(size))
+    for size in (48, 80, 256, 512):
+        plan(spec(*MIXED), wide(size))
+    latent = recorded_profiles()["DeepSeek-V2-Lite-Chat"]
+    assert latent.kinds[0].kv_width == 576
+    plan(spec(*MIXED), latent)
+    of_version_0_1_0 = profile(head_dim=16)
+    assert not of_version_0_1_0.kinds
+    plan(spec(*MIXED), of_version_0_1_0)
+
+
 def test_a_kv_cache_of_another_type_is_refused_on_cpus() -> None:
     def asked(dtype: str, own: str = "auto") -> dict[str, Any]:
         return {"dtype": own, "args": ["--kv-cache-dtype", dtype]}
@@ -98,6 +120,57 @@ def test_a_kv_cache_of_another_type_is_refused_on_cpus() -> None:
     with pytest.raises(PlanError, match=r"fp8 with attention heads of 80 elements.* multiples of 32"):
         plan(spec(*MIXED, engine=asked("fp8")), narrow)
     plan(spec(*MIXED), narrow)
+
+
+@pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "Zamba2ForCausalLM", "Phi4MMForCausalLM"])
+def test_what_has_no_pipeline_runs_in_one_stage(name: str) -> None:
+    model = replace(recorded_profiles()["Llama-3.1-8B-Instruct"], architecture=name)
+    for roles in (MIXED, (gpu(pods=2),), (cpu(**HUGE),)):
+        with pytest.raises(PlanError, match=rf"got {name} in \d stages, .*; use one stage") as caught:
+            plan(spec(*roles), model)
+        assert caught.value.reason == "UnsupportedModel"
+    plan(spec(gpu()), model)
+    plan(spec(cpu(memory="1Ti")), model)
+    plan(spec(gpu(ranksPerPod=2), parallelism={"tensor": 2}), model)
+    plan(spec(gpu(), cpu(memory="1Ti"), parallelism={"mode": "Tensor"}), model)
+
+
+def test_what_vllm_has_in_classes_for_gpus_alone_is_refused_on_cpus() -> None:
+    llama = recorded_profiles()["Llama-3.1-8B-Instruct"]
+    for name, why in (
+        ("KimiLinearForCausalLM", "classes for GPUs alone"),
+        ("MiniMaxM3SparseForCausalLM", "classes for GPUs alone"),
+        ("DeepseekV4ForConditionalGeneration", "classes for GPUs alone"),
+        ("DeepseekV4ForCausalLM", "blocks of 256 tokens"),
+    ):
+        model = replace(llama, architecture=name)
+        with pytest.raises(PlanError, match=rf"got {name}, which CPU ranks cannot run: .*{why}"):
+            plan(spec(*MIXED), model)
+        plan(spec(gpu(pods=2)), model)
+
+
+def test_latents_are_kept_in_bfloat16_on_cpus_and_as_asked_on_gpus() -> None:
+    for name in ("DeepSeek-V3", "DeepSeek-V2-Lite-Chat", "Kimi-K2-Instruct"):
+        for asked in ("fp8", "fp8_e5m2", "bfloat16"):
+            engine: dict[str, Any] = {"args": ["--kv-cache-dtype", asked]}
+            said = refusal(name, spec(*MIXED, engine=engine))
+            assert f"(multi-head latent attention) with engine.args --kv-cache-dtype {asked}" in said
+            assert "leave it out, or use GPU roles only" in said
+            plan(spec(gpu(), engine=engine), recorded_profiles()[name])
+        plan(spec(*MIXED, engine={"args": ["--kv-cache-dtype=auto"]}), recorded_profiles()[name])
+        for dtype in ("float16", "float32"):
+            said = refusal(name, spec(*MIXED, engine={"dtype": dtype}))
+            assert f"with engine.dtype {dtype}" in said
+            assert "its kernels are for bfloat16" in said
+            assert "set engine.dtype: bfloat16" in said
+        plan(spec(gpu(), engine={"dtype": "float16"}), recorded_profiles()[name])
+
+
+def test_latents_without_amx_are_refused_with_what_would_differ() -> None:
+    without = Inventory(cpu_features={"cpu": frozenset()})
+    said = refusal("DeepSeek-V2-Lite-Chat", spec(*MIXED), without)
+    assert "else takes blocks of 16 tokens and no chunked prefill on these ranks alone, and its nodes" in said
+    assert "put CPU roles on nodes that have it" in said
 
 
 def test_a_type_that_a_kernel_does_not_take_is_refused() -> None:

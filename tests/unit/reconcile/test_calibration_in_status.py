@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from heteroinfer_operator.calibrations import Calibrations, MeasuredKind
+from heteroinfer_operator.planning.rates import CPU_DEFAULTS
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.reconcile.world import World, cpu_pair
 
@@ -17,7 +18,7 @@ def served(calibrations: Calibrations) -> World:
 
 def test_without_a_calibration_defaults_are_named() -> None:
     (plan,) = served(Calibrations()).status["plans"]
-    assert plan["calibration"] == "role first: defaults for CPUs; role second: defaults for CPUs"
+    assert plan["calibration"] == f"role first: {CPU_DEFAULTS}; role second: {CPU_DEFAULTS}"
     assert plan["predictedStepMs"] > 0
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind, Routing
-from heteroinfer_contract.model.attention import layer_attention
+from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
 from heteroinfer_contract.model.config import from_params, text_config, whole_model
 from heteroinfer_contract.model.scheme import read_routing, read_scheme
 from heteroinfer_contract.model.weights import Tensor, Weights, sum_weights
@@ -75,7 +75,8 @@ def _read_profile(directory: Path) -> ModelProfile:
             f"{directory / CONFIG_FILE}: num_hidden_layers: got {number}, expected at most {MOST_LAYERS}; "
             "download the model again, or take another one"
         )
-    weights = sum_weights(tensors, number)
+    attention = layer_attention(text)
+    weights = sum_weights(tensors, number, {i for i, kind in enumerate(attention) if kind.shares_kv})
     # More layers than that are for speculation (multi-token prediction) and are not served.
     if missing := sorted(set(range(number)) - set(weights.layers)):
         raise ModelFilesError(
@@ -86,7 +87,7 @@ def _read_profile(directory: Path) -> ModelProfile:
     tied = bool(text.get("tie_word_embeddings", False)) or weights.head == 0
     heads = _number(text, directory, "num_attention_heads")
     hidden = _number(text, directory, "hidden_size")
-    kinds, kind_of_layer = _kinds(text, weights, number, directory)
+    kinds, kind_of_layer = _kinds(text, attention, weights, directory)
     architecture = _architecture(text)
     return ModelProfile(
         architecture=architecture,
@@ -113,20 +114,22 @@ def _read_profile(directory: Path) -> ModelProfile:
         encoder_bytes=weights.encoder,
         dropped_bytes=weights.dropped + (weights.head if tied else 0),
         first_stage_layers=_first_stage_layers(whole_model(config)),
+        last_stage_layers=number - first_of_shared_kv(attention),
+        layer_table_bytes=weights.layer_tables,
     )
 
 
 def _kinds(
-    text: Mapping[str, Any], weights: Weights, number: int, directory: Path
+    text: Mapping[str, Any], attention: Sequence[LayerKind], weights: Weights, directory: Path
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """Returns the kinds of layers, and which of them each layer is."""
     kinds: list[LayerKind] = []
     of_layer: list[int] = []
-    for index, attention in enumerate(layer_attention(text)):
+    for index, kept in enumerate(attention):
         layer = weights.layers[index]
         experts = _number(text, directory, "num_experts") if layer.routed else 0
         kind = replace(
-            attention,
+            kept,
             experts=experts,
             experts_per_token=_number(text, directory, "num_experts_per_tok") if experts else 0,
             expert_bytes=layer.routed // experts if experts else 0,

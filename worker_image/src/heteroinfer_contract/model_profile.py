@@ -49,6 +49,8 @@ class ModelProfile:
         encoder_bytes: its weights and projection; vLLM builds it on every stage.
         dropped_bytes: stored, and not loaded by vLLM (layers for speculation, a talker).
         first_stage_layers: the least number of layers of the first stage.
+        last_stage_layers: of the last stage: layers that share keys and values are in one.
+        layer_table_bytes: embeddings of each layer (Gemma-3n, Gemma-4); vLLM builds them on every stage.
     """
 
     architecture: str
@@ -75,11 +77,14 @@ class ModelProfile:
     encoder_bytes: int = 0
     dropped_bytes: int = 0
     first_stage_layers: int = 1
+    last_stage_layers: int = 1
+    layer_table_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Returns the size of all weights of the language model, in bytes."""
-        return sum(self.layer_bytes) + self.embedding_bytes + self.head_bytes + self.other_bytes
+        tables = self.embedding_bytes + self.head_bytes + self.layer_table_bytes
+        return sum(self.layer_bytes) + tables + self.other_bytes
 
     def layer(self, index: int) -> LayerKind:
         """Returns the kind of a layer; full attention and no experts where the profile does not say."""
@@ -137,10 +142,10 @@ class ModelProfile:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
         codec.at_most(MOST_LAYERS, "ModelProfile", num_layers=self.num_layers)
-        for name in ("vocab_size", "max_position_embeddings", "first_stage_layers"):
+        for name in ("vocab_size", "max_position_embeddings", "first_stage_layers", "last_stage_layers"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
-        for name in ("embedding_bytes", "head_bytes", "other_bytes", "encoder_bytes", "dropped_bytes"):
-            codec.at_least(0, "ModelProfile", **{name: getattr(self, name)})
+        for part in ("embedding", "head", "other", "encoder", "dropped", "layer_table"):
+            codec.at_least(0, "ModelProfile", **{f"{part}_bytes": getattr(self, f"{part}_bytes")})
         if len(self.layer_bytes) != self.num_layers:
             raise ContractError(
                 f"ModelProfile.layer_bytes: got {len(self.layer_bytes)} layers, expected num_layers "

@@ -23,11 +23,13 @@ from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.local.hub_profile import read_hub_profile
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.account import (
+    describe_bounds,
     describe_capacity,
-    describe_choices,
+    describe_memory,
     describe_model,
     describe_speed,
 )
+from heteroinfer_operator.planning.choices import describe_choices
 from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction import overhead_s, predict
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
@@ -160,7 +162,7 @@ def _free_nodes(resource: HeteroInference, arguments: argparse.Namespace) -> lis
 
 def _render(planned: Planned, calibrations: Calibrations, output: str, name: str) -> str:
     if output == "table":
-        return _table(planned, calibrations, name)
+        return describe_plan(planned, calibrations, name)
     value = {
         "hash": planned.plan.hash,
         "plan": json.loads(planned.plan.to_json()),
@@ -178,7 +180,8 @@ def _render(planned: Planned, calibrations: Calibrations, output: str, name: str
 _HEADINGS = ("RANK", "POD", "ROLE", "DEVICE", "STAGE", "LAYERS", "WEIGHTS", "KV CACHE", "STEP")
 
 
-def _table(planned: Planned, calibrations: Calibrations, name: str) -> str:
+def describe_plan(planned: Planned, calibrations: Calibrations, name: str) -> str:
+    """Returns a plan in words: who has what, where each byte is, how fast it is, and what else there is."""
     plan, engine = planned.plan, planned.plan.engine
     rows = [_HEADINGS, *map(_row, plan.ranks)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
@@ -195,8 +198,8 @@ def _table(planned: Planned, calibrations: Calibrations, name: str) -> str:
         f"{plan.tensor_parallel_size} ranks, {len(plan.pods)} pods, plan {plan.hash}"
     )
     step = (
-        f"predicted decode step of one request: {predict(plan)}, of it {overhead_s(plan) * 1e3:.1f} ms "
-        "between steps; the range is what measured machines of one kind did (docs/benchmarks.md)"
+        f"predicted decode step of one request: {predict(plan, planned.rates)}, of it "
+        f"{overhead_s(plan) * 1e3:.1f} ms between steps; the range is that of the rates below"
     )
     every = "every rank: " + ", ".join(f"{key} {value}" for key, value in settings.items())
     return "\n".join(
@@ -204,12 +207,13 @@ def _table(planned: Planned, calibrations: Calibrations, name: str) -> str:
             head,
             *lines,
             *_placed(planned),
-            describe_model(planned.sizes.profile),
+            describe_model(planned.request.profile, engine.extra_args),
+            *describe_memory(planned),
             step,
             *describe_speed(planned),
             *([f"not measured: {calibrations.missing}"] if calibrations.missing else []),
             describe_capacity(planned),
-            _kv_cache(planned),
+            *describe_bounds(planned),
             *describe_choices(planned),
             every,
             *(f"note: {note}" for note in planned.notes),
@@ -232,18 +236,8 @@ def _row(rank: RankAssignment) -> tuple[str, ...]:
     )
 
 
-def _kv_cache(planned: Planned) -> str:
-    rank = planned.plan.ranks[planned.limiting_rank or 0]
-    who = (
-        "the memory of some ranks is unknown; the first that lacks it limits it"
-        if planned.limiting_rank is None
-        else f"rank {rank.rank} (role {rank.role}) has the least headroom"
-    )
-    return f"KV cache of a rank: {format_bytes(rank.kv_cache_bytes)} for its {rank.num_layers} layers; {who}"
-
-
 def _step_ms(planned: Planned) -> dict[str, float]:
-    step = predict(planned.plan)
+    step = predict(planned.plan, planned.rates)
     values = {"predicted": step.step_s, "least": step.least_s, "most": step.most_s}
     return {name: round(seconds * 1e3, 2) for name, seconds in values.items()}
 

@@ -1,58 +1,170 @@
 """A plan in words: where each byte is, what bounds requests and their length, how fast a load is. Pure."""
 
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
-from heteroinfer_operator.planning.planner import Planned
+from heteroinfer_operator.planning.kv_cache import build_kv_cache
+from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES, serves_text_only
+from heteroinfer_operator.planning.planner import Planned, block_capacities
 from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token
 from heteroinfer_operator.quantity import format_bytes
 
 REQUESTS: Final = (1, 8, 64)
 CONTEXTS: Final = (1024, 16384)
 """Tokens that each request of a predicted step has already, where the longest sequence has so many."""
+_SHORT: Final = 1024
+"""Tokens of the shorter sequences that the number of requests is said for."""
 
 
-def describe_model(profile: ModelProfile) -> str:
-    """Returns what a model is made of."""
+def describe_model(profile: ModelProfile, engine_args: Sequence[str] = ()) -> str:
+    """Returns what a model is made of, as it is served with these arguments."""
     kinds = Counter(kind.attention.value for kind in profile.layers)
     attention = ", ".join(f"{count} {name}" for name, count in kinds.items())
-    parts = [
-        f"layers {format_bytes(sum(profile.layer_bytes))} ({attention})",
-        f"embedding {format_bytes(profile.embedding_bytes)}",
-        "head tied to it" if profile.tied_head else f"head {format_bytes(profile.head_bytes)}",
-    ]
+    layers = f"layers {format_bytes(sum(profile.layer_bytes))} ({attention})"
     if profile.experts:
         routed = sum(kind.routed_bytes for kind in profile.layers)
         token = max(kind.experts_per_token for kind in profile.layers)
         experts = f"{profile.experts} experts a layer, {token} of which a token reads"
-        parts.append(f"{format_bytes(routed)} of them in {experts}")
+        layers += f", of it {format_bytes(routed)} in {experts}"
+    parts = [
+        layers,
+        f"embedding {format_bytes(profile.embedding_bytes)}",
+        "head tied to it" if profile.tied_head else f"head {format_bytes(profile.head_bytes)}",
+    ]
     if profile.encoder:
-        parts.append(f"encoder of {profile.encoder} {format_bytes(profile.encoder_bytes)}, on every rank")
+        where = "left out" if serves_text_only(engine_args) else "on every rank"
+        parts.append(f"encoder of {profile.encoder} {format_bytes(profile.encoder_bytes)}, {where}")
+    if profile.layer_table_bytes:
+        parts.append(f"embeddings of each layer {format_bytes(profile.layer_table_bytes)}, on every rank")
     if profile.dropped_bytes:
         parts.append(f"{format_bytes(profile.dropped_bytes)} are stored and not loaded")
     scheme = "" if profile.scheme.bits == 16 else f", {profile.scheme}"
     return f"model: {profile.architecture}, {profile.dtype}{scheme}: {'; '.join(parts)}"
 
 
+def describe_memory(planned: Planned) -> tuple[str, ...]:
+    """Returns where each byte of a rank is, a line for stages that are alike."""
+    plan, sizes = planned.plan, planned.sizes
+    alike: dict[str, list[int]] = {}
+    for stage, budget in enumerate(planned.budgets):
+        rank = next(rank for rank in plan.stage(stage) if rank.role == budget.role)
+        layers = sizes.layers(rank.first_layer, rank.end_layer)
+        tables = rank.weight_bytes - layers - sizes.encoder_bytes
+        parts = [f"{rank.num_layers} layer{'s' * (rank.num_layers > 1)} {format_bytes(layers)}"]
+        if tables:
+            names = " and ".join(sizes.table_names(stage, plan.pipeline_parallel_size))
+            copies = f"{CPU_TABLE_COPIES} copies of " if rank.device is Device.CPU else ""
+            parts.append(f"{copies}{names} {format_bytes(tables)}")
+        if sizes.encoder_bytes:
+            parts.append(f"encoder {format_bytes(sizes.encoder_bytes)}")
+        parts.append(f"KV cache {format_bytes(rank.kv_cache_bytes)}")
+        whole = rank.weight_bytes + rank.kv_cache_bytes
+        of = (
+            f"{format_bytes(whole)}, of a memory that is not known"
+            if budget.budget is None
+            else f"{format_bytes(whole)} of {format_bytes(budget.budget)}"
+        )
+        alike.setdefault(f"role {rank.role}: {' + '.join(parts)} = {of}", []).append(stage)
+    lines = [f"memory of a rank of {_stages(stages)}, {words}" for words, stages in alike.items()]
+    remote = sorted({(r.role, r.weight_bytes) for r in plan.ranks if r.feed_forward is not None})
+    lines += [
+        f"memory of a feed-forward rank of role {role}: {format_bytes(size)} of weights"
+        for role, size in remote
+    ]
+    return tuple(lines)
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"stage {numbers[0]}"
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"stages {numbers[0]} to {numbers[-1]}"
+    return f"stages {', '.join(map(str, numbers))}"
+
+
+def kv_blocks(planned: Planned) -> int:
+    """Returns the blocks of KV cache that every rank has."""
+    kv = planned.sizes.kv
+    found = [
+        rank.kv_cache_bytes // size
+        for rank in planned.plan.stage_ranks  # feed-forward ranks have no KV cache
+        if (size := kv.block_bytes(rank.first_layer, rank.end_layer))
+    ]
+    return min(found, default=0)
+
+
+def sequences_at_once(planned: Planned) -> float:
+    """Returns how many sequences of the longest length the KV cache holds."""
+    return max(kv_blocks(planned) - 1, 0) / max(planned.sizes.kv.sequence_blocks, 1)
+
+
 def describe_capacity(planned: Planned) -> str:
     """Returns how much the KV cache holds."""
-    plan, kv = planned.plan, planned.sizes.kv
-    ranks = plan.stage_ranks  # feed-forward ranks have no KV cache
-    sizes = [kv.block_bytes(rank.first_layer, rank.end_layer) for rank in ranks]
-    blocks = min(
-        (rank.kv_cache_bytes // size for rank, size in zip(ranks, sizes, strict=True) if size),
-        default=0,
+    plan, kv, blocks = planned.plan, planned.sizes.kv, kv_blocks(planned)
+    one = sum(
+        kv.block_bytes(rank.first_layer, rank.end_layer) * kv.sequence_blocks for rank in plan.stage_ranks
     )
-    longest = max(blocks - 1, 0) / max(kv.sequence_blocks, 1)
-    one = sum(size * kv.sequence_blocks for size in sizes)
     held = f"{blocks} blocks of {kv.block_tokens} tokens on every rank, about {kv.tokens(blocks)} in all"
+    longest = f"{sequences_at_once(planned):.1f} sequences of {kv.sequence_tokens} tokens"
     return (
-        f"KV cache: {held}; {longest:.1f} sequences of {kv.sequence_tokens} tokens at once, each "
-        f"{format_bytes(one)} over all ranks; a step has {plan.engine.max_num_seqs} requests at most"
+        f"KV cache: {held}; {longest} at once, "
+        f"each {format_bytes(one)} over all ranks; a step has {plan.engine.max_num_seqs} requests at most"
     )
+
+
+def describe_bounds(planned: Planned) -> tuple[str, ...]:
+    """Returns what bounds the number of requests and their length."""
+    plan, engine = planned.plan, planned.plan.engine
+    if planned.limiting_rank is None:
+        who = "a memory that is not known of all ranks"
+    else:
+        rank = plan.ranks[planned.limiting_rank]
+        who = f"the memory of rank {rank.rank} (role {rank.role})"
+    most, blocks = engine.max_num_seqs, kv_blocks(planned)
+    full = int(sequences_at_once(planned))
+    short = min(_SHORT, engine.max_model_len)
+    shorter = max(blocks - 1, 0) // max(_sequence_blocks(planned, short), 1)
+    if full >= most:
+        requests = f"{most}, as many as a step has; {who} holds all of them at full length"
+    elif shorter >= most:
+        requests = f"{most}, as many as a step has; of full length {full}, by {who}"
+    else:
+        requests = f"{shorter} of {short} tokens, {full} of full length, by {who}; a step has {most}"
+    asked = planned.request.spec.engine.max_model_len
+    made_for = planned.sizes.profile.max_position_embeddings
+    length = f"{engine.max_model_len} tokens, {'by default' if asked is None else 'as asked for'}"
+    if made_for <= engine.max_model_len:
+        return f"requests: {requests}", f"length: {length}, and the model was made for no more"
+    held = _longest(planned)
+    fits = "" if held is None else f"; {who} holds one of {held}"
+    return f"requests: {requests}", f"length: {length}; the model was made for {made_for}{fits}"
+
+
+def _sequence_blocks(planned: Planned, tokens: int) -> int:
+    """Returns the blocks that one sequence of so many tokens takes."""
+    plan, sizes = planned.plan, planned.sizes
+    engine = replace(plan.engine, max_model_len=tokens)
+    kv = build_kv_cache(sizes.profile, engine, tensor=sizes.tensor, batches=plan.batches_at_once)
+    return kv.sequence_blocks
+
+
+def _longest(planned: Planned) -> int | None:
+    """Returns the tokens of the longest sequence that memory holds beside these layers; None if unknown."""
+    stages = [planned.plan.stage(stage)[0] for stage in range(planned.plan.pipeline_parallel_size)]
+    layers = [rank.num_layers for rank in stages]
+    found = block_capacities(layers, planned.budgets, planned.sizes)
+    capacities = [blocks for blocks in found if blocks is not None]
+    if len(capacities) < len(stages):
+        return None
+    lengths = range(1, planned.sizes.profile.max_position_embeddings + 1)
+    blocks = min(capacities) - 1  # vLLM keeps one for itself
+    return bisect_right(lengths, blocks, key=lambda tokens: _sequence_blocks(planned, tokens))
 
 
 def describe_speed(planned: Planned) -> tuple[str, ...]:
@@ -83,26 +195,3 @@ def describe_speed(planned: Planned) -> tuple[str, ...]:
     )
     words = ", ".join(f"role {role}{kind}: {source}" for role, kind, source in found)
     return (*lines, f"rates: {words}")
-
-
-def describe_choices(planned: Planned) -> tuple[str, ...]:
-    """Returns the next cheaper and the next faster choice, as far as the plan itself tells."""
-    plan, kv = planned.plan, planned.sizes.kv
-    lines = []
-    spare: dict[str, int] = {}
-    for rank in plan.stage_ranks:
-        least = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.least_blocks
-        left = rank.kv_cache_bytes - least
-        spare[rank.role] = min(spare.get(rank.role, left), left)
-    if saved := {role: size for role, size in spare.items() if size > 0}:
-        words = ", ".join(f"{format_bytes(size)} a rank of role {role}" for role, size in saved.items())
-        lines.append(f"cheaper: with one longest sequence at a time it needs {words} less")
-    on_cpus = [rank for rank in plan.ranks if rank.device is Device.CPU]
-    if on_cpus and len(on_cpus) < len(plan.ranks):
-        need = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in on_cpus)
-        layer_s = on_cpus[0].predicted_step_s / max(on_cpus[0].num_layers, 1)
-        lines.append(
-            f"faster: a layer that GPUs take over from role {on_cpus[0].role} saves {layer_s * 1e3:.2f} ms a "
-            f"step; all that is on CPUs takes {format_bytes(need)}"
-        )
-    return tuple(lines)

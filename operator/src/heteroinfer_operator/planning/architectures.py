@@ -12,6 +12,9 @@ TABLES_ON_EVERY_STAGE: Final = frozenset(
         "FalconForCausalLM",
         "GPT2LMHeadModel",
         "GPTJForCausalLM",
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
         "GptOssForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeHybridForCausalLM",
@@ -43,5 +46,65 @@ TABLES_ON_EVERY_STAGE: Final = frozenset(
 UNGATED_EXPERTS: Final = frozenset({"NemotronHForCausalLM"})
 """Whose experts have one matrix before the activation, which vLLM's CPU kernels do not take
 (vllm/.../fused_moe/experts/cpu_moe.py::_supports_no_act_and_mul@v0.32.0)."""
-IMAGES_ATTEND_BOTH_WAYS: Final = frozenset({"Gemma3ForConditionalGeneration"})
-"""Whose image tokens attend to each other in both directions, which CPU attention does not do."""
+IMAGES_ATTEND_BOTH_WAYS: Final = frozenset(
+    {
+        "BagelForConditionalGeneration",
+        "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+        "HfMoondream",
+        "Molmo2ForConditionalGeneration",
+        "Moondream3ForCausalLM",
+        "PaliGemmaForConditionalGeneration",
+    }
+)
+"""Whose image tokens attend to each other in both directions, which CPU attention does not do
+(vllm/transformers_utils/model_arch_config_convertor.py::is_mm_prefix_lm@v0.32.0); Gemma-4 in some sizes."""
+NO_PIPELINE: Final = frozenset(
+    {
+        "AriaForConditionalGeneration",
+        "CohereAsrForConditionalGeneration",
+        "DiffusionGemmaForBlockDiffusion",
+        "FireRedASR2ForConditionalGeneration",
+        "FunASRForConditionalGeneration",
+        "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration",
+        "HrmTextForCausalLM",
+        "IQuestLoopCoderForCausalLM",
+        "Idefics3ForConditionalGeneration",
+        "Mamba2ForCausalLM",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+        "NemotronParseForConditionalGeneration",
+        "PaddleOCRVLForConditionalGeneration",
+        "Phi4MMForCausalLM",
+        "SmolVLMForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+        "Zamba2ForCausalLM",
+    }
+)
+"""Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
+(vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
+GPU_CLASSES: Final = frozenset(
+    {
+        "DeepseekV41ForCausalLM",
+        "DeepseekV4ForConditionalGeneration",
+        "Dots3NoteForCausalLM",
+        "HYV4ForCausalLM",
+        "InklingForCausalLM",
+        "InklingForConditionalGeneration",
+        "KimiK3ForConditionalGeneration",
+        "KimiLinearForCausalLM",
+        "MiniMaxM3SparseForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpForConditionalGeneration",
+    }
+)
+"""Which vLLM has in classes for NVIDIA's and for AMD's GPUs; for others in none, or in one that only refuses
+(vllm/models@v0.32.0)."""
+OWN_CPU_BLOCKS: Final = frozenset({"DeepseekV4ForCausalLM"})
+"""Whose KV blocks have 256 tokens on CPUs, whatever is set, and compressed keys that no plan counts yet
+(vllm/platforms/cpu.py::check_and_update_config@v0.32.0)."""

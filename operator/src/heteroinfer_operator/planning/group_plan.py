@@ -297,7 +297,7 @@ def _without_gpus(
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
     # What can never be planned is reported first: GPUs would not help.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
-    wanted = make_plan(request, _inventory(request.spec, capacity, demands, None, {})).plan
+    wanted = make_plan(request, _inventory(request.spec, capacity, demands, None, {}))
     slower = _on_cpus_instead(request, capacity, short, wanted)
     if shortage.action is ShortageAction.WAIT:
         raise Shortage(
@@ -317,7 +317,7 @@ def _reported(short: Mapping[str, str]) -> str:
 
 
 def _on_cpus_instead(
-    request: GroupRequest, capacity: Capacity, short: Mapping[str, str], wanted: Plan
+    request: GroupRequest, capacity: Capacity, short: Mapping[str, str], wanted: Planned
 ) -> str:
     """Returns in words how long a step takes on CPUs, and how long with the GPUs that are missing."""
     spec = request.spec
@@ -326,7 +326,8 @@ def _on_cpus_instead(
         for role in spec.roles
     ]
     try:
-        cpus = make_plan(request, _inventory(spec, capacity, demands, None, short)).plan
+        cpus = make_plan(request, _inventory(spec, capacity, demands, None, short))
     except PlanError as error:
         return f" (without them there is no plan: {error.message})"
-    return f" (expected step time on CPUs: {predict(cpus)} instead of {predict(wanted)})"
+    steps = [predict(planned.plan, planned.rates) for planned in (cpus, wanted)]
+    return f" (expected step time on CPUs: {steps[0]} instead of {steps[1]})"

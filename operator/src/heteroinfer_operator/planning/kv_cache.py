@@ -140,7 +140,7 @@ def _blocks(cache: _Cache, block_tokens: int, tokens: int, in_flight: int) -> in
 
 def _caches(index: int, kind: LayerKind, engine: EngineSettings, tensor: int) -> list[_Cache]:
     caches = []
-    if kind.kv_heads:
+    if kind.kv_heads and not kind.shares_kv:
         attention = AttentionKind.LATENT if kind.attention is AttentionKind.SPARSE else kind.attention
         page = token_bytes(kind, engine, tensor) * engine.block_size
         caches.append(_Cache(layer=index, kind=attention, window=kind.window, page_bytes=page))

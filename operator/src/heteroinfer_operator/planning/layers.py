@@ -47,6 +47,13 @@ def check_explicit(
             "that many what its encoder sees; give the first stage more",
             reason="LayersMismatch",
         )
+    least = sizes.profile.last_stage_layers
+    if len(layers) > 1 and layers[-1] < least:
+        raise PlanError(
+            f"roles: the last stage has {layers[-1]} layers, expected at least {least}: they share keys and "
+            "values, which are on one rank; give the last stage more",
+            reason="LayersMismatch",
+        )
     if have != want:
         change = f"add {want - have}" if have < want else f"remove {have - want}"
         raise PlanError(
@@ -92,6 +99,8 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for index, stage in enumerate(budgets):
         least = sizes.profile.first_stage_layers if index == 0 else 1
+        if index == num_stages - 1 > 0:
+            least = max(least, sizes.profile.last_stage_layers)
         dear = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
         following: dict[int, tuple[int, tuple[int, ...]]] = {}
         for first, (cost, split) in best.items():
@@ -120,6 +129,9 @@ _MORE_MEMORY: Final = MappingProxyType(
 )
 
 
+_MEMORY_FIELD: Final = MappingProxyType({Device.CPU: "resources.limits.memory", Device.GPU: "deviceMemory"})
+
+
 def _cost(sizes: Sizes, first: int, end: int) -> int:
     return sizes.layers(first, end) + sizes.cache(first, end)
 
@@ -135,7 +147,27 @@ def _capacity(stage: StageBudget, sizes: Sizes, first: int, cost: _Cost = _cost)
     return bisect_right(counts, free_bytes, key=lambda count: cost(sizes, first, first + count))
 
 
+def _shared_too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError | None:
+    """Returns what is said where the last stage cannot hold what shares keys and values; None if it can."""
+    least, last = sizes.profile.last_stage_layers, budgets[-1]
+    number = sizes.profile.num_layers
+    if len(budgets) == 1 or least == 1 or last.free_bytes is None:
+        return None
+    need = _cost(sizes, number - least, number)
+    if need <= last.free_bytes:
+        return None
+    return PlanError(
+        f"stage {len(budgets) - 1} (role {last.role}): the last {least} layers share keys and values, which "
+        f"are on one rank, and need {format_bytes(need + last.tables)}; its ranks have "
+        f"{format_bytes(last.budget or 0)}: {format_bytes(need - last.free_bytes)} missing; "
+        f"{_MORE_MEMORY[last.device]}",
+        reason="InsufficientMemory",
+    )
+
+
 def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) -> PlanError:
+    if (shared := _shared_too_large(budgets, sizes)) is not None:
+        return shared
     held: list[str] = []
     first = 0
     for index, stage in enumerate(budgets):
@@ -159,9 +191,19 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
     return PlanError(
         f"the model does not fit: it has {sizes.profile.num_layers} layers, and with KV cache for "
         f"{min_tokens} tokens {first} fit, {', '.join(held)}: {missing} layers ({format_bytes(size)}) "
-        f"don't; add pods or memory for them{shorter}",
+        f"don't; add pods for them, or memory ({_where_memory_is(budgets)}){_fewer_bits(sizes)}{shorter}",
         reason="InsufficientMemory",
     )
+
+
+def _where_memory_is(budgets: Sequence[StageBudget]) -> str:
+    """Returns the fields that say how much memory ranks have, of the roles that are there."""
+    fields = {f"{_MEMORY_FIELD[stage.device]} of role {stage.role}": None for stage in budgets}
+    return ", ".join(fields)
+
+
+def _fewer_bits(sizes: Sizes) -> str:
+    return ", or take the model in fewer bits (FP8, AWQ)" if sizes.profile.scheme.bits == 16 else ""
 
 
 def _fits_without_cache(budgets: Sequence[StageBudget], sizes: Sizes) -> bool:

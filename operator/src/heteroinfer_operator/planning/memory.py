@@ -123,9 +123,23 @@ class Sizes:
             tables += profile.embedding_bytes
         if last or everywhere:
             tables += profile.head_bytes
+        tables += profile.layer_table_bytes
         copies = CPU_TABLE_COPIES if device is Device.CPU else 1
         other = int(profile.other_bytes * self.scale) if last else 0
         return self.share(tables) * copies + other + self.encoder_bytes
+
+    def table_names(self, stage: int, num_stages: int) -> tuple[str, ...]:
+        """Returns what those tables of a stage are, for people; the encoder is not among them."""
+        first, last = stage == 0, stage == num_stages - 1
+        everywhere = self.profile.architecture in TABLES_ON_EVERY_STAGE
+        tied = self.profile.tied_head
+        names = {
+            "embedding": first or everywhere,
+            "embedding as the head": last and tied and not (first or everywhere),
+            "head": (last or everywhere) and not tied,
+            "embeddings of each layer": self.profile.layer_table_bytes > 0,
+        }
+        return tuple(name for name, held in names.items() if held)
 
     @property
     def head_bytes(self) -> int:

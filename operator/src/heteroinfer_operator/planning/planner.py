@@ -64,6 +64,9 @@ class Planned:
 
     Attributes:
         plan: the plan.
+        request: what was planned.
+        inventory: what there was to plan with.
+        budgets: what each stage may hold.
         sizes: of one rank's share of the model.
         rates: how fast each rank is taken to work, by rank.
         remote: what feed-forward ranks have of the model, or None without them.
@@ -77,6 +80,9 @@ class Planned:
     """
 
     plan: Plan
+    request: GroupRequest
+    inventory: Inventory
+    budgets: tuple[StageBudget, ...]
     sizes: Sizes
     rates: tuple[Rates, ...]
     remote: Remote | None = None
@@ -145,6 +151,9 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         advice = Advice(notes=notes, hybrid_not_needed=not_needed)
     return Planned(
         plan=plan,
+        request=request,
+        inventory=inventory,
+        budgets=budgets,
         notes=(*topology.notes, *warnings, *advice.notes),
         limiting_rank=_limiting_rank(topology, layers, budgets, sizes),
         hybrid_not_needed=advice.hybrid_not_needed,
@@ -249,13 +258,11 @@ def _kv_blocks(
     """
     unknown = any(stage.free_bytes is None for stage in budgets)
     useful = (_UNKNOWN_MEMORY_SEQUENCES if unknown else engine.max_num_seqs) * sizes.kv.sequence_blocks + 1
-    capacities = [blocks for blocks in _block_capacities(layers, budgets, sizes) if blocks is not None]
+    capacities = [blocks for blocks in block_capacities(layers, budgets, sizes) if blocks is not None]
     return max(min([*capacities, useful]), sizes.kv.least_blocks)
 
 
-def _block_capacities(
-    layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
-) -> list[int | None]:
+def block_capacities(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> list[int | None]:
     """Returns the blocks that each stage's memory holds; None for a stage of unknown memory."""
     return [
         None
@@ -269,7 +276,7 @@ def _block_capacities(
 def _limiting_rank(
     topology: Topology, layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
 ) -> int | None:
-    capacities = [blocks for blocks in _block_capacities(layers, budgets, sizes) if blocks is not None]
+    capacities = [blocks for blocks in block_capacities(layers, budgets, sizes) if blocks is not None]
     if len(capacities) < len(budgets):
         return None
     stage = capacities.index(min(capacities))

@@ -5,26 +5,27 @@ experts that the step's tokens choose; the head; and the KV cache of each reques
 Where a step has many tokens, operations take longer than reading.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Final, TypeAlias
 
 from heteroinfer_contract.model import LayerKind
-from heteroinfer_contract.plan import Device, EngineSettings, Plan
+from heteroinfer_contract.plan import Device, EngineSettings, Plan, RankAssignment
 from heteroinfer_operator.planning.kv_cache import state_bytes, token_bytes
 from heteroinfer_operator.planning.memory import Sizes, plain_bytes
-from heteroinfer_operator.planning.rates import Rates
+from heteroinfer_operator.planning.rates import (
+    CPU_DEFAULTS_ERROR,
+    GPU_ERROR,
+    GPU_UNKNOWN_ERROR,
+    Error,
+    Rates,
+)
 
 STEP_OVERHEAD_S: Final = 2.1e-3
 """Between a step's answer and the next call, with scheduling, sampling and messages (docs/benchmarks.md)."""
 AHEAD_OVERHEAD_S: Final = 0.6e-3
 """The same where a step is scheduled while one runs: 0.4 to 0.8 ms, mode FeedForward (H200, 2026-11-22)."""
-CPU_ERROR: Final = (0.9, 1.6)
-"""Steps with CPU stages took so much of the prediction, least and most, on three hosts of one kind:
-19.8 to 30.2 ms where 21.1 are predicted (docs/benchmarks.md, 4 layers off the GPU)."""
-GPU_ERROR: Final = (0.9, 1.3)
-"""For GPUs only; H200s alone were measured, others are taken from data sheets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,25 +46,65 @@ class Prediction:
         """Returns it for people, in milliseconds."""
         return f"{_ms(self.step_s)} ms ({_ms(self.least_s)} to {_ms(self.most_s)})"
 
+    def __add__(self, other: "Prediction") -> "Prediction":
+        """Returns one after the other."""
+        return Prediction(
+            step_s=self.step_s + other.step_s,
+            least_s=self.least_s + other.least_s,
+            most_s=self.most_s + other.most_s,
+        )
+
+
+_NOTHING: Final = Prediction(step_s=0.0, least_s=0.0, most_s=0.0)
+
+
+def _within(seconds: float, error: Error) -> Prediction:
+    return Prediction(step_s=seconds, least_s=seconds * error.least, most_s=seconds * error.most)
+
+
+def _slowest(parts: Iterable[Prediction]) -> Prediction:
+    """Returns the part that the others wait for, with the longest that any of them may take."""
+    found = tuple(parts)
+    if not found:
+        return _NOTHING
+    return Prediction(
+        step_s=max(part.step_s for part in found),
+        least_s=max(part.least_s for part in found),
+        most_s=max(part.most_s for part in found),
+    )
+
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
-def predict(plan: Plan) -> Prediction:
-    """Returns a step of this plan; one batch is in flight, so that stages wait for each other."""
-    stages = range(plan.pipeline_parallel_size)
-    # A stage waits for its feed-forward ranks in each of their layers.
-    waits = (plan.stage(stage) for stage in stages), (plan.feed_forward_ranks(stage) for stage in stages)
-    step_s = sum(
-        max((rank.predicted_step_s for rank in ranks), default=0.0) for part in waits for ranks in part
-    )
-    return _with_range(plan, step_s + overhead_s(plan))
+def predict(plan: Plan, rates: Sequence[Rates] = ()) -> Prediction:
+    """Returns a step of this plan; one batch is in flight, so that stages wait for each other.
+
+    Args:
+        plan: of a group.
+        rates: by rank, by which its steps were predicted; empty where that is not known any more.
+    """
+
+    def within(rank: RankAssignment) -> Prediction:
+        unknown = CPU_DEFAULTS_ERROR if rank.device is Device.CPU else GPU_UNKNOWN_ERROR
+        return _within(rank.predicted_step_s, rates[rank.rank].error if rates else unknown)
+
+    step = _overhead(plan)
+    for stage in range(plan.pipeline_parallel_size):
+        # A stage waits for its feed-forward ranks in each of their layers.
+        for ranks in (plan.stage(stage), plan.feed_forward_ranks(stage)):
+            step += _slowest(map(within, ranks))
+    return step
 
 
 def overhead_s(plan: Plan) -> float:
     """Returns what passes between two steps while no rank computes, in seconds."""
     return AHEAD_OVERHEAD_S if plan.schedules_ahead else STEP_OVERHEAD_S
+
+
+def _overhead(plan: Plan) -> Prediction:
+    return _within(overhead_s(plan), GPU_ERROR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +281,7 @@ def forecast(
         load: requests, each with one new token.
         elsewhere: what feed-forward ranks take of a step.
     """
-    step_s = sum(_stage_seconds(plan, sizes, rates, load, elsewhere)) + overhead_s(plan)
-    return _with_range(plan, step_s)
+    return sum(_stages(plan, sizes, rates, load, elsewhere), _overhead(plan))
 
 
 def forecast_first_token(
@@ -249,32 +289,32 @@ def forecast_first_token(
 ) -> Prediction:
     """Returns the time to the first token of a prompt; its chunks follow each other through the stages."""
     chunk = plan.engine.max_num_batched_tokens
-    total_s = longest_s = 0.0
+    total = longest = _NOTHING
     for begin in range(0, prompt, chunk):
         load = Load(context=begin + min(chunk, prompt - begin) // 2, tokens=min(chunk, prompt - begin))
-        stages = _stage_seconds(plan, sizes, rates, load, elsewhere)
-        total_s += sum(stages) if begin == 0 else max(stages)
-        longest_s = max(longest_s, sum(stages))
-    return _with_range(plan, max(total_s, longest_s) + ceil(prompt / chunk) * overhead_s(plan))
+        stages = _stages(plan, sizes, rates, load, elsewhere)
+        whole = sum(stages, _NOTHING)
+        total += whole if begin == 0 else _slowest(stages)
+        longest = _slowest((longest, whole))
+    between = _within(ceil(prompt / chunk) * overhead_s(plan), GPU_ERROR)
+    return _slowest((total, longest)) + between
 
 
-def _stage_seconds(
+def _stages(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load, elsewhere: Elsewhere
-) -> list[float]:
-    """Returns how long each stage takes: its slowest rank."""
+) -> list[Prediction]:
+    """Returns how long each stage takes: its slowest rank, and what its feed-forward ranks have."""
     last = plan.pipeline_parallel_size - 1
-    return [
-        max(
-            count_reads(
-                sizes, rank.first_layer, rank.end_layer, load, last=stage == last, engine=plan.engine
-            ).seconds(rates[rank.rank])
-            for rank in plan.stage(stage)
+    # Feed-forward ranks are the last of all.
+    remote = _within(elsewhere(load), rates[-1].error)
+
+    def compute(rank: RankAssignment) -> Prediction:
+        read = count_reads(
+            sizes, rank.first_layer, rank.end_layer, load, last=rank.stage == last, engine=plan.engine
         )
-        + elsewhere(load)
+        return _within(read.seconds(rates[rank.rank]), rates[rank.rank].error)
+
+    return [
+        _slowest(compute(rank) for rank in plan.stage(stage)) + remote
         for stage in range(plan.pipeline_parallel_size)
     ]
-
-
-def _with_range(plan: Plan, seconds: float) -> Prediction:
-    least, most = CPU_ERROR if any(rank.device is Device.CPU for rank in plan.ranks) else GPU_ERROR
-    return Prediction(step_s=seconds, least_s=seconds * least, most_s=seconds * most)

@@ -62,7 +62,7 @@ def predict_again(
     stages = plan.pipeline_parallel_size
     sizes = Sizes.of(kept, plan.engine, plan.tensor_parallel_size, batches=plan.batches_at_once)
     sources: dict[str, str] = {}
-    ranks = []
+    ranks, found = [], []
     for rank in plan.ranks:
         role = roles[rank.role]
         calibration = inventory.calibration.get(role.name)
@@ -75,9 +75,10 @@ def predict_again(
             read = count_reads(sizes, rank.first_layer, rank.end_layer, Load(), last=last, engine=plan.engine)
             seconds = read.seconds(rates)
         sources[role.name] = rates.source
+        found.append(rates)
         ranks.append(replace(rank, predicted_step_s=seconds))
     predicted = replace(plan, ranks=tuple(ranks))
-    return PredictedPlan(plan=predicted, step=predict(predicted), sources=sources)
+    return PredictedPlan(plan=predicted, step=predict(predicted, found), sources=sources)
 
 
 def _remote(plan: Plan, roles: Mapping[str, RoleSpec], profile: ModelProfile) -> Remote | None:

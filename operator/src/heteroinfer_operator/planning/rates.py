@@ -79,6 +79,48 @@ GPU_NOMINAL: Final[Mapping[str, GpuNominal]] = MappingProxyType(
 )
 """By whole words of the product as GPU feature discovery labels it, the first that matches; data sheets."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Error:
+    """How far a time may be from what is predicted.
+
+    Attributes:
+        least: of the prediction, where a machine did best.
+        most: of it, where a machine did worst.
+    """
+
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        """Returns it for people."""
+        return f"{self.least:.2g} to {self.most:.2g} times as long"
+
+
+CPU_ERROR: Final = Error(least=0.9, most=1.6)
+"""Steps with CPU stages took so much of the prediction on three hosts of one kind: 19.8 to 30.2 ms where 21.1
+are predicted (docs/benchmarks.md, 4 layers off the GPU)."""
+GPU_ERROR: Final = Error(least=0.9, most=1.3)
+"""Where the product is known; H200s alone were measured, others are taken from data sheets."""
+CPU_DEFAULTS_ERROR: Final = Error(least=0.3, most=3.0)
+"""Of CPUs that were not measured. By data sheets of memory: theirs that was had 307 GB/s (8 channels of
+DDR5-4800), of which our kernels read 115; 12 channels of DDR5-6000 have 576, and 2 of DDR4-3200 51, of which
+more can be read."""
+GPU_UNKNOWN_ERROR: Final = Error(
+    least=GPU_NOMINAL["H200"].bytes_per_s / max(known.bytes_per_s for known in GPU_NOMINAL.values()),
+    most=GPU_NOMINAL["H200"].bytes_per_s / min(known.bytes_per_s for known in GPU_NOMINAL.values()),
+)
+"""Of GPUs of which nothing is known, taken for an H200: from the fastest to the slowest of the list."""
+CPU_DEFAULTS: Final = (
+    f"defaults for CPUs ({CPU_BYTES_PER_S / 1e9:.0f} GB/s by 14 threads; may take {CPU_DEFAULTS_ERROR})"
+)
+"""What is said of CPUs that were not measured."""
+GPU_UNKNOWN: Final = (
+    f"defaults for an H200, since the GPU is not known ({GPU_BYTES_PER_S / 1e9:.0f} GB/s; may take "
+    f"{GPU_UNKNOWN_ERROR})"
+)
+"""What is said of GPUs of which nothing is known."""
+
 CPU_PARTS: Final[Mapping[tuple[KernelPart, SchemeName], tuple[float, ...]]] = MappingProxyType(
     {
         (KernelPart.LINEAR, SchemeName.NONE): (1.0, 0.92, 0.43, 0.068),
@@ -127,6 +169,7 @@ class Rates:
         cache: of KV cache and states.
         operations: multiplications and additions, two for each weight and token.
         source: what it was taken from, for people.
+        error: how far a time by these rates may be off.
         exchange_s: of a layer between a GPU and this feed-forward rank, besides computing, in seconds.
         plain_kernel: how `plain` grows slower with rows, where that was measured.
         quantized_kernel: the same of `quantized`.
@@ -139,6 +182,7 @@ class Rates:
     cache: float
     operations: float
     source: str
+    error: Error
     exchange_s: float = EXCHANGE_S
     plain_kernel: KernelRate | None = None
     quantized_kernel: KernelRate | None = None
@@ -173,7 +217,7 @@ def cpu_rates(
     cores = 16.0 if threads is None else threads
     operations = CPU_OPERATIONS_PER_S * min(cores / 16, 1.0) / (together if threads is None else 1)
     kernels = [_default_kernel(*which, engine.dtype, ours) for which in _which(profile)]
-    return _rates_of(kernels, ours, operations, "defaults for CPUs")
+    return _rates_of(kernels, ours, operations, CPU_DEFAULTS, CPU_DEFAULTS_ERROR)
 
 
 def _which(profile: ModelProfile) -> tuple[tuple[KernelPart, SchemeName], ...]:
@@ -187,7 +231,9 @@ def _which(profile: ModelProfile) -> tuple[tuple[KernelPart, SchemeName], ...]:
     )
 
 
-def _rates_of(kernels: Sequence[KernelRate], ours: float, operations: float, source: str) -> Rates:
+def _rates_of(
+    kernels: Sequence[KernelRate], ours: float, operations: float, source: str, error: Error
+) -> Rates:
     plain, quantized, experts = kernels
     return Rates(
         plain=plain.bytes_per_s,
@@ -196,6 +242,7 @@ def _rates_of(kernels: Sequence[KernelRate], ours: float, operations: float, sou
         cache=ours * CPU_PLAIN_OTHER,
         operations=operations,
         source=source,
+        error=error,
         plain_kernel=plain,
         quantized_kernel=quantized,
         experts_kernel=experts,
@@ -257,7 +304,7 @@ def _measured_cpu_rates(
 
     operations = calibration.operations_per_s or CPU_OPERATIONS_PER_S * min(cores / 16, 1.0)
     kernels = [find(*which) for which in _which(profile)]
-    return _rates_of(kernels, ours, operations * used / cores, describe(calibration))
+    return _rates_of(kernels, ours, operations * used / cores, describe(calibration), CPU_ERROR)
 
 
 def gpu_rates(
@@ -280,20 +327,22 @@ def gpu_rates(
             cache=measured.bytes_per_s,
             operations=measured.operations_per_s,
             source=describe(calibration),
+            error=GPU_ERROR,
         )
     nominal = next(
         (known for part, known in GPU_NOMINAL.items() if f"-{part}-".lower() in f"-{product}-".lower()), None
     )
     rate = GPU_BYTES_PER_S if nominal is None else nominal.bytes_per_s * GPU_USED
     operations = (nominal or GPU_NOMINAL["H200"]).operations_per_s * GPU_OPERATIONS_USED
-    name = product or "an H200, since the GPU is not known"
+    by_data_sheet = f"defaults for {product} ({rate / 1e9:.0f} GB/s; may take {GPU_ERROR})"
     return Rates(
         plain=rate,
         quantized=rate * unpacked,
         experts=rate * GPU_QUANTIZED,
         cache=rate,
         operations=operations,
-        source=f"defaults for {name}",
+        source=GPU_UNKNOWN if nominal is None else by_data_sheet,
+        error=GPU_UNKNOWN_ERROR if nominal is None else GPU_ERROR,
     )
 
 

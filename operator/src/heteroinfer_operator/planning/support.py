@@ -1,4 +1,4 @@
-"""What CPU ranks can run, as data: format x routing x attention x type x instructions. Pure.
+"""What CPU ranks, and stages, can run, as data: format x routing x attention x type x instructions. Pure.
 
 tests/integration/models asks vLLM's own kernels for it, so that it stays true. What vLLM would refuse at
 load, or serve wrong, is refused here, with what to do.
@@ -14,7 +14,13 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.architectures import IMAGES_ATTEND_BOTH_WAYS, UNGATED_EXPERTS
+from heteroinfer_operator.planning.architectures import (
+    GPU_CLASSES,
+    IMAGES_ATTEND_BOTH_WAYS,
+    NO_PIPELINE,
+    OWN_CPU_BLOCKS,
+    UNGATED_EXPERTS,
+)
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.planning.inventory import AMX, Inventory
@@ -90,9 +96,15 @@ CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
     }
 )
 """vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0."""
+CPU_HEAD_SIZES: Final = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
+"""Elements of an attention head that kernels of CPUs are compiled for; with others vLLM ends at its first
+step (csrc/cpu/cpu_attn.cpp::cpu_attn_get_scheduler_metadata@v0.32.0)."""
 CPU_FP8_HEAD_MULTIPLE: Final = 32
 """What elements of an attention head must be divisible by for a cache of keys and values in FP8
 (vllm/v1/attention/backends/cpu_attn.py::_get_attn_isa@v0.32.0)."""
+CPU_LATENT_DTYPE: Final = "bfloat16"
+"""Of latent attention with AMX, its cache too (vllm/v1/attention/backends/mla/amx_mla.py@v0.32.0). The engine
+asks nobody: in float16 its decoding of 512 + 64 elements gave NaN 30 times of 30 (AMX, 2026-11-22)."""
 _KEYS_AND_VALUES: Final = (AttentionKind.FULL, AttentionKind.WINDOW, AttentionKind.CHUNKED)
 
 
@@ -102,11 +114,17 @@ def check_support(
     """Returns what users should know of a model on CPU ranks, one line each.
 
     Raises:
-        PlanError: CPU ranks cannot run it, or not here; the message says what can be done.
+        PlanError: vLLM cannot run it in stages, or CPU ranks not at all, or not here; the message says what
+            can be done.
     """
+    if len(topology.stages) > 1:
+        _check_pipeline(profile, len(topology.stages))
     if not topology.has_cpu:
         return ()
+    _check_classes(profile)
     _check_attention(profile)
+    if profile.is_latent:
+        _check_latent(profile, engine)
     _check_kv_cache(profile, engine)
     _check_encoder(profile, engine, topology)
     warnings = (*_check_linear(profile, engine), *_check_experts(profile))
@@ -118,12 +136,55 @@ def _refuse(what: str, why: str, remedy: str) -> PlanError:
     return PlanError(f"model: got {what}, which CPU ranks cannot run: {why}; {remedy}", reason=REASON)
 
 
+def _check_pipeline(profile: ModelProfile, stages: int) -> None:
+    if profile.architecture in NO_PIPELINE:
+        raise PlanError(
+            f"model: got {profile.architecture} in {stages} stages, but vLLM has no pipeline for it; use one "
+            "stage: the GPUs of one pod (parallelism.tensor), mode Tensor, whose ranks split each layer, or "
+            "mode FeedForward, whose CPU ranks are in no stage",
+            reason=REASON,
+        )
+
+
+def _check_classes(profile: ModelProfile) -> None:
+    gpus = "use GPU roles only, or another model"
+    if profile.architecture in GPU_CLASSES:
+        raise _refuse(profile.architecture, "vLLM has it in classes for GPUs alone", gpus)
+    if profile.architecture in OWN_CPU_BLOCKS:
+        why = "vLLM takes KV blocks of 256 tokens there, whatever the group has, which no plan counts yet"
+        raise _refuse(profile.architecture, why, gpus)
+
+
 def _check_attention(profile: ModelProfile) -> None:
     if any(kind.attention is AttentionKind.SPARSE for kind in profile.layers):
         raise _refuse(
             f"{profile.architecture} with sparse attention",
             "vLLM has it on GPUs only",
             "use GPU roles only, or a model of the family without it (DeepSeek-V3, V3.1)",
+        )
+    # A profile of version 0.1.0 says nothing of its layers, and what started with it starts again.
+    for size in sorted(_head_sizes(profile) - CPU_HEAD_SIZES) if profile.kinds else ():
+        raise _refuse(
+            f"{profile.architecture} with attention heads of {size} elements",
+            f"its kernels are for {', '.join(map(str, sorted(CPU_HEAD_SIZES)))}",
+            "use GPU roles only, or give CPUs no attention (parallelism.mode: FeedForward)",
+        )
+
+
+def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
+    what = f"{profile.architecture} (multi-head latent attention)"
+    if engine.dtype != CPU_LATENT_DTYPE:
+        raise _refuse(
+            f"{what} with engine.dtype {engine.dtype}",
+            f"its kernels are for {CPU_LATENT_DTYPE}, and in float16 give no numbers, without an error",
+            f"set engine.dtype: {CPU_LATENT_DTYPE}, or use GPU roles only",
+        )
+    asked = option_value(engine.extra_args, "--kv-cache-dtype") or "auto"
+    if asked != "auto":
+        raise _refuse(
+            f"{what} with engine.args --kv-cache-dtype {asked}",
+            "its kernels keep latents in the model's own type, and know no other",
+            "leave it out, or use GPU roles only",
         )
 
 
@@ -210,7 +271,9 @@ def _check_experts(profile: ModelProfile) -> tuple[str, ...]:
         return ()
     if profile.architecture in UNGATED_EXPERTS:
         raise _refuse(
-            f"{profile.architecture} with experts", "its experts have no gate", "use GPU roles only"
+            f"{profile.architecture} with experts",
+            "its experts have no gate, and vLLM's kernels for CPUs compute gated ones alone",
+            "use GPU roles only",
         )
     if not any(kind.experts_quantized for kind in kinds):
         return ()
@@ -237,8 +300,10 @@ def _needs_amx(profile: ModelProfile) -> str:
     """Returns what of a model needs AMX on CPU ranks, or ""."""
     scheme = profile.scheme
     if profile.is_latent:
-        # Without it vLLM sets blocks of 16 tokens and no chunked prefill on CPU ranks alone.
-        return "multi-head latent attention"
+        return (
+            "multi-head latent attention, for which vLLM else takes blocks of 16 tokens and no chunked "
+            "prefill on these ranks alone"
+        )
     linear, experts = CPU_LINEAR.get(scheme.name), CPU_EXPERTS.get(scheme.name)
     if linear and linear.needs_amx and any(kind.quantized_bytes for kind in profile.layers):
         return f"weights in {scheme}"

@@ -106,6 +106,13 @@ class GroupPlanner:
             missing=planned.missing,
         )
 
+    def make_for_any_nodes(self) -> EpochPlan:
+        """Returns a plan however much is free: as sizes go, and not where its pods belong; raises as make."""
+        request = self._known_request()
+        gang = choose_gang(request.spec, self.observation.gangs)
+        planned = make_plan(request, Inventory())
+        return EpochPlan(plan=planned.plan, node_assignment=NodeAssignment(gang=gang))
+
     def make_again(self, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
         """Returns the plan that a group had, for its next epoch; raises as make.
 

@@ -48,6 +48,9 @@ _EVERY_NTH_IS_FULL: Final[Mapping[str, tuple[str, int, AttentionKind]]] = {
     "gemma2": ("", 2, AttentionKind.WINDOW),
     "gemma3_text": ("sliding_window_pattern", 6, AttentionKind.WINDOW),
     "gemma3": ("sliding_window_pattern", 6, AttentionKind.WINDOW),
+    "gemma3n_text": ("", 5, AttentionKind.WINDOW),
+    "gemma4_text": ("", 6, AttentionKind.WINDOW),
+    "gemma4_unified_text": ("", 6, AttentionKind.WINDOW),
     "cohere2": ("sliding_window_pattern", 4, AttentionKind.WINDOW),
     "exaone4": ("sliding_window_pattern", 4, AttentionKind.WINDOW),
     "gpt_oss": ("", 2, AttentionKind.WINDOW),
@@ -65,7 +68,21 @@ def layer_attention(text: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     Args:
         text: a language model's config, with defaults (`model.config.text_config`).
     """
-    return tuple(_kind(attention, text) for attention in _attention_kinds(text))
+    kinds = [_kind(attention, text) for attention in _attention_kinds(text)]
+    own = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
+    return tuple(replace(kind, shares_kv=0 < own <= index) for index, kind in enumerate(kinds))
+
+
+def first_of_shared_kv(layers: Sequence[LayerKind]) -> int:
+    """Returns the first layer of those that must be in one stage, since later ones share their cache.
+
+    A layer that shares reads the last layer before all these that is of its own kind
+    (vllm/model_executor/models/gemma4.py::Gemma4Attention@v0.32.0). Without any it is the last layer.
+    """
+    sharing = {kind.attention for kind in layers if kind.shares_kv}
+    own = [(index, kind.attention) for index, kind in enumerate(layers) if not kind.shares_kv]
+    read = [max((i for i, attention in own if attention is each), default=0) for each in sharing]
+    return min(read, default=len(layers) - 1)
 
 
 def _attention_kinds(text: Mapping[str, Any]) -> Sequence[AttentionKind]:
@@ -188,8 +205,21 @@ def _latent_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind
     return LayerKind(attention=attention, kv_heads=1, kv_width=width, index_bytes=index_bytes)
 
 
+def _gemma4_full(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what Gemma-4's layers with full attention have of their own.
+
+    Source: transformers' Gemma4TextConfig.__post_init__.
+    """
+    own: dict[str, Any] = {"head_dim": text.get("global_head_dim") or 512}
+    if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
+        own["num_key_value_heads"] = text["num_global_key_value_heads"]
+    return own
+
+
 def _cached(text: Mapping[str, Any], prefix: str = "") -> LayerKind:
     """Returns a layer with keys and values; MiMo's windows have sizes of their own, with a prefix."""
+    if not prefix and str(text.get("model_type")).startswith("gemma4"):
+        text = {**text, **_gemma4_full(text)}
     heads = int(text["num_attention_heads"])
     own = {
         name: text.get(f"{prefix}{name}") or text.get(name) for name in ("num_key_value_heads", "head_dim")

@@ -34,6 +34,7 @@ class LayerKind:
         attention: what is kept of earlier tokens.
         kv_heads: heads whose keys and values are cached; 1 of a latent, 0 without a cache by token.
         kv_width: elements cached for one token in one head: key and value together, or the latent.
+        shares_kv: whether it reads an earlier layer's keys and values, and has none of its own.
         index_bytes: of a token in the index of sparse attention.
         window: tokens of the window or chunk; 0 without one.
         conv_elements: state of a sequence's convolution, in elements of the engine's type.
@@ -50,6 +51,7 @@ class LayerKind:
     attention: AttentionKind = AttentionKind.FULL
     kv_heads: int = 0
     kv_width: int = 0
+    shares_kv: bool = False
     index_bytes: int = 0
     window: int = 0
     conv_elements: int = 0

@@ -5,7 +5,7 @@ tensors among them, and Mistral's own.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -46,6 +46,10 @@ _EMBEDDING: Final = re.compile(
     r"(?:^|\.)(?:embed_tokens|word_embeddings|wte|tok_embeddings|embed_in)\.weight$|^backbone\.embeddings\.weight$"
 )
 _HEAD: Final = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.|^(?:model\.)?output\.(?:weight|qweight)$")
+_LAYER_TABLES: Final = re.compile(r"(?:^|\.)(?:embed_tokens_per_layer|per_layer_model_projection)\.")
+"""Of all layers, beside the embedding (Gemma-3n, Gemma-4)."""
+_SHARED: Final = re.compile(r"\.self_attn\.(?:k_proj|v_proj|k_norm)\.")
+"""What layers that share keys and values have none of in vLLM, and some checkpoints keep."""
 _EXPERT: Final = re.compile(r"\.experts\.|block_sparse_moe\.(?:input|output)_linear\.")
 """Of routed experts; shared ones are called `shared_expert(s)`."""
 _MLP: Final = re.compile(
@@ -107,6 +111,7 @@ class Weights:
         head: the output head.
         encoder: of images or audio, with its projection.
         hears: whether an encoder is of audio.
+        layer_tables: embeddings of each layer.
         other: everything else (final norm).
         dropped: what vLLM does not load.
     """
@@ -116,24 +121,26 @@ class Weights:
     head: int = 0
     encoder: int = 0
     hears: bool = False
+    layer_tables: int = 0
     other: int = 0
     dropped: int = 0
 
 
-def sum_weights(tensors: Iterable[Tensor], num_layers: int) -> Weights:
+def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[int] = ()) -> Weights:
     """Returns a model's weights by part.
 
     Args:
         tensors: of all its files.
         num_layers: layers that are served; later ones are for speculation (multi-token prediction).
+        shared: layers that read an earlier layer's keys and values.
     """
     weights = Weights()
     for tensor in tensors:
-        _add(weights, tensor, num_layers)
+        _add(weights, tensor, num_layers, shared)
     return weights
 
 
-def _add(weights: Weights, tensor: Tensor, num_layers: int) -> None:
+def _add(weights: Weights, tensor: Tensor, num_layers: int, shared: Container[int]) -> None:
     name, size = tensor.name, tensor.size_bytes
     parts = set(name.split("."))
     if parts & _DROPPED or _COMPUTED.search(name):
@@ -142,10 +149,12 @@ def _add(weights: Weights, tensor: Tensor, num_layers: int) -> None:
         weights.encoder += size
         weights.hears |= bool(parts & _AUDIO)
     elif match := _LAYER.search(name):
-        if int(match[1]) >= num_layers:
+        if int(match[1]) >= num_layers or (int(match[1]) in shared and _SHARED.search(name)):
             weights.dropped += size
         else:
             _add_to_layer(weights.layers.setdefault(int(match[1]), LayerBytes()), tensor)
+    elif _LAYER_TABLES.search(name):
+        weights.layer_tables += size
     elif _EMBEDDING.search(name):
         weights.embedding += size
     elif _HEAD.search(name):

@@ -1,0 +1,102 @@
+"""Layers that read an earlier layer's keys and values: what they take, and where stages may be cut."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.model import AttentionKind, LayerKind
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.account import describe_model
+from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
+
+LAYERS, SHARING = 42, 18
+"""Of Gemma-4's E4B: each sixth layer has full attention, and the last 18 share."""
+_WINDOW = LayerKind(attention=AttentionKind.WINDOW, kv_heads=2, kv_width=512, window=512)
+_FULL = LayerKind(kv_heads=2, kv_width=1024)
+
+
+def e4b(**fields: Any) -> ModelProfile:
+    """Returns a model of this shape; with `sharing=0` none of its layers shares."""
+    sharing = fields.pop("sharing", SHARING)
+    kinds = (_WINDOW, _FULL, replace(_WINDOW, shares_kv=True), replace(_FULL, shares_kv=True))
+    of_layer = [int((i + 1) % 6 == 0) + 2 * (i >= LAYERS - sharing) for i in range(LAYERS)]
+    fields = {
+        "architecture": "Gemma4ForCausalLM",
+        "num_layers": LAYERS,
+        "layer_bytes": (180 * MIB,) * LAYERS,
+        "embedding_bytes": 1280 * MIB,
+        "head_bytes": 0,
+        "tied_head": True,
+        "layer_table_bytes": 5376 * MIB,
+        "kinds": kinds,
+        "kind_of_layer": tuple(of_layer),
+        # The last layers of their own that they read are 22 and 23.
+        "last_stage_layers": LAYERS - 22 if sharing else 1,
+        **fields,
+    }
+    return profile(**fields)
+
+
+def test_only_layers_of_their_own_take_kv_cache() -> None:
+    alone = spec(gpu(deviceMemory="80Gi"))
+    shared, own = (plan(alone, e4b(sharing=sharing)) for sharing in (SHARING, 0))
+    of_layer = shared.sizes.kv.block_bytes
+    assert of_layer(24, LAYERS) == 0
+    assert of_layer(0, LAYERS) == of_layer(0, 24) > 0
+    # Of one block table there are so many layers with windows that share a block with full ones.
+    assert shared.sizes.cache(0, LAYERS) < 0.6 * own.sizes.cache(0, LAYERS)
+    assert shared.sizes.cache(0, LAYERS) > 0.5 * own.sizes.cache(0, LAYERS)
+    # A step reads what they share as if it were theirs.
+    steps = [planned.plan.ranks[0].predicted_step_s for planned in (shared, own)]
+    assert steps[0] == steps[1]
+
+
+def test_stages_are_cut_before_the_layers_that_share() -> None:
+    for roles in (
+        (cpu(memory="64Gi"), gpu(deviceMemory="80Gi")),
+        (cpu(memory="64Gi", pods=3),),
+        (gpu(deviceMemory="24Gi", pods=2),),
+        (gpu(pods=2),),
+    ):
+        ranks = plan(spec(*roles), e4b()).plan.ranks
+        assert ranks[-1].first_layer <= 22
+        assert [rank.first_layer for rank in ranks[1:]] == [rank.end_layer for rank in ranks[:-1]]
+        assert all(rank.kv_cache_bytes for rank in ranks)
+    even = plan(spec(gpu(pods=3)), e4b(sharing=0)).plan.ranks
+    assert [rank.num_layers for rank in even] == [14, 14, 14]
+
+
+def test_layers_of_the_user_that_cut_them_are_refused() -> None:
+    listed = spec(cpu(layers=[30]), gpu(layers=[12]))
+    with pytest.raises(
+        PlanError, match="the last stage has 12 layers, expected at least 20: they share keys"
+    ):
+        plan(listed, e4b())
+    assert plan(spec(cpu(layers=[22]), gpu(layers=[20])), e4b()).plan.ranks[1].num_layers == 20
+    assert plan(spec(gpu(layers=[LAYERS])), e4b()).plan.ranks[0].num_layers == LAYERS
+
+
+def test_a_last_stage_that_cannot_hold_them_says_by_how_much() -> None:
+    small = spec(cpu(memory="64Gi"), gpu(deviceMemory="11Gi"))
+    with pytest.raises(PlanError) as caught:
+        plan(small, e4b())
+    assert caught.value.reason == "InsufficientMemory"
+    said = caught.value.message
+    assert said.startswith("stage 1 (role gpu): the last 20 layers share keys and values")
+    assert "its ranks have 9.90 GiB" in said
+    assert "missing; raise the role's deviceMemory" in said
+
+
+def test_embeddings_of_layers_are_on_every_rank() -> None:
+    with_tables, without = (
+        plan(spec(cpu(memory="64Gi"), gpu(deviceMemory="80Gi")), e4b(layer_table_bytes=size))
+        for size in (5376 * MIB, 0)
+    )
+    for ours, bare in zip(with_tables.plan.ranks, without.plan.ranks, strict=True):
+        copies = 2 if ours.role == "cpu" else 1
+        assert ours.num_layers == bare.num_layers
+        assert ours.weight_bytes - bare.weight_bytes == copies * 5376 * MIB
+    assert with_tables.sizes.profile.total_bytes - without.sizes.profile.total_bytes == 5.25 * GIB
+    assert "embeddings of each layer 5.25 GiB, on every rank" in describe_model(e4b())
