@@ -16,7 +16,7 @@ _SAYS_WHY = {
     "Failed": "True",
 }
 """Conditions that, so, tell people why nothing serves."""
-_REFUSED = ("ObjectRefused", "NameTaken")
+_REFUSED = ("ObjectRefused", "NameTaken", "NameHeld", "ChangedByOthers", "DeletedByOthers")
 _PODS_WAIT = ("Scheduling", "Image")
 """The cluster keeps these pods from running; the status has the scheduler's or kubelet's words."""
 
@@ -111,7 +111,9 @@ def find_lies(seen: Seen) -> list[str]:
         found.append(f"observedGeneration is {seen.status.get('observedGeneration')}, expected {generation}")
     serving = seen.serving()
     available = seen.condition("Available").get("status") == "True"
-    if available != bool(serving and seen.wanted):
+    # Where the clients' Service is refused, nobody reaches the groups that serve.
+    unreachable = not available and seen.condition("Available").get("reason") in _REFUSED
+    if available != bool(serving and seen.wanted) and not unreachable:
         found.append(
             f"Available is {available}, but groups that serve are {sorted(serving)} of {seen.wanted}"
         )

@@ -20,7 +20,9 @@ OF_KUBERNETES = {"CreateContainerConfigError", "ImagePullBackOff"}
 """Passed on as the kubelet says them; it has more, which are not listed."""
 _WORD = re.compile(r"[A-Z][a-z]+(?:[A-Z]+[a-z]*)*|[A-Z]{2,}[A-Z][a-z]+")
 _NAMES = re.compile(
-    r"(?:\w*_)?reason|OBJECT_REFUSED|NAME_TAKEN|INSUFFICIENT_\w+|UNSCHEDULABLE|WAITING_\w+", re.I
+    r"(?:\w*_)?reason|OBJECT_REFUSED|NAME_\w+|CHANGED_\w+|(?:DELETED|MADE)_BY_OTHERS|NOT_ANSWERED"
+    r"|INSUFFICIENT_\w+|UNSCHEDULABLE|WAITING_\w+",
+    re.I,
 )
 
 

@@ -176,6 +176,7 @@ class ResourceObservation:
         calibrations: what was measured of nodes.
         fetch: what the pod that fetches the model says now, or None.
         refusals: what of the resource was refused when it was last tried.
+        admitted: revisions of which objects were tried and would be taken; None where nobody refuses any.
     """
 
     resource: ResourceView
@@ -188,6 +189,7 @@ class ResourceObservation:
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     fetch: FetchProgress | None = None
     refusals: tuple["Refusal", ...] = ()
+    admitted: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,11 +199,13 @@ class Refusal:
     Attributes:
         kind: as in `kind`; of the resource itself for its status and finalizer.
         name: of the object.
-        reason: CamelCase: ObjectRefused, or NameTaken.
+        reason: CamelCase: ObjectRefused, NameTaken, NameHeld, ChangedByOthers, DeletedByOthers,
+            MadeByOthers or NotAnswered.
         message: who refuses what, in the API server's words.
         scopes: of the action.
         tries: how often in a row.
         retry_at: when it is tried again.
+        blocks: whether what needs the object waits for it; not for one that is there, and not as written.
     """
 
     kind: str
@@ -211,6 +215,7 @@ class Refusal:
     scopes: frozenset[str] = frozenset()
     tries: int = 1
     retry_at: datetime
+    blocks: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +232,22 @@ class CreateObject:
     manifest: Manifest
     may_exist: bool = False
     scopes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TryObjects:
+    """Find out whether objects of a revision would be taken, and make none of them.
+
+    Only what is said of the objects themselves is a refusal: not a quota, a name that is taken, or a webhook
+    that fails. It is NotAnswered while the API server has said nothing.
+
+    Attributes:
+        revision: hash.
+        manifests: of the objects.
+    """
+
+    revision: str
+    manifests: tuple[Manifest, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +322,9 @@ class RecordEvent:
     warning: bool = False
 
 
-Action: TypeAlias = CreateObject | ApplyObject | DeleteObject | PatchStatus | SetFinalizer | RecordEvent
+Action: TypeAlias = (
+    CreateObject | TryObjects | ApplyObject | DeleteObject | PatchStatus | SetFinalizer | RecordEvent
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -47,6 +48,8 @@ NODES_SETTLE_S: Final = 5.0
 POLL_S: Final = 2.0
 RETRY_S: Final = 5.0
 KOPF_STOP_S: Final = 5.0
+MOST_NESTED: Final = 25_000
+"""The API server takes JSON of 10,000 levels, of anybody who may create a pod, and Python 1,000."""
 
 
 class Operator:
@@ -78,6 +81,7 @@ class Operator:
             ExceptionGroup: a part failed, or the Lease was lost: the process must end.
         """
         shrink_tls_buffers()
+        sys.setrecursionlimit(MOST_NESTED)
         stop = asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, stop.set)

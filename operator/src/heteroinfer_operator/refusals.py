@@ -22,18 +22,39 @@ from heteroinfer_operator.cluster import (
     RecordEvent,
     Refusal,
     SetFinalizer,
+    TryObjects,
 )
 
 OBJECT_REFUSED: Final = "ObjectRefused"
+REVISION: Final = "Revision"
+"""Kind of a refusal of what a revision would need, of which nothing was made."""
 NAME_TAKEN: Final = "NameTaken"
+NAME_HELD: Final = "NameHeld"
+"""An object that shall go, or will go with its owner, has the name still."""
+CHANGED_BY_OTHERS: Final = "ChangedByOthers"
+"""An object is another one than what was written, as soon as it is, or each time."""
+DELETED_BY_OTHERS: Final = "DeletedByOthers"
+"""An object is made again and again, and deleted each time."""
+MADE_BY_OTHERS: Final = "MadeByOthers"
+"""An object that is not wanted is deleted again and again, and made each time."""
+NOT_ANSWERED: Final = "NotAnswered"
+"""The API server has not said yet whether it would take a revision, or could not."""
+
+OF_CHILDREN: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD, CHANGED_BY_OTHERS, DELETED_BY_OTHERS})
+"""Reasons why a child is not as it should be."""
 
 _FIRST_S: Final = 1.0
 _MOST_S: Final = 30.0
+_HELD_FIRST_S: Final = 0.2
+_REPORTED_AT: Final = MappingProxyType({NAME_HELD: 5, NOT_ANSWERED: 5})
+"""Tries after which an event tells of it: what goes by itself is gone before."""
 _POD_FIRST_S: Final = 5.0
 _POD_MOST_S: Final = 300.0
 """A pod refused by a quota: the pods that were made before it are given back each time."""
 _FORGOTTEN_AFTER: Final = timedelta(seconds=10)
 """What nobody wants any more is not refused any more; this long after its time it is forgotten."""
+_POD_FORGOTTEN_AFTER: Final = timedelta(seconds=90)
+"""Longer than the pods that are given back take to go: before, the refused one is not tried again."""
 
 Subject: TypeAlias = tuple[str, str]
 """Kind and name."""
@@ -57,6 +78,8 @@ def subject(action: Action, resource: str) -> Subject | None:
     match action:
         case CreateObject() | ApplyObject():
             return action.manifest["kind"], action.manifest["metadata"]["name"]
+        case TryObjects():
+            return REVISION, action.revision
         case DeleteObject():
             return action.kind, action.name
         case PatchStatus():
@@ -67,9 +90,17 @@ def subject(action: Action, resource: str) -> Subject | None:
             return None
 
 
-def _delay_s(kind: str, tries: int) -> float:
-    first_s, most_s = (_POD_FIRST_S, _POD_MOST_S) if kind == "Pod" else (_FIRST_S, _MOST_S)
+def _delay_s(kind: str, reason: str, tries: int) -> float:
+    first_s, most_s = (_POD_FIRST_S, _POD_MOST_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MOST_S)
+    if reason == NOT_ANSWERED:
+        first_s, most_s = _FIRST_S, _MOST_S
+    if reason == NAME_HELD:
+        first_s, most_s = _HELD_FIRST_S, _MOST_S
     return float(min(first_s * 2.0 ** min(tries - 1, 16), most_s))
+
+
+def _forgotten_at(refusal: Refusal) -> datetime:
+    return refusal.retry_at + (_POD_FORGOTTEN_AFTER if refusal.kind == "Pod" else _FORGOTTEN_AFTER)
 
 
 def due_in_time(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
@@ -81,10 +112,24 @@ def due_in_time(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ..
     """
 
     def in_time(refusal: Refusal) -> Refusal:
-        latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.tries))
+        latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.reason, refusal.tries))
         return replace(refusal, retry_at=latest) if refusal.retry_at > latest else refusal
 
     return tuple(map(in_time, refusals))
+
+
+def asked_anew(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
+    """Returns what still stands of the refusals of a spec that was changed; all else is as if never tried.
+
+    A revision that was refused is so while it is asked about anew, at once: a scale is no other revision, and
+    must neither be said to roll it out nor to have taken back its refusal.
+
+    Args:
+        refusals: of before.
+        now: time of the reconcile.
+    """
+    kept = (refusal for refusal in refusals if refusal.kind == REVISION)
+    return tuple(replace(refusal, retry_at=min(refusal.retry_at, now)) for refusal in kept)
 
 
 @dataclass(slots=True)
@@ -104,16 +149,16 @@ class Acting:
     new: list[Refusal] = field(init=False, default_factory=list)
     _blocked: set[str] = field(init=False, default_factory=set)
     _makes_nothing: bool = field(init=False, default=False)
-    _conflict: bool = field(init=False, default=False)
+    _keeps_status: bool = field(init=False, default=False)
     _lifted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Forgets what was refused long ago and not tried again."""
-        self.known = {
-            _kept_as((refusal.kind, refusal.name), refusal.scopes): refusal
-            for refusal in due_in_time(self.refusals, self.now)
-            if refusal.retry_at + _FORGOTTEN_AFTER > self.now
-        }
+        before = due_in_time(self.refusals, self.now)
+        kept = [refusal for refusal in before if _forgotten_at(refusal) > self.now]
+        self.known = {_kept_as((refusal.kind, refusal.name), refusal.scopes): refusal for refusal in kept}
+        # The decision knew of it still: the next one says that it is over.
+        self._lifted = len(kept) < len(before)
 
     def may(self, action: Action) -> bool:
         """Returns whether an action can be done now; one that cannot blocks its scopes."""
@@ -122,7 +167,8 @@ class Acting:
         kept = self._refusal_of(action)
         if kept is None or kept.retry_at <= self.now:
             return True
-        self._block(action)
+        if kept.blocks:
+            self._block(action)
         return False
 
     def done(self, action: Action) -> None:
@@ -132,7 +178,7 @@ class Acting:
             self._lifted = True
 
     def refused(self, action: Action, reason: str, message: str) -> Refusal | None:
-        """Notes that an action was refused; returns the refusal if it is news, else None."""
+        """Notes that an action was refused; returns the refusal if an event should tell it, else None."""
         found, key = subject(action, self.resource), self._key(action)
         assert found is not None  # nobody refuses an event
         assert key is not None
@@ -145,19 +191,20 @@ class Acting:
             message=message,
             scopes=_scopes(action),
             tries=tries,
-            retry_at=self.now + timedelta(seconds=_delay_s(found[0], tries)),
+            retry_at=self.now + timedelta(seconds=_delay_s(found[0], reason, tries)),
+            blocks=reason != CHANGED_BY_OTHERS,
         )
         self.known[key] = refusal
-        self._block(action)
-        if before is not None and _said(before) == _said(refusal):
-            return None
-        self.new.append(refusal)
-        return refusal
+        if refusal.blocks:
+            self._block(action)
+        is_news = before is None or _said(before) != _said(refusal)
+        self.new += [refusal] if is_news else []
+        is_reported = tries == _REPORTED_AT[reason] if reason in _REPORTED_AT else is_news
+        return refusal if is_reported else None
 
     def conflicted(self, action: Action) -> None:
         """Notes that an action met another state than it was decided on."""
         self._block(action)
-        self._conflict = self._conflict or isinstance(action, PatchStatus)
 
     def look_again_s(self) -> float | None:
         """Returns when something that was refused may be tried again, in seconds; at once for news.
@@ -166,8 +213,8 @@ class Acting:
         """
         if self.new or self._lifted:
             return 0.0
-        times = [refusal.retry_at for refusal in self.known.values()]
-        due = [time if time > self.now else time + _FORGOTTEN_AFTER for time in times]
+        known = self.known.values()
+        due = [each.retry_at if each.retry_at > self.now else _forgotten_at(each) for each in known]
         return max((min(due) - self.now).total_seconds(), 0.0) if due else None
 
     def _refusal_of(self, action: Action) -> Refusal | None:
@@ -185,7 +232,7 @@ class Acting:
                 nobody_needs_it = bool(action.scopes) and action.scopes <= self._blocked
                 return self._makes_nothing or nobody_needs_it
             case DeleteObject():
-                return self._conflict and action.after_status
+                return self._keeps_status and action.after_status
         return False
 
     def _block(self, action: Action) -> None:
@@ -195,6 +242,7 @@ class Acting:
             case PatchStatus() | SetFinalizer():
                 # An epoch that the status does not have would be begun a second time.
                 self._makes_nothing = True
+                self._keeps_status = self._keeps_status or isinstance(action, PatchStatus)
 
 
 def _scopes(action: Action) -> frozenset[str]:

@@ -110,7 +110,7 @@ def _lists(schema: Json) -> st.SearchStrategy[list[Any]]:
 
 def _objects(schema: Json) -> st.SearchStrategy[Json]:
     if "additionalProperties" in schema:
-        keys = st.sampled_from(["memory", "cpu", "team", "example.com/x"])
+        keys = st.sampled_from(["memory", "cpu", "example.com/x"] * 5 + ["team", "team name", "a" * 64, ""])
         return st.dictionaries(keys, from_schema(schema["additionalProperties"]), max_size=2)
     fields = {name: from_schema(field) for name, field in schema["properties"].items()}
     required = {name: fields.pop(name) for name in schema.get("required", ())}

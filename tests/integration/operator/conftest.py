@@ -33,7 +33,7 @@ def namespace(control_plane: Cluster) -> Iterator[str]:
     control_plane.kubectl("create", "namespace", name)
     control_plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
     yield name
-    control_plane.kubectl("delete", "namespace", name, "--wait=false")
+    control_plane.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
 @pytest_asyncio.fixture

@@ -59,13 +59,20 @@ async def until(
         await asyncio.sleep(0.05)
 
 
-async def create_resource(server: ApiServer, namespace: str, name: str = "tiny") -> Owner:
-    """Returns a stored HeteroInference as an owner of children."""
+async def create_resource(server: ApiServer, namespace: str, name: str = "tiny", **spec: Any) -> Owner:
+    """Returns a stored HeteroInference as an owner of children.
+
+    Args:
+        server: where it is stored.
+        namespace: of it.
+        name: of it.
+        spec: fields instead of those of `SPEC`.
+    """
     body = {
         "apiVersion": HETERO_INFERENCE.api_version,
         "kind": names.KIND,
         "metadata": {"name": name, "namespace": namespace},
-        "spec": SPEC,
+        "spec": {**SPEC, **spec},
     }
     stored = await server.create(HETERO_INFERENCE.path(namespace), body)
     return Owner(key=ResourceKey(namespace=namespace, name=name), uid=stored["metadata"]["uid"])
@@ -135,10 +142,10 @@ PROFILE: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
     "dtype": "float32",
     "num_layers": 4,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "num_attention_heads": 4,
     "num_kv_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": 512,
     "max_position_embeddings": 1024,
     "layer_bytes": [200_000] * 4,

@@ -24,6 +24,7 @@ from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S
 from heteroinfer_operator.manifests.identity import Owner
+from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import Watched, child, create_resource, pod, until, watching
 
 
@@ -60,7 +61,8 @@ async def act(watched: Watched, owner: Owner, *actions: Action) -> ResourceObser
 
 
 def service(owner: Owner, name: str, port: int = 80) -> dict[str, Any]:
-    return child(owner, "Service", name, spec={"selector": {"app": "x"}, "ports": [{"port": port}]})
+    ports = [{"port": port, "protocol": "TCP", "targetPort": port}]
+    return child(owner, "Service", name, spec={"type": "ClusterIP", "selector": {"app": "x"}, "ports": ports})
 
 
 async def test_what_is_written_is_observed_at_once(server: ApiServer, namespace: str) -> None:
@@ -215,11 +217,25 @@ async def test_children_of_an_earlier_resource_of_that_name_are_waited_for(
             "heteroinfer.dev/test"
         ]  # the garbage collector must wait for the test
         await server.create(SERVICE.path(namespace), old)
-        with pytest.raises(ConflictError, match="earlier"):
-            await watched.cluster.run(before, [ApplyObject(manifest=service(owner, "tiny"))])
+        apply = ApplyObject(manifest=service(owner, "tiny"))
+        (refusal,) = (await act(watched, owner, apply)).refusals
+        assert refusal.reason == "NameHeld"
+        assert "belongs to an earlier HeteroInference" in refusal.message
         await server.delete(SERVICE.path(namespace, "tiny"), {})  # as the garbage collector will
+
+        async def tried_again(tries: int) -> str:
+            (refusal,) = (await act(watched, owner, apply)).refusals
+            return refusal.message if refusal.tries >= tries else ""
+
+        message = await until("the second try", lambda: tried_again(2))
+        assert "is being deleted, and held by heteroinfer.dev/test" in message
+        events = (await server.get(EVENT.path(namespace)))["items"]
+        assert not events, "what will go by itself is no event at once"
+        await until("the fifth try", lambda: tried_again(5))
+        events = (await server.get(EVENT.path(namespace)))["items"]
+        assert [event["reason"] for event in events] == ["NameHeld"]
         await server.merge(SERVICE.path(namespace, "tiny"), {"metadata": {"finalizers": None}})
-        await watched.cluster.run(before, [ApplyObject(manifest=service(owner, "tiny"))])
+        await watched.cluster.run(before, [apply])
         (stored,) = (await observe(watched, owner)).objects
         assert stored["metadata"]["ownerReferences"][0]["uid"] == owner.uid
 
@@ -316,6 +332,21 @@ async def test_the_same_event_in_a_loop_is_one_event(server: ApiServer, namespac
         ("GroupFailed", "rank 2", "Warning"),
     ]
     assert {e["regarding"]["uid"] for e in events} == {owner.uid}
+
+
+async def test_into_a_namespace_that_is_being_deleted_no_events_are_written(
+    control_plane: Cluster, server: ApiServer, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each was refused, and warned of."""
+    owner = await create_resource(server, namespace)
+    async with watching(server) as watched:
+        await act(watched, owner, SetFinalizer(present=True))
+        control_plane.kubectl("delete", "namespace", namespace, "--wait=false")
+        await seen(watched, owner, lambda observation: observation.resource.deleting)
+        for rank in range(3):
+            await act(watched, owner, RecordEvent(reason="GroupFailed", message=f"rank {rank}", warning=True))
+        await watched.cluster.run(await observe(watched, owner), [SetFinalizer(present=False)])
+    assert "not recorded" not in caplog.text
 
 
 async def test_pods_of_other_resources_and_uids_are_not_observed(server: ApiServer, namespace: str) -> None:

@@ -14,6 +14,7 @@ import yaml
 from heteroinfer_operator.kube.paths import CONFIG_MAP, NODE, POD
 from heteroinfer_operator.kube.rights import AccessRule, missing_rights
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.planning.rates import CPU_DEFAULTS
 from heteroinfer_operator.version import own_version
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
@@ -44,7 +45,7 @@ async def test_what_a_job_keeps_is_what_the_operator_predicts_by(
         for name in serving:
             await bind(server, namespace, name, node)
         before = (await status_of(server, namespace))["plans"][0]
-        assert before["calibration"] == "role back: defaults for CPUs; role front: defaults for CPUs"
+        assert before["calibration"] == f"role back: {CPU_DEFAULTS}; role front: {CPU_DEFAULTS}"
 
         said = await keep_as_the_job_does(control_plane, installed, tmp_path)
         assert f"calibration {MEASURED.hash} of " in said

@@ -71,7 +71,7 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
     await create_resource(server, namespace)
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         inspect = await until("the inspect pod", lambda: living(server, namespace), 60, lambda: process.said)
-        await allow_one_pod(server, namespace)
+        await allow(server, namespace, "one-pod", "pods", 1)
         await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
 
         async def refused() -> bool:
@@ -107,13 +107,13 @@ async def living(server: ApiServer, namespace: str) -> list[str]:
     ]
 
 
-async def allow_one_pod(server: ApiServer, namespace: str) -> None:
+async def allow(server: ApiServer, namespace: str, name: str, what: str, number: int) -> None:
     """Makes a quota, and waits until it holds: its controller counts first."""
-    quota = {"metadata": {"name": "one-pod"}, "spec": {"hard": {"pods": "1"}}}
+    quota = {"metadata": {"name": name}, "spec": {"hard": {what: str(number)}}}
     await server.create(QUOTAS.format(namespace), {"apiVersion": "v1", "kind": "ResourceQuota", **quota})
 
     async def holds() -> bool:
-        found = await server.get(f"{QUOTAS.format(namespace)}/one-pod")
+        found = await server.get(f"{QUOTAS.format(namespace)}/{name}")
         return bool(found.get("status", {}).get("hard"))
 
     await until("the quota holds", holds, timeout_s=60)

@@ -193,12 +193,13 @@ async def is_stuck(fleet: Fleet) -> bool:
 
 async def test_what_the_api_server_refuses_is_reported_in_its_words(fleet: Fleet, server: ApiServer) -> None:
     first, second = SPEC["roles"]
-    wrong = {**second, "template": {"nodeSelector": {"hall": "not a label"}}}
+    # One of the few things that no schema knows: huge pages need a limit.
+    wrong = {**second, "resources": {"requests": {"hugepages-2Mi": "0", "cpu": "1"}}}
     await fleet.create(roles=[first, wrong])
 
     async def reported() -> bool:
         status, reason, message = await fleet.condition("Progressing")
-        return (status, reason) == ("False", "ObjectRefused") and "spec.nodeSelector" in message
+        return (status, reason) == ("False", "ObjectRefused") and "Limit must be set" in message
 
     await until("the refusal is in the status", reported, 60)
     events = (await server.get(EVENT.path(fleet.namespace)))["items"]
@@ -207,3 +208,61 @@ async def test_what_the_api_server_refuses_is_reported_in_its_words(fleet: Fleet
     await fleet.change(roles=[first, second])
     await until("it serves", lambda: fleet.rolled_out(1), 90)
     assert (await fleet.condition("Progressing"))[:2] == ("False", "Settled")
+
+
+async def test_a_spec_of_which_pods_are_refused_takes_no_group_down(fleet: Fleet, server: ApiServer) -> None:
+    """The group was deleted before the API server refused what was to replace it."""
+    await fleet.create()
+    await until("it serves", lambda: fleet.rolled_out(1), 90)
+    before, tried = await fleet.uids(0), await dry_runs(server)
+    first, second = SPEC["roles"]
+    wrong = {**second, "resources": {"requests": {"hugepages-2Mi": "0", "cpu": "1"}}}
+    await fleet.change(roles=[first, wrong])
+
+    async def stalled() -> bool:
+        status, reason, message = await fleet.condition("Stalled")
+        return (status, reason) == ("True", "ObjectRefused") and "Limit must be set" in message
+
+    await until("the refusal is in the status", stalled, 60)
+    await asyncio.sleep(12)  # two resyncs
+    assert await fleet.uids(0) == before
+    assert (await fleet.condition("Available"))[:2] == ("True", "Serving")
+    assert (await fleet.condition("Ready"))[:2] == ("False", "ObjectRefused")
+    assert await dry_runs(server) - tried <= 5, "at once, 5 s and 10 s later, of two pods each at most"
+
+    better = {**second, "resources": {"requests": {"cpu": "1"}}}
+    await fleet.change(roles=[first, better])
+    await until("another revision is everywhere", lambda: is_whole_without(fleet, before), 90)
+    tried = await dry_runs(server)
+    await asyncio.sleep(12)
+    assert await dry_runs(server) == tried, "none at rest"
+
+
+async def test_a_class_that_does_not_exist_takes_no_group_down(fleet: Fleet) -> None:
+    """The API server says 403, as for a quota: the group was deleted, and its pods refused."""
+    await fleet.create()
+    await until("it serves", lambda: fleet.rolled_out(1), 90)
+    before = await fleet.uids(0)
+    await fleet.change(scheduling={"priorityClassName": "nobody-made-it"})
+
+    async def stalled() -> bool:
+        status, reason, message = await fleet.condition("Stalled")
+        return (status, reason) == ("True", "ObjectRefused") and "no PriorityClass with name" in message
+
+    await until("the refusal is in the status", stalled, 60)
+    assert await fleet.uids(0) == before
+    assert (await fleet.condition("Available"))[:2] == ("True", "Serving")
+    await fleet.change(scheduling={"priorityClassName": None})
+    await until("the former spec is whole", lambda: fleet.rolled_out(1), 90)
+    assert await fleet.uids(0) == before
+
+
+async def is_whole_without(fleet: Fleet, before: set[str]) -> bool:
+    return await fleet.rolled_out(1) and not before & await fleet.uids(0)
+
+
+async def dry_runs(server: ApiServer) -> float:
+    """Returns how many pods the API server was asked about without making them."""
+    lines = (await server.get_text("/metrics")).splitlines()
+    meant = ("apiserver_request_total{", 'dry_run="All"', 'resource="pods"')
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(word in line for word in meant))

@@ -11,6 +11,7 @@ from heteroinfer_operator.api import (
     RoleSpec,
     parse_resource,
     parse_spec,
+    parse_stored_spec,
 )
 from heteroinfer_operator.errors import SpecError
 
@@ -286,3 +287,34 @@ def test_another_kind_is_refused() -> None:
 def test_a_longest_name_fits_every_host_name() -> None:
     # 64 groups, 16 roles of 64 pods; a billion epochs are 31 years of one a second.
     assert len(f"{'a' * 40}-{63}-{10**9}-{16 * 64 - 1}") <= 63
+
+
+def test_a_spec_that_no_object_could_hold_is_refused_in_words() -> None:
+    requirement = {"key": "zone", "operator": "In", "values": [f"{i:02}{'v' * 61}" for i in range(32)]}
+    terms = [{"matchExpressions": [requirement] * 16}] * 10
+    affinity = {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    }
+    roles = [
+        {"name": "cpu", "device": "CPU"},
+        {"name": "b", "device": "CPU", "template": {"affinity": affinity}},
+    ]
+    spec = {"model": {"uri": "pvc://models/tiny"}, "roles": roles}
+    with pytest.raises(SpecError) as caught:
+        parse_spec(spec)
+    assert "expected at most 256 KiB" in caught.value.message
+    assert "roles[1] is 33" in caught.value.message
+    assert parse_stored_spec(spec).roles[1].name == "b", "what is stored is read all the same"
+
+
+def test_bounds_of_pods_fields_take_nothing_from_what_is_stored() -> None:
+    template = {
+        "labels": {"team name": "a b"},
+        "tolerations": [{"effect": "NoSchedule"}],
+        "runtimeClassName": "a..b",
+    }
+    roles = [{"name": "cpu", "device": "CPU", "template": template}]
+    spec = {"model": {"uri": "pvc://models/tiny"}, "roles": roles, "engine": {"image": "a b"}}
+    with pytest.raises(SpecError):
+        parse_spec(spec)
+    assert parse_stored_spec(spec).engine.image == "a b"

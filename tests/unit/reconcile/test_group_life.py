@@ -138,6 +138,7 @@ def test_a_group_that_ends_on_a_silent_node_is_reported_of_once(world: World, en
     world.step()
     if end == "rollout":
         world.change_spec(engine={"maxModelLen": 512})
+        world.step()  # the new revision is tried first
     else:
         world.end_pod(LEADER)
     world.step()

@@ -1,5 +1,6 @@
 """Whatever happens in whatever order: one epoch at a time, a status that is true, and it converges."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,8 @@ from heteroinfer_operator.cluster import (
     RecordEvent,
 )
 from heteroinfer_operator.reconcile import reconcile
-from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
+from heteroinfer_operator.refusals import OF_CHILDREN
+from tests.unit.reconcile.world import OPTIONS, Objects, World, cpu_pair
 
 FINALIZER = "example.test/hold"
 OF_CLIENTS = {names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER}
@@ -53,6 +55,35 @@ def makes_pods(decision: Decision) -> bool:
     return any(manifest["kind"] == "Pod" for manifest in made)
 
 
+def with_another_rule(manifest: Manifest) -> dict[str, Any]:
+    """Returns what a webhook makes of an object that is stored: a policy has one rule more."""
+    if manifest["kind"] != "NetworkPolicy":
+        return dict(manifest)
+    spec = manifest["spec"]
+    return {**manifest, "spec": {**spec, "ingress": [*spec["ingress"], {"from": [{"podSelector": {}}]}]}}
+
+
+def change_policies(objects: Objects) -> None:
+    for key, stored in objects.items():
+        # Once: it would else grow for as long as nobody takes the rule out.
+        if key[0] == "NetworkPolicy" and len(stored["spec"]["ingress"]) < 3:
+            objects[key] = with_another_rule(stored)
+
+
+def delete_policies(objects: Objects) -> None:
+    for key in [key for key in objects if key[0] == "NetworkPolicy"]:
+        del objects[key]
+
+
+def lead_clients_elsewhere(objects: Objects) -> None:
+    if (stored := objects.get(("Service", "demo"))) is not None:
+        objects["Service", "demo"] = {**stored, "spec": {**stored["spec"], "selector": {"app": "x"}}}
+
+
+def leave_all_alone(objects: Objects) -> None:
+    """Is nobody."""
+
+
 class GroupLife(RuleBasedStateMachine):
     """Random failures, deletions, time and changes of the spec against the real decisions."""
 
@@ -68,7 +99,7 @@ class GroupLife(RuleBasedStateMachine):
     @rule()
     def reconcile(self) -> None:
         """A reconcile's own status, stored, is what the next one would write, unless it makes pods."""
-        world = self.world
+        world, reached = self.world, self.clients_reach_leaders
         decision = decide(world)
         self.status_comes_first(decision)
         stored = written(decision)
@@ -80,7 +111,7 @@ class GroupLife(RuleBasedStateMachine):
         world.step()
         if stored and not self.refuses_status:
             assert parse_status(world.status).observed_generation == world.generation
-            self.conditions_are_true()
+            self.conditions_are_true(reached)
             self.what_holds_pods_is_said()
 
     @property
@@ -95,7 +126,19 @@ class GroupLife(RuleBasedStateMachine):
         made = order.index(2) if 2 in order else len(order)
         assert 0 not in order[made:]
 
-    def conditions_are_true(self) -> None:
+    @property
+    def clients_reach_leaders(self) -> bool:
+        """Whether their Service leads there, or nothing is known or was said of one that was refused."""
+        service = self.world.objects.get(("Service", "demo"))
+        if service is not None and "app" not in service["spec"]["selector"]:
+            return True
+        said = parse_status(self.world.status)
+        available = said.condition("Available")
+        was_said = available is not None and available.reason in OF_CHILDREN and said.endpoint is None
+        refused = any((each.kind, each.name) == ("Service", "demo") for each in self.world.refusals)
+        return not refused and not was_said
+
+    def conditions_are_true(self, reached: bool) -> None:
         """Available and Ready are what the pods are, whatever is wrong with the spec or a child."""
         world = self.world
         groups = parse_status(world.status).groups
@@ -107,8 +150,10 @@ class GroupLife(RuleBasedStateMachine):
             if not any(pod.name.endswith("-0") and self.lost_labels(pod) & OF_CLIENTS for pod in pods)
         }
         wanted = world.condition("Available")[1] not in {"Suspended", "ScaledToZero"}
-        assert (world.condition("Available")[0] == "True") == (bool(serving) and wanted), world.status
+        available = bool(serving) and wanted and reached
+        assert (world.condition("Available")[0] == "True") == available, world.status
         if world.condition("Ready")[0] == "True" and wanted:
+            assert reached
             assert world.condition("Stalled")[0] == "False"
             assert len(serving) == len(groups)
             served_by = [pod for group in groups for pod in self.pods_of(group.index)]
@@ -232,6 +277,31 @@ class GroupLife(RuleBasedStateMachine):
         if refused:
             self.world.refuses[what] = f"{what[0]} {what[1]} is not allowed"
 
+    @rule(name=st.sampled_from(["demo", "demo-0-ranks"]), held=st.booleans())
+    def a_name_is_held_or_not_any_more(self, name: str, held: bool) -> None:
+        """By an object that shall go."""
+        self.world.holds.pop(("Service", name), None)
+        if held and ("Service", name) not in self.world.objects:
+            self.world.holds["Service", name] = f"Service {name} is being deleted"
+
+    @rule(changed=st.booleans())
+    def a_webhook_changes_policies_or_not_any_more(self, changed: bool) -> None:
+        self.world.webhook = with_another_rule if changed else dict
+
+    @rule(
+        meddler=st.sampled_from([change_policies, delete_policies, lead_clients_elsewhere, leave_all_alone])
+    )
+    def a_controller_undoes_what_is_written_or_not_any_more(self, meddler: Callable[[Objects], None]) -> None:
+        self.world.meddler = meddler
+
+    @rule(silent=st.booleans())
+    def no_dry_run_is_answered_or_all_are(self, silent: bool) -> None:
+        self.world.silent = silent
+
+    @rule()
+    def the_operator_starts_again(self) -> None:
+        self.world.restart_operator()
+
     @rule(refused=st.booleans())
     def pods_are_refused_or_not_any_more(self, refused: bool) -> None:
         self.world.refuses_pods = "exceeded quota" if refused else ""
@@ -310,6 +380,10 @@ class GroupLife(RuleBasedStateMachine):
         self.world.spec = cpu_pair(restart={"maxRestarts": 3})
         self.world.change_spec(suspend=False, replicas=2, restartedAt="2026-05-05T00:00:00Z")
         self.world.refuses.clear()
+        self.world.holds.clear()
+        self.world.silent = False
+        self.world.webhook = dict
+        self.world.meddler = leave_all_alone
         self.world.refuses_pods = ""
         self.the_node_goes_silent_or_speaks(silent=False)
         self.somebody_holds_pods_or_lets_them_go(held=False)

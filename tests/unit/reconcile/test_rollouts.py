@@ -126,6 +126,19 @@ def test_a_revision_that_cannot_start_keeps_the_others_serving_and_says_so() -> 
     assert world.condition("Failed")[0] == "True"
 
 
+def test_a_revision_that_failed_for_good_is_given_to_no_other_group_after_a_suspension() -> None:
+    """Suspended, no group was Failed any more: all were started by what had failed before."""
+    world = fleet(restart={"maxRestarts": 1})
+    world.change_spec(engine={"image": BROKEN})
+    world.roll()
+    assert world.serving() == {1: GOOD[0], 2: GOOD[0]}
+    for suspend in (True, False):
+        world.change_spec(suspend=suspend)
+        world.roll()
+    assert world.serving() == {1: GOOD[0], 2: GOOD[0]}
+    assert world.condition("Progressing") == ("False", "RolloutStuck")
+
+
 def test_applying_the_former_spec_again_is_the_way_back() -> None:
     world = fleet(restart={"maxRestarts": 1})
     revision = reported(world)[0]

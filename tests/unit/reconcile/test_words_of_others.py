@@ -207,3 +207,19 @@ def test_a_profile_that_cannot_be_is_named(path: tuple[str, ...], value: object,
     (condition,) = [c for c in world.status["conditions"] if c["type"] == "ModelReady"]
     assert (condition["status"], condition["reason"]) == ("False", "ModelNotReadable")
     assert message in condition["message"]
+
+
+@pytest.mark.parametrize("uri", ["[" * 5_000 + "]" * 5_000, "[" * 400 + "]" * 400])
+def test_a_record_of_a_revision_that_is_nested_too_deep_is_none(uri: str) -> None:
+    """Who may write ConfigMaps ended each reconcile of the resource by it."""
+    world = World(spec=cpu_pair())
+    world.serve()
+    (_, name), record = next((k, v) for k, v in world.objects.items() if k[1].startswith("demo-revision-"))
+    (field,) = record["data"]
+    another = "demo-revision-0000000000"
+    metadata = {**record["metadata"], "name": another}
+    text = '{"spec": {"model": {"uri": ' + uri + "}}}"
+    world.objects["ConfigMap", another] = {**record, "metadata": metadata, "data": {field: text}}
+    world.live(1)
+    assert world.condition("Ready") == ("True", "Serving")
+    assert ("ConfigMap", name) in world.objects

@@ -29,13 +29,28 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
     ResourceView,
     SetFinalizer,
+    TryObjects,
 )
 from heteroinfer_operator.kube.trim import find_key_secret
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile import Options, reconcile
-from heteroinfer_operator.refusals import OBJECT_REFUSED, Acting, subject
+from heteroinfer_operator.refusals import (
+    CHANGED_BY_OTHERS,
+    DELETED_BY_OTHERS,
+    MADE_BY_OTHERS,
+    NAME_HELD,
+    NOT_ANSWERED,
+    OBJECT_REFUSED,
+    Acting,
+    asked_anew,
+    subject,
+)
+from heteroinfer_operator.written_again import WrittenAgain
 
+Objects = dict[tuple[str, str], dict[str, Any]]
+"""By kind and name."""
 OPTIONS = Options(
     addressing=ClusterAddressing(allow_host_paths=True),
     images=WorkerImages(cpu="example.test/worker-cpu:1", gpu="example.test/worker:1"),
@@ -83,7 +98,14 @@ class World:
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
         refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
+        holds: names that objects have which will go, and in which words, by kind and name.
+        webhook: what becomes of each object but pods that is stored.
+        meddler: does to stored objects what another controller does after each reconcile.
+        written: what was written of late, of one generation.
         refusals: what was refused when it was last tried.
+        admitted: revisions of which the API server said that it would take their objects.
+        tried: revisions that it was asked about, each time.
+        silent: whether it says nothing of a revision that it is asked about.
         gangs: gang schedulers that the cluster has.
         look_again_s: when the next look is due, should nothing happen before.
     """
@@ -97,7 +119,7 @@ class World:
     version: int = 1
     pods: dict[str, PodView] = field(default_factory=dict)
     manifests: dict[str, Any] = field(default_factory=dict)
-    objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    objects: Objects = field(default_factory=dict)
     nodes: tuple[NodeView, ...] | None = (
         NodeView(name="node", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100}),
     )
@@ -112,7 +134,14 @@ class World:
     options: Options = OPTIONS
     refuses: dict[tuple[str, str], str] = field(default_factory=dict)
     refuses_pods: str = ""
+    holds: dict[tuple[str, str], str] = field(default_factory=dict)
+    webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
+    meddler: Callable[[Objects], None] = lambda objects: None
+    written: tuple[int, WrittenAgain] = field(default_factory=lambda: (0, WrittenAgain()))
     refusals: tuple[Refusal, ...] = ()
+    admitted: frozenset[str] = frozenset()
+    tried: list[str] = field(default_factory=list)
+    silent: bool = False
     gangs: frozenset[Gang] = frozenset()
     look_again_s: float | None = None
 
@@ -137,6 +166,7 @@ class World:
             fetch=self.fetch,
             calibrations=self.calibrations,
             refusals=self.refusals,
+            admitted=self.admitted,
             gangs=self.gangs,
         )
 
@@ -148,16 +178,32 @@ class World:
         for action in decision.actions:
             if not acting.may(action):
                 continue
-            if words := self._refused(action):
+            if isinstance(action, TryObjects) and self.silent:
+                self.tried.append(action.revision)
+                acting.refused(action, NOT_ANSWERED, "the answer is awaited")
+            elif words := self._refused(action):
                 acting.refused(action, OBJECT_REFUSED, words)
+            elif words := self.holds.get(subject(action, "demo") or ("", ""), ""):
+                acting.refused(action, NAME_HELD, words)
             else:
+                if isinstance(action, TryObjects):
+                    self.admitted = frozenset({action.revision})
                 writes = not isinstance(action, RecordEvent) and not self._is_there(action)
+                was_there = subject(action, "demo") in self.objects
                 self._run(action)
-                acting.done(action)
+                if words := self._changed(action):
+                    acting.refused(action, CHANGED_BY_OTHERS, words)
+                elif writes and self._is_written_again(action):
+                    reason = CHANGED_BY_OTHERS if was_there else DELETED_BY_OTHERS
+                    reason = MADE_BY_OTHERS if isinstance(action, DeleteObject) else reason
+                    acting.refused(action, reason, "somebody undoes it")
+                else:
+                    acting.done(action)
                 self.writes += [action] if writes else []
         self.refusals = tuple(acting.known.values())
         waits = [wait for wait in (decision.look_again_s, acting.look_again_s()) if wait is not None]
         self.look_again_s = min(waits, default=None)
+        self.meddler(self.objects)
         return decision
 
     def live(self, seconds: float) -> int:
@@ -172,8 +218,28 @@ class World:
             self.now = min(self.now + timedelta(seconds=wait_s), end)
         return looks
 
+    def _changed(self, action: Action) -> str:
+        """Returns in which words an object is said to be another one than was written, or ""."""
+        if not isinstance(action, ApplyObject):
+            return ""
+        stored = self.objects[action.manifest["kind"], action.manifest["metadata"]["name"]]
+        return "a webhook changes it" if find_drift(stored, action.manifest) else ""
+
+    def _is_written_again(self, action: Action) -> bool:
+        if self.written[0] != self.generation:
+            self.written = self.generation, WrittenAgain()
+        if isinstance(action, DeleteObject) and action.kind != "Pod":
+            return self.written[1].note_deleted(action.kind, action.name, self.now)
+        if not isinstance(action, ApplyObject | CreateObject) or action.manifest["kind"] in {"Pod", "Secret"}:
+            return False
+        return self.written[1].note(action.manifest, self.now)
+
     def _refused(self, action: Action) -> str:
         """Returns in which words an action is refused, or ""."""
+        if isinstance(action, TryObjects):
+            self.tried.append(action.revision)
+            tried = (self._refused(CreateObject(manifest=manifest)) for manifest in action.manifests)
+            return next(filter(None, tried), "")
         kind, name = subject(action, "demo") or ("", "")
         refused = [words for found, words in self.refuses.items() if _is_meant(found, kind, name)]
         if kind == "Pod" and isinstance(action, CreateObject):
@@ -262,6 +328,11 @@ class World:
         self.spec = {**self.spec, **changes}
         self.generation += 1
         self.version += 1
+        self.refusals = asked_anew(self.refusals, self.now)
+
+    def restart_operator(self) -> None:
+        """Has the operator forget what it keeps in memory only."""
+        self.refusals, self.admitted, self.written = (), frozenset(), (0, WrittenAgain())
 
     def condition(self, kind: str) -> tuple[str, str]:
         """Returns status and reason of a condition."""
@@ -304,6 +375,7 @@ class World:
         self.uids += 1
         name = manifest["metadata"]["name"]
         if manifest["kind"] != "Pod":
+            manifest = self.webhook(manifest)
             metadata = {**manifest["metadata"], "uid": f"uid-{self.uids}"}
             self.objects[manifest["kind"], name] = {**manifest, "metadata": metadata}
             return

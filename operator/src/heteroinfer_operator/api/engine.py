@@ -8,6 +8,7 @@ from pydantic import Field
 from heteroinfer_contract import names
 from heteroinfer_operator.api.base import ByteSize, Model, Port, When, map_list
 from heteroinfer_operator.api.env_vars import EnvVar
+from heteroinfer_operator.api.pod_fields import Image
 
 
 class DType(StrEnum):
@@ -22,7 +23,7 @@ class DType(StrEnum):
 class EngineSpec(Model):
     """vLLM's settings that the plan doesn't own."""
 
-    image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    image: Image | None = None
     """Worker image; the operator's default if not given."""
     args: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=64)] = ()
     """Further options of vLLM; those that the plan owns are refused."""

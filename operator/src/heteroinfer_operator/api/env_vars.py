@@ -11,6 +11,7 @@ from pydantic import Field
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api.base import Model, ObjectName, ValidationRule, cel_text
+from heteroinfer_operator.api.pod_fields import KeyOfObject
 
 
 class KeyReference(Model):
@@ -18,7 +19,7 @@ class KeyReference(Model):
 
     name: ObjectName
     """Name of the object."""
-    key: Annotated[str, Field(min_length=1, max_length=253)]
+    key: KeyOfObject
     """Key in it."""
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, ValidationRule, cel_text
+from heteroinfer_operator.api.pod_fields import ClassName, KeyOfObject
 from heteroinfer_operator.quantity import parse_quantity
 
 _URI_PATTERNS: Final = (
@@ -31,7 +32,7 @@ class TokenReference(Model):
 
     name: ObjectName
     """Name of the Secret."""
-    key: Annotated[str, Field(min_length=1, max_length=253)] = "token"
+    key: KeyOfObject = "token"
     """Key in it."""
 
 
@@ -62,7 +63,7 @@ class ModelCache(Model):
     """An existing PersistentVolumeClaim."""
     size: ByteSize | None = None
     """Size of the claim to make, which goes with the resource; another size makes a new claim."""
-    storage_class_name: ObjectName | None = None
+    storage_class_name: ClassName | None = None
     """Storage class of the claim to make."""
     access_mode: AccessMode | None = None
     """Access mode of the claim to make; ReadWriteMany if not given."""

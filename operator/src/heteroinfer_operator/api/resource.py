@@ -74,18 +74,46 @@ class HeteroInference(Model):
         return self.spec.model.served_name or self.metadata.name
 
 
+MAX_SPEC_LENGTH: Final = 256 * 1024
+"""Of a spec as JSON: it is kept in a ConfigMap, parts of it in pods, and the status has the same object."""
+
+
 def parse_resource(raw: Mapping[str, Any]) -> HeteroInference:
     """Returns the resource that parsed YAML or JSON holds.
 
     Raises:
         SpecError: it isn't one; a line for each problem, with the field's path.
     """
-    return _parse(HeteroInference, raw, "")
+    found = _parse(HeteroInference, raw, "")
+    _check_length(raw["spec"])
+    return found
 
 
 def parse_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
     """Returns the spec that a resource's `spec` holds; raises SpecError as parse_resource."""
-    return _parse(HeteroInferenceSpec, raw, "spec")
+    found = _parse(HeteroInferenceSpec, raw, "spec")
+    _check_length(raw)
+    return found
+
+
+def _check_length(spec: Mapping[str, Any]) -> None:
+    """Raises SpecError for a spec of which the API server would not store the objects."""
+    length = _length(spec)
+    if length <= MAX_SPEC_LENGTH:
+        return
+    parts = {name: _length(part) for name, part in spec.items() if name != "roles"}
+    parts |= {f"roles[{i}]": _length(role) for i, role in enumerate(spec["roles"])}
+    longest = max(parts, key=lambda name: parts[name])
+    problem = (
+        f"spec: expected at most {MAX_SPEC_LENGTH >> 10} KiB of JSON, since pods and ConfigMaps hold it, and "
+        f"the API server stores no large objects; make it shorter: got {length >> 10} KiB, of which "
+        f"{longest} is {parts[longest] >> 10} KiB"
+    )
+    raise SpecError([problem])
+
+
+def _length(raw: object) -> int:
+    return len(json.dumps(raw, default=dict, separators=(",", ":")))
 
 
 def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:

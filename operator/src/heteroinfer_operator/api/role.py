@@ -1,5 +1,6 @@
 """`spec.roles`: the pods of a group. Pure."""
 
+from fractions import Fraction
 from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
@@ -7,7 +8,9 @@ from pydantic import Field
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device
 from heteroinfer_contract.pod_launch import CpuBinding
 from heteroinfer_operator.api.base import ByteSize, Model, ResourceQuantity, ValidationRule
+from heteroinfer_operator.api.pod_fields import RESOURCE_NAME, keys_rule
 from heteroinfer_operator.api.template import PodTemplate
+from heteroinfer_operator.quantity import parse_quantity
 
 MAX_PODS_PER_ROLE: Final = 64
 MAX_RANKS_PER_POD: Final = 16
@@ -15,16 +18,46 @@ MAX_RANKS_PER_POD: Final = 16
 DEFAULT_GPU_RESOURCE: Final = "nvidia.com/gpu"
 
 
+def _resource_names(name: str) -> ValidationRule:
+    words = "resources of a container: cpu, memory, ephemeral-storage, hugepages-SIZE or PREFIX/NAME"
+    return keys_rule(name, name, words, RESOURCE_NAME)
+
+
+_MOST_OF_A_QUANTITY: Final = 2**63 - 1
+"""What Kubernetes takes larger ones for."""
+
+
+def _above_limits(resources: "Resources") -> list[str]:
+    """Returns which resources are asked for beyond their limits."""
+
+    def amount(text: str) -> Fraction:
+        return min(parse_quantity(text), Fraction(_MOST_OF_A_QUANTITY))
+
+    limits = resources.limits or {}
+    return [
+        name
+        for name, asked in (resources.requests or {}).items()
+        if name in limits and amount(asked) > amount(limits[name])
+    ]
+
+
 class Resources(Model):
     """Requests and limits of a worker container, as in a Pod."""
 
-    requests: (
-        Annotated[dict[Annotated[str, Field(max_length=317)], ResourceQuantity], Field(max_length=16)] | None
-    ) = None
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        _resource_names("requests"),
+        _resource_names("limits"),
+        ValidationRule(
+            cel="!has(self.requests) || !has(self.limits) || self.requests.all(k, !(k in self.limits) || "
+            "quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= 0)",
+            message="requests: expected no more than limits; lower requests, or raise limits",
+            holds=lambda own: not _above_limits(own),
+        ),
+    )
+
+    requests: Annotated[dict[str, ResourceQuantity], Field(max_length=16)] | None = None
     """What the scheduler sets aside."""
-    limits: (
-        Annotated[dict[Annotated[str, Field(max_length=317)], ResourceQuantity], Field(max_length=16)] | None
-    ) = None
+    limits: Annotated[dict[str, ResourceQuantity], Field(max_length=16)] | None = None
     """What the container may use at most."""
 
 

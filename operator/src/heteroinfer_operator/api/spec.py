@@ -22,6 +22,7 @@ from heteroinfer_operator.api.base import (
 )
 from heteroinfer_operator.api.engine import EngineSpec
 from heteroinfer_operator.api.model_source import ModelSpec
+from heteroinfer_operator.api.pod_fields import ClassNameOrNone, LabelKeyOrNone, QueueName
 from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, RoleSpec
 
 MAX_ROLES: Final = 16
@@ -140,13 +141,13 @@ class SchedulingSpec(Model):
     """All pods of a group at once or none. Auto: by the cluster's gang scheduler if it has one, else nothing
     of a group is created until all its pods fit. Always: by a gang scheduler only. Never: the
     pods are created at once, and placed one by one."""
-    queue_name: Annotated[str, Field(max_length=253)] = ""
+    queue_name: QueueName = ""
     """Queue of Kueue or Volcano."""
     scheduler_name: Annotated[str, Field(max_length=253)] = ""
     """Scheduler of the pods; if not given, that of the gang scheduler, or else the cluster's default."""
-    priority_class_name: Annotated[str, Field(max_length=253)] = ""
+    priority_class_name: ClassNameOrNone = ""
     """Priority class of the pods."""
-    topology_key: Annotated[str, Field(max_length=317)] = ""
+    topology_key: LabelKeyOrNone = ""
     """Node label within one value of which a group stays."""
 
 

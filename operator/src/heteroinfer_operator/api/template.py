@@ -3,6 +3,7 @@
 Whatever isn't here belongs to the plan and to the manifests; unknown fields are refused. Pure.
 """
 
+import re
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
@@ -10,11 +11,17 @@ from pydantic import Field
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api.base import ATOMIC, Model, ObjectName, Text, ValidationRule, cel_text, map_list
-
-LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
-"""A label or annotation key: an optional prefix of 253 and a name of 63 characters."""
-LabelValue = Annotated[str, Field(max_length=63)]
-Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
+from heteroinfer_operator.api.pod_fields import (
+    SUBDOMAIN,
+    ClassName,
+    LabelKey,
+    LabelKeyOrNone,
+    Labels,
+    LabelValue,
+    NamespaceName,
+    annotation_keys_rule,
+    label_keys_rule,
+)
 
 
 class NodeOperator(StrEnum):
@@ -55,7 +62,25 @@ class TaintEffect(StrEnum):
 class Toleration(Model):
     """A taint that the role's pods tolerate, as in a Pod."""
 
-    key: Annotated[str, Field(max_length=317)] | None = None
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
+            cel="(has(self.key) && self.key != '') || (has(self.operator) && self.operator == 'Exists')",
+            message="a toleration without a key has operator Exists; set key, or operator",
+            holds=lambda own: bool(own.key) or own.operator is TolerationOperator.EXISTS,
+        ),
+        ValidationRule(
+            cel="!has(self.operator) || self.operator != 'Exists' || !has(self.value) || self.value == ''",
+            message="a toleration with operator Exists has no value; remove value, or set operator Equal",
+            holds=lambda own: own.operator is not TolerationOperator.EXISTS or not own.value,
+        ),
+        ValidationRule(
+            cel="!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+            message="tolerationSeconds is for effect NoExecute; remove it, or set effect",
+            holds=lambda own: own.toleration_seconds is None or own.effect is TaintEffect.NO_EXECUTE,
+        ),
+    )
+
+    key: LabelKeyOrNone | None = None
     """Taint key; none matches every key (operator Exists)."""
     operator: TolerationOperator | None = None
     """Equal if not given."""
@@ -67,8 +92,36 @@ class Toleration(Model):
     """For NoExecute: how long the pod stays, in seconds."""
 
 
+def _values_rules(*with_values: str) -> tuple[ValidationRule, ...]:
+    """Returns the rules that operators have values exactly if they compare with some."""
+    listed = f"[{', '.join(map(cel_text, with_values))}]"
+    return (
+        ValidationRule(
+            cel=f"!(self.operator in {listed}) || (has(self.values) && self.values.size() > 0)",
+            message=f"values: expected at least one for operator {' or '.join(with_values)}; add it",
+            holds=lambda own: own.operator not in with_values or bool(own.values),
+        ),
+        ValidationRule(
+            cel=f"self.operator in {listed} || !has(self.values) || self.values.size() == 0",
+            message="values: expected none for operator Exists or DoesNotExist; remove them",
+            holds=lambda own: own.operator in with_values or not own.values,
+        ),
+    )
+
+
 class NodeRequirement(Model):
     """A requirement on a node's label or field."""
+
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        *_values_rules("In", "NotIn", "Gt", "Lt"),
+        ValidationRule(
+            cel="!(self.operator in ['Gt', 'Lt']) || !has(self.values) || self.values.size() == 1",
+            message="values: expected one for operator Gt or Lt; remove the others",
+            holds=lambda own: (
+                own.operator not in (NodeOperator.GT, NodeOperator.LT) or len(own.values or (0,)) == 1
+            ),
+        ),
+    )
 
     key: LabelKey
     """Label or field."""
@@ -81,8 +134,28 @@ class NodeRequirement(Model):
 NodeRequirements = Annotated[tuple[NodeRequirement, ...], Field(max_length=16, json_schema_extra=ATOMIC)]
 
 
+def _is_node_field(asked: NodeRequirement) -> bool:
+    return (
+        asked.key == "metadata.name"
+        and asked.operator in (NodeOperator.IN, NodeOperator.NOT_IN)
+        and len(asked.values or ()) == 1
+        and re.fullmatch(SUBDOMAIN, (asked.values or ("",))[0]) is not None
+    )
+
+
 class NodeSelectorTerm(Model):
     """A node matches if all of its requirements hold."""
+
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
+            cel="!has(self.matchFields) || self.matchFields.all(f, f.key == 'metadata.name' "
+            "&& f.operator in ['In', 'NotIn'] && has(f.values) && f.values.size() == 1 "
+            f"&& f.values[0].matches({cel_text(f'^{SUBDOMAIN}$')}))",
+            message="matchFields: expected key metadata.name, operator In or NotIn, and one value, a node's "
+            "name; use matchExpressions for labels",
+            holds=lambda term: all(map(_is_node_field, term.match_fields or ())),
+        ),
+    )
 
     match_expressions: NodeRequirements | None = None
     """Requirements on labels."""
@@ -122,6 +195,8 @@ class NodeAffinity(Model):
 class LabelRequirement(Model):
     """A requirement on an object's label."""
 
+    rules: ClassVar[tuple[ValidationRule, ...]] = _values_rules("In", "NotIn")
+
     key: LabelKey
     """Label."""
     operator: LabelOperator
@@ -136,6 +211,8 @@ LabelRequirements = Annotated[tuple[LabelRequirement, ...], Field(max_length=16,
 class LabelSelector(Model):
     """Which objects are meant."""
 
+    rules: ClassVar[tuple[ValidationRule, ...]] = (label_keys_rule("matchLabels", "match_labels"),)
+
     match_labels: Labels | None = None
     """Labels that must be equal."""
     match_expressions: LabelRequirements | None = None
@@ -145,11 +222,11 @@ class LabelSelector(Model):
 class PodAffinityTerm(Model):
     """Pods to be near to, or away from."""
 
-    topology_key: Annotated[str, Field(min_length=1, max_length=317)]
+    topology_key: LabelKey
     """Node label that says what near means."""
     label_selector: LabelSelector | None = None
     """Which pods."""
-    namespaces: Annotated[tuple[ObjectName, ...], Field(max_length=16)] | None = None
+    namespaces: Annotated[tuple[NamespaceName, ...], Field(max_length=16)] | None = None
     """Their namespaces; the resource's own if none is given."""
     namespace_selector: LabelSelector | None = None
     """Their namespaces, by label."""
@@ -212,11 +289,17 @@ def _reserved_keys(field: str) -> ValidationRule:
 class PodTemplate(Model):
     """What may be set on the pods of a role; the plan's own settings win over it."""
 
-    rules: ClassVar[tuple[ValidationRule, ...]] = (_reserved_keys("labels"), _reserved_keys("annotations"))
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        _reserved_keys("labels"),
+        _reserved_keys("annotations"),
+        label_keys_rule("labels", "labels"),
+        annotation_keys_rule("annotations", "annotations"),
+        label_keys_rule("nodeSelector", "node_selector"),
+    )
 
     labels: Labels | None = None
     """Added to the pods."""
-    annotations: Annotated[dict[LabelKey, Text], Field(max_length=32)] | None = None
+    annotations: Annotated[dict[str, Text], Field(max_length=32)] | None = None
     """Added to the pods."""
     node_selector: Labels | None = None
     """Labels that a node must have."""
@@ -226,7 +309,7 @@ class PodTemplate(Model):
     """Taints that the pods tolerate."""
     affinity: Affinity | None = None
     """Scheduling constraints."""
-    runtime_class_name: ObjectName | None = None
+    runtime_class_name: ClassName | None = None
     """Runtime class of the pods."""
     image_pull_secrets: Annotated[
         tuple[ObjectReference, ...], Field(max_length=8, json_schema_extra=map_list("name"))

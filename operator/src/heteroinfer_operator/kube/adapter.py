@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -21,10 +21,20 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
     ResourceView,
     SetFinalizer,
+    TryObjects,
 )
-from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube import trim
+from heteroinfer_operator.kube.child_errors import (
+    ChangedByOthersError,
+    ChildError,
+    DeletedByOthersError,
+    MadeByOthersError,
+    NameHeldError,
+    NameTakenError,
+    refused_words,
+)
 from heteroinfer_operator.kube.cluster_state import ClusterState
+from heteroinfer_operator.kube.dry_runs import DryRuns
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, SECRET, Kind, ObjectName, writable_kind
@@ -34,16 +44,13 @@ from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S, UnlabelledPo
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile.reading import read_labels
-from heteroinfer_operator.refusals import NAME_TAKEN, OBJECT_REFUSED, Acting
+from heteroinfer_operator.refusals import OBJECT_REFUSED, Acting, asked_anew
+from heteroinfer_operator.written_again import WrittenAgain
 
 ALREADY_EXISTS: Final = "AlreadyExists"
+_LOST_LABELS: Final[Manifest] = {"metadata": {"labels": None}}
+"""What of a child is not as it was made that no watch shows any more."""
 OnObserved = Callable[[ResourceKey, Manifest | None], None]
-
-
-class NameTakenError(HeteroInferError):
-    """An object of a child's name exists and belongs to somebody else; it is left alone."""
-
-    reason = NAME_TAKEN
 
 
 class KubeCluster:
@@ -71,8 +78,11 @@ class KubeCluster:
         self._recorder = recorder
         self._groups = groups
         self._on_observed = on_observed
-        self._refusals: dict[ResourceKey, tuple[int, tuple[Refusal, ...]]] = {}
-        """What was refused, and of which generation: a spec that was changed is tried anew, at once."""
+        self._refusals: dict[ResourceKey, tuple[str, int, tuple[Refusal, ...]]] = {}
+        """What was refused, of which uid and generation: a spec that was changed is tried anew, at once."""
+        self._written: dict[ResourceKey, tuple[str, int, WrittenAgain]] = {}
+        """What of a uid's generation was written of late."""
+        self._dry_runs = DryRuns(self._try_create)
         self._unlabelled = UnlabelledPods(server)
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
@@ -85,6 +95,8 @@ class KubeCluster:
         if resource is None:
             self._on_observed(key, None)
             self._refusals.pop(key, None)
+            self._dry_runs.forget(key)
+            self._written.pop(key, None)
             self._unlabelled.forget(key)
             return None
         self._on_observed(key, resource.status)
@@ -114,11 +126,25 @@ class KubeCluster:
             calibrations=self._cluster_state.calibrations,
             fetch=fetch,
             refusals=self._refusals_of(resource),
+            admitted=self._dry_runs.admitted(resource),
         )
 
     def _refusals_of(self, resource: ResourceView) -> tuple[Refusal, ...]:
-        generation, refusals = self._refusals.get(resource.key, (resource.generation, ()))
-        return refusals if generation == resource.generation else ()
+        uid, generation, refusals = self._refusals.get(resource.key, (resource.uid, resource.generation, ()))
+        if uid != resource.uid:
+            return ()
+        return refusals if generation == resource.generation else asked_anew(refusals, datetime.now(UTC))
+
+    def _written_of(self, resource: ResourceView) -> WrittenAgain:
+        uid, generation, written = self._written.get(resource.key, ("", -1, WrittenAgain()))
+        if (uid, generation) != (resource.uid, resource.generation):
+            written = WrittenAgain()
+            self._written[resource.key] = resource.uid, resource.generation, written
+        return written
+
+    async def _try_create(self, manifest: Manifest) -> None:
+        kind, name = _address(manifest)
+        await self._server.try_create(kind.path(name.namespace), manifest, {"fieldManager": names.MANAGER})
 
     async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> float | None:
         """Runs actions in order; what they changed is in the caches when this returns.
@@ -136,7 +162,16 @@ class KubeCluster:
         key = observation.resource.key
         acting = Acting(key.name, observation.refusals, datetime.now(UTC))
         run_of_actions = _ActionRun(
-            self._server, self._cluster_state, self._recorder, observation.resource, acting, self._unlabelled
+            self._server,
+            self._cluster_state,
+            self._recorder,
+            observation.resource,
+            acting,
+            _Kept(
+                unlabelled=self._unlabelled,
+                written=self._written_of(observation.resource),
+                dry_runs=self._dry_runs,
+            ),
         )
         pods = [
             action.manifest
@@ -147,11 +182,27 @@ class KubeCluster:
             try:
                 conflict = await run_of_actions.run_all(actions)
             finally:
-                self._refusals[key] = (observation.resource.generation, tuple(acting.known.values()))
+                resource = observation.resource
+                self._refusals[key] = resource.uid, resource.generation, tuple(acting.known.values())
         if conflict is not None:
             raise conflict
         waits = [acting.look_again_s(), LOOK_AGAIN_S if self._unlabelled.are_there(key) else None]
         return min((wait for wait in waits if wait is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What one decision's actions leave to those of the next.
+
+    Attributes:
+        unlabelled: pods without their label.
+        written: what of the resource was written of late.
+        dry_runs: what was tried.
+    """
+
+    unlabelled: UnlabelledPods
+    written: WrittenAgain
+    dry_runs: DryRuns
 
 
 class _ActionRun:
@@ -164,10 +215,12 @@ class _ActionRun:
         recorder: EventRecorder,
         resource: ResourceView,
         acting: Acting,
-        unlabelled: UnlabelledPods,
+        kept: _Kept,
     ) -> None:
         self._acting = acting
-        self._unlabelled = unlabelled
+        self._dry_runs = kept.dry_runs
+        self._written = kept.written
+        self._unlabelled = kept.unlabelled
         self._server = server
         self._cluster_state = cluster_state
         self._recorder = recorder
@@ -186,12 +239,12 @@ class _ActionRun:
             except ConflictError as error:
                 self._acting.conflicted(action)
                 conflict = conflict or error
-            except NameTakenError as error:
-                await self._refused(action, NAME_TAKEN, error.message)
+            except ChildError as error:
+                await self._refused(action, error.reason, error.message)
             except ApiError as error:
                 if not error.is_refusal:
                     raise
-                await self._refused(action, OBJECT_REFUSED, _words(action, error))
+                await self._refused(action, OBJECT_REFUSED, refused_words(action, error.said))
             else:
                 self._acting.done(action)
         return conflict
@@ -206,6 +259,8 @@ class _ActionRun:
         match action:
             case CreateObject():
                 await self._create(action)
+            case TryObjects():
+                await self._dry_runs.find(self._resource, action)
             case ApplyObject():
                 await self._apply(action.manifest)
             case DeleteObject():
@@ -219,7 +274,7 @@ class _ActionRun:
 
     async def _create(self, action: CreateObject) -> None:
         manifest = action.manifest
-        kind, name = self._address(manifest)
+        kind, name = _address(manifest)
         try:
             stored = await self._server.create(
                 kind.path(name.namespace), manifest, {"fieldManager": names.MANAGER}
@@ -232,16 +287,20 @@ class _ActionRun:
             if error.api_reason == ALREADY_EXISTS:
                 await self._meet(kind, name, manifest)
             raise ConflictError(error.message) from error
-        if kind is not SECRET:  # nobody may list them, so no cache keeps them
-            self._cluster_state.note_written(kind, stored)
+        if kind is SECRET:  # nobody may list them, so no cache keeps them
+            return
+        self._cluster_state.note_written(kind, stored)
+        if kind is not POD and self._written.note(manifest, self._acting.now):
+            raise DeletedByOthersError.of(f"{kind.name} {name}")
 
     async def _apply(self, manifest: Manifest) -> None:
-        kind, name = self._address(manifest)
+        kind, name = _address(manifest)
         kept = self._cluster_state.child(kind, name) if kind is not POD else None
         if kept is None or kept.owner_uid != self._resource.uid:
             kept_uid = await self._meet(kind, name, manifest)
         else:
             kept_uid = str(kept.stored["metadata"]["uid"])
+        drift = find_drift(kept.stored, manifest) if kept is not None else _LOST_LABELS
         body: dict[str, Any] = {**manifest}
         if kept_uid:  # never onto another object that took the name meanwhile
             body["metadata"] = {**manifest["metadata"], "uid": kept_uid}
@@ -257,6 +316,13 @@ class _ActionRun:
         if left := find_drift(stored, manifest):
             stored = await self._server.merge(kind.path(name.namespace, name.name), left)
         self._cluster_state.note_written(kind, stored)
+        if changed := find_drift(stored, manifest):
+            raise ChangedByOthersError.of(f"{kind.name} {name}", changed)
+        if not self._written.note(manifest, self._acting.now):
+            return
+        if not kept_uid:
+            raise DeletedByOthersError.of(f"{kind.name} {name}")
+        raise ChangedByOthersError.each_time(f"{kind.name} {name}", drift)
 
     async def _meet(self, kind: Kind, name: ObjectName, manifest: Manifest) -> str:
         """Takes an object that the cache does not know into it; returns its uid, "" if there is none.
@@ -265,7 +331,7 @@ class _ActionRun:
         for a pod, which may not be changed: it is looked at from now on.
 
         Raises:
-            ConflictError: it belongs to an earlier resource of this name and will go.
+            NameHeldError: it will go: it is being deleted, or belongs to an earlier resource of this name.
             NameTakenError: it belongs to somebody else.
         """
         try:
@@ -284,12 +350,8 @@ class _ActionRun:
             self._cluster_state.note_written(kind, stored)
             return str(stored["metadata"]["uid"])
         if "deletionTimestamp" in stored["metadata"] or _is_of_earlier(stored, self._resource.key):
-            raise ConflictError(f"{kind.name} {name} of an earlier {names.KIND} is not gone yet")
-        message = (
-            f"{kind.name} {name} exists and does not belong to this {names.KIND}: "
-            f"delete it, or give the {names.KIND} another name"
-        )
-        raise NameTakenError(message)
+            raise NameHeldError.of(f"{kind.name} {name}", stored)
+        raise NameTakenError.of(f"{kind.name} {name}")
 
     async def _delete(self, action: DeleteObject) -> None:
         kind = writable_kind(action.kind, action.api_version)
@@ -309,12 +371,17 @@ class _ActionRun:
                 raise
             self._cluster_state.note_gone(kind, name, action.uid)
             return
+        self._note_deleted(kind, name, action.uid, stored)
+        if kind is not POD and self._written.note_deleted(kind.name, action.name, self._acting.now):
+            raise MadeByOthersError.of(f"{kind.name} {action.name}")
+
+    def _note_deleted(self, kind: Kind, name: ObjectName, uid: str, stored: Manifest) -> None:
         # Where the kubelet deletes at the same time, the answer is an object without a resourceVersion: gone.
         if kind is POD and "resourceVersion" in stored["metadata"]:
             metadata = {"deletionTimestamp": "", **stored["metadata"]}
             self._cluster_state.note_written(kind, {**stored, "metadata": metadata})
         else:
-            self._cluster_state.note_gone(kind, name, action.uid)
+            self._cluster_state.note_gone(kind, name, uid)
 
     async def _patch_status(self, action: PatchStatus) -> None:
         observed = action.resource_version == self._resource.resource_version
@@ -356,8 +423,9 @@ class _ActionRun:
         self._version = stored["metadata"]["resourceVersion"]
         self._cluster_state.resources.note_written(stored)
 
-    def _address(self, manifest: Manifest) -> tuple[Kind, ObjectName]:
-        return writable_kind(manifest["kind"], manifest["apiVersion"]), ObjectName.of(manifest)
+
+def _address(manifest: Manifest) -> tuple[Kind, ObjectName]:
+    return writable_kind(manifest["kind"], manifest["apiVersion"]), ObjectName.of(manifest)
 
 
 def _with_complete_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
@@ -376,17 +444,3 @@ def _is_of_earlier(stored: Manifest, key: ResourceKey) -> bool:
     """Returns whether an object belongs to a resource that had this name before, and so will go."""
     owners = stored["metadata"].get("ownerReferences") or ()
     return any(o.get("controller") and o["kind"] == names.KIND and o["name"] == key.name for o in owners)
-
-
-def _words(action: Action, error: ApiError) -> str:
-    """Returns who refuses what, in the API server's words."""
-    match action:
-        case CreateObject() | ApplyObject():
-            what = f"{action.manifest['kind']} {action.manifest['metadata']['name']}"
-        case DeleteObject():
-            what = f"the deletion of {action.kind} {action.name}"
-        case PatchStatus():
-            what = "the status"
-        case _:
-            what = "the finalizer"
-    return f"the API server refuses {what}: {error.said}"

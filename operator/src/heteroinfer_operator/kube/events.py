@@ -11,7 +11,7 @@ from typing import Any, Final
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import RecordEvent, ResourceView
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE
-from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.server import NAMESPACE_ENDS, NOT_FOUND, ApiError, ApiServer
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,8 @@ WINDOW_S: Final = 600.0
 SERIES_UPDATE_S: Final = 60.0
 """A series is written at most so often."""
 MOST_REMEMBERED: Final = 2000
+ENDING_S: Final = 30.0
+"""A namespace that is being deleted is not asked for again within this time; one of its name may come."""
 MESSAGE_CHARACTERS: Final = 1024
 """Limit of `note` (`k8s.io/kubernetes/pkg/apis/core/validation/events.go`)."""
 
@@ -38,7 +40,7 @@ class EventRecorder:
     """Writes events on resources; identical ones become one with a count.
 
     An event that cannot be written is logged and dropped: it is for people, and must not stop
-    the work that it tells of.
+    the work that it tells of. Into a namespace that is being deleted none is written: nobody will read it.
 
     Args:
         server: where to write.
@@ -53,11 +55,15 @@ class EventRecorder:
         self._reporter = reporter
         self._clock = clock
         self._seen: OrderedDict[_Same, _Series] = OrderedDict()
+        self._ending: dict[str, float] = {}
+        """By namespace that is being deleted: when that was said."""
 
     async def record(self, resource: ResourceView, event: RecordEvent) -> None:
         """Tells people; the same again within WINDOW_S only counts."""
         same = (resource.uid, event.reason, event.message, event.warning)
         now = self._clock()
+        if self._is_ending(resource.key.namespace, now):
+            return
         series = self._seen.pop(same, None)
         try:
             if series is None or now - series.first_s > WINDOW_S:
@@ -65,12 +71,19 @@ class EventRecorder:
             else:
                 series = await self._count(resource, replace(series, count=series.count + 1), now)
         except ApiError as error:
+            if NAMESPACE_ENDS in error.causes:
+                self._ending[resource.key.namespace] = now
+                return
             logger.warning("%s: event %s not recorded: %s", resource.key, event.reason, error.message)
             series = series if error.status != NOT_FOUND else None
         if series is not None:
             self._seen[same] = series
         while len(self._seen) > MOST_REMEMBERED:
             self._seen.popitem(last=False)
+
+    def _is_ending(self, namespace: str, now: float) -> bool:
+        self._ending = {name: said for name, said in self._ending.items() if now - said < ENDING_S}
+        return namespace in self._ending
 
     async def _create(self, resource: ResourceView, event: RecordEvent, now: float) -> _Series:
         stored = await self._server.create(

@@ -7,7 +7,7 @@ are not used: an object as a dict takes a third less memory than as a model (fac
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
@@ -28,6 +28,9 @@ APPLY_PATCH: Final = "application/apply-patch+yaml"
 REQUEST_TIMEOUT_S: Final = 30.0
 """Of one request; longer than the API server's own 15 s or so for a slow etcd."""
 
+DRY_RUN_TIMEOUT_S: Final = 70.0
+"""Longer than the API server waits for a webhook (30 s) and for all of a request (60 s): it tells why."""
+
 REQUESTS_AT_ONCE: Final = 64
 """Watches, each of which keeps a connection for itself, are not among them: 200 namespaces have 1,600."""
 PAGE_OBJECTS: Final = 500
@@ -43,9 +46,22 @@ WATCH_SILENCE_S: Final = 100.0
 CONFLICT: Final = 409
 FORBIDDEN: Final = 403
 GONE: Final = 410
+BAD_REQUEST: Final = 400
+UNPROCESSABLE: Final = 422
+TOO_LARGE: Final = 413
 NOT_FOUND: Final = 404
+NAMESPACE_ENDS: Final = "NamespaceTerminating"
+"""Cause of a refusal: nothing new is taken into a namespace that is being deleted."""
 
+_OF_OBJECT: Final = frozenset({TOO_LARGE, UNPROCESSABLE})
+_QUOTA_IS_FULL: Final = "exceeded quota"
+"""Of `k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go`; `failed quota` is of the object."""
+_WEBHOOK_DENIES: Final = "denied the request"
+"""Of `k8s.io/apiserver/pkg/admission/plugin/webhook/errors/statuserror.go`; others are `failed calling`."""
 _NOT_NOW: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
+
+_SHOWN: Final = 200
+"""Characters of an answer that makes no sense."""
 
 Query = Mapping[str, str | int]
 OnWrite = Callable[[str, str], None]
@@ -58,15 +74,37 @@ class ApiError(HeteroInferError):
         status: HTTP status; 0 when there was no answer.
         api_reason: the server's own word, such as `AlreadyExists`.
         said: its message, without the request; "" when there was no answer.
+        causes: its words for what exactly it refuses, such as `NamespaceTerminating`.
     """
 
     reason = "ApiServerError"
 
-    def __init__(self, message: str, *, status: int = 0, api_reason: str = "", said: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 0,
+        api_reason: str = "",
+        said: str = "",
+        causes: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.api_reason = api_reason
         self.said = said
+        self.causes = causes
+
+    @property
+    def is_of_object(self) -> bool:
+        """Returns whether an object is refused for what it says, whatever else there is.
+
+        By validation, a webhook or a policy. Not by a quota, which may be full of just what will go.
+        """
+        if self.status == BAD_REQUEST:
+            return "does not support dry run" not in self.said
+        if self.status == FORBIDDEN:
+            return _QUOTA_IS_FULL not in self.said and NAMESPACE_ENDS not in self.causes
+        return self.status in _OF_OBJECT or _WEBHOOK_DENIES in self.said
 
     @property
     def is_refusal(self) -> bool:
@@ -74,6 +112,8 @@ class ApiError(HeteroInferError):
 
         All others say that the API server cannot answer now, whatever is asked.
         """
+        if _WEBHOOK_DENIES in self.said:  # with whatever status its author chose, 429 and 503 too
+            return self.status >= 400
         return self.status >= 400 and self.status not in _NOT_NOW
 
 
@@ -184,7 +224,7 @@ class ApiServer:
             if token:
                 asked["continue"] = token
             text = await self._text(_Request(method="GET", path=path, query=asked, accept=accept))
-            page = cast("dict[str, Any]", json.loads(text))
+            page = parse_answer(f"GET {path}", text, has=("kind", "apiVersion", "metadata"))
             yield page
             token = page["metadata"].get("continue", "")
             if not token:
@@ -194,6 +234,12 @@ class ApiServer:
     async def create(self, path: str, body: Mapping[str, Any], query: Query | None = None) -> dict[str, Any]:
         """Returns the created object; raises ApiError, with status 409 if the name is taken."""
         return await self._write("create", _Request(method="POST", path=path, query=query or {}, body=body))
+
+    async def try_create(self, path: str, body: Mapping[str, Any], query: Query) -> None:
+        """Finds out whether an object would be created (a dry run); raises ApiError as create."""
+        query = {**query, "dryRun": "All"}
+        request = _Request(method="POST", path=path, query=query, body=body, timeout_s=DRY_RUN_TIMEOUT_S)
+        await self._json(request)
 
     async def update(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the replaced object; raises ApiError, with status 409 if it changed since."""
@@ -233,12 +279,12 @@ class ApiServer:
             if response.status >= 300:
                 raise _refusal(str(request), response.status, await response.text())
             async for line in _lines(response.content):
-                event = cast("dict[str, Any]", json.loads(line))
+                event = parse_answer(f"watch {path}", line, has=("type", "object"))
                 if event["type"] == "ERROR":
                     status = event["object"]
                     raise _refusal(f"watch {path}", int(status.get("code", 0)), json.dumps(status))
                 yield event
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(f"watch {path}: the connection broke: {error!r}") from error
         finally:
             # A close of TLS would wait for the peer's word, and nothing would wait for that.
@@ -255,10 +301,10 @@ class ApiServer:
         return answer
 
     async def _json(self, request: "_Request") -> dict[str, Any]:
-        return cast("dict[str, Any]", json.loads(await self._text(request)))
+        return parse_answer(str(request), await self._text(request))
 
     async def _text(self, request: "_Request") -> str:
-        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=request.timeout_s)
         try:
             async with self._requests, await self._open(request, timeout) as response:
                 text = await response.text(errors="replace")
@@ -294,6 +340,7 @@ class _Request:
     body: Mapping[str, Any] | None = None
     content_type: str = JSON
     accept: str = JSON
+    timeout_s: float = REQUEST_TIMEOUT_S
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
@@ -318,10 +365,32 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             kept.append(rest)
 
 
+def parse_answer(request: str, text: str | bytes, *, has: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the object that an answer is; raises ApiError for what is none, as of a proxy on the way.
+
+    Args:
+        request: in words.
+        text: of the answer.
+        has: fields that it must have.
+    """
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"{request}: got {text[:_SHOWN]!r}, expected JSON: {error}") from error
+    if not isinstance(answer, dict) or not set(has) <= answer.keys():
+        words = f" with {', '.join(has)}" if has else ""
+        raise ApiError(f"{request}: got {text[:_SHOWN]!r}, expected an object{words}")
+    return cast("dict[str, Any]", answer)
+
+
 def _refusal(request: str, status: int, text: str) -> ApiError:
     try:
         answer = json.loads(text)
         message, api_reason = str(answer.get("message", "")), str(answer.get("reason", ""))
-    except (ValueError, AttributeError):
-        message, api_reason = text[:300], ""
-    return ApiError(f"{request}: {status} {message}", status=status, api_reason=api_reason, said=message)
+        details = (answer.get("details") or {}).get("causes") or ()
+        causes = frozenset(str(cause.get("reason", "")) for cause in details)
+    except (ValueError, AttributeError, TypeError):
+        message, api_reason, causes = text[:300], "", frozenset()
+    return ApiError(
+        f"{request}: {status} {message}", status=status, api_reason=api_reason, said=message, causes=causes
+    )

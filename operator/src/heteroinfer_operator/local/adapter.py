@@ -26,6 +26,7 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
     ResourceView,
     SetFinalizer,
+    TryObjects,
 )
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local.cores import share_cores
@@ -199,6 +200,8 @@ class LocalCluster:
         match action:
             case CreateObject(manifest=manifest):
                 await self._create(manifest)
+            case TryObjects():
+                pass  # nobody refuses anything here
             case ApplyObject(manifest=manifest):
                 self._apply(manifest)
             case DeleteObject():

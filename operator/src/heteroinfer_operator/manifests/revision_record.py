@@ -56,7 +56,7 @@ def read_revision_record(owner: Owner, stored: Mapping[str, Any]) -> RevisionRec
     try:
         kept = json.loads(text)
         spec, commit = parse_stored_spec(kept["spec"]), kept.get("commit")
-    except (ValueError, KeyError, TypeError, AttributeError, SpecError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SpecError):
         return None
     return RevisionRecord(
         name=name.removeprefix(prefix), spec=spec, commit=commit if isinstance(commit, str) else None

@@ -1,11 +1,14 @@
 """Services of a resource: one for clients, one headless for each group. Pure."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
+
+_ALIAS: Final = "ExternalName"
+"""Type of a Service that is another name's, whatever it selects."""
 
 
 def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
@@ -30,6 +33,25 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
             ],
         },
     }
+
+
+def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
+    """Returns the ports at which a stored Service of clients leads to leaders; none if it leads elsewhere.
+
+    Args:
+        stored: as the API server has it.
+        owner: the resource.
+    """
+    spec = stored.get("spec") or {}
+    if spec.get("selector") != identity.leader_labels(owner) or spec.get("type") == _ALIAS:
+        return frozenset()
+    return frozenset(port["port"] for port in spec.get("ports") or () if _leads_to_api(port))
+
+
+def _leads_to_api(port: Mapping[str, Any]) -> bool:
+    by_number = port["port"]  # of the groups that were made with it
+    is_tcp = port.get("protocol", "TCP") == "TCP"
+    return is_tcp and port.get("targetPort", by_number) in (names.PORT_API, by_number)
 
 
 def build_group_service(group: GroupRef) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.revision_record import build_revision_record
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service
 from heteroinfer_operator.reconcile.group import GroupDecision, revision_of
-from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
+from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE, Context, group_scope
 from heteroinfer_operator.reconcile.revisions import Revision
 
 MODEL_SCOPE: Final = "model"
@@ -156,7 +156,8 @@ def _of_resource(context: Context, in_use: Sequence[str], ports: Sequence[int]) 
     found: list[Child] = []
     port = spec.engine.port if spec is not None else next(iter(ports), None)
     if port is not None:
-        found.append(Child(manifest=build_client_service(context.owner, (port, *ports))))
+        service = build_client_service(context.owner, (port, *ports))
+        found.append(Child(manifest=service, scopes=frozenset({CLIENTS_SCOPE})))
     specs = [spec] if spec is not None else []
     specs += [context.revisions[name].spec for name in in_use if name in context.revisions]
     claims = [build_model_claim(each, context.owner) for each in specs]

@@ -33,6 +33,7 @@ from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.group import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
+from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE
 from heteroinfer_operator.reconcile.rollout import Rollout
 
 _MEASURE_EVERY = timedelta(seconds=60)
@@ -78,7 +79,9 @@ class Life:
         target: revision of the spec, or None if it cannot be read.
         problem: why no epoch of the spec could start, or None.
         rollout: that is not done, or None.
-        refusals: of children that something wanted needs.
+        refusals: of children that something wanted needs; first of those that something waits for.
+        unreachable: why clients reach no group, however many serve, or None.
+        port_unreachable: why clients do not reach groups at the port of the spec, or None.
         now: time of the reconcile.
         generation: of the spec.
     """
@@ -92,6 +95,8 @@ class Life:
     problem: HeteroInferError | None
     rollout: Rollout | None
     refusals: Sequence[Refusal]
+    unreachable: Refusal | None
+    port_unreachable: Refusal | None
     now: datetime
     generation: int
 
@@ -149,6 +154,8 @@ def life_conditions(life: Life) -> tuple[Condition, ...]:
     available = (True, "Serving", count) if serving else (False, _ready_reason(worst), words)
     if not serving and life.lost_labels:
         available = (False, LOST_LABEL, life.lost_labels)
+    if serving and life.unreachable is not None:
+        available = (False, life.unreachable.reason, life.unreachable.message)
     return (
         life.make(ConditionType.AVAILABLE, *available),
         life.make(ConditionType.READY, *_ready(life, worst, words, count)),
@@ -195,12 +202,14 @@ def _worst(groups: Sequence[GroupStatus]) -> GroupStatus:
 def _ready(life: Life, worst: GroupStatus, words: str, count: str) -> tuple[bool, str, str]:
     """Returns whether all wanted groups serve this spec, the reason, and words."""
     if life.serves_spec and not life.lost_labels:
+        if life.port_unreachable is not None:
+            return False, life.port_unreachable.reason, life.port_unreachable.message
         return True, "Serving", count
     if life.stalled is not None and worst.phase is not GroupPhase.FAILED:
         return False, *life.stalled
     if len(life.serving) < life.wanted:
-        refused = next((refusal for refusal in life.refusals if refusal.scopes), None)
-        if refused is not None and worst.phase is GroupPhase.PENDING:
+        refused = next((each for each in life.refusals if each.scopes - {CLIENTS_SCOPE}), None)
+        if refused is not None and refused.blocks and worst.phase is GroupPhase.PENDING:
             return False, refused.reason, refused.message
         return False, _ready_reason(worst), words
     return False, "RollingOut", life.rollout.message if life.rollout is not None else count

@@ -48,6 +48,7 @@ from heteroinfer_operator.reconcile.revisions import Revision
 
 _ENDED_EPOCH_GRACE_S = 2
 """For the pods of an epoch that has ended: there is no request left that they could answer."""
+_NOT_ANSWERED: Final = "waiting for the API server to say whether it takes the new revision"
 _CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, "PodDeleted", "PodEnded"})
 _NOTHING_RUNS: Final[Mapping[str, Any]] = {
     "startup": None,
@@ -396,7 +397,9 @@ def _culprit(failure: FailureStatus) -> str:
 
 def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
     revision_name = _next_revision(context, status)
-    if revision_name is not None and status.revision != revision_name:
+    waits = _waits_for_admission(context, status, revision_name)
+    # What is not known to be taken forgives no failure: it may be refused, and the group be what it was.
+    if revision_name is not None and status.revision != revision_name and not waits:
         update: dict[str, Any] = {"failures": (), "restarts": 0, "next_epoch_time": None}
         status = status.model_copy(update=update)
     status, events = _put_down_to_node(context, status, pods)
@@ -426,7 +429,21 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
             status=status.model_copy(update=_refused(context, status, refusal)),
             look_again_s=(refusal.retry_at - context.now).total_seconds(),
         )
+    if waits:
+        update = {"phase": GroupPhase.PENDING}
+        update |= {"message": _NOT_ANSWERED} if context.admission.unanswered else {}
+        return GroupDecision(status=status.model_copy(update=update))
     return _start(context, status)
+
+
+def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
+    """Returns whether a group's next epoch waits for what the API server says of the target.
+
+    An answer is waited for a moment; a group that has another one to start by does not wait longer.
+    """
+    if not context.waits_for_admission:
+        return False
+    return not context.admission.unanswered or status.revision != revision
 
 
 def _refused(context: Context, status: GroupStatus, refusal: Refusal) -> dict[str, Any]:
@@ -491,7 +508,7 @@ def _keeps_own(context: Context, status: GroupStatus) -> bool:
     """
     problem, same = context.problem, status.revision == context.target.name
     if problem is None:
-        return context.target_failed and not same
+        return (context.target_failed or context.admission.unanswered) and not same
     return not (same and problem.reason == WAITING_FOR_MODEL)
 
 

@@ -13,6 +13,7 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import Refusal, ResourceObservation
 from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.service import client_ports
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.conditions import Life
 from heteroinfer_operator.reconcile.group import GroupDecision
@@ -22,6 +23,7 @@ from heteroinfer_operator.reconcile.reconcile_context import Context, group_scop
 from heteroinfer_operator.reconcile.retired import retire
 from heteroinfer_operator.reconcile.rollout import find_rollout
 from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
+from heteroinfer_operator.refusals import OF_CHILDREN, REVISION
 
 
 def build_next_status(
@@ -42,12 +44,14 @@ def build_next_status(
         wanted: decisions of the groups that are wanted.
         unwanted: of those that are not any more.
     """
-    generation, target = observation.resource.generation, context.target
+    generation, target, spec = observation.resource.generation, context.target, context.target.spec
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
     updated = sum(d.runs and d.status.revision == target.name for d in wanted)
     plans = _plans(status, wanted, context.planner)
     unreadable = model.message if model.status.phase is ModelPhase.FAILED else ""
+    ports = _client_ports(observation, context)
+    clients_refusal = context.clients_refusal or _refused_before(status, context)
     life = Life(
         decisions=wanted,
         wanted=context.replicas,
@@ -58,6 +62,8 @@ def build_next_status(
         problem=context.problem,
         rollout=find_rollout(wanted, target.name, model_problem=unreadable),
         refusals=_wanted_refusals(context, decisions),
+        unreachable=clients_refusal if not ports else None,
+        port_unreachable=clients_refusal if spec and spec.engine.port not in ports else None,
         now=context.now,
         generation=generation,
     )
@@ -69,14 +75,13 @@ def build_next_status(
     )
     done = target.name is not None and updated == ready == context.replicas
     refusals = [decision.refusal for decision in wanted if decision.refusal is not None]
-    spec = target.spec
     return HeteroInferenceStatus(
         observed_generation=generation,
         replicas=sum(1 for decision in decisions if decision.runs or decision.deletes),
         ready_replicas=ready,
         updated_replicas=updated,
         selector=",".join(f"{key}={value}" for key, value in identity.leader_labels(context.owner).items()),
-        endpoint=context.options.addressing.endpoint(spec, context.owner) if spec else status.endpoint,
+        endpoint=_endpoint(status, context) if life.unreachable is None else None,
         current_revision=target.name if done else status.current_revision,
         update_revision=target.name or status.update_revision,
         summary=conditions.summary(wanted, groups, plans, serving=ready, wanted=context.replicas),
@@ -92,11 +97,41 @@ def build_next_status(
 def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> list[Refusal]:
     """Returns what is refused of the resource itself and of groups that there still are."""
     scopes = {group_scope(decision.status.index) for decision in decisions}
-    return [
+    found = [
         refusal
         for refusal in context.refusals
         if scopes & refusal.scopes or not any(scope.startswith("group/") for scope in refusal.scopes)
+        if refusal.kind != REVISION or refusal.name == context.target.name
     ]
+    return sorted(found, key=lambda refusal: not refusal.blocks)
+
+
+def _client_ports(observation: ResourceObservation, context: Context) -> frozenset[int]:
+    """Returns the ports at which the clients' Service leads to the leaders now."""
+    name = identity.client_service(context.owner)
+    found = (each for each in observation.objects if each["kind"] == "Service")
+    stored = next((each for each in found if each["metadata"]["name"] == name), None)
+    return frozenset() if stored is None else client_ports(stored, context.owner)
+
+
+def _refused_before(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
+    """Returns why clients were said to reach no group, where it is to be tried anew and is not known yet.
+
+    What is refused is forgotten when the operator starts again or the spec changes; what is not there is
+    not there for that.
+    """
+    before = status.condition(ConditionType.AVAILABLE.value)
+    if before is None or before.reason not in OF_CHILDREN or status.endpoint is not None:
+        return None
+    name = identity.client_service(context.owner)
+    return Refusal(
+        kind="Service", name=name, reason=before.reason, message=before.message, retry_at=context.now
+    )
+
+
+def _endpoint(status: HeteroInferenceStatus, context: Context) -> str | None:
+    spec = context.target.spec
+    return context.options.addressing.endpoint(spec, context.owner) if spec else status.endpoint
 
 
 def _plans(

@@ -35,7 +35,8 @@ from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
-from heteroinfer_operator.reconcile import conditions
+from heteroinfer_operator.reconcile import conditions, restarts
+from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
 from heteroinfer_operator.reconcile.group import GroupDecision, epoch_of, stop_group
 from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS, GroupPlanner, shortage_age_s
@@ -118,7 +119,8 @@ def _decide(
         options=options,
         target=target,
         target_failed=any(
-            group.phase is GroupPhase.FAILED and group.revision == target.name for group in status.groups
+            group.revision == target.name and restarts.used_up(group.failures, life.restart)
+            for group in status.groups
         ),
         revisions=revisions,
         recorded=frozenset(record.name for record in records),
@@ -186,6 +188,7 @@ def _act(
 ) -> Decision:
     by_group = pods_by_group(observation.pods)
     old = known_groups(status)
+    context = replace(context, admission=find_admission(context, observation, old, by_group))
     wanted = decide_wanted(context, old, by_group, observation.groups)
     unwanted = [
         stop_group(context, old.get(index, GroupStatus(index=index)), pods, "stopping: no longer wanted")
@@ -220,6 +223,7 @@ def _act(
     actions += [_in_scope(create) for create in model.creates]
     actions += [*keys, *creates]
     actions += after_pods
+    actions += [context.admission.asks] if context.admission.asks is not None else []
     return Decision(
         actions=tuple(actions), look_again_s=_look_again_s(decisions, model, context, next_status)
     )
@@ -300,6 +304,8 @@ def _look_again_s(
     decisions: Sequence[GroupDecision], model: ModelDecision, context: Context, status: HeteroInferenceStatus
 ) -> float | None:
     waits = [d.look_again_s for d in decisions] + [model.look_again_s]
+    if context.waits_for_admission and not context.admission.unanswered:
+        waits.append(0.0)
     if any(d.status.phase is GroupPhase.READY for d in decisions):
         waits.append(_MEASURE_EVERY_S)
     capacity = status.condition(ConditionType.CAPACITY_AVAILABLE)

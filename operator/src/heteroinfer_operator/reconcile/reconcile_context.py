@@ -7,7 +7,7 @@ from typing import Final
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import LifeSpec
-from heteroinfer_operator.cluster import Refusal
+from heteroinfer_operator.cluster import Refusal, TryObjects
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner
@@ -15,12 +15,29 @@ from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.revisions import Revision, Target
 
+CLIENTS_SCOPE: Final = "clients"
+"""Scope of the actions by which clients reach groups."""
 POD: Final = "Pod"
 
 
 def group_scope(index: int) -> str:
     """Returns the scope of the actions that make a group."""
     return f"group/{index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """What is known of whether the API server takes what the target's pods need.
+
+    Attributes:
+        asks: what to ask it, or None while nothing depends on it.
+        problem: why it was refused when it was last asked, or None.
+        unanswered: whether it was asked, and has not said anything yet.
+    """
+
+    asks: TryObjects | None = None
+    problem: HeteroInferError | None = None
+    unanswered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +59,7 @@ class Context:
         node_loss: which pods are given up because of their node.
         first_epoch: of groups of which nothing is known.
         refusals: what of the resource was refused when it was last tried.
+        admission: of the target.
     """
 
     life: LifeSpec
@@ -58,11 +76,18 @@ class Context:
     node_loss: NodeLoss
     first_epoch: int
     refusals: Sequence[Refusal] = ()
+    admission: Admission = Admission()
 
     @property
     def problem(self) -> HeteroInferError | None:
         """Returns why no epoch of the target could start however much were free, or None if one could."""
-        return self.target.refusal or self.planner.problem()
+        return self.target.refusal or self.planner.problem() or self.admission.problem
+
+    @property
+    def waits_for_admission(self) -> bool:
+        """Returns whether no group is to get the target's revision yet: the API server is asked first."""
+        asked = self.admission.asks is not None or self.admission.unanswered
+        return asked and self.admission.problem is None
 
     def refusal_of(self, group: int) -> Refusal | None:
         """Returns what of a group its pods wait for, since it was refused when it was last tried, or None."""
@@ -74,6 +99,11 @@ class Context:
         found = [refusal for refusal in self._refusals_of(group) if refusal.kind == POD]
         return max(found, key=lambda refusal: refusal.retry_at, default=None)
 
+    @property
+    def clients_refusal(self) -> Refusal | None:
+        """Returns why what clients reach groups by could not be written, or None."""
+        return next((each for each in self.refusals if CLIENTS_SCOPE in each.scopes), None)
+
     def _refusals_of(self, group: int) -> list[Refusal]:
         scope = group_scope(group)
-        return [refusal for refusal in self.refusals if scope in refusal.scopes]
+        return [refusal for refusal in self.refusals if refusal.blocks and scope in refusal.scopes]

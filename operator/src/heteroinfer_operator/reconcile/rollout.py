@@ -64,7 +64,7 @@ def decide_wanted(
         and revision_of(context, old.get(i, GroupStatus(index=i)), by_group[i]) != context.target.name
     }
     problem = context.problem if outdated and not context.life.suspend else None
-    goes_on = problem is None and not context.target_failed
+    goes_on = problem is None and not context.target_failed and not context.waits_for_admission
     budget = context.life.rollout.max_unavailable - (count - len(serving))
     decisions = []
     for index in range(count):

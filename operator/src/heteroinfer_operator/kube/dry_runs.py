@@ -1,0 +1,132 @@
+"""Dry runs on their way: no reconcile waits for a webhook that is slow, nor do other resources.
+
+While one reconcile of a resource is at work no other is, and its status is as old as that one: a webhook may
+take 30 s for each pod. So what is tried goes on by itself, and a later reconcile finds the answer.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from heteroinfer_operator.cluster import CreateObject, Manifest, ResourceKey, ResourceView, TryObjects
+from heteroinfer_operator.kube.child_errors import NotAnsweredError, RevisionRefusedError, refused_words
+from heteroinfer_operator.kube.server import CONFLICT, ApiError
+
+AT_ONCE: Final = 16
+"""Requests, of all resources together: a part of those that the operator has at once."""
+PATIENCE_S: Final = 0.25
+"""How long a reconcile waits for the answer: most come within it."""
+HOLDS_S: Final = 600.0
+"""How long an answer holds: policies change, and a rollout may take hours."""
+
+TryCreate = Callable[[Manifest], Awaitable[None]]
+"""Finds out whether an object would be created; raises ApiError."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    uid: str
+    revision: str
+    since_s: float
+    task: asyncio.Task[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    uid: str
+    revision: str
+    since_s: float
+
+
+class DryRuns:
+    """What was tried of each resource, and what came of it. Use from one event loop.
+
+    Args:
+        try_create: asks the API server of one object.
+        patience_s: how long `find` waits.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        try_create: TryCreate,
+        *,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._try_create = try_create
+        self._patience_s = patience_s
+        self._clock = clock
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._tried: dict[ResourceKey, _Tried] = {}
+        self._admitted: dict[ResourceKey, _Admitted] = {}
+
+    def admitted(self, resource: ResourceView) -> frozenset[str]:
+        """Returns the revision of a resource that was last tried and would be taken, if that was of late."""
+        found = self._admitted.get(resource.key)
+        if found is None or found.uid != resource.uid or self._clock() - found.since_s > HOLDS_S:
+            return frozenset()
+        return frozenset({found.revision})
+
+    async def find(self, resource: ResourceView, action: TryObjects) -> None:
+        """Returns once it is known that the objects would be taken, which is remembered.
+
+        Raises:
+            RevisionRefusedError: one would not.
+            NotAnsweredError: it is not known yet: ask again.
+        """
+        tried = self._tried.get(resource.key)
+        if tried is None or not self._is_asked_for(tried, resource, action):
+            tried = self._start(resource, action)
+        await asyncio.wait({tried.task}, timeout=self._patience_s)
+        if not tried.task.done():
+            raise NotAnsweredError.of("it was asked, and the answer is awaited")
+        del self._tried[resource.key]
+        try:
+            tried.task.result()
+        except ApiError as error:
+            raise NotAnsweredError.of(error.message[:500]) from error
+        self._admitted[resource.key] = _Admitted(resource.uid, action.revision, self._clock())
+
+    def forget(self, key: ResourceKey) -> None:
+        """Takes in that a resource is gone."""
+        self._admitted.pop(key, None)
+        tried = self._tried.pop(key, None)
+        if tried is not None:
+            tried.task.cancel()
+
+    def _is_asked_for(self, tried: _Tried, resource: ResourceView, action: TryObjects) -> bool:
+        same = (tried.uid, tried.revision) == (resource.uid, action.revision)
+        return same and not (tried.task.done() and self._clock() - tried.since_s > HOLDS_S)
+
+    def _start(self, resource: ResourceView, action: TryObjects) -> _Tried:
+        if (before := self._tried.pop(resource.key, None)) is not None:
+            before.task.cancel()
+        task = asyncio.create_task(self._try(action), name=f"dry run of {resource.key}")
+        task.add_done_callback(_note_end)
+        started = self._tried[resource.key] = _Tried(resource.uid, action.revision, self._clock(), task)
+        return started
+
+    async def _try(self, action: TryObjects) -> None:
+        for manifest in action.manifests:
+            async with self._slots:
+                await self._try_one(manifest)
+
+    async def _try_one(self, manifest: Manifest) -> None:
+        try:
+            await self._try_create(manifest)
+        except ApiError as error:
+            if error.is_of_object:
+                words = refused_words(CreateObject(manifest=manifest), error.said)
+                raise RevisionRefusedError(words) from error
+            # A plan's ConfigMap may be there: other revisions have the same.
+            if not error.is_refusal and error.status != CONFLICT:
+                raise
+
+
+def _note_end(task: asyncio.Task[None]) -> None:
+    """Has an error that nobody asks for any more not be logged as one that was overlooked."""
+    if not task.cancelled():
+        task.exception()

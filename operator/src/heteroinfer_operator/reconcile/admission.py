@@ -1,0 +1,80 @@
+"""Whether the API server would take what a rollout makes, asked before it takes down what runs. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+from heteroinfer_operator.api import GroupStatus
+from heteroinfer_operator.cluster import Manifest, PodView, ResourceObservation, TryObjects
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
+from heteroinfer_operator.manifests.revision_record import build_revision_record
+from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_object
+from heteroinfer_operator.reconcile.group import revision_of
+from heteroinfer_operator.reconcile.reconcile_context import POD, Admission, Context
+from heteroinfer_operator.reconcile.revisions import Revision
+from heteroinfer_operator.refusals import NOT_ANSWERED, REVISION
+
+
+def find_admission(
+    context: Context,
+    observation: ResourceObservation,
+    old: Mapping[int, GroupStatus],
+    by_group: Mapping[int, Sequence[PodView]],
+) -> Admission:
+    """Returns what is known of the target's objects, and what to ask before groups are replaced by them.
+
+    Nothing is asked while no group is of another revision, nor twice of a revision that would be taken; of
+    one that is refused as seldom as for a refused pod. While the API server says nothing, no group is
+    replaced, and one that is down starts again by its own.
+
+    Args:
+        context: of this reconcile.
+        observation: all that is known of the resource and its children.
+        old: groups as last written.
+        by_group: pods of each group.
+    """
+    name, taken = context.target.name, observation.admitted
+    if taken is None or name is None or name in taken or context.life.suspend or context.problem is not None:
+        return Admission()
+    revision = context.revisions.get(name)
+    outdated = _find_outdated(context, old, by_group)
+    if revision is None or outdated is None:
+        return Admission()
+    refusal = next((each for each in context.refusals if (each.kind, each.name) == (REVISION, name)), None)
+    unanswered = refusal is not None and refusal.reason == NOT_ANSWERED
+    problem = None
+    if refusal is not None and not unanswered:
+        problem = PlanError(refusal.message, reason=refusal.reason)
+    asks = None
+    if refusal is None or refusal.retry_at <= context.now:
+        asks = TryObjects(revision=name, manifests=_objects(context, revision, outdated))
+    return Admission(asks=asks, problem=problem, unanswered=unanswered)
+
+
+def _find_outdated(
+    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+) -> GroupStatus | None:
+    """Returns a wanted group that has, or would start again by, another revision than the target; or None."""
+    for index in range(context.replicas):
+        status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
+        revision = revision_of(context, status, pods)
+        if revision != context.target.name and (pods or revision in context.revisions):
+            return status
+    return None
+
+
+def _objects(context: Context, revision: Revision, status: GroupStatus) -> tuple[Manifest, ...]:
+    """Returns what the next epoch of a group needs of a revision: of its pods, one of each role."""
+    planned = context.planner.make_for_any_nodes()
+    plan = planned.plan
+    next_epoch = status.model_copy(update={"epoch": status.epoch + 1, "plan_hash": plan.hash})
+    first = {(pod.role, pod.device): pod.index for pod in reversed(plan.pods)}
+    creates = decide_creates(
+        context, revision, next_epoch, plan, set(first.values()), planned.node_assignment
+    )
+    gang = gang_object(context, revision, next_epoch, plan, planned.node_assignment.gang)
+    return (
+        build_revision_record(context.owner, revision.record),
+        build_plan_config_map(context.owner, plan),
+        *([gang] if gang is not None else []),
+        *(create.manifest for create in creates if create.manifest["kind"] == POD),
+    )

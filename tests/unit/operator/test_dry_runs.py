@@ -1,0 +1,154 @@
+"""A dry run that takes its time holds nobody up, and its answer is found later."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from heteroinfer_operator.cluster import ResourceKey, ResourceView, TryObjects
+from heteroinfer_operator.kube.child_errors import NotAnsweredError, RevisionRefusedError
+from heteroinfer_operator.kube.dry_runs import AT_ONCE, HOLDS_S, DryRuns
+from heteroinfer_operator.kube.server import ApiError
+
+POD = {"kind": "Pod", "metadata": {"name": "demo-0"}}
+
+
+def resource(name: str = "demo", uid: str = "u") -> ResourceView:
+    key = ResourceKey(namespace="default", name=name)
+    return ResourceView(
+        key=key,
+        uid=uid,
+        generation=1,
+        resource_version="1",
+        finalizers=(),
+        deleting=False,
+        spec={},
+        status={},
+    )
+
+
+def asks(revision: str = "r") -> TryObjects:
+    return TryObjects(revision=revision, manifests=(POD, POD))
+
+
+class Server:
+    """Says nothing until it may."""
+
+    def __init__(self, error: ApiError | None = None) -> None:
+        self.may = asyncio.Event()
+        self.error = error
+        self.asked = self.at_once = self.most_at_once = 0
+
+    async def try_create(self, manifest: Mapping[str, Any]) -> None:
+        self.asked += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await self.may.wait()
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.at_once -= 1
+
+
+async def until_known(find: Callable[[], Awaitable[None]]) -> None:
+    """Asks again and again, as reconciles do."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                return await find()
+            except NotAnsweredError:
+                continue
+
+
+async def test_nobody_waits_for_a_webhook_that_is_slow() -> None:
+    server = Server()
+    runs = DryRuns(server.try_create, patience_s=0)
+    for _ in range(3):
+        with pytest.raises(NotAnsweredError):
+            await runs.find(resource(), asks())
+    assert runs.admitted(resource()) == frozenset()
+    server.may.set()
+    await until_known(lambda: runs.find(resource(), asks()))
+    assert runs.admitted(resource()) == {"r"}
+    assert server.asked == 2, "each object once"
+
+
+async def test_an_answer_is_of_one_uid_and_holds_a_while() -> None:
+    now = 0.0
+    server = Server()
+    server.may.set()
+    runs = DryRuns(server.try_create, patience_s=5, clock=lambda: now)
+    await runs.find(resource(), asks())
+    assert runs.admitted(resource()) == {"r"}
+    assert runs.admitted(resource(uid="another")) == frozenset()
+    now = HOLDS_S + 1
+    assert runs.admitted(resource()) == frozenset()
+
+
+async def test_a_refusal_is_said_once_and_asked_for_anew() -> None:
+    server = Server(ApiError("POST /pods", status=422, said="no such field"))
+    server.may.set()
+    runs = DryRuns(server.try_create, patience_s=5)
+    with pytest.raises(RevisionRefusedError, match="refuses Pod demo-0: no such field"):
+        await runs.find(resource(), asks())
+    server.error = None
+    await runs.find(resource(), asks())
+    assert runs.admitted(resource()) == {"r"}
+
+
+@pytest.mark.parametrize("status", [0, 429, 503])
+async def test_no_answer_is_none_and_asked_for_again(status: int) -> None:
+    server = Server(ApiError("POST /pods: no answer", status=status))
+    server.may.set()
+    runs = DryRuns(server.try_create, patience_s=5)
+    for tries in (1, 2):
+        with pytest.raises(NotAnsweredError, match="POST /pods: no answer"):
+            await runs.find(resource(), asks())
+        assert server.asked == tries
+
+
+@pytest.mark.parametrize("status", [409, 500])
+async def test_a_name_that_is_taken_and_a_webhook_that_fails_refuse_no_revision(status: int) -> None:
+    server = Server(ApiError("POST /pods", status=status, said="failed calling webhook"))
+    server.may.set()
+    runs = DryRuns(server.try_create, patience_s=5)
+    await runs.find(resource(), asks())
+    assert runs.admitted(resource()) == {"r"}
+
+
+async def test_the_answer_of_another_revision_is_not_waited_for() -> None:
+    server = Server()
+    runs = DryRuns(server.try_create, patience_s=0)
+    with pytest.raises(NotAnsweredError):
+        await runs.find(resource(), asks("old"))
+    server.may.set()
+    await until_known(lambda: runs.find(resource(), asks("new")))
+    assert runs.admitted(resource()) == {"new"}
+
+
+async def test_many_resources_take_a_part_of_the_requests() -> None:
+    server = Server()
+    runs = DryRuns(server.try_create, patience_s=0)
+    names = [f"demo-{i}" for i in range(3 * AT_ONCE)]
+    for name in names:
+        with pytest.raises(NotAnsweredError):
+            await runs.find(resource(name), asks())
+    server.may.set()
+    for name in names:
+        await until_known(lambda name=name: runs.find(resource(name), asks()))  # type: ignore[misc]
+    assert server.most_at_once <= AT_ONCE
+    assert server.asked == 2 * len(names)
+
+
+async def test_what_is_gone_is_forgotten() -> None:
+    server = Server()
+    runs = DryRuns(server.try_create, patience_s=0)
+    with pytest.raises(NotAnsweredError):
+        await runs.find(resource(), asks())
+    runs.forget(resource().key)
+    server.may.set()
+    await until_known(lambda: runs.find(resource(), asks()))
+    runs.forget(resource().key)
+    assert runs.admitted(resource()) == frozenset()

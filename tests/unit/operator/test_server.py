@@ -1,0 +1,83 @@
+"""What an answer of the API server, or of a proxy in front of it, is taken for."""
+
+import json
+
+import pytest
+
+from heteroinfer_operator.kube.server import NAMESPACE_ENDS, ApiError, parse_answer
+
+DENIED = 'admission webhook "w" denied the request: not this image'
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (400, "Pod in version v1 cannot be handled as a Pod"),
+        (422, "denied by ValidatingAdmissionPolicy"),
+        (413, "Request entity too large: limit is 3145728"),
+        (403, 'pods "x" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes'),
+        (403, 'pods "x" is forbidden: maximum memory usage per Container is 2Gi, but limit is 24Gi'),
+        (403, 'pods "x" is forbidden: no PriorityClass with name nope was found'),
+        (403, 'pods "x" is forbidden: pod rejected: RuntimeClass "nope" not found'),
+        (403, 'pods "x" is forbidden: failed quota: q: must specify limits.cpu for: worker'),
+        *((status, DENIED) for status in (403, 429, 500, 503)),
+    ],
+)
+def test_what_is_said_of_an_object_is_a_refusal_of_it(status: int, said: str) -> None:
+    """403 was none: a missing class, Pod Security, a LimitRange and most webhooks took a group down."""
+    error = ApiError("POST /pods", status=status, said=said)
+    assert error.is_of_object
+    assert error.is_refusal
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "causes"),
+    [
+        (
+            403,
+            'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2',
+            (),
+        ),
+        (403, 'pods "x" is forbidden: unable to create new content in namespace n', (NAMESPACE_ENDS,)),
+        (400, "admission webhook w does not support dry run", ()),
+        (500, 'failed calling webhook "w": connection refused', ()),
+    ],
+)
+def test_what_may_be_over_when_the_old_pods_are_gone_is_not_of_the_object(
+    status: int, said: str, causes: tuple[str, ...]
+) -> None:
+    error = ApiError("POST /pods", status=status, said=said, causes=frozenset(causes))
+    assert not error.is_of_object
+    assert error.is_refusal
+
+
+@pytest.mark.parametrize("status", [0, 401, 409, 429, 502, 503, 504])
+def test_an_api_server_that_cannot_answer_refuses_nothing(status: int) -> None:
+    error = ApiError("POST /pods", status=status, said="try again")
+    assert not error.is_of_object
+    assert not error.is_refusal
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<html>maintenance</html>",
+        "",
+        "[]",
+        "{}",
+        '{"kind": "Status", "apiVersion": "v1"}',
+        "[" * 100_000 + "]" * 100_000,
+        b'{"kind": "\xff"}',
+    ],
+)
+def test_what_is_no_answer_is_an_error_of_the_api_server(text: str | bytes) -> None:
+    """Anything else ended the watch, and the operator's process with it."""
+    with pytest.raises(ApiError, match=r"GET /pods: got .*, expected") as caught:
+        parse_answer("GET /pods", text, has=("kind", "metadata"))
+    assert not caught.value.is_refusal
+    assert len(caught.value.message) < 600
+
+
+def test_an_answer_is_the_object_that_it_holds() -> None:
+    answer = {"kind": "Pod", "metadata": {"name": "p"}}
+    assert parse_answer("GET /pods", json.dumps(answer), has=("kind", "metadata")) == answer
