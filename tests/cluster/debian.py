@@ -13,6 +13,8 @@ from tests.cluster.progress import say
 CNI_FOLDER = Path("/usr/lib/cni")
 POLICY = Path("/usr/sbin/policy-rc.d")
 
+INSTALL_TIMEOUT_S = 3600  # it may run ahead of what needs it, on the time that others leave over (.ci/idle)
+
 # What must be there -> the package that has it. Looked for by program and not by package, so
 # that another packaging of the same program (containerd.io, for one) is left alone.
 CONTROL_PLANE_NEEDS = {"openssl": "openssl"}
@@ -61,10 +63,10 @@ def ensure_packages(needs: dict[str, str]) -> None:
     say(f"installing Debian packages: {names}")
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     with _services_kept_off():
-        run(["apt-get", "update", "-qq"], timeout_s=300, environment=quiet)
+        run(["apt-get", "update", "-qq"], timeout_s=INSTALL_TIMEOUT_S, environment=quiet)
         run(
             ["apt-get", "install", "--no-install-recommends", "-y", "-qq", *missing],
-            timeout_s=900,
+            timeout_s=INSTALL_TIMEOUT_S,
             environment=quiet,
         )
     still = missing_packages(needs)

@@ -31,6 +31,7 @@ CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 # What a command mounts goes when it ends, however it ends.
 PRIVATE_MOUNTS = ("unshare", "--mount", "--propagation", "private")
 BUILDAH_LIMIT = 32768  # its default for processes, set before ours
+BUILD_TIMEOUT_S = 3600  # of a command: builds may have only the time that others leave over (.ci/idle)
 RECIPE = "1"  # raise it when the way of building changes
 
 
@@ -95,7 +96,7 @@ def _buildah() -> Iterator[list[str]]:
         *("--storage-driver", "overlay"),
     ]
     shutil.rmtree(_store() / "run", ignore_errors=True)  # its account of mounts that are gone
-    processes.run([*buildah, "rm", "--all"])
+    processes.run([*buildah, "rm", "--all"], timeout_s=BUILD_TIMEOUT_S)
     yield buildah
 
 
@@ -131,15 +132,15 @@ def _ensure_base(buildah: list[str], base: str) -> None:
     shutil.rmtree(root, ignore_errors=True)  # of a start that died half-way
     include = f"--include={','.join(BASE_PACKAGES)}"
     debootstrap = ["debootstrap", "--variant=minbase", include, SUITE, str(root)]
-    processes.run([*PRIVATE_MOUNTS, *debootstrap], timeout_s=900)
+    processes.run([*PRIVATE_MOUNTS, *debootstrap], timeout_s=BUILD_TIMEOUT_S)
     shutil.rmtree(root / "var/cache/apt/archives", ignore_errors=True)
     if _certificates():
         (root / CERTIFICATES.relative_to("/")).write_bytes(_certificates())
-    container = processes.run([*buildah, "from", "scratch"]).strip()
-    processes.run([*buildah, "add", container, str(root), "/"], timeout_s=300)
+    container = processes.run([*buildah, "from", "scratch"], timeout_s=BUILD_TIMEOUT_S).strip()
+    processes.run([*buildah, "add", container, str(root), "/"], timeout_s=BUILD_TIMEOUT_S)
     settings = [f"--env={name}={CERTIFICATES}" for name in ("SSL_CERT_FILE", "PIP_CERT")]
-    processes.run([*buildah, "config", *settings, "--cmd", "/bin/sh", container])
-    processes.run([*buildah, "commit", "--rm", container, base], timeout_s=300)
+    processes.run([*buildah, "config", *settings, "--cmd", "/bin/sh", container], timeout_s=BUILD_TIMEOUT_S)
+    processes.run([*buildah, "commit", "--rm", container, base], timeout_s=BUILD_TIMEOUT_S)
     shutil.rmtree(root)
     say(f"made the base in {time.monotonic() - began:.0f} s")
 
@@ -169,7 +170,8 @@ def _build(buildah: list[str], image: Image, base: str) -> None:
     copy = ["skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
     target_layout = f"oci:{oci.layout().folder}:{image.tag}"
     processes.run(
-        [*PRIVATE_MOUNTS, *copy, f"containers-storage:{store}{image.reference}", target_layout], timeout_s=900
+        [*PRIVATE_MOUNTS, *copy, f"containers-storage:{store}{image.reference}", target_layout],
+        timeout_s=BUILD_TIMEOUT_S,
     )
     say(f"built {target} in {seconds:.0f} s, kept it in {time.monotonic() - began - seconds:.0f} s")
 
