@@ -35,7 +35,7 @@ quickstart: setup  ## a small model on this machine, from a file to served token
 # What holds bounds of seconds begins when nothing computes beside it, and a real node has the machine for itself:
 # what is unhurried gets only the time that they leave over.
 test: need-root check  ## what CI runs
-	@failed=0; for lanes in "computing programs" "hurried unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
+	@failed=0; for lanes in "computing programs images" "hurried unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 hurried: waiting nodes
 .PHONY: hurried
 
@@ -79,8 +79,10 @@ waiting: setup  ## those of them that mostly wait: for an API server, for time-o
 	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not unhurried" \
 	  $(COMPUTING:%=--ignore=%)
 
-programs: setup  ## builds what a real node and the watching tests need, ahead of them, at the least priority
+programs: setup  ## builds the programs of the test cluster ahead of the tests that need them, at the least priority
 	@./.ci/idle $(BIN)/python -m tests.cluster build
+
+images: need-root setup  ## the same with the images of this tree
 	@./.ci/idle $(BIN)/python -m tests.cluster images
 
 need-root:
@@ -95,7 +97,7 @@ cluster-tests: need-root setup  ## the test cluster's own tests, once for each s
 	  $(PYTEST) tests/cluster/tests && $(BIN)/python -m tests.cluster tested --record; }
 
 nodes: cluster-tests e2e
-.PHONY: computing unhurried waiting cluster-tests nodes programs
+.PHONY: computing unhurried waiting cluster-tests nodes programs images
 
 feed-forward: setup  ## 20 architectures with feed-forward ranks on CPUs: the tokens of transformers
 	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix

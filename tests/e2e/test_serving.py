@@ -16,6 +16,7 @@ import pytest
 from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.calibration import Calibration
 from heteroinfer_operator.calibrations import MeasuredKind
+from heteroinfer_operator.planning.rates import CPU_DEFAULTS
 from tests.cluster import processes
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
@@ -148,7 +149,7 @@ def test_a_node_is_measured_when_there_is_one_and_predictions_follow(
         return [pod["metadata"]["uid"] for pod in pair.pods()]
 
     before, pods = pair.status["plans"][0], uids()
-    assert made_of() == "role cpu: defaults for CPUs"
+    assert made_of() == f"role cpu: {CPU_DEFAULTS}"
     selector = "app.kubernetes.io/component=calibration"
     (job,) = json.loads(cluster.kubectl("get", "jobs", "-n", SYSTEM, "-l", selector, "-o", "json"))["items"]
     assert job["status"]["active"] == 1, "it waits for a node of its kind"

@@ -44,7 +44,11 @@ class ForkedProcess:
     def kill(self) -> None:
         """Ends the process, and what it started, at once."""
         if self._pidfd is not None and not select.select([self._pidfd], [], [], 0)[0]:
-            os.killpg(self.pid, signal.SIGKILL)
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:  # no session of its own yet, or it has ended since
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends the process and closes its pipes."""
