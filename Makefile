@@ -12,6 +12,8 @@ WORKER_VENV := .venv-worker
 GPU_VENV := .venv-gpu
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+# Once more what failed while the machine stood still: for tests with bounds of seconds.
+TESTS := ./.ci/tests $(BIN)/python
 
 # An environment that is there already instead of .venv-gpu, for machines without a package index: its Python,
 # and what PYTHONPATH needs so that it finds vLLM's CUDA build with the CPU build's libraries in it.
@@ -69,14 +71,14 @@ integration: setup  ## a real API server; real vLLM groups on the CPU
 	@failed=0; for lanes in computing "waiting unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 
 computing: setup  ## those of them that start vLLM or compile
-	$(PYTEST) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not unhurried"
+	$(TESTS) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not unhurried"
 
 unhurried: setup  ## those of them without any bound of seconds, at the least priority
 	./.ci/idle $(PYTEST) $(LONGEST) tests/integration -m unhurried
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
 	@$(BIN)/python -m tests.cluster build
-	$(PYTEST) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not unhurried" \
+	$(TESTS) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not unhurried" \
 	  $(COMPUTING:%=--ignore=%)
 
 programs: setup  ## builds the programs of the test cluster ahead of the tests that need them, at the least priority
@@ -111,7 +113,7 @@ gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-scheduler, w
 e2e: need-root setup  ## a real Kubernetes node with images of this tree; root
 	@$(BIN)/python -m tests.cluster build node
 	@$(BIN)/python -m tests.cluster images
-	$(PYTEST) $(LONGEST) tests/e2e -m "not every_fault"
+	$(TESTS) $(LONGEST) tests/e2e -m "not every_fault"
 
 faults: setup  ## every row of the fault matrix, on two real nodes; OUT=DIR keeps what was measured; root
 	@$(BIN)/python -m tests.cluster build

@@ -1,0 +1,119 @@
+"""Tests that failed while this machine stood still: they say nothing of bounds of seconds, and are run again.
+
+`.ci/tests` loads this as a plugin of pytest. A process beside the tests wants a turn each TURN_S, in which it
+writes a byte, as programs write their logs. A turn that comes late was late for everybody: the host gave its
+CPUs to others, or the disk took no bytes. What fails without such a turn has failed; so has what fails again.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.parent_death import die_with_parent
+
+TURN_S = 0.05
+LATE_S = 0.2
+"""A turn that is late by more is a standstill."""
+EXCUSED_S = 0.5
+"""Standstills of so much in all, in seconds, excuse a test."""
+RUN_AGAIN = 75
+"""Exit status of a run of which every failure is excused (EX_TEMPFAIL)."""
+ENV_FILE = "HETEROINFER_STANDSTILLS"
+
+
+def watch(file: Path) -> None:
+    """Writes a line `BEGIN END` for each standstill, on the monotonic clock; for ever."""
+    with file.with_suffix(".turns").open("wb", buffering=0) as turns, file.open("a") as found:
+        before_s = time.monotonic()
+        while True:
+            time.sleep(TURN_S)
+            turns.seek(0)
+            turns.write(b".")
+            now_s = time.monotonic()
+            if now_s - before_s - TURN_S > LATE_S:
+                found.write(f"{before_s + TURN_S} {now_s}\n")
+                found.flush()
+            before_s = now_s
+
+
+def stood_still_s(lines: str, begin_s: float, end_s: float) -> float:
+    """Returns for how long the machine stood still between two times, in seconds."""
+    spans = [tuple(map(float, line.split())) for line in lines.splitlines()]
+    return sum(max(0.0, min(end_s, end) - max(begin_s, begin)) for begin, end in spans)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-again", type=Path, help="where the tests to run once more are listed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The first process of a run watches, for those that it starts, too (pytest-xdist)."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Watcher(config.getoption("--run-again")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Says of each failed part of a test for how long the machine stood still since the test began."""
+    report = yield
+    began_s = item.stash.setdefault(_BEGAN, time.monotonic() - call.duration)
+    if report.failed:
+        lines = Path(os.environ[ENV_FILE]).read_text()
+        still_s = stood_still_s(lines, began_s, time.monotonic())
+        # Travels to the first process. A node's id leaves out what is above the root.
+        test = "::".join([str(item.path), *item.nodeid.split("::")[1:]])
+        report.user_properties.append((_FAILED, (test, still_s)))
+        report.sections.append(("the machine", f"stood still for {still_s:.2f} s while this test ran"))
+    return report
+
+
+_BEGAN = pytest.StashKey[float]()
+_FAILED = "failed while the machine stood still"
+
+
+class _Watcher:
+    def __init__(self, list_file: Path) -> None:
+        self._list_file = list_file
+        self._failed: dict[str, float] = {}
+        self._others_failed = False
+        self._folder = tempfile.TemporaryDirectory(prefix="standstill-")
+        file = Path(self._folder.name) / "standstills"
+        file.touch()
+        os.environ[ENV_FILE] = str(file)
+        self._process = subprocess.Popen([sys.executable, "-m", __name__, str(file), str(os.getpid())])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            # Without the property, the process that ran it has died: nothing excuses that.
+            known: dict[str, Any] = dict(report.user_properties)
+            test, still_s = known.get(_FAILED, (report.nodeid, 0.0))
+            self._failed[test] = min(still_s, self._failed.get(test, still_s))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._others_failed |= report.failed
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        excused = all(still_s > EXCUSED_S for still_s in self._failed.values())
+        if session.exitstatus == pytest.ExitCode.TESTS_FAILED and excused and not self._others_failed:
+            self._list_file.write_text("".join(f"{test}\n" for test in self._failed))
+            session.exitstatus = RUN_AGAIN
+
+    def pytest_unconfigure(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    watch(Path(sys.argv[1]))
