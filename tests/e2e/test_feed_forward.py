@@ -1,0 +1,121 @@
+"""examples/moe.yaml on a real node: experts on a CPU rank of its pod, a chart upgrade, that rank's death.
+
+The node has no GPU: attention runs on a CPU rank by the same protocol. The tests are one story in order.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import metric_names, names
+from heteroinfer_contract.failure import FailureReason
+from tests.cluster import processes
+from tests.cluster.folders import REPOSITORY
+from tests.cluster.node import NodeCluster
+from tests.cluster.volumes import volume_manifests
+from tests.e2e.serving import RELEASE, SYSTEM, VALUES, Resource, install
+from tests.integration.feed_forward import tiny_models
+from tests.integration.feed_forward.groups import make_model, reference
+
+NAMESPACE = "experts"
+START_S = 420.0
+SAID_WITHIN_S = 2.0
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.every_fault]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A volume with the model in `moe`, which workers, who are not root, can read."""
+    volume = tmp_path_factory.mktemp("volume")
+    made = make_model("qwen3_moe", volume)
+    made.rename(volume / "moe")
+    for path in (volume, *volume.parents[:2], *volume.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return volume
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return reference(folder / "moe")
+
+
+@pytest.fixture(scope="module")
+def experts(node_cluster: NodeCluster, folder: Path) -> Iterator[Resource]:
+    """The example, applied in a namespace that enforces the restricted Pod Security Standard; it serves."""
+    install(node_cluster)
+    node_cluster.kubectl("create", "namespace", NAMESPACE)
+    node_cluster.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
+    node_cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, folder))
+    node_cluster.kubectl("apply", "-n", NAMESPACE, "-f", str(REPOSITORY / "examples/moe.yaml"))
+    resource = Resource(cluster=node_cluster, namespace=NAMESPACE, name="moe")
+    resource.wait_ready(START_S)
+    yield resource
+    node_cluster.kubectl("delete", "hinf", "-n", NAMESPACE, "--all", "--timeout=60s", timeout_s=70)
+    node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
+
+
+def check_tokens(resource: Resource, expected: list[list[int]]) -> None:
+    for prompt, tokens in zip(tiny_models.PROMPTS, expected, strict=True):
+        assert resource.complete(list(prompt), len(tokens)) == tokens
+
+
+def uids(resource: Resource) -> list[str]:
+    return [pod["metadata"]["uid"] for pod in resource.pods()]
+
+
+def test_tokens_are_the_references(experts: Resource, expected: list[list[int]]) -> None:
+    check_tokens(experts, expected)
+    assert len(experts.pods()) == 1
+    plan = experts.status["plans"][0]
+    assert plan["mode"] == "FeedForward"
+    assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
+
+
+def test_the_feed_forward_rank_has_computed(experts: Resource) -> None:
+    (pod,) = experts.pods()
+    ports = (names.DEFAULT_METRICS_PORT, names.DEFAULT_METRICS_PORT + 1)
+    texts = [experts.cluster.pod_http(pod["status"]["podIP"], port, "/metrics")[1] for port in ports]
+    rows = [
+        float(line.split()[-1])
+        for text in texts
+        for line in text.splitlines()
+        if line.startswith(f"{metric_names.FEED_FORWARD_ROWS_TOTAL}{{")
+    ]
+    assert sum(rows) > 0
+
+
+def test_an_upgrade_of_the_chart_touches_no_pod(experts: Resource, expected: list[list[int]]) -> None:
+    before, cluster = uids(experts), experts.cluster
+    cluster.helm(
+        "upgrade", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
+        "--values", str(VALUES), "--set", "podAnnotations.upgraded=yes", "--wait", "--timeout", "120s",
+    )  # fmt: skip
+    time.sleep(5)  # the new operator has looked at everything
+    assert uids(experts) == before
+    check_tokens(experts, expected)
+
+
+def test_a_feed_forward_rank_that_is_killed_is_named_and_the_group_serves_again(
+    experts: Resource, expected: list[list[int]]
+) -> None:
+    (pod,) = experts.pods()
+    name, epoch = pod["metadata"]["name"], experts.status["groups"][0]["epoch"]
+    pid = experts.rank_pid(name, 1)
+    experts.execute(name, f"import os; os.kill({pid}, 9)")
+    killed = time.monotonic()
+
+    def failures() -> list[dict[str, object]]:
+        group = experts.status["groups"][0]
+        return [failure for failure in group.get("failures", ()) if failure["epoch"] == epoch]
+
+    processes.wait_until("the failure in the status", lambda: bool(failures()), timeout_s=SAID_WITHIN_S + 1)
+    print(f"said after {time.monotonic() - killed:.2f} s: {json.dumps(failures())}")
+    (failure,) = failures()
+    assert (failure["reason"], failure["rank"]) == (FailureReason.RANK_EXITED, 1)
+    processes.wait_until("the next epoch", lambda: experts.status["groups"][0]["epoch"] > epoch, timeout_s=60)
+    experts.wait_ready(START_S)
+    check_tokens(experts, expected)
