@@ -4,6 +4,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
+# Where it is set, each process of each test would compile this tree's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The Python that .venv and .venv-worker are made with: 3.11 or later.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
