@@ -137,7 +137,11 @@ async def test_pods_placed_one_by_one_tell_the_schedulers_own_words_once(
             _, reason, message = await capacity(server, namespace, "picky")
             return message if "node affinity/selector" in message and reason == "Unschedulable" else ""
 
-        message = await until("the scheduler's words", words, timeout_s=30)
+        def said() -> str:
+            kinds = "hinf,pods,nodes,events.events.k8s.io"
+            return plane.kubectl("get", kinds, "-n", namespace, "-o", "yaml") + process.said
+
+        message = await until("the scheduler's words", words, timeout_s=30, said=said)
         assert re.match(r"pod picky-0-[0-9]+-", message), message
         assert len(await pods_of(server, namespace, "picky")) == 2
         await add_node(server, "more", gpus=0)
@@ -145,8 +149,8 @@ async def test_pods_placed_one_by_one_tell_the_schedulers_own_words_once(
         async def other_words() -> bool:
             return (await words()) not in ("", message)
 
-        await until("other words, of one node more", other_words, timeout_s=30)
-        assert len(await events(server, namespace, "Unschedulable")) == 1
+        await until("other words, of one node more", other_words, timeout_s=30, said=said)
+        assert len(await events(server, namespace, "Unschedulable")) == 1, said()
 
 
 async def test_a_drain_takes_one_rank_and_waits_with_the_others(

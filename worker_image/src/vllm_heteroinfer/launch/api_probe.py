@@ -8,26 +8,41 @@ from heteroinfer_contract import names
 
 PROBE_INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 1.0
+MOST_TRIES = 3
+"""In a row, of which none is counted but the last: so often this process may have no turn while it waits."""
 
 
-async def probe_api(host: str, port: int, on_result: Callable[[bool], None]) -> None:
+async def probe_api(
+    host: str, port: int, on_result: Callable[[bool], None], awake_s: Callable[[], float]
+) -> None:
     """Asks the API server for its health for ever, and says after each try whether it answered 200.
+
+    No answer says nothing if this process had no turn for half of the time: the answer may lie in the kernel,
+    unread, and who shares the machine had no turn either. Then it asks again at once.
 
     Args:
         host: the pod's own host name or address; the server listens on it or on all.
         port: the OpenAI API's.
         on_result: called every half a second.
+        awake_s: a time that goes on only while this process has its turns (LoopClock), in seconds.
     """
     try:
         ipaddress.ip_address(host)
     except ValueError:
         host = "127.0.0.1"  # the server listens on all addresses when the pod has a name
     while True:
-        on_result(await _api_is_healthy(host, port))
+        healthy: bool | None = None
+        for _ in range(MOST_TRIES):
+            began_s = awake_s()
+            healthy = await _api_is_healthy(host, port)
+            if healthy is not None or awake_s() - began_s > PROBE_TIMEOUT_S / 2:
+                break
+        on_result(bool(healthy))
         await asyncio.sleep(PROBE_INTERVAL_S)
 
 
-async def _api_is_healthy(host: str, port: int) -> bool:
+async def _api_is_healthy(host: str, port: int) -> bool | None:
+    """Returns whether it answered 200, None if it has not answered in time."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -37,5 +52,7 @@ async def _api_is_healthy(host: str, port: int) -> bool:
                 return (await reader.readline()).split(b" ")[1:2] == [b"200"]
             finally:
                 writer.close()
-    except (OSError, TimeoutError, ValueError):  # ValueError: its first line has no end
+    except TimeoutError:
+        return None
+    except (OSError, ValueError):  # ValueError: its first line has no end
         return False

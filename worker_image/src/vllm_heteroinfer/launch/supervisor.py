@@ -149,7 +149,7 @@ class Supervisor:
         work = [self._start_pod(), self._beat_for_ever(), self._watch_for_ever()]
         if self._launch.pod_index == 0 and self._settings.commands.api_server:
             address = self._launch.address
-            work.append(probe_api(address.host, address.api_port, self._on_api_health))
+            work.append(probe_api(address.host, address.api_port, self._on_api_health, self._awake_s))
         return work
 
     async def _wait(self, tasks: list[asyncio.Task[None]]) -> Failure | None:
@@ -342,6 +342,9 @@ class Supervisor:
         if self._asked and failure.reason is FailureReason.POD_LOST:
             self._stop()  # the leader names a pod that was asked to stop, as this one was
         self._conclude(failure)
+
+    def _awake_s(self) -> float:
+        return self._clock.awake_s(time.monotonic())
 
     def _on_api_health(self, healthy: bool) -> None:
         self._api_healthy = healthy

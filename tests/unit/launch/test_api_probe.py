@@ -1,0 +1,73 @@
+"""What a leader makes of an API server that does not answer, or whose answer it had no turn to read."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from vllm_heteroinfer.launch import api_probe
+
+
+async def results(answer: bytes | None, awake_s: Callable[[], float], count: int) -> tuple[list[bool], int]:
+    """Returns what is said after each of some probes, and how often the server was asked."""
+    said: list[bool] = []
+    asked = open_connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked, open_connections
+        asked, open_connections = asked + 1, open_connections + 1
+        if answer is not None:
+            writer.write(answer)
+        else:
+            await reader.read()  # until the probe gives up
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        open_connections -= 1
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    probe = asyncio.ensure_future(api_probe.probe_api("127.0.0.1", port, said.append, awake_s))
+    async with asyncio.timeout(10):
+        while len(said) < count:
+            await asyncio.sleep(0.01)
+        probe.cancel()
+        while open_connections or not probe.done():
+            await asyncio.sleep(0.01)
+    server.close()
+    return said[:count], asked
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_probe, "PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(api_probe, "PROBE_INTERVAL_S", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("answer", "healthy"), [(b"HTTP/1.1 200 OK\r\n", True), (b"HTTP/1.1 500 No\r\n", False), (b"", False)]
+)
+async def test_an_answer_is_an_answer_whatever_turns_there_were(answer: bytes, healthy: bool) -> None:
+    said, asked = await results(answer, lambda: 0.0, 2)
+    assert said == [healthy] * 2
+    assert asked <= 3
+
+
+async def test_no_answer_in_time_is_none() -> None:
+    loop = asyncio.get_running_loop()
+    said, asked = await results(None, loop.time, 2)
+    assert said == [False] * 2
+    assert asked <= 3
+
+
+async def test_no_answer_while_there_was_no_turn_is_asked_for_again_but_not_for_ever() -> None:
+    said, asked = await results(None, lambda: 0.0, 1)
+    assert said == [False]
+    assert asked == api_probe.MOST_TRIES
+
+    turns = itertools.chain([0.0, 0.0], itertools.count(1.0, 1.0))  # none during the first try
+    said, asked = await results(None, lambda: next(turns), 1)
+    assert said == [False]
+    assert asked == 2
