@@ -99,12 +99,13 @@ def test_an_upgrade_of_the_chart_touches_no_pod(experts: Resource, expected: lis
     check_tokens(experts, expected)
 
 
-def test_a_feed_forward_rank_that_is_killed_is_named_and_the_group_serves_again(
-    experts: Resource, expected: list[list[int]]
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_rank_that_is_killed_is_named_and_the_group_serves_again(
+    experts: Resource, expected: list[list[int]], rank: int
 ) -> None:
     (pod,) = experts.pods()
     name, epoch = pod["metadata"]["name"], experts.status["groups"][0]["epoch"]
-    pid = experts.rank_pid(name, 1)
+    pid = experts.rank_pid(name, rank)
     experts.execute(name, f"import os; os.kill({pid}, 9)")
     killed = time.monotonic()
 
@@ -115,7 +116,7 @@ def test_a_feed_forward_rank_that_is_killed_is_named_and_the_group_serves_again(
     processes.wait_until("the failure in the status", lambda: bool(failures()), timeout_s=SAID_WITHIN_S + 1)
     print(f"said after {time.monotonic() - killed:.2f} s: {json.dumps(failures())}")
     (failure,) = failures()
-    assert (failure["reason"], failure["rank"]) == (FailureReason.RANK_EXITED, 1)
+    assert (failure["reason"], failure["rank"]) == (FailureReason.RANK_EXITED, rank)
     processes.wait_until("the next epoch", lambda: experts.status["groups"][0]["epoch"] > epoch, timeout_s=60)
     experts.wait_ready(START_S)
     check_tokens(experts, expected)

@@ -182,7 +182,10 @@ def _of_groups(
     def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(name, text, labels=(*names.GROUP_LABELS, *labels))
 
-    ready = gauge(names.GROUP_READY, "1 while the group serves.")
+    ready = gauge(
+        names.GROUP_READY,
+        "1 while all ranks of the group are ready; clients reach it while Available is True.",
+    )
     phase = gauge(names.GROUP_PHASE, "The phase that the group is in; always 1.", "phase")
     epoch = gauge(names.GROUP_EPOCH, "Incarnation of the group; grows with each start.")
     ranks = gauge(names.GROUP_RANKS, "Ranks that the group's plan has.")
