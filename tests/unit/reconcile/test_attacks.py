@@ -9,6 +9,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_operator.api import parse_status
+from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 CLAIM = "PersistentVolumeClaim"
@@ -482,6 +483,43 @@ def test_a_pod_that_waits_for_a_former_key_of_the_operator_waits_no_longer(now: 
     assert world.workers() == pods
     world.all_ready()
     world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+def test_no_pod_is_made_with_another_image_than_its_peers() -> None:
+    """The chart was upgraded while a pod was to be made again: the epoch ends, uncounted."""
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    world.settle()
+    first = world.workers()
+    world.pods[first[1]] = replace(world.pods[first[1]], phase="Failed", reason="OutOfcpu", node="node")
+    world.settle()
+    world.options = replace(world.options, images=WorkerImages(cpu="worker-cpu:2", gpu="worker:2"))
+    for _ in range(3):
+        world.advance_time(60)
+        world.settle()
+        world.reap()
+    assert {world.pods[name].image for name in world.workers()} == {"worker-cpu:2"}
+    (failure,) = world.status["groups"][0]["failures"]
+    assert (failure["reason"], failure["counted"]) == ("ImageChanged", False)
+    assert "worker-cpu:2" in failure["message"]
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["of this version", "of an older version"])
+def test_an_upgrade_of_the_chart_touches_nothing_that_runs(says: bool) -> None:
+    world = World(spec=cpu_pair())
+    world.serve()
+    pods = world.workers()
+    if not says:
+        world.pods |= {name: replace(world.pods[name], image="") for name in pods}
+    world.options = replace(world.options, images=WorkerImages(cpu="worker-cpu:2", gpu="worker:2"))
+    for _ in range(3):
+        world.advance_time(60)
+        world.settle()
+    assert world.workers() == pods
     assert world.condition("Ready") == ("True", "Serving")
 
 

@@ -48,6 +48,10 @@ class WorkerImages:
         """Returns the image for a device."""
         return self.gpu if device is Device.GPU else self.cpu
 
+    def of_pod(self, spec: HeteroInferenceSpec, device: Device) -> str:
+        """Returns the image for a device: the one that the spec names, if it does."""
+        return spec.engine.image or self.of(device)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPods:
@@ -94,11 +98,12 @@ class WorkerPods:
         annotations = {
             **metadata.get("annotations", {}),
             **gang_annotations(self.group, self.node_assignment.gang, len(self.plan.pods)),
+            names.ANNOTATION_IMAGE: self.images.of_pod(self.spec, pod.device),
         }
         return {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {**metadata, "annotations": annotations} if annotations else metadata,
+            "metadata": {**metadata, "annotations": annotations},
             "spec": {
                 **build_pod_spec(self.spec, role.template),
                 **assigned_fields(self.spec, self.group, role, pod, self.node_assignment),
@@ -114,7 +119,7 @@ class WorkerPods:
     def _container(self, pod: PodAssignment, role: RoleSpec) -> dict[str, Any]:
         address = self.addresses[pod.index]
         return {
-            **build_container(self.spec.engine.image or self.images.of(pod.device), self.source),
+            **build_container(self.images.of_pod(self.spec, pod.device), self.source),
             "args": ["run"],
             "env": self._env(pod.index, role),
             "ports": _ports(pod, address),

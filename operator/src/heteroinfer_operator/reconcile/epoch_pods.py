@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from heteroinfer_contract import names
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import CreateObject, Gang, PodView, RecordEvent
@@ -123,6 +124,35 @@ def find_lost_key(
         "made with that"
     )
     return EpochEnd(reason="KeyLost", message=message, counted=False)
+
+
+def find_changed_image(
+    context: Context, revision: Revision, plan: Plan, pods: Sequence[PodView]
+) -> EpochEnd | None:
+    """Returns the end of an epoch that lacks a pod, which would get another image than its others have.
+
+    The operator has another default now, after an upgrade of the chart. Pods of an older version don't say
+    what they were made with.
+
+    Args:
+        context: of this reconcile.
+        revision: that the epoch is of.
+        plan: of the epoch.
+        pods: of the epoch.
+    """
+    devices = {str(pod.index): pod.device for pod in plan.pods}
+    for pod in pods:
+        device = devices.get(pod.labels[names.LABEL_POD_INDEX])
+        if not pod.image or device is None:
+            continue
+        image = context.options.images.of_pod(revision.spec, device)
+        if pod.image != image:
+            message = (
+                f"a pod is to be made with image {image}, and pod {pod.name} was made with {pod.image}: "
+                "a new epoch is made with one"
+            )
+            return EpochEnd(reason="ImageChanged", message=message, counted=False)
+    return None
 
 
 def _group_ref(context: Context, status: GroupStatus) -> EpochRef:

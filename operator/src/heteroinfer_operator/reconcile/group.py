@@ -38,6 +38,7 @@ from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end, h
 from heteroinfer_operator.reconcile.epoch_pods import (
     decide_creates,
     decide_key,
+    find_changed_image,
     find_lost_key,
     gang_object,
     start_events,
@@ -252,9 +253,18 @@ def _find_epoch_end(
     gone = [pod for pod in _had_run(status) if pod not in present]
     if gone:
         return EpochEnd(reason="PodDeleted", message=f"pod {gone[0]} is gone")
-    return _find_lost_plan(status, current, made) or find_lost_key(
-        context, status, current, lacks_pods=bool(current and made.missing(current))
+    lacks_pods = bool(current and made.missing(current))
+    return (
+        _find_lost_plan(status, current, made)
+        or find_lost_key(context, status, current, lacks_pods=lacks_pods)
+        or (_find_changed_image(context, current, made) if lacks_pods else None)
     )
+
+
+def _find_changed_image(context: Context, current: Sequence[PodView], made: _Made) -> EpochEnd | None:
+    if made.plan is None or made.revision is None:
+        return None
+    return find_changed_image(context, made.revision, made.plan, current)
 
 
 def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: _Made) -> EpochEnd | None:
