@@ -15,7 +15,7 @@ from heteroinfer_operator.manifests.identity import GroupRef
 
 def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef) -> dict[str, Any]:
     """Returns the policy that keeps strangers from the group's own ports."""
-    most_ranks = max(role.ranks_per_pod for role in spec.roles)
+    most_ranks = max(role.pod_ranks for role in spec.roles)
     open_ports = [
         {"protocol": "TCP", "port": spec.engine.port},
         {"protocol": "TCP", "port": names.DEFAULT_HEALTH_PORT},
