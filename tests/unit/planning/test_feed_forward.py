@@ -60,6 +60,13 @@ def test_as_few_layers_as_the_gpu_asks_for_go_to_cpus() -> None:
         plan(feed_forward(own={"layers": count - 1}), mixture())
 
 
+def test_a_gpu_whose_memory_is_unknown_is_said() -> None:
+    note = "the GPU's memory is unknown; set deviceMemory to have layers planned by it"
+    assert note in plan(feed_forward(device_memory=None), mixture()).notes
+    assert note not in plan(feed_forward(device_memory=None, own={"layers": 3}), mixture()).notes
+    assert note not in plan(feed_forward(), mixture()).notes
+
+
 def test_experts_go_before_mlps_and_the_last_layers_first() -> None:
     planned = plan(feed_forward(own={"layers": 3}, device_memory="80Gi"), mixture(dense_layers=2))
     share = planned.plan.ranks[1].feed_forward

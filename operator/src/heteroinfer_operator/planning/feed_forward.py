@@ -273,7 +273,11 @@ def feed_forward_notes(
     whole = Remote(spec=remote.spec, layers=(), profile=remote.profile, kept=profile)
     seat = topology.stages[0][0]
     known = stage_budgets(topology.stages, Sizes.of(profile, engine, 1, batches=1), inventory)[0].budget
-    if seat.placed.device is not Device.GPU or known is None:
+    if seat.placed.device is not Device.GPU:
+        return tuple(notes), ""
+    if known is None:
+        if remote.spec.layers is None:
+            notes.append("the GPU's memory is unknown; set deviceMemory to have layers planned by it")
         return tuple(notes), ""
     if _missing_bytes(topology, whole, engine, inventory) > 0:
         return tuple(notes), ""
