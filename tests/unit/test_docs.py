@@ -1,0 +1,211 @@
+"""What the documents name is there: links, targets of make, options, fields, values, metrics, variables.
+
+Files, modules and tests that they name are in test_names.py, reasons in test_reasons.py, alerts, and metrics
+that must be explained, in watching/test_boards.py.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_contract import metric_names
+from heteroinfer_operator.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/cluster/README.md"])
+TODAY = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "decisions"]
+"""Those that say what is, not what was."""
+OF_KUBERNETES = {"fsGroup", "minReplicas", "workloadRef"}
+"""Fields that stand in the documents and in no resource or value of ours."""
+PACKAGES = {"heteroinfer_operator", "heteroinfer_contract"}
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_MENTIONED_ANCHOR = re.compile(r"\bdocs/([\w.-]+\.md)#([\w-]+)")
+_CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.M | re.S)
+_OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]*)")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Returns what GitHub names the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)", text, re.M))
+    return frozenset(
+        re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings
+    )
+
+
+def code(page: Path) -> Iterator[str]:
+    """Yields each line of code of a page, in fences and in sentences, without its comment."""
+    for fence, span in _CODE.findall(page.read_text()):
+        for line in (fence or span).splitlines():
+            yield line.partition(" #")[0]
+
+
+def all_code() -> Iterator[tuple[str, str]]:
+    for page in TODAY:
+        for line in code(page):
+            yield name_of(page), line
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = [(page, link) for page in PAGES for link in _LINK.findall(page.read_text()) if "://" not in link]
+    assert len(links) > 100
+    wrong = []
+    for page, link in links:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(f"{name_of(page)}: {link}")
+    assert wrong == []
+
+
+def test_every_anchor_that_a_file_mentions_is_there() -> None:
+    folders = ("charts", "examples", "operator", "worker_image", "crds")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
+    found = [
+        (file, page, anchor)
+        for file in files
+        if file.suffix in {".py", ".yaml", ".tpl", ".txt"}
+        for page, anchor in _MENTIONED_ANCHOR.findall(file.read_text())
+    ]
+    assert found
+    assert not [(name_of(f), p, a) for f, p, a in found if a not in anchors(ROOT / "docs" / p)]
+
+
+def test_every_target_of_make_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {word for line in re.findall(r"^([a-z][\w -]*):(?!=)", makefile, re.M) for word in line.split()}
+    assert {"test", "cluster-down"} <= targets
+    named = [
+        (page, target)
+        for page, line in all_code()
+        for words in re.findall(r"(?:^|\bsudo |\b[A-Z_]+=\S+ )make ([^;&|]*)", line)
+        for target in re.sub(r"[A-Z_]+=(?:\"[^\"]*\"|'[^']*'|\S+)", "", words).split()
+    ]
+    assert len(named) > 40
+    assert not [(page, target) for page, target in named if target not in targets]
+
+
+def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    return set(_OPTION.findall(capsys.readouterr().out))
+
+
+def test_every_option_of_the_command_line_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [
+        (page, command, set(_OPTION.findall(rest)))
+        for page, line in all_code()
+        for command, rest in re.findall(r"(?:^|[ /(])heteroinfer ([a-z]+)(?![\w/])([^|;&]*)", line)
+    ]
+    assert {command for _, command, _ in named} <= set(COMMANDS)
+    known = {command: options_of(command, capsys) for command in {command for _, command, _ in named}}
+    assert sum(len(options) for _, _, options in named) > 15
+    assert not [(page, command, odd) for page, command, options in named if (odd := options - known[command])]
+
+
+def source_of(module: str) -> str:
+    path = ROOT / module.replace(".", "/")
+    files = path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    return "".join(file.read_text() for file in files)
+
+
+def test_every_option_of_a_module_of_tests_is_there() -> None:
+    named = [
+        (page, module, option)
+        for page, line in all_code()
+        for module, rest in re.findall(r"python3? -m (tests(?:\.\w+)+)([^|;&]*)", line)
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)
+    ]
+    assert len(named) > 20
+    assert not [each for each in named if f'"{each[2]}"' not in source_of(each[1])]
+
+
+def fields(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the path of each field of a schema; entries of lists have that of the list."""
+    for name, own in schema.get("properties", {}).items():
+        yield (*path, name)
+        yield from fields(own, (*path, name))
+    if isinstance(schema.get("items"), Mapping):
+        yield from fields(schema["items"], path)
+
+
+def values(own: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if isinstance(own, Mapping):
+        for name, inner in own.items():
+            yield (*path, name)
+            yield from values(inner, (*path, name))
+
+
+@cache
+def known_paths() -> frozenset[tuple[str, ...]]:
+    """Returns the fields of the resource and the chart's values, by each end of their paths."""
+    crd = yaml.safe_load((ROOT / "crds/heteroinference.yaml").read_text())
+    chart = yaml.safe_load((ROOT / "charts/heteroinfer/values.yaml").read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return frozenset(path[i:] for path in (*fields(schema), *values(chart)) for i in range(len(path)))
+
+
+def test_every_field_and_value_is_there() -> None:
+    known = {path[0] for path in known_paths()}
+    paths, words = [], []
+    for page in TODAY:
+        for _, span in _CODE.findall(page.read_text()):
+            for dotted in re.findall(
+                r"(?<![\w./-])[a-z]\w*(?:\[\])?(?:\.[a-z]\w*(?:\[\])?)+(?![\w/(.-])", span
+            ):
+                path = tuple(dotted.replace("[]", "").split("."))
+                if path[0] in known and path[:2] != ("prometheusRule", "alerts"):
+                    paths.append((name_of(page), path))
+            words += [(name_of(page), word) for word in re.findall(r"(?<![\w-])[a-z]+[A-Z]\w*", span)]
+    assert len(paths) > 100
+    assert len(words) > 100
+    files = {"json", "yaml", "py", "md", "txt"}
+    assert not [
+        (page, ".".join(path)) for page, path in paths if path not in known_paths() and path[-1] not in files
+    ]
+    assert not [(page, word) for page, word in words if word not in known | OF_KUBERNETES]
+
+
+def test_every_metric_is_exported() -> None:
+    exported = {v for k, v in vars(metric_names).items() if k.isupper() and isinstance(v, str)}
+    adapter = yaml.safe_load((ROOT / "examples/autoscaling/prometheus-adapter.yaml").read_text())
+    exported |= {rule["name"]["as"] for rule in adapter["rules"]["custom"]} | PACKAGES
+    files = [
+        *TODAY,
+        *(ROOT / "charts/heteroinfer").rglob("*.json"),
+        *(ROOT / "charts/heteroinfer/rules").iterdir(),
+        *(ROOT / "examples/autoscaling").iterdir(),
+    ]
+    named = {
+        (name_of(file), re.sub(r"_(bucket|sum|count)$", "", word))
+        for file in files
+        for word in re.findall(r"(?<![\w:])heteroinfer_[a-z_]+", file.read_text())
+    }
+    assert len(named) > 80
+    assert not {(file, word) for file, word in named if word not in exported}
+
+
+def test_every_variable_is_read() -> None:
+    named = {
+        (name_of(page), name)
+        for page in TODAY
+        for name in re.findall(r"\bHETEROINFER_[A-Z_]+", page.read_text())
+    }
+    sources = [
+        path for folder in ("operator", "worker_image", "tests") for path in (ROOT / folder).rglob("*.py")
+    ]
+    text = "".join(path.read_text() for path in sources if path != Path(__file__))
+    read = set(re.findall(r"HETEROINFER_[A-Z_]+", text))
+    read |= {f"HETEROINFER_{name}" for name in re.findall(r'read\.\w+\("([A-Z_]+)"', text)}
+    assert len(named) > 8
+    assert not {(page, name) for page, name in named if name not in read}
