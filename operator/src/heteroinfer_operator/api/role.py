@@ -14,7 +14,7 @@ from heteroinfer_operator.quantity import parse_quantity
 
 MAX_PODS_PER_ROLE: Final = 64
 MAX_RANKS_PER_POD: Final = 16
-"""Ranks of a group."""
+"""Feed-forward ranks among them."""
 DEFAULT_GPU_RESOURCE: Final = "nvidia.com/gpu"
 
 
