@@ -1,5 +1,6 @@
 """Each example plans as it stands, for a published model of the size that it is written for."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from heteroinfer_operator.cli import main
 from tests.shapes.corpus import shape, write_shape
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
 MODELS = {
     "cpu-pair": "Qwen3-0.6B",
     "gpu-and-cpu": "Llama-3.1-8B-Instruct",
@@ -33,3 +35,16 @@ def test_an_example_plans(
     assert err == ""
     assert "not needed" not in out, "an example of what has no use"
     assert example == "quickstart" or "memory is unknown" not in out
+
+
+def test_the_resource_of_the_readme_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (manifest,) = re.findall(
+        r"(?ms)^```yaml\n(apiVersion: heteroinfer.*?)^```", (ROOT / "README.md").read_text()
+    )
+    file = tmp_path / "llama.yaml"
+    file.write_text(manifest)
+    directory = write_shape(shape("Llama-3.1-8B-Instruct"), tmp_path / "model")
+    assert main(["plan", "-f", str(file), "--model-dir", str(directory), "--calibration", "none"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "not needed" not in out
