@@ -30,7 +30,7 @@ def test_an_engine_that_answers_nothing_is_named() -> None:
     assert failure is not None
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
     assert "the engine (pod 0) has answered nothing for 10 s" in failure.message
-    assert "HETEROINFER_STEP_TIMEOUT_SECONDS" in failure.message
+    assert "(stepTimeout)" in failure.message
 
 
 def test_an_api_server_that_answers_nothing_is_named_before_its_engine() -> None:

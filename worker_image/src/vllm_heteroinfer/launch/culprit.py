@@ -156,7 +156,7 @@ def blame_stuck(stuck: Sequence[Stuck], step_timeout_s: float) -> Failure | None
         message=(
             f"rank {culprit.rank} has not finished '{culprit.busy}' in {culprit.busy_s:.0f} s{waiting}"
             f"{f'; ranks {others} wait as well' if others else ''}; expected at most {step_timeout_s:.0f} s "
-            f"({names.ENV_STEP_TIMEOUT})"
+            "(stepTimeout)"
         ),
         pod=culprit.pod,
         rank=culprit.rank,

@@ -1,6 +1,5 @@
 """Whether API server and engine answer while nothing keeps them from it. PURE: answers and times in."""
 
-from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 
 ANSWERS_WITHIN_S = 1.5
@@ -53,7 +52,7 @@ class EngineClock:
                     reason=FailureReason.ENGINE_STOPPED,
                     message=(
                         f"the {who} (pod 0) has answered nothing for {silent_s:.0f} s, and no rank was busy; "
-                        f"expected an answer within {self._limit_s:.0f} s ({names.ENV_STEP_TIMEOUT})"
+                        f"expected an answer within {self._limit_s:.0f} s (stepTimeout)"
                     ),
                     pod=0,
                 )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from heteroinfer_contract import codec, names
+from heteroinfer_contract import codec
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.group_key import EpochKey
 from heteroinfer_contract.group_report import RankStatus
@@ -236,10 +236,10 @@ class SupervisorLink:
             f"expected at most {self.limit_s():.1f} s",
         )
         if not self._is_acknowledged():
-            return f"{silent}, and its machine acknowledges nothing, {limit} ({names.ENV_HEARTBEAT_TIMEOUT})"
+            return f"{silent}, and its machine acknowledges nothing, {limit} (network.heartbeatTimeout)"
         return (
             f"{silent} though its machine acknowledges, {limit}, more the busier machines are "
-            f"({names.ENV_HEARTBEAT_TIMEOUT}: {self._timeout_s:g} s)"
+            f"(network.heartbeatTimeout: {self._timeout_s:g} s)"
         )
 
     async def flush(self) -> None:
