@@ -4,17 +4,17 @@ Files, modules and tests that they name are in test_names.py, reasons in test_re
 that must be explained, in watching/test_boards.py.
 """
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from heteroinfer_contract import metric_names
-from heteroinfer_operator.cli import COMMANDS, main
+from heteroinfer_operator.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/cluster/README.md"])
@@ -26,6 +26,8 @@ PACKAGES = {"heteroinfer_operator", "heteroinfer_contract"}
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MENTIONED_ANCHOR = re.compile(r"\bdocs/([\w.-]+\.md)#([\w-]+)")
 _CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.M | re.S)
+_PATH = re.compile(r"(?<![\w./-])[a-z]\w*(?:\[\])?(?:\.[a-z]\w*(?:\[\])?)+(?![\w/(.-])")
+_FILES = {"json", "yaml", "py", "md", "txt", "safetensors"}
 _OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]*)")
 
 
@@ -95,20 +97,18 @@ def test_every_target_of_make_is_there() -> None:
     assert not [(page, target) for page, target in named if target not in targets]
 
 
-def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    return set(_OPTION.findall(capsys.readouterr().out))
-
-
-def test_every_option_of_the_command_line_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_of_the_command_line_is_there() -> None:
     named = [
         (page, command, set(_OPTION.findall(rest)))
         for page, line in all_code()
         for command, rest in re.findall(r"(?:^|[ /(])heteroinfer ([a-z]+)(?![\w/])([^|;&]*)", line)
     ]
     assert {command for _, command, _ in named} <= set(COMMANDS)
-    known = {command: options_of(command, capsys) for command in {command for _, command, _ in named}}
+    commands = ROOT / "operator/src/heteroinfer_operator/commands"
+    known = {
+        name: set(re.findall(r'"(--?[\w-]+)"', (commands / f"{name}_command.py").read_text()))
+        for name in COMMANDS
+    }
     assert sum(len(options) for _, _, options in named) > 15
     assert not [(page, command, odd) for page, command, options in named if (odd := options - known[command])]
 
@@ -152,28 +152,54 @@ def known_paths() -> frozenset[tuple[str, ...]]:
     crd = yaml.safe_load((ROOT / "crds/heteroinference.yaml").read_text())
     chart = yaml.safe_load((ROOT / "charts/heteroinfer/values.yaml").read_text())
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    return frozenset(path[i:] for path in (*fields(schema), *values(chart)) for i in range(len(path)))
+    paths = (*fields(schema), *values(chart), ("resources", "limits", "cpu"))
+    return frozenset(path[i:] for path in paths for i in range(len(path)))
+
+
+def wrong_paths(text: str) -> tuple[list[str], int]:
+    """Returns what reads like a field or a value and is none, and how many there are in all."""
+    known = {path[0] for path in known_paths()} - {"metadata"}
+    found = []
+    for dotted in _PATH.findall(text):
+        path = tuple(dotted.replace("[]", "").split("."))
+        if path[0] in known and path[-1] not in _FILES and path[:2] != ("prometheusRule", "alerts"):
+            found.append(path)
+    return [".".join(path) for path in found if path not in known_paths()], len(found)
 
 
 def test_every_field_and_value_is_there() -> None:
     known = {path[0] for path in known_paths()}
-    paths, words = [], []
+    wrong, count, words = [], 0, []
     for page in TODAY:
         for _, span in _CODE.findall(page.read_text()):
-            for dotted in re.findall(
-                r"(?<![\w./-])[a-z]\w*(?:\[\])?(?:\.[a-z]\w*(?:\[\])?)+(?![\w/(.-])", span
-            ):
-                path = tuple(dotted.replace("[]", "").split("."))
-                if path[0] in known and path[:2] != ("prometheusRule", "alerts"):
-                    paths.append((name_of(page), path))
+            odd, more = wrong_paths(span)
+            wrong += [(name_of(page), path) for path in odd]
+            count += more
             words += [(name_of(page), word) for word in re.findall(r"(?<![\w-])[a-z]+[A-Z]\w*", span)]
-    assert len(paths) > 100
+    assert count > 100
     assert len(words) > 100
-    files = {"json", "yaml", "py", "md", "txt"}
-    assert not [
-        (page, ".".join(path)) for page, path in paths if path not in known_paths() and path[-1] not in files
-    ]
+    assert wrong == []
     assert not [(page, word) for page, word in words if word not in known | OF_KUBERNETES]
+
+
+def sentences(module: ast.Module) -> Iterator[str]:
+    """Yields the texts of a module that are more than a word, without its docstrings."""
+    texts = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and id(node) not in texts and " " in str(node.value):
+            yield str(node.value)
+
+
+def test_every_field_that_a_message_names_is_there() -> None:
+    wrong, count = [], 0
+    for source in (ROOT / "operator/src", ROOT / "worker_image/src/heteroinfer_contract"):
+        for file in source.rglob("*.py"):
+            for text in sentences(ast.parse(file.read_text())):
+                odd, more = wrong_paths(text)
+                wrong += [(name_of(file), path) for path in odd]
+                count += more
+    assert count > 80
+    assert wrong == []
 
 
 def test_every_metric_is_exported() -> None:

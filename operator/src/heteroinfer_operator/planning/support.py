@@ -30,7 +30,7 @@ from heteroinfer_operator.planning.topology import Topology
 
 REASON: Final = "UnsupportedModel"
 _AMX_NODES: Final = (
-    "put CPU roles on nodes that have it (template.spec.nodeSelector: "
+    "put CPU roles on nodes that have it (roles[].template.nodeSelector: "
     "feature.node.kubernetes.io/cpu-cpuid.AMXTILE: 'true')"
 )
 _SOFTMAX: Final = frozenset({Routing.SOFTMAX, Routing.TOP_K_SOFTMAX, Routing.SOFTMAX_NORMALIZED})
