@@ -159,7 +159,7 @@ def known_paths() -> frozenset[tuple[str, ...]]:
 def wrong_paths(text: str) -> tuple[list[str], int]:
     """Returns what reads like a field or a value and is none, and how many there are in all."""
     known = {path[0] for path in known_paths()} - {"metadata"}
-    found = []
+    found: list[tuple[str, ...]] = []
     for dotted in _PATH.findall(text):
         path = tuple(dotted.replace("[]", "").split("."))
         if path[0] in known and path[-1] not in _FILES and path[:2] != ("prometheusRule", "alerts"):
@@ -169,7 +169,9 @@ def wrong_paths(text: str) -> tuple[list[str], int]:
 
 def test_every_field_and_value_is_there() -> None:
     known = {path[0] for path in known_paths()}
-    wrong, count, words = [], 0, []
+    wrong: list[tuple[str, str]] = []
+    words: list[tuple[str, str]] = []
+    count = 0
     for page in TODAY:
         for _, span in _CODE.findall(page.read_text()):
             odd, more = wrong_paths(span)
@@ -191,7 +193,8 @@ def sentences(module: ast.Module) -> Iterator[str]:
 
 
 def test_every_field_that_a_message_names_is_there() -> None:
-    wrong, count = [], 0
+    wrong: list[tuple[str, str]] = []
+    count = 0
     for source in (ROOT / "operator/src", ROOT / "worker_image/src/heteroinfer_contract"):
         for file in source.rglob("*.py"):
             for text in sentences(ast.parse(file.read_text())):
