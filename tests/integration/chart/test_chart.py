@@ -22,6 +22,7 @@ from tests.cluster.running_cluster import Cluster, start_control_plane_only
 
 CHART = REPOSITORY / "charts" / "heteroinfer"
 CRD = f"{names.PLURAL}.{names.API_GROUP}"
+VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
     assert "data" not in config_map
     jobs = of_kind(objects, "Job")
     images = [job["spec"]["template"]["spec"]["initContainers"][0]["image"] for job in jobs]
-    assert images == ["heteroinfer/worker-cpu:0.1.0", "heteroinfer/worker:0.1.0"]
+    assert images == [f"heteroinfer/worker-cpu:{VERSION}", f"heteroinfer/worker:{VERSION}"]
     other = of_kind(render(plane, *KINDS, "workerImages.cpu=cpu:2"), "Job")
     changed = [a["metadata"]["name"] != b["metadata"]["name"] for a, b in zip(jobs, other, strict=True)]
     assert changed == [True, False]
@@ -187,7 +188,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
     assert InstallationSettings.from_env(env) == InstallationSettings(
         watch_namespaces=("a", "b"),
         worker_image_cpu="cpu:1",
-        worker_image_gpu="heteroinfer/worker:0.1.0",
+        worker_image_gpu=f"heteroinfer/worker:{VERSION}",
         allow_host_paths=True,
         allow_remote_code=True,
         allowed_arguments=("--api-key", "--runner"),
