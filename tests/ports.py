@@ -1,30 +1,79 @@
 """Ports for programs that take one by number."""
 
 import contextlib
+import fcntl
+import os
 import random
 import socket
+import tempfile
 import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
 
 FIRST_PORT, END_PORT = 10000, 20000
 """Below what the kernel gives to others unasked (ip_local_port_range) and what `heteroinfer up` takes."""
+BLOCK_PORTS = 50
+HELD_BLOCKS = 2
+"""The latest: a program listens seconds after it got its ports; until then nobody else may get them."""
 
-_next_port = random.SystemRandom().randrange(FIRST_PORT, END_PORT)
+
+class _Ports:
+    """Blocks of ports that this process alone gives away: who has the lock of its file has a block."""
+
+    def __init__(self) -> None:
+        self._held: deque[int] = deque()
+        self._left: Iterator[int] = iter(())
+
+    def next(self) -> int:
+        """Returns a port that no other process has been given for long."""
+        port = next(self._left, None)
+        if port is None:
+            self._left = self._claim()
+            port = next(self._left)
+        return port
+
+    def _claim(self) -> Iterator[int]:
+        folder = Path(tempfile.gettempdir()) / f"heteroinfer-ports-{os.getuid()}"
+        folder.mkdir(exist_ok=True)
+        first_ports = list(range(FIRST_PORT, END_PORT, BLOCK_PORTS))
+        random.SystemRandom().shuffle(first_ports)
+        for first_port in first_ports:
+            lock = os.open(folder / str(first_port), os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                continue
+            self._held.append(lock)
+            if len(self._held) > HELD_BLOCKS:
+                os.close(self._held.popleft())
+            return iter(range(first_port, first_port + BLOCK_PORTS))
+        raise RuntimeError(f"every block of ports is held by a process; see {folder}")
+
+
+_ports = _Ports()
 _lock = threading.Lock()
 
 
-def free_ports(count: int) -> list[int]:
-    """Returns ports of loopback that are free, and that this process has not been given for long.
+def _start_anew() -> None:
+    """A forked process has blocks of its own."""
+    global _ports, _lock
+    _ports, _lock = _Ports(), threading.Lock()
 
-    A program listens seconds after it got its ports: meanwhile nobody else may get them.
-    """
-    global _next_port  # noqa: PLW0603 - one counter for this process
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of loopback that are free, and that nobody else got from here lately."""
     found: list[int] = []
     with _lock:
         while len(found) < count:
-            _next_port = _next_port + 1 if _next_port + 1 < END_PORT else FIRST_PORT
+            port = _ports.next()
             with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", _next_port))
-                found.append(_next_port)
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
     return found
 
 
@@ -34,7 +83,7 @@ def free_port() -> int:
 
 
 def contiguous_ports(count: int) -> int:
-    """Returns the first of `count` such ports that are neighbours."""
+    """Returns the first of `count` such ports that are neighbours; at most BLOCK_PORTS."""
     while True:
         ports = free_ports(count)
         if ports[-1] == ports[0] + count - 1:
