@@ -70,9 +70,8 @@ def uids(resource: Resource) -> list[str]:
 def test_tokens_are_the_references(experts: Resource, expected: list[list[int]]) -> None:
     check_tokens(experts, expected)
     assert len(experts.pods()) == 1
-    plan = experts.status["plans"][0]
-    assert plan["mode"] == "FeedForward"
-    assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
+    ranks = experts.status["plans"][0]["ranks"]
+    assert [(rank["rank"], rank["device"]) for rank in ranks] == [(0, "CPU"), (1, "CPU")]
 
 
 def test_the_feed_forward_rank_has_computed(experts: Resource) -> None:
