@@ -5,8 +5,8 @@
     python -m tests.shapes.oracle --output FILE --at-once 12              # in FILE, by so many processes
 
 Each shape is built in two stages by vLLM's own model classes, without weights and without a device, so what
-is recorded is true for vLLM's CPU platform. A CUDA build of vLLM answers for its own on a GPU machine:
-recorded/cuda.json, of an H200 without DeepGEMM, FlashMLA and flashinfer.
+is recorded is true for vLLM's CPU platform on CPUs with AMX. A CUDA build of vLLM answers for its own on a
+GPU machine: recorded/cuda.json, of an H200 without DeepGEMM, FlashMLA and flashinfer.
 
 Imports torch and vLLM inside functions only.
 """
@@ -238,15 +238,18 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm.platforms import current_platform
 
+    from tests.shapes.kernels import cpu_with
+
     path = RECORDED / f"{current_platform.device_type}.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
-    for name, answer in ask_all(arguments.names):
-        sys.stdout.write(json.dumps({name: answer}) + "\n")
-        sys.stdout.flush()
-        kept[name] = answer
-        if arguments.record:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(render(kept))
+    with cpu_with(amx=True):
+        for name, answer in ask_all(arguments.names):
+            sys.stdout.write(json.dumps({name: answer}) + "\n")
+            sys.stdout.flush()
+            kept[name] = answer
+            if arguments.record:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(render(kept))
     return 0
 
 

@@ -71,9 +71,13 @@ def test_setting_is_checked() -> None:
 
 
 def test_vllm_still_needs_it() -> None:
-    """Fails once vLLM no longer empties linear weights and keeps a head beside its packed form."""
+    """Fails once vLLM no longer empties linear weights and keeps a head beside its packed form.
+
+    Without AVX-512, oneDNN has no kernel for bf16, and weights stay as they are, for torch.
+    """
     answer = ask_forked(PROBE, "onednn_alone")
-    assert answer == {"linear": [0], "head": [128, 64]}, f"is the patch {CPU_LINEAR.id} still needed?"
+    linear = [0] if of_this_cpu() else [96, 64]
+    assert answer == {"linear": linear, "head": [128, 64]}, f"is the patch {CPU_LINEAR.id} still needed?"
 
 
 def test_registry_is_of_the_pinned_version() -> None:

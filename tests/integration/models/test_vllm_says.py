@@ -27,7 +27,7 @@ from tests.shapes.comparison import recorded
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 SHAPES = ("gemma-3-27b-it", "DeepSeek-V2-Lite-Chat", "Nemotron-H-8B-Base-8K")
-"""Windows, latents, states. Of latents, a CPU with AMX is asked; others have blocks of 16 tokens."""
+"""Windows, latents, states."""
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
