@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from heteroinfer_contract.parent_death import adopt_orphans
-from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.integration.launch.groups import addresses, pipeline_plan
 from vllm_heteroinfer.launch.child_process import child_pids
 from vllm_heteroinfer.launch.pod_processes import Commands
@@ -20,8 +20,8 @@ from vllm_heteroinfer.launch.supervisor import Supervisor, SupervisorSettings
 LIFE_TIMEOUT_S = 10.0
 
 
-async def one_life(directory: Path, *, failing: bool) -> int:
-    launch = PodLaunch(group="default/churn/0", group_uid="uid", epoch=1, pod_index=0, addresses=addresses(1))
+async def one_life(directory: Path, at: tuple[PodAddress, ...], *, failing: bool) -> int:
+    launch = PodLaunch(group="default/churn/0", group_uid="uid", epoch=1, pod_index=0, addresses=at)
     settings = SupervisorSettings(
         base_env=os.environ,
         commands=Commands(
@@ -48,9 +48,10 @@ def held() -> dict[str, int]:
 
 def main(lives: int, directory: Path) -> None:
     adopt_orphans()
-    codes = [asyncio.run(one_life(directory, failing=False))]
+    at = addresses(1)  # the same for all lives, as those of a restarted container
+    codes = [asyncio.run(one_life(directory, at, failing=False))]
     before = held()
-    codes += [asyncio.run(one_life(directory, failing=life % 4 == 0)) for life in range(lives)]
+    codes += [asyncio.run(one_life(directory, at, failing=life % 4 == 0)) for life in range(lives)]
     print(json.dumps({"codes": sorted(set(codes)), "before": before, "after": held()}))
 
 
