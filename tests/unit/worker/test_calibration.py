@@ -156,16 +156,25 @@ def test_no_measurement_begins_when_the_time_is_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "measured", "skipped"),
+    ("script", "limit_s", "measured", "skipped"),
     [
-        ("", ["a", "b", "c"], []),
-        ("if what == 'b': os.abort()", ["a", "c"], [("b", "ended with -6: ")]),
-        ("if what == 'b': time.sleep(60)", ["a"], [("b", "not done in 2 s")]),
-        ("os.abort()", [], [("a", "ended with -6: "), ("b", "ended with -6: "), ("c", "ended with -6: ")]),
+        ("", 60, ["a", "b", "c"], []),
+        ("if what == 'b': os.abort()", 60, ["a", "c"], [("b", "ended with -6: ")]),
+        ("if what == 'b': time.sleep(60)", 5, ["a"], [("b", "not done in 5 s")]),
+        (
+            "os.abort()",
+            60,
+            [],
+            [("a", "ended with -6: "), ("b", "ended with -6: "), ("c", "ended with -6: ")],
+        ),
     ],
 )
 def test_a_kernel_that_ends_its_process_costs_itself_only(
-    script: str, measured: list[str], skipped: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    script: str,
+    limit_s: float,
+    measured: list[str],
+    skipped: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code = f"""
 import json, os, sys, time
@@ -178,7 +187,7 @@ for what in "abc":
 """
     monkeypatch.setattr(subprocess, "Popen", functools.partial(_popen_code, subprocess.Popen, code))
     several = Measurement(what="kernels", commands=(("kernels", "2"),), of_several=True)
-    found = measure([several], 2.0)
+    found = measure([several], limit_s)
     assert [chr(hop["message_bytes"]) for hop in found.lists["hops"]] == measured
     assert [(each["what"], each["why"]) for each in found.lists["skipped"]] == skipped
 
