@@ -2,16 +2,23 @@
 
     .venv-worker/bin/python -m tests.shapes.classes
 
-Each architecture that generates text has `pipeline`, whether vLLM can have it in stages, and `module`, where
-its class is; one whose class cannot be imported here has `error`. `both_ways` are model types.
+Each architecture that generates text has `pipeline`, whether vLLM can have it in stages, `all_layers`,
+whether it calls those of other stages too, `module`, where its class is, and `states`, where those of vLLM's
+layers with states are that this module has; one whose class cannot be imported here has `error`. `both_ways`
+are model types.
 """
 
 import importlib
+import inspect
 import json
 import os
+import re
 import sys
 from typing import Any
 
+STATES = "vllm.model_executor.layers.mamba."
+"""Where vLLM has its layers with states."""
+_ALL_LAYERS = re.compile(r" in (enumerate\()?self\.layers\)?:")
 REMOTE_TYPES = ("bagel", "molmo2", "moondream3")
 """That transformers itself does not know."""
 
@@ -27,10 +34,34 @@ def ask() -> dict[str, dict[str, Any]]:
             full = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
             try:
                 model = getattr(importlib.import_module(full), name)
-                found[architecture] = {"pipeline": bool(supports_pp(model)), "module": model.__module__}
+                home = importlib.import_module(model.__module__)
+                found[architecture] = {
+                    "pipeline": bool(supports_pp(model)),
+                    "all_layers": _calls_all_layers(home),
+                    "module": model.__module__,
+                    "states": _states(home),
+                }
             except Exception as error:  # vLLM's own word on what is not here, as data
                 found[architecture] = {"error": f"{type(error).__name__}: {error}"[:300], "module": full}
     return found
+
+
+def _calls_all_layers(module: Any) -> bool:
+    """Returns whether a class of this module that leaves layers to other stages calls those too."""
+    for each in vars(module).values():
+        if isinstance(each, type) and each.__module__ == module.__name__ and "forward" in vars(each):
+            leaves_some = "make_layers(" in inspect.getsource(each)
+            if leaves_some and _ALL_LAYERS.search(inspect.getsource(vars(each)["forward"])):
+                return True
+    return False
+
+
+def _states(module: Any) -> list[str]:
+    """Returns the modules of the layers with states that a module of a model has."""
+    homes = {getattr(each, "__module__", None) for each in vars(module).values() if isinstance(each, type)}
+    return sorted(
+        home.removeprefix(STATES) for home in homes if isinstance(home, str) and home.startswith(STATES)
+    )
 
 
 def both_ways() -> list[str]:

@@ -1,15 +1,18 @@
 """What vLLM's own choosers say of its kernels on CPUs, by format, as JSON.
 
 Of experts the routing methods that they take, of linear layers which type of activations has a kernel, of
-latent attention its types, and of all what is there with AMX and without.
+latent attention its types, and of all what is there with AMX and without; and which of vLLM's libraries for
+CPUs has what the choosers don't ask for. What only runs on AMX or AVX-512 is null where this CPU has none.
 
 .venv-worker/bin/python -m tests.shapes.kernels
 """
 
 import json
+import mmap
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 _CLASSES = {
@@ -20,6 +23,10 @@ _CLASSES = {
 }
 """SchemeName -> class in vllm/model_executor/layers/fused_moe/experts/cpu_moe.py."""
 DTYPES = ("bfloat16", "float16", "float32")
+OPERATIONS = {"int4": "cpu_gemm_wna16", "scan": "selective_scan_fwd"}
+"""What linear layers of 4 bits, and states of Mamba 1, are computed by."""
+LIBRARIES = {"AVX512-BF16": "_C", "AVX-512": "_C_AVX512", "AVX2": "_C_AVX2"}
+"""The instructions that each is for (vllm/platforms/cpu.py::CpuPlatform.import_kernels@v0.32.0)."""
 _SIZE = (4096, 4096)
 _GROUP = 128
 
@@ -28,13 +35,15 @@ _GROUP = 128
 def cpu_with(*, amx: bool) -> Iterator[None]:
     """Has vLLM take this CPU for one with or without AMX; its kernels are asked, and not run."""
     import torch
+    from vllm import _custom_ops as ops
 
-    kept = torch.cpu._is_amx_tile_supported
+    kept = torch.cpu._is_amx_tile_supported, ops._supports_cpu_fp8_w8a16
     torch.cpu._is_amx_tile_supported = lambda: amx
+    ops._supports_cpu_fp8_w8a16 = amx or kept[1]  # it is in the library that CPUs with AMX load
     try:
         yield
     finally:
-        torch.cpu._is_amx_tile_supported = kept
+        torch.cpu._is_amx_tile_supported, ops._supports_cpu_fp8_w8a16 = kept
 
 
 def routing_methods() -> dict[str, list[str]]:
@@ -127,7 +136,7 @@ def _choosers() -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def head_sizes() -> dict[str, list[int]]:
+def head_sizes() -> dict[str, list[int] | None]:
     """Returns the sizes of heads that attention on CPUs takes, by the type of the KV cache."""
     import torch
     from vllm import _custom_ops as ops
@@ -156,7 +165,11 @@ def head_sizes() -> dict[str, list[int]]:
             return False
         return True
 
-    return {cache: [size for size in range(8, 1032, 8) if takes(size, cache)] for cache in ("auto", "fp8")}
+    caches = ("auto", "fp8") if torch.cpu._is_avx512_supported() else ("auto",)
+    found: dict[str, list[int] | None] = {"fp8": None}
+    for cache in caches:
+        found[cache] = [size for size in range(8, 1032, 8) if takes(size, cache)]
+    return found
 
 
 def latent_backend() -> dict[str, Any]:
@@ -226,6 +239,21 @@ def _decodes(dtype: Any) -> bool:
     return bool((expected - out[0].float()).abs().max() < 0.05)  # of NaN too it is False
 
 
+def libraries() -> dict[str, list[str]]:
+    """Returns the instructions of the libraries that have an operation, by what it is for."""
+    import vllm
+
+    folder = Path(vllm.__file__).parent
+    found: dict[str, list[str]] = {what: [] for what in OPERATIONS}
+    for instructions, name in LIBRARIES.items():
+        with (folder / f"{name}.abi3.so").open("rb") as file:
+            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            for what, operation in OPERATIONS.items():
+                if held.find(operation.encode()) >= 0:
+                    found[what].append(instructions)
+    return found
+
+
 def overflows() -> bool:
     """Returns whether attention writes elements of the model's type into a KV cache of half of it."""
     import torch
@@ -248,7 +276,10 @@ def answers() -> dict[str, Any]:
             found["experts"].append(experts_run())
             found["linear"].append(linear_kernels())
             found["latent"].append(latent_backend())
-    found["latents_decode"] = latents_decode()
+    import torch
+
+    found["latents_decode"] = latents_decode() if torch.cpu._is_amx_tile_supported() else None
+    found["libraries"] = libraries()
     with cpu_with(amx=False):
         return {**found, "head_sizes": head_sizes(), "overflows": overflows()}
 

@@ -16,6 +16,7 @@ from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.commands.plan_command import describe_plan
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
+from heteroinfer_operator.planning.architectures import BROKEN_PIPELINE
 from heteroinfer_operator.planning.inventory import AMX
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.prediction import Load, forecast
@@ -70,7 +71,8 @@ def _plan_row(profile: ModelProfile) -> tuple[str, str, str]:
             planned = ask(profile, group)
         except PlanError as refused:
             if refused.reason == "UnsupportedModel":
-                return "", "", f"GPUs only: {refused.message.split(': ', 1)[1]}"
+                who = "one stage only" if profile.architecture in BROKEN_PIPELINE else "GPUs only"
+                return "", "", f"{who}: {refused.message.split(': ', 1)[1]}"
             error = refused.message
             continue
         steps = [

@@ -8,11 +8,15 @@ import pytest
 
 from heteroinfer_contract.model import Routing, SchemeName
 from heteroinfer_operator.planning.architectures import (
+    BROKEN_PIPELINE,
+    GATED_DELTA_NETS,
     GPU_CLASSES,
+    GPU_STATES,
     IMAGES_ATTEND_BOTH_WAYS,
     NO_PIPELINE,
     OWN_CPU_BLOCKS,
 )
+from heteroinfer_operator.planning.inventory import AMX, AVX512
 from heteroinfer_operator.planning.support import (
     CPU_EXPERTS,
     CPU_FP8_HEAD_MULTIPLE,
@@ -84,7 +88,7 @@ def test_linear_layers_have_the_kernels_of_the_table(kernels: dict[str, Any]) ->
         for dtype, kernel in by_dtype.items():
             said[key, dtype] = (bool(kernel), bool(without[key][dtype]))
             takes = ours is not None and _takes(ours, int(bits), dtype)
-            of_table[key, dtype] = (takes, takes and ours is not None and not ours.needs_amx)
+            of_table[key, dtype] = (takes, takes and ours is not None and ours.needs != AMX)
     stricter = {which for which in said if which[0] == f"{SchemeName.FP8_TENSOR} 8"}
     assert {of_table.pop(which) for which in stricter} == {(False, False)}
     assert of_table == {which: runs for which, runs in said.items() if which not in stricter}
@@ -92,10 +96,18 @@ def test_linear_layers_have_the_kernels_of_the_table(kernels: dict[str, Any]) ->
     assert asked >= set(CPU_LINEAR) - {SchemeName.NONE}
 
 
+def test_what_is_in_the_libraries_for_avx_512_alone_is_in_the_table(kernels: dict[str, Any]) -> None:
+    assert kernels["libraries"] == {"int4": ["AVX512-BF16", "AVX-512"], "scan": []}
+    kernel = "CPUWNA16LinearKernel"
+    by_it = {key for key, found in kernels["linear"][1].items() if kernel in found.values()}
+    assert by_it == {f"{name} 4" for name, ours in CPU_LINEAR.items() if ours.needs == AVX512}
+
+
 def test_kv_caches_are_of_the_type_and_for_the_heads_that_the_table_says(kernels: dict[str, Any]) -> None:
     plain, fp8 = kernels["head_sizes"]["auto"], kernels["head_sizes"]["fp8"]
     assert set(plain) == CPU_HEAD_SIZES
-    assert fp8 == [size for size in plain if size % CPU_FP8_HEAD_MULTIPLE == 0]
+    if fp8 is not None:  # this CPU has AVX-512
+        assert fp8 == [size for size in plain if size % CPU_FP8_HEAD_MULTIPLE == 0]
     assert kernels["overflows"], "a cache of another type may be planned on CPUs now"
 
 
@@ -103,7 +115,9 @@ def test_latents_are_for_amx_and_of_the_type_that_the_table_says(kernels: dict[s
     with_amx, without = kernels["latent"]
     assert with_amx == {"name": "AMX_MLA", "dtypes": [CPU_LATENT_DTYPE], "fp8": False, "block_of_32": True}
     assert (without["name"], without["fp8"], without["block_of_32"]) == ("CPU_MLA", False, False)
-    assert {dtype for dtype, right in kernels["latents_decode"].items() if right} == {CPU_LATENT_DTYPE}
+    decoded = kernels["latents_decode"]
+    if decoded is not None:  # this CPU has AMX
+        assert {dtype for dtype, right in decoded.items() if right} == {CPU_LATENT_DTYPE}
 
 
 STUB = ".vl_stub"
@@ -146,6 +160,13 @@ def test_what_has_no_pipeline_is_in_the_table(classes: dict[str, dict[str, Any]]
     assert NO_PIPELINE - without <= unknown
 
 
+def test_whose_pipeline_calls_layers_of_other_stages_is_in_the_table(
+    classes: dict[str, dict[str, Any]],
+) -> None:
+    broken = {name for name, said in classes.items() if said.get("pipeline") and said["all_layers"]}
+    assert broken == BROKEN_PIPELINE
+
+
 def test_what_has_no_class_for_cpus_is_in_the_table(classes: dict[str, dict[str, Any]]) -> None:
     of_gpus = {
         name
@@ -156,6 +177,17 @@ def test_what_has_no_class_for_cpus_is_in_the_table(classes: dict[str, dict[str,
     assert of_gpus - GPU_CLASSES == set()
     assert of_gpus | broken >= GPU_CLASSES
     assert set(classes) >= OWN_CPU_BLOCKS
+
+
+def test_whose_states_are_for_gpus_and_whose_are_of_one_type_is_in_the_tables(
+    classes: dict[str, dict[str, Any]],
+) -> None:
+    def having(*modules: str) -> set[str]:
+        return {name for name, said in classes.items() if not set(modules).isdisjoint(said.get("states", ()))}
+
+    of_gpus = having("mamba_mixer", "gdn.olmo_gdn_linear_attn", "linear.bailing_linear_attn")
+    assert of_gpus == GPU_STATES
+    assert having("gdn.qwen_gdn_linear_attn") - GPU_CLASSES == GATED_DELTA_NETS
 
 
 def test_sizes_of_gemma_4_are_those_of_its_class() -> None:

@@ -19,6 +19,8 @@ ALL_NODES: Final = -1
 """`MemoryReading.node` of threads that the kernel spreads over all NUMA nodes."""
 AMX_SETS: Final = ("amx_tile", "amx_bf16")
 """Instruction sets, as Linux names them, that kernels for AMX need."""
+AVX512_SET: Final = "avx512f"
+"""The one that kernels for AVX-512 need."""
 MORE_ROWS: Final = (16, 64, 512)
 """Rows of a product, besides one, that `KernelRate.more_rows` is of."""
 MAX_ENTRIES: Final = 64
@@ -229,6 +231,11 @@ class Calibration:
     def has_amx(self) -> bool:
         """Returns whether kernels for AMX run."""
         return set(AMX_SETS) <= set(self.hardware.instruction_sets)
+
+    @property
+    def has_avx512(self) -> bool:
+        """Returns whether kernels for AVX-512 run."""
+        return AVX512_SET in self.hardware.instruction_sets
 
     def reading(self, threads: float) -> float:
         """Returns how fast so many threads read, in bytes a second, between what was measured.

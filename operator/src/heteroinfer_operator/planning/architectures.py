@@ -46,6 +46,28 @@ TABLES_ON_EVERY_STAGE: Final = frozenset(
 UNGATED_EXPERTS: Final = frozenset({"NemotronHForCausalLM"})
 """Whose experts have one matrix before the activation, which vLLM's CPU kernels do not take
 (vllm/.../fused_moe/experts/cpu_moe.py::_supports_no_act_and_mul@v0.32.0)."""
+GPU_STATES: Final = frozenset(
+    {
+        "BailingMoeV2_5ForCausalLM",
+        "FalconMambaForCausalLM",
+        "JambaForCausalLM",
+        "MambaForCausalLM",
+        "OlmoHybridForCausalLM",
+    }
+)
+"""Whose layers with states have kernels for GPUs alone: a scan that none of vLLM's libraries for CPUs has
+(vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0; Mamba 2's is another one), or Triton's."""
+GATED_DELTA_NETS: Final = frozenset(
+    {
+        "InternS2MobiusForConditionalGeneration",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+"""Whose linear attention is vLLM's QwenGatedDeltaNetAttention."""
 IMAGES_ATTEND_BOTH_WAYS: Final = frozenset(
     {
         "BagelForConditionalGeneration",
@@ -87,6 +109,9 @@ NO_PIPELINE: Final = frozenset(
 )
 """Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
 (vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
+BROKEN_PIPELINE: Final = frozenset({"GraniteMoeHybridForCausalLM"})
+"""Whose classes are SupportsPP, and end at the first tensor of another stage, whose layers they call too
+(vllm/.../granitemoehybrid.py::GraniteMoeHybridModel.load_weights, .forward@v0.32.0; vLLM's issue 50961)."""
 GPU_CLASSES: Final = frozenset(
     {
         "DeepseekV41ForCausalLM",

@@ -17,7 +17,7 @@ from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.planning.inventory import AMX, Inventory
+from heteroinfer_operator.planning.inventory import AMX, AVX512, Inventory
 from heteroinfer_operator.planning.memory import GPU_USABLE
 from heteroinfer_operator.planning.placement import (
     FreeNode,
@@ -33,6 +33,7 @@ from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.role_demand import role_demand
 
 _CPUID: Final = "feature.node.kubernetes.io/cpu-cpuid."
+_CPUID_OF: Final[Mapping[str, tuple[str, ...]]] = {AMX: ("AMXTILE", "AMXBF16"), AVX512: ("AVX512F",)}
 INSUFFICIENT_CAPACITY: Final = "InsufficientCapacity"
 """Reason of a Shortage of anything but GPUs."""
 _WAITS: Final = "the group waits, and nothing of it is created until all its pods fit"
@@ -252,7 +253,8 @@ def _anywhere(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventor
 
 
 def _measured_features(calibration: Calibration) -> frozenset[str]:
-    return frozenset({AMX} if calibration.has_amx else ())
+    found = {AMX} if calibration.has_amx else set()
+    return frozenset(found | ({AVX512} if calibration.has_avx512 else set()))
 
 
 def _has_cpu_labels(node: NodeView) -> bool:
@@ -261,11 +263,10 @@ def _has_cpu_labels(node: NodeView) -> bool:
 
 def _cpu_features(node: NodeView) -> frozenset[str]:
     """Returns what a node's labels say of its CPUs, as node-feature-discovery writes them."""
-    needed = ("AMXTILE", "AMXBF16")
-    return (
-        frozenset({AMX})
+    return frozenset(
+        feature
+        for feature, needed in _CPUID_OF.items()
         if all(node.labels.get(f"{_CPUID}{name}") == "true" for name in needed)
-        else frozenset()
     )
 
 

@@ -8,7 +8,9 @@ from typing import Final
 from heteroinfer_contract.calibration import Calibration
 
 AMX: Final = "AMX"
-"""Of `Inventory.cpu_features`: tiles and bf16."""
+"""Of `Inventory.cpu_features`: tiles and bf16; such a CPU has AVX512 too."""
+AVX512: Final = "AVX-512"
+"""Of `Inventory.cpu_features`: its foundation (AVX512F)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

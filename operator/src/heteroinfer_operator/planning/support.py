@@ -15,7 +15,10 @@ from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.architectures import (
+    BROKEN_PIPELINE,
+    GATED_DELTA_NETS,
     GPU_CLASSES,
+    GPU_STATES,
     IMAGES_ATTEND_BOTH_WAYS,
     NO_PIPELINE,
     OWN_CPU_BLOCKS,
@@ -23,15 +26,18 @@ from heteroinfer_operator.planning.architectures import (
 )
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
-from heteroinfer_operator.planning.inventory import AMX, Inventory
+from heteroinfer_operator.planning.inventory import AMX, AVX512, Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
 from heteroinfer_operator.planning.memory import serves_text_only
 from heteroinfer_operator.planning.topology import Topology
 
 REASON: Final = "UnsupportedModel"
-_AMX_NODES: Final = (
-    "put CPU roles on nodes that have it (roles[].template.nodeSelector: "
-    "feature.node.kubernetes.io/cpu-cpuid.AMXTILE: 'true')"
+_LABELS: Final = MappingProxyType({AMX: "AMXTILE", AVX512: "AVX512F"})
+_WHO_HAS_IT: Final = MappingProxyType(
+    {
+        AMX: "Intel Xeon of the 4th generation or later",
+        AVX512: "Intel Xeon Scalable; AMD EPYC of the 4th generation or later",
+    }
 )
 _SOFTMAX: Final = frozenset({Routing.SOFTMAX, Routing.TOP_K_SOFTMAX, Routing.SOFTMAX_NORMALIZED})
 
@@ -43,13 +49,13 @@ class LinearKernel:
     Attributes:
         bits: of a weight that it takes; empty for any.
         dtypes: of activations that it takes; empty for any.
-        needs_amx: whether it runs on no other CPUs.
+        needs: AMX or AVX512 if it runs on no other CPUs, or "".
         warning: what users should know of it, or "".
     """
 
     bits: frozenset[int] = frozenset()
     dtypes: frozenset[str] = frozenset()
-    needs_amx: bool = False
+    needs: str = ""
     warning: str = ""
 
 
@@ -71,11 +77,11 @@ class ExpertsKernel:
 CPU_LINEAR: Final[Mapping[SchemeName, LinearKernel]] = MappingProxyType(
     {
         SchemeName.NONE: LinearKernel(),
-        SchemeName.AWQ: LinearKernel(bits=frozenset({4})),
-        SchemeName.GPTQ: LinearKernel(bits=frozenset({4})),
-        SchemeName.INT4: LinearKernel(bits=frozenset({4})),
+        SchemeName.AWQ: LinearKernel(bits=frozenset({4}), needs=AVX512),
+        SchemeName.GPTQ: LinearKernel(bits=frozenset({4}), needs=AVX512),
+        SchemeName.INT4: LinearKernel(bits=frozenset({4}), needs=AVX512),
         SchemeName.INT8: LinearKernel(),
-        SchemeName.FP8_BLOCK: LinearKernel(dtypes=frozenset({"bfloat16", "float32"}), needs_amx=True),
+        SchemeName.FP8_BLOCK: LinearKernel(dtypes=frozenset({"bfloat16", "float32"}), needs=AMX),
         SchemeName.FP8_CHANNEL: LinearKernel(
             warning="CPU ranks read FP8 per channel through torch, 60 times slower than bf16 (0.5 GB/s by 2 "
             "threads, 2026-11-22); take the model in bf16, in FP8 in blocks of 128, or in 4 bits (AWQ, GPTQ)"
@@ -83,7 +89,8 @@ CPU_LINEAR: Final[Mapping[SchemeName, LinearKernel]] = MappingProxyType(
     }
 )
 """What is not here fails at load (vllm/model_executor/kernels/linear@v0.32.0), FP8 per tensor only where the
-layers that vLLM fuses (q, k and v) have scales of their own."""
+layers that vLLM fuses (q, k and v) have scales of their own. That of 4 bits (cpu_gemm_wna16) is in vLLM's
+libraries for AVX-512 alone: on other CPUs it is chosen, and fails at the first step."""
 CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
     {
         SchemeName.NONE: ExpertsKernel(routing=None, needs_amx=False),
@@ -105,6 +112,9 @@ CPU_FP8_HEAD_MULTIPLE: Final = 32
 CPU_LATENT_DTYPE: Final = "bfloat16"
 """Of latent attention with AMX, its cache too (vllm/v1/attention/backends/mla/amx_mla.py@v0.32.0). The engine
 asks nobody: in float16 its decoding of 512 + 64 elements gave NaN 30 times of 30 (AMX, 2026-11-22)."""
+CPU_DELTA_NET_DTYPE: Final = "bfloat16"
+"""Of linear attention by gated delta nets: with another one vLLM ends at its first step
+(vllm/.../mamba/ops/cpu/gdn_attention.py::cpu_gdn_attention_core@v0.32.0)."""
 _KEYS_AND_VALUES: Final = (AttentionKind.FULL, AttentionKind.WINDOW, AttentionKind.CHUNKED)
 
 
@@ -125,11 +135,12 @@ def check_support(
     _check_attention(profile)
     if profile.is_latent:
         _check_latent(profile, engine)
+    _check_states(profile, engine)
     _check_kv_cache(profile, engine)
     _check_encoder(profile, engine, topology)
     warnings = (*_check_linear(profile, engine), *_check_experts(profile))
-    needs = _needs_amx(profile)
-    return (*warnings, *_check_amx(needs, topology, inventory)) if needs else warnings
+    needs, what = _needs(profile, engine)
+    return (*warnings, *_check_instructions(needs, what, topology, inventory)) if needs else warnings
 
 
 def _refuse(what: str, why: str, remedy: str) -> PlanError:
@@ -137,9 +148,14 @@ def _refuse(what: str, why: str, remedy: str) -> PlanError:
 
 
 def _check_pipeline(profile: ModelProfile, stages: int) -> None:
-    if profile.architecture in NO_PIPELINE:
+    if profile.architecture in NO_PIPELINE | BROKEN_PIPELINE:
+        why = (
+            "vLLM has no pipeline for it"
+            if profile.architecture in NO_PIPELINE
+            else "vLLM's class for it ends at its load there"
+        )
         raise PlanError(
-            f"model: got {profile.architecture} in {stages} stages, but vLLM has no pipeline for it; use one "
+            f"model: got {profile.architecture} in {stages} stages, but {why}; use one "
             "stage: the GPUs of one pod (parallelism.tensor), mode Tensor, whose ranks split each layer, or "
             "mode FeedForward, whose CPU ranks are in no stage",
             reason=REASON,
@@ -185,6 +201,21 @@ def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
             f"{what} with engine.args --kv-cache-dtype {asked}",
             "its kernels keep latents in the model's own type, and know no other",
             "leave it out, or use GPU roles only",
+        )
+
+
+def _check_states(profile: ModelProfile, engine: EngineSettings) -> None:
+    if profile.architecture in GPU_STATES:
+        raise _refuse(
+            f"{profile.architecture} with recurrent states",
+            "vLLM's kernels for states of this kind are for GPUs",
+            "use GPU roles only",
+        )
+    if profile.architecture in GATED_DELTA_NETS and engine.dtype != CPU_DELTA_NET_DTYPE:
+        raise _refuse(
+            f"{profile.architecture} (gated delta nets) with engine.dtype {engine.dtype}",
+            f"its kernels are for {CPU_DELTA_NET_DTYPE}",
+            f"set engine.dtype: {CPU_DELTA_NET_DTYPE}, or use GPU roles only",
         )
 
 
@@ -296,38 +327,46 @@ def _check_experts(profile: ModelProfile) -> tuple[str, ...]:
     return ()
 
 
-def _needs_amx(profile: ModelProfile) -> str:
-    """Returns what of a model needs AMX on CPU ranks, or ""."""
+def _needs(profile: ModelProfile, engine: EngineSettings) -> tuple[str, str]:
+    """Returns AMX or AVX512, and what of a model needs it on CPU ranks; two empty words if nothing does."""
     scheme = profile.scheme
     if profile.is_latent:
-        return (
-            "multi-head latent attention, for which vLLM else takes blocks of 16 tokens and no chunked "
-            "prefill on these ranks alone"
-        )
+        without = "blocks of 16 tokens and no chunked prefill on these ranks alone"
+        return AMX, f"multi-head latent attention, for which vLLM else takes {without}"
     linear, experts = CPU_LINEAR.get(scheme.name), CPU_EXPERTS.get(scheme.name)
-    if linear and linear.needs_amx and any(kind.quantized_bytes for kind in profile.layers):
-        return f"weights in {scheme}"
+    of_linear = linear.needs if linear and any(kind.quantized_bytes for kind in profile.layers) else ""
+    if of_linear == AMX:
+        return AMX, f"weights in {scheme}"
     if experts and experts.needs_amx and any(kind.experts_quantized for kind in profile.layers):
-        return f"experts in {scheme}"
-    return ""
+        return AMX, f"experts in {scheme}"
+    if of_linear:
+        return of_linear, f"weights in {scheme}"
+    asked = option_value(engine.extra_args, "--kv-cache-dtype") or "auto"
+    if asked.startswith("fp8"):
+        return AVX512, f"a KV cache in FP8 (engine.args --kv-cache-dtype {asked})"
+    return "", ""
 
 
-def _check_amx(needs: str, topology: Topology, inventory: Inventory) -> tuple[str, ...]:
+def _check_instructions(needs: str, what: str, topology: Topology, inventory: Inventory) -> tuple[str, ...]:
     roles = {
         seat.placed.role.name
         for stage in topology.stages
         for seat in stage
         if seat.placed.device is Device.CPU
     }
+    nodes = (
+        "put CPU roles on nodes that have it (roles[].template.nodeSelector: "
+        f"feature.node.kubernetes.io/cpu-cpuid.{_LABELS[needs]}: 'true')"
+    )
     for role in sorted(roles):
         features = inventory.cpu_features.get(role)
-        if features is not None and AMX not in features:
+        if features is not None and features.isdisjoint({needs, AMX}):  # no CPU has AMX alone
             raise PlanError(
-                f"role {role}: AMX is needed on CPUs for {needs}, and its nodes do not have it; "
-                f"{_AMX_NODES}, or use GPU roles only",
+                f"role {role}: {needs} is needed on CPUs for {what}, and its nodes do not have it; "
+                f"{nodes}, or use GPU roles only",
                 reason=REASON,
             )
     if all(role in inventory.cpu_features for role in roles):
         return ()
-    unknown = "Intel Xeon of the 4th generation or later), and the nodes do not say whether they have it"
-    return (f"AMX is needed on CPUs for {needs} ({unknown}; {_AMX_NODES}",)
+    unknown = f"{_WHO_HAS_IT[needs]}), and the nodes do not say whether they have it"
+    return (f"{needs} is needed on CPUs for {what} ({unknown}; {nodes}",)
