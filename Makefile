@@ -67,13 +67,13 @@ unit: setup  ## pure tests, on all cores
 # Of each, two files run at once; tests/integration/conftest.py says which tests stay together.
 LONGEST := --durations=100 --durations-min=5
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
-COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models calibration)
+COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models served_models calibration)
 
 integration: setup  ## a real API server; real vLLM groups on the CPU
 	@failed=0; for lanes in computing "waiting unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 
 computing: setup  ## those of them that start vLLM or compile
-	$(TESTS) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not unhurried"
+	$(TESTS) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not served_models_matrix and not unhurried"
 
 unhurried: setup  ## those of them without any bound of seconds, at the least priority
 	./.ci/idle $(PYTEST) $(LONGEST) tests/integration -m unhurried
@@ -106,6 +106,10 @@ nodes: cluster-tests e2e
 feed-forward: setup  ## 20 architectures with feed-forward ranks on CPUs: the tokens of transformers
 	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix
 .PHONY: feed-forward
+
+models: setup  ## attention of every kind and weights of every format on two CPU pods: the tokens of stock vLLM
+	$(PYTEST) $(LONGEST) tests/integration/served_models
+.PHONY: models
 
 gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-scheduler, which it builds; root
 	@$(BIN)/python -m tests.cluster build

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from heteroinfer_contract.model import AttentionKind
+from heteroinfer_contract.model import AttentionKind, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.calibrations import Calibrations
@@ -20,6 +20,7 @@ from heteroinfer_operator.planning.architectures import BROKEN_PIPELINE
 from heteroinfer_operator.planning.inventory import AMX
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.prediction import Load, forecast
+from tests.integration.served_models.cases import CASES, Case
 from tests.shapes.comparison import compare, recorded, settings
 from tests.shapes.corpus import SHAPES
 from tests.shapes.profiles import recorded_profiles
@@ -170,10 +171,35 @@ def _accounts() -> str:
     return "\n".join(parts)
 
 
+_SERVED: Final = """
+## Served as tiny models
+
+By `make models`, planned from their files for two CPU pods on nodes like the machine that it runs on, with
+greedy tokens equal to those of stock vLLM in one process; those with a star by `make test` too. What needs
+more than the machine has must be refused there in these words. What was
+run: [testing.md](testing.md#models-on-two-cpu-pods).
+
+| model | attention | weights | dtype | two CPU pods |
+|---|---|---|---|---|
+"""
+
+
+def _served_row(case: Case) -> str:
+    attention = ", ".join(sorted(_LETTERS[kind] for kind in case.kinds))
+    weights = "plain" if case.scheme is SchemeName.NONE else str(case.scheme)
+    served = "stock vLLM's tokens"
+    if case.refused:
+        served = f"{served} with {case.needs}; refused elsewhere" if case.needs else "refused"
+        served = f"{served}: …{case.refused}…"
+    name = f"{case.name}{' *' if case.always else ''}"
+    return f"| {name} | {attention} | {weights} | {case.dtype} | {served} |"
+
+
 def build_page() -> str:
     """Returns the page."""
     rows = "\n".join(_row(shape.name, recorded_profiles()[shape.name]) for shape in SHAPES)
-    return f"{_HEAD.read_text()}{rows}\n{_answers()}{_accounts()}"
+    served = "\n".join(map(_served_row, CASES.values()))
+    return f"{_HEAD.read_text()}{rows}\n{_SERVED}{served}\n{_answers()}{_accounts()}"
 
 
 def main() -> int:

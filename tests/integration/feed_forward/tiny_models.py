@@ -134,14 +134,32 @@ def first_remote_layer(architecture: str) -> int:
 def make(architecture: str, directory: Path, dtype: str = "float32", spread: float = SPREAD) -> Path:
     """Returns `directory`, holding a model of this architecture; nothing to do if it is there."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.models import Recipe, _write_tokenizer
 
     if (directory / "done").exists():
         return directory
+    model = build(architecture, ARCHITECTURES[architecture], spread)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    _write_tokenizer(directory, Recipe())
+    (directory / "done").touch()
+    return directory
+
+
+def build(architecture: str, settings: Mapping[str, Any], spread: float = SPREAD) -> Any:
+    """Returns transformers' model of this type with random weights in float32, the same ones each time.
+
+    Args:
+        architecture: model type.
+        settings: of its configuration, besides the common ones; they win over these.
+        spread: standard deviation of the weights.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **{**_COMMON, **ARCHITECTURES[architecture]})
+    config = AutoConfig.for_model(architecture, **{**_COMMON, **settings})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -152,11 +170,7 @@ def make(architecture: str, directory: Path, dtype: str = "float32", spread: flo
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.1)
-    directory.mkdir(parents=True, exist_ok=True)
-    model.to(getattr(torch, dtype)).save_pretrained(directory)
-    _write_tokenizer(directory, Recipe())
-    (directory / "done").touch()
-    return directory
+    return model
 
 
 def reference(directory: Path) -> list[list[int]]:

@@ -1,0 +1,286 @@
+"""What is served, or refused: two models of each attention kind, and one of each format. Data; stdlib only.
+
+Sizes are tiny, but where a kernel of CPUs is written for one size only: then it is that of published models.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from heteroinfer_contract.model import AttentionKind, SchemeName
+
+LAYERS: Final = 4
+"""Two for each of two stages."""
+LONGEST: Final = 256
+"""Tokens of the longest sequence."""
+WINDOW: Final = 16
+"""Tokens of a window: less than a prompt, and than a KV block."""
+CHUNK: Final = 32
+"""Tokens of a chunk: less than a prompt. vLLM takes whole KV blocks alone."""
+PROMPTS: Final = ((3, 17, 42, 5, 99, 7), tuple(range(10, 130, 3)))
+ANSWER_TOKENS: Final = 12
+AMX: Final = "AMX"
+AVX512: Final = "AVX-512"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A tiny model, and what becomes of it on two CPU pods.
+
+    Attributes:
+        name: of the case.
+        architecture: transformers' model type.
+        kinds: attention kinds that it is here for; its profile must say them.
+        settings: of its configuration, besides the common ones.
+        scheme: format of its weights.
+        dtype: of the checkpoint, and so of the engine unless the planner takes another one.
+        needs: what CPUs must have for it, or "".
+        refused: words of the refusal where they have it not; without `needs`, on all CPUs.
+        afterwards: what is written into config.json once the model is made.
+        always: whether `make test` serves it too.
+    """
+
+    name: str
+    architecture: str
+    kinds: frozenset[AttentionKind] = frozenset({AttentionKind.FULL})
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    scheme: SchemeName = SchemeName.NONE
+    dtype: str = "float32"
+    needs: str = ""
+    refused: str = ""
+    afterwards: Mapping[str, Any] = field(default_factory=dict)
+    always: bool = False
+
+    def is_served(self, cpu: frozenset[str]) -> bool:
+        """Returns whether two pods serve it on CPUs that have these of `needs`."""
+        return not self.refused or (bool(self.needs) and self.needs in cpu)
+
+
+_WIDE: Final = {"intermediate_size": 256}
+_HEADS: Final = {"head_dim": 64, **_WIDE}
+"""Heads so wide that q, k and v are whole blocks of 128 each."""
+_MIXTURE: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+_LATENTS: Final = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    **_WIDE,
+}
+"""Latents of 512 + 64 elements: AMX's kernels know no others."""
+_MAMBA2: Final = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+_LLAMA4: Final = {
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 256,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": CHUNK,
+    "no_rope_layers": [1, 0, 1, 0],
+}
+_FULL, _WINDOWED, _CHUNKED = AttentionKind.FULL, AttentionKind.WINDOW, AttentionKind.CHUNKED
+_LATENT, _LINEAR, _SPARSE = AttentionKind.LATENT, AttentionKind.LINEAR, AttentionKind.SPARSE
+_LATENT_WORDS: Final = "AMX is needed on CPUs for multi-head latent attention"
+_SPARSE_WORDS: Final = "with sparse attention, which CPU ranks cannot run: vLLM has it on GPUs only"
+_INDEXER: Final = {"index_topk": 64, "index_n_heads": 4, "index_head_dim": 128}
+
+ATTENTION: Final = (
+    Case(name="llama", architecture="llama", settings=_WIDE),
+    Case(name="qwen3", architecture="qwen3", settings={**_WIDE, "head_dim": 32}, always=True),
+    Case(
+        name="mistral",
+        architecture="mistral",
+        kinds=frozenset({_WINDOWED}),
+        settings={**_WIDE, "head_dim": 32, "sliding_window": WINDOW},
+        always=True,
+    ),
+    Case(
+        name="gemma3",
+        architecture="gemma3_text",
+        kinds=frozenset({_WINDOWED, _FULL}),
+        settings={
+            **_WIDE,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        },
+    ),
+    Case(
+        name="llama4",
+        architecture="llama4_text",
+        kinds=frozenset({_CHUNKED, _FULL}),
+        settings={**_LLAMA4, "interleave_moe_layer_step": 1},
+    ),
+    Case(
+        name="llama4-dense-every-other",
+        architecture="llama4_text",
+        kinds=frozenset({_CHUNKED, _FULL}),
+        settings={**_LLAMA4, "interleave_moe_layer_step": 2},
+    ),
+    Case(
+        name="deepseek_v2",
+        architecture="deepseek_v2",
+        kinds=frozenset({_LATENT}),
+        settings={**_LATENTS, "n_shared_experts": 2, "topk_method": "greedy", "routed_scaling_factor": 1.0},
+        dtype="bfloat16",
+        needs=AMX,
+        refused=_LATENT_WORDS,
+    ),
+    Case(
+        name="deepseek_v3",
+        architecture="deepseek_v3",
+        kinds=frozenset({_LATENT}),
+        settings={
+            **_LATENTS,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "routed_scaling_factor": 2.5,
+        },
+        dtype="bfloat16",
+        needs=AMX,
+        refused=_LATENT_WORDS,
+    ),
+    Case(
+        name="nemotron_h",
+        architecture="nemotron_h",
+        kinds=frozenset({_LINEAR, _FULL}),
+        settings={
+            **_WIDE,
+            "head_dim": 32,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 64,
+            "n_groups": 1,
+            "chunk_size": 64,
+            "layers_block_type": ["linear_attention", "full_attention"] * (LAYERS // 2),
+        },
+        # As published files say it.
+        afterwards={"num_hidden_layers": LAYERS, "hybrid_override_pattern": "M*" * (LAYERS // 2)},
+        always=True,
+    ),
+    Case(
+        name="falcon_h1",
+        architecture="falcon_h1",  # attention and a state in each layer
+        settings={**_WIDE, **_MAMBA2, "head_dim": 32, "mamba_d_ssm": 256},
+    ),
+    Case(
+        name="qwen3_next",
+        architecture="qwen3_next",
+        kinds=frozenset({_LINEAR, _FULL}),
+        settings={
+            **_HEADS,
+            **_MIXTURE,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+        },
+        dtype="bfloat16",
+    ),
+    Case(
+        name="granitemoehybrid",
+        architecture="granitemoehybrid",
+        kinds=frozenset({_LINEAR, _FULL}),
+        settings={
+            **_WIDE,
+            **_MAMBA2,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 128,
+            "layer_types": ["mamba", "attention"] * (LAYERS // 2),
+        },
+        refused="GraniteMoeHybridForCausalLM in 2 stages, but vLLM's class for it ends at its load there",
+    ),
+    Case(
+        name="jamba",
+        architecture="jamba",
+        kinds=frozenset({_LINEAR, _FULL}),
+        settings={**_WIDE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+        refused="JambaForCausalLM with recurrent states, which CPU ranks cannot run",
+    ),
+    Case(
+        name="deepseek_v32",
+        architecture="deepseek_v3",
+        kinds=frozenset({_SPARSE}),
+        settings=_LATENTS,
+        dtype="bfloat16",
+        refused=f"DeepseekV32ForCausalLM {_SPARSE_WORDS}",
+        afterwards={"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_INDEXER},
+    ),
+    Case(
+        name="glm_moe_dsa",
+        architecture="deepseek_v3",
+        kinds=frozenset({_SPARSE}),
+        settings=_LATENTS,
+        dtype="bfloat16",
+        refused=f"GlmMoeDsaForCausalLM {_SPARSE_WORDS}",
+        afterwards={"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", **_INDEXER},
+    ),
+)
+"""Two of each kind."""
+
+
+def _format(name: str, scheme: SchemeName, needs: str = "", **fields: Any) -> Case:
+    refused = f"{needs} is needed on CPUs for weights in" if needs else ""
+    dtype = fields.pop("dtype", "bfloat16")
+    return Case(
+        name=name,
+        architecture="llama",
+        settings=_HEADS,
+        scheme=scheme,
+        dtype=dtype,
+        needs=needs,
+        refused=refused,
+        **fields,
+    )
+
+
+FORMATS: Final = (
+    _format("int8", SchemeName.INT8, always=True),
+    _format("fp8-per-channel", SchemeName.FP8_CHANNEL),
+    _format("awq", SchemeName.AWQ, AVX512, dtype="float16"),
+    _format("gptq", SchemeName.GPTQ, AVX512, dtype="float16"),
+    _format("int4", SchemeName.INT4, AVX512),
+    _format("fp8-in-blocks", SchemeName.FP8_BLOCK, AMX),
+    Case(
+        name="mxfp4",
+        architecture="gpt_oss",
+        kinds=frozenset({_WINDOWED, _FULL}),
+        settings={
+            **_HEADS,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        },
+        scheme=SchemeName.MXFP4,
+        dtype="bfloat16",
+        needs=AMX,
+        refused="AMX is needed on CPUs for experts in MXFP4",
+    ),
+)
+"""Plain weights are the cases above."""
+
+CASES: Final[Mapping[str, Case]] = MappingProxyType({case.name: case for case in (*ATTENTION, *FORMATS)})

@@ -1,0 +1,49 @@
+"""Plans of two CPU pods on nodes like this machine: what `heteroinfer plan` makes of a model's files."""
+
+from pathlib import Path
+from typing import Final
+
+from heteroinfer_contract.model_files import read_profile
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.cluster import NodeView
+from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
+from tests.integration.served_models.cases import AMX, AVX512, LONGEST
+
+_CPUID: Final = {"SSE42": "sse4_2", "AVX512F": "avx512f", "AMXTILE": "amx_tile", "AMXBF16": "amx_bf16"}
+"""As labels of node-feature-discovery name it -> as /proc/cpuinfo does."""
+_FLAGS: Final = {AMX: {"amx_tile", "amx_bf16"}, AVX512: {"avx512f"}}
+_ROLE: Final = {
+    "name": "cpu",
+    "device": "CPU",
+    "pods": 2,
+    "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "4Gi"}},
+}
+
+
+def _flags() -> frozenset[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return frozenset(next(line for line in lines if line.startswith("flags")).split())
+
+
+def this_cpu() -> frozenset[str]:
+    """Returns which of AMX and AVX-512 this machine has."""
+    return frozenset(name for name, needed in _FLAGS.items() if needed <= _flags())
+
+
+def this_node() -> NodeView:
+    """Returns a node with this machine's CPU, labelled as node-feature-discovery does, and ample memory."""
+    labels = {name: "true" for name, flag in _CPUID.items() if flag in _flags()}
+    return NodeView(
+        name="this-machine",
+        allocatable={"cpu": 64.0, "memory": float(2**40)},
+        labels={f"feature.node.kubernetes.io/cpu-cpuid.{name}": value for name, value in labels.items()},
+    )
+
+
+def plan(model: Path) -> Planned:
+    """Returns the plan of a folder's model for two pods of one CPU rank; raises PlanError."""
+    spec = parse_spec(
+        {"model": {"uri": f"file://{model}"}, "engine": {"maxModelLen": LONGEST}, "roles": [_ROLE]}
+    )
+    request = GroupRequest(spec=spec, profile=read_profile(model), served_name="tiny", model_path=str(model))
+    return plan_group(request, Capacity(free_nodes=build_free_nodes([this_node()])))

@@ -1,0 +1,215 @@
+"""Weights of linear layers and experts as the files of each format hold them. Imports torch late."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from heteroinfer_contract.model import SchemeName
+
+GROUP: Final = 128
+"""Weights that share a scale in the formats of 4 bits, and sides of a block in FP8."""
+_NIBBLES: Final = 8
+"""Of 4 bits, in an int32."""
+_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+_FP8_MOST: Final = 448.0
+_MXFP4_GROUP: Final = 32
+_MXFP4_EXPONENT: Final = 122
+"""Of 2, less 127: with it, random codes have a standard deviation of 0.1."""
+
+_LAYERS_ALONE: Final = ["lm_head"]
+
+Tensors = dict[str, Any]
+
+
+def _compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": _LAYERS_ALONE,
+        "config_groups": {"group_0": group},
+    }
+
+
+def _integers(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, **more}
+
+
+def _floats(strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **more}
+
+
+CONFIGS: Final[Mapping[SchemeName, Mapping[str, Any]]] = {
+    SchemeName.INT8: _compressed(
+        "int-quantized", _integers(8, "channel", dynamic=False), _integers(8, "token", dynamic=True)
+    ),
+    SchemeName.FP8_CHANNEL: _compressed(
+        "float-quantized", _floats("channel", dynamic=False), _floats("token", dynamic=True)
+    ),
+    SchemeName.INT4: _compressed("pack-quantized", _integers(4, "group", group_size=GROUP), None),
+    SchemeName.AWQ: {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": None,
+    },
+    SchemeName.GPTQ: {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+    },
+    SchemeName.FP8_BLOCK: {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [GROUP, GROUP],
+        "modules_to_not_convert": _LAYERS_ALONE,
+    },
+    SchemeName.MXFP4: {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
+"""`quantization_config` of config.json."""
+
+
+def quantize(tensors: Mapping[str, Any], scheme: SchemeName) -> Tensors:
+    """Returns a checkpoint's tensors with those of its layers in a format, under the names that it has there.
+
+    Args:
+        tensors: plain ones, as transformers saves them.
+        scheme: one of CONFIGS.
+    """
+    if scheme is SchemeName.MXFP4:
+        return _experts_in_mxfp4(tensors)
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        if last == "weight" and module.endswith("_proj"):
+            found |= {f"{module}.{part}": each for part, each in _LINEAR[scheme](tensor.float()).items()}
+        else:
+            found[name] = tensor
+    return found
+
+
+def _int8(weight: Any) -> Tensors:
+    import torch
+
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+
+
+def _fp8_channel(weight: Any) -> Tensors:
+    import torch
+
+    scale = weight.abs().amax(1, keepdim=True) / _FP8_MOST
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def _fp8_blocks(weight: Any) -> Tensors:
+    import torch
+
+    rows, columns = weight.shape[0] // GROUP, weight.shape[1] // GROUP
+    blocks = weight.view(rows, GROUP, columns, GROUP)
+    scale = blocks.abs().amax((1, 3)) / _FP8_MOST
+    stored = (blocks / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale_inv": scale}
+
+
+def _int4(weight: Any) -> Tensors:
+    import torch
+
+    codes, scale = _symmetric(weight)
+    return {
+        "weight_packed": _pack(codes, dim=1),
+        "weight_scale": scale.to(torch.bfloat16),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def _gptq(weight: Any) -> Tensors:
+    import torch
+
+    codes, scale = _symmetric(weight)
+    zeros = torch.full(scale.T.shape, 7)  # 8, less the 1 that every reader adds
+    return {
+        "qweight": _pack(codes.T, dim=0),
+        "qzeros": _pack(zeros, dim=1),
+        "scales": scale.T.contiguous().half(),
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
+    }
+
+
+def _awq(weight: Any) -> Tensors:
+    groups = weight.view(weight.shape[0], -1, GROUP)
+    least, most = groups.amin(2), groups.amax(2)
+    scale = (most - least) / 15
+    zeros = (-least / scale).round().clamp(0, 15)
+    codes = ((groups / scale[:, :, None]).round() + zeros[:, :, None]).clamp(0, 15).view(weight.shape)
+    return {
+        "qweight": _pack(_interleave(codes.T), dim=1),
+        "qzeros": _pack(_interleave(zeros.T), dim=1),
+        "scales": scale.T.contiguous().half(),
+    }
+
+
+def _symmetric(weight: Any) -> tuple[Any, Any]:
+    """Returns codes 0..15 around 8 and the scale of each group, [out, in] and [out, groups]."""
+    groups = weight.view(weight.shape[0], -1, GROUP)
+    scale = groups.abs().amax(2) / 7
+    codes = (groups / scale[:, :, None]).round().clamp(-8, 7) + 8
+    return codes.view(weight.shape), scale
+
+
+def _interleave(codes: Any) -> Any:
+    """Returns columns in AWQ's order: of eight, first those with even numbers."""
+    return codes.reshape(codes.shape[0], -1, _NIBBLES)[:, :, list(_AWQ_ORDER)].reshape(codes.shape)
+
+
+def _pack(codes: Any, dim: int) -> Any:
+    """Returns eight codes of 4 bits along a dimension in each int32, the first one lowest."""
+    import torch
+
+    rows = codes.to(torch.int64) if dim else codes.T.to(torch.int64)
+    packed = torch.zeros(rows.shape[0], rows.shape[1] // _NIBBLES, dtype=torch.int64)
+    for nibble in range(_NIBBLES):
+        packed |= rows[:, nibble::_NIBBLES] << (4 * nibble)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    return (packed if dim else packed.T).contiguous()
+
+
+_LINEAR: Final[Mapping[SchemeName, Callable[[Any], Tensors]]] = {
+    SchemeName.INT8: _int8,
+    SchemeName.FP8_CHANNEL: _fp8_channel,
+    SchemeName.FP8_BLOCK: _fp8_blocks,
+    SchemeName.INT4: _int4,
+    SchemeName.GPTQ: _gptq,
+    SchemeName.AWQ: _awq,
+}
+
+
+def _experts_in_mxfp4(tensors: Mapping[str, Any]) -> Tensors:
+    """Returns GPT-OSS's tensors with random experts, [experts, in, out] as [experts, out, groups, 16]."""
+    import torch
+
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        groups = (experts, outputs, inputs // _MXFP4_GROUP)
+        found[f"{name}_blocks"] = torch.randint(0, 256, (*groups, _MXFP4_GROUP // 2), dtype=torch.uint8)
+        found[f"{name}_scales"] = torch.full(groups, _MXFP4_EXPONENT, dtype=torch.uint8)
+    return found

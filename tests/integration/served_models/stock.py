@@ -1,0 +1,51 @@
+"""Greedy tokens of stock vLLM, one process without any plugin; in the worker's Python.
+
+Imports vLLM inside functions only: under the environment that it is called with.
+"""
+
+import json
+import os
+from typing import Any, Final
+
+ENV: Final = {
+    "VLLM_PLUGINS": "",
+    # The engine and its only rank are this process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "CUDA_VISIBLE_DEVICES": "-1",
+}
+
+
+def answer(options: dict[str, Any], prompts: list[list[int]], tokens: int, *, at_once: bool) -> list[Any]:
+    """Returns the greedy tokens after each prompt.
+
+    Args:
+        options: of vLLM's engine.
+        prompts: token ids.
+        tokens: of each answer.
+        at_once: whether all are asked at once, or one after the other.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    assert type(current_platform).__module__ == "vllm.platforms.cpu", current_platform
+    engine = LLM(enforce_eager=True, **options)
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    batches = [prompts] if at_once else [[prompt] for prompt in prompts]
+    return [
+        list(done.outputs[0].token_ids)
+        for batch in batches
+        for done in engine.generate([{"prompt_token_ids": prompt} for prompt in batch], sampling)
+    ]
+
+
+def main(argument: str) -> None:
+    """Prints the tokens that `argument`, the keywords of `answer` in JSON, asks for."""
+    assert os.environ["VLLM_PLUGINS"] == ""
+    print(json.dumps(answer(**json.loads(argument))), flush=True)

@@ -1,0 +1,116 @@
+"""Models of every attention kind and format on two CPU pods: stock vLLM's tokens, or a refusal in words.
+
+The plan comes from the model's files, as `heteroinfer plan` makes it for nodes like this machine.
+"""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.model_files import read_profile
+from heteroinfer_contract.plan import Device, EngineSettings
+from heteroinfer_operator.errors import PlanError
+from tests.integration import forked_script
+from tests.integration.forked_python import Ended, forks
+from tests.integration.served_models import stock
+from tests.integration.served_models.cases import ANSWER_TOKENS, CASES, LAYERS, PROMPTS, Case
+from tests.integration.served_models.planning import plan, this_cpu
+from tests.integration.worker.answers import ONE_THREAD
+from tests.integration.worker.groups import WORKER_PYTHON, Group, start_group
+
+pytestmark = pytest.mark.timeout(600)
+
+VLLMS_KERNELS = {names.ENV_CPU_LINEAR: "onednn"}
+"""Ours for bf16 round otherwise; what they compute is compared in tests/integration/kernels."""
+
+
+def _forked(module: str, argument: Any, **env: str) -> Ended:
+    """Runs `module.main` in a process of the worker's Python that has imported torch and transformers."""
+    parent = forks(WORKER_PYTHON, forked_script.__name__, *forked_script.OTHERS)
+    return parent.run(f"tests.integration.served_models.{module}", json.dumps(argument), env=env)
+
+
+def make(case: Case, folder: Path) -> Path:
+    """Returns the folder of a case's model; its profile says what the case is here for."""
+    model = folder / "model"
+    made = _forked("tiny_models", [case.name, str(model)])
+    assert (model / "config.json").exists(), made.errors[-4000:]
+    profile = read_profile(model)
+    assert {kind.attention for kind in profile.layers} >= case.kinds
+    assert profile.scheme.name is case.scheme
+    return model
+
+
+def ask_stock(engine: EngineSettings, *, at_once: bool) -> list[list[int]]:
+    """Returns the tokens of stock vLLM with a plan's dtype and lengths."""
+    options: dict[str, Any] = {
+        "model": engine.model,
+        "dtype": engine.dtype,
+        "max_model_len": engine.max_model_len,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "max_num_seqs": engine.max_num_seqs,
+        "block_size": engine.block_size,
+        "seed": engine.seed,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
+    question = {"options": options, "prompts": PROMPTS, "tokens": ANSWER_TOKENS, "at_once": at_once}
+    ended = _forked("stock", question, **stock.ENV)
+    assert ended.lines, ended.errors[-4000:]
+    assert ended.lines[-1].startswith("[["), "\n".join([*ended.lines[-20:], ended.errors[-4000:]])
+    tokens: list[list[int]] = ended.answer()
+    return tokens
+
+
+def ask_group(group: Group, *, at_once: bool) -> list[list[int]]:
+    """Returns the group's greedy tokens after each prompt."""
+    with ThreadPoolExecutor(len(PROMPTS) if at_once else 1) as pool:
+        return list(pool.map(lambda prompt: group.complete(prompt, ANSWER_TOKENS), PROMPTS))
+
+
+def check_served(case: Case, folder: Path) -> None:
+    """Two pods, with the layers that the planner gives them, answer as stock vLLM does."""
+    planned = plan(make(case, folder)).plan
+    assert [(rank.pod, rank.device, rank.num_layers) for rank in planned.ranks] == [
+        (pod, Device.CPU, LAYERS // 2) for pod in (0, 1)
+    ]
+    # Sums in float32 may be in any order; in 16 bits each step must have the same rows.
+    at_once = planned.engine.dtype == "float32"
+    expected = ask_stock(planned.engine, at_once=at_once)
+    check_telling(expected)
+    with start_group(planned, folder / "group", env={**ONE_THREAD, **VLLMS_KERNELS}) as group:
+        group.wait_ready()
+        assert ask_group(group, at_once=at_once) == expected
+
+
+def check_telling(answers: Sequence[Sequence[int]]) -> None:
+    """Answers tell something of the model: they are no repeated token, and no two are alike."""
+    assert all(len(set(tokens)) > ANSWER_TOKENS // 3 for tokens in answers), answers
+    assert len({tuple(tokens) for tokens in answers}) == len(answers)
+
+
+def check_refused(case: Case, folder: Path) -> None:
+    """The planner says in words why these CPUs cannot run it, and what to do."""
+    with pytest.raises(PlanError) as refused:
+        plan(make(case, folder))
+    assert refused.value.reason == "UnsupportedModel"
+    assert case.refused in refused.value.message
+    remedies = ("GPU roles only", "the GPUs of one pod")
+    assert any(remedy in refused.value.message for remedy in remedies)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if case.always else pytest.mark.served_models_matrix)
+        for name, case in CASES.items()
+    ],
+)
+def test_two_pods_answer_as_stock_vllm_or_are_refused(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    check = check_served if case.is_served(this_cpu()) else check_refused
+    check(case, tmp_path)
