@@ -107,7 +107,7 @@ class PodView:
         waiting: reason and message of a waiting container such as `ImagePullBackOff: ...`, or "".
         termination: how its worker container ended, or None while it has not.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
-        image: that its worker was asked to run; "" where it does not say so.
+        images: that the workers of its epoch were asked to run; "" where it does not say so.
     """
 
     name: str
@@ -128,7 +128,7 @@ class PodView:
     waiting: str = ""
     termination: ContainerTermination | None = None
     key_secret: str = ""
-    image: str = ""
+    images: str = ""
     lost_labels: Mapping[str, str | None] = field(default_factory=dict)
 
     @property

@@ -51,6 +51,14 @@ def test_a_pod_that_runs() -> None:
     assert set(record.view.labels) == {names.LABEL_RESOURCE, names.LABEL_EPOCH}
 
 
+@pytest.mark.parametrize("annotations", [None, {"app": "x"}, {names.ANNOTATION_IMAGES: "worker:1"}])
+def test_a_pod_says_what_its_epoch_was_made_with(annotations: dict[str, str] | None) -> None:
+    """One of an older version, or without any annotation, does not."""
+    pod = stored_pod()
+    pod["metadata"]["annotations"] = annotations
+    assert trim.pod_view(pod).images == (annotations or {}).get(names.ANNOTATION_IMAGES, "")
+
+
 def test_a_pod_whose_label_was_taken_off_is_not_ours() -> None:
     pod = stored_pod()
     del pod["metadata"]["labels"]

@@ -499,7 +499,7 @@ def test_no_pod_is_made_with_another_image_than_its_peers() -> None:
         world.advance_time(60)
         world.settle()
         world.reap()
-    assert {world.pods[name].image for name in world.workers()} == {"worker-cpu:2"}
+    assert {world.pods[name].images for name in world.workers()} == {"worker-cpu:2"}
     (failure,) = world.status["groups"][0]["failures"]
     assert (failure["reason"], failure["counted"]) == ("ImageChanged", False)
     assert "worker-cpu:2" in failure["message"]
@@ -508,13 +508,78 @@ def test_no_pod_is_made_with_another_image_than_its_peers() -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
+GPU = {"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"}
+
+
+def reject_a_cpu_pod(world: World) -> None:
+    """Brings a group to where a pod of it has ended before it ran, and is to be made again."""
+    assert world.nodes is not None
+    with_gpus = {**world.nodes[0].allocatable, "nvidia.com/gpu": 1.0}
+    world.nodes = (replace(world.nodes[0], allocatable=with_gpus),)
+    create_pods(world)
+    world.settle()
+    cpu = next(name for name in world.workers() if world.pods[name].labels[names.LABEL_DEVICE] == "CPU")
+    world.pods[cpu] = replace(world.pods[cpu], phase="Failed", reason="OutOfcpu", node="node")
+    world.settle()
+
+
+@pytest.mark.parametrize("evictions", [0, 3])
+@pytest.mark.parametrize("gpu", [OPTIONS.images.gpu, "worker:2"])
+def test_no_pod_is_made_with_a_newer_image_than_one_of_another_device(gpu: str, evictions: int) -> None:
+    """The CPUs' alone was changed, or both; it starts at once: there is nothing to wait for."""
+    world = World(spec=cpu_pair(roles=[GPU, cpu_pair()["roles"][0]]))
+    reject_a_cpu_pod(world)
+    disrupted = {"epoch": 1, "reason": "PodDisrupted", "message": "", "counted": False}
+    failures = [{**disrupted, "time": world.now.isoformat()}] * evictions
+    world.status["groups"][0]["failures"] = failures
+    first = world.workers()
+    world.options = replace(world.options, images=WorkerImages(cpu="worker-cpu:2", gpu=gpu))
+    world.advance_time(11)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert not set(first) & set(world.workers())
+    found = {world.manifests[name]["spec"]["containers"][0]["image"] for name in world.workers()}
+    assert found == {"worker-cpu:2", gpu}
+    group = world.status["groups"][0]
+    last = group["failures"][-1]
+    assert (last["reason"], last["counted"]) == ("ImageChanged", False)
+    assert OPTIONS.images.cpu in last["message"]
+    assert "worker-cpu:2" in last["message"]
+    assert group.get("restarts", 0) == 0
+
+
+def test_a_pod_whose_image_the_spec_names_is_made_again() -> None:
+    world = World(spec=cpu_pair(roles=[GPU, cpu_pair()["roles"][0]], engine={"image": "of-the-user:1"}))
+    reject_a_cpu_pod(world)
+    first = world.workers()
+    world.options = replace(world.options, images=WorkerImages(cpu="worker-cpu:2", gpu="worker:2"))
+    world.advance_time(11)
+    world.settle()
+    world.settle()
+    assert world.workers() == first
+    assert len(made(world)) == 3
+    assert not world.status["groups"][0].get("failures")
+
+
+def test_a_pod_that_is_gone_unseen_is_no_upgrade() -> None:
+    """It is not made again, whatever image it would get."""
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    world.settle()
+    del world.pods[world.workers()[1]]
+    world.options = replace(world.options, images=WorkerImages(cpu="worker-cpu:2", gpu="worker:2"))
+    world.settle()
+    assert [each["reason"] for each in world.status["groups"][0]["failures"]] == ["PodDeleted"]
+
+
 @pytest.mark.parametrize("says", [True, False], ids=["of this version", "of an older version"])
 def test_an_upgrade_of_the_chart_touches_nothing_that_runs(says: bool) -> None:
     world = World(spec=cpu_pair())
     world.serve()
     pods = world.workers()
     if not says:
-        world.pods |= {name: replace(world.pods[name], image="") for name in pods}
+        world.pods |= {name: replace(world.pods[name], images="") for name in pods}
     world.options = replace(world.options, images=WorkerImages(cpu="worker-cpu:2", gpu="worker:2"))
     for _ in range(3):
         world.advance_time(60)

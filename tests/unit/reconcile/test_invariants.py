@@ -21,6 +21,7 @@ from heteroinfer_operator.cluster import (
     PodView,
     RecordEvent,
 )
+from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile import reconcile
 from heteroinfer_operator.refusals import OF_CHILDREN
 from tests.unit.reconcile.world import OPTIONS, Objects, World, cpu_pair
@@ -302,6 +303,13 @@ class GroupLife(RuleBasedStateMachine):
     def the_operator_starts_again(self) -> None:
         self.world.restart_operator()
 
+    @rule(version=st.integers(1, 3))
+    def the_operator_is_upgraded(self, version: int) -> None:
+        """To one with other images of workers; or back."""
+        images = WorkerImages(cpu=f"worker-cpu:{version}", gpu=f"worker:{version}")
+        self.world.options = replace(self.world.options, images=images)
+        self.world.restart_operator()
+
     @rule(refused=st.booleans())
     def pods_are_refused_or_not_any_more(self, refused: bool) -> None:
         self.world.refuses_pods = "exceeded quota" if refused else ""
@@ -374,6 +382,14 @@ class GroupLife(RuleBasedStateMachine):
             _, group, epoch, _ = name.split("-")
             epochs.setdefault(group, set()).add(epoch)
         assert all(len(found) == 1 for found in epochs.values()), epochs
+
+    @invariant()
+    def one_image_of_an_epoch(self) -> None:
+        images: dict[str, set[str]] = {}
+        for name in self.world.workers():
+            (container,) = self.world.manifests[name]["spec"]["containers"]
+            images.setdefault(name.rpartition("-")[0], set()).add(container["image"])
+        assert all(len(found) == 1 for found in images.values()), images
 
     def teardown(self) -> None:
         """From wherever it is, a fresh start brings it to serving all it should."""

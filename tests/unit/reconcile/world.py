@@ -388,7 +388,7 @@ class World:
             labels=manifest["metadata"]["labels"],
             created=self.now,
             key_secret=find_key_secret(manifest),
-            image=manifest["metadata"].get("annotations", {}).get(names.ANNOTATION_IMAGE, ""),
+            images=manifest["metadata"].get("annotations", {}).get(names.ANNOTATION_IMAGES, ""),
         )
 
 

@@ -212,7 +212,7 @@ def pod_view(stored: Manifest) -> PodView:
         waiting=_waiting(containers),
         termination=_termination(containers, _restarted(stored)),
         key_secret=find_key_secret(stored),
-        image=str((metadata.get("annotations") or {}).get(names.ANNOTATION_IMAGE, "")),
+        images=str((metadata.get("annotations") or {}).get(names.ANNOTATION_IMAGES, "")),
     )
 
 

@@ -52,6 +52,10 @@ class WorkerImages:
         """Returns the image for a device: the one that the spec names, if it does."""
         return spec.engine.image or self.of(device)
 
+    def of_plan(self, spec: HeteroInferenceSpec, plan: Plan) -> str:
+        """Returns the images of all pods of a plan, each once."""
+        return ", ".join(dict.fromkeys(self.of_pod(spec, pod.device) for pod in plan.pods))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPods:
@@ -98,7 +102,7 @@ class WorkerPods:
         annotations = {
             **metadata.get("annotations", {}),
             **gang_annotations(self.group, self.node_assignment.gang, len(self.plan.pods)),
-            names.ANNOTATION_IMAGE: self.images.of_pod(self.spec, pod.device),
+            names.ANNOTATION_IMAGES: self.images.of_plan(self.spec, self.plan),
         }
         return {
             "apiVersion": "v1",

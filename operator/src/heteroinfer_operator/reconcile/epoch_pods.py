@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from heteroinfer_contract import names
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import CreateObject, Gang, PodView, RecordEvent
@@ -126,12 +125,12 @@ def find_lost_key(
     return EpochEnd(reason="KeyLost", message=message, counted=False)
 
 
-def find_changed_image(
+def find_changed_images(
     context: Context, revision: Revision, plan: Plan, pods: Sequence[PodView]
 ) -> EpochEnd | None:
-    """Returns the end of an epoch that lacks a pod, which would get another image than its others have.
+    """Returns the end of an epoch of which a pod is to be made again, if its pods get other images now.
 
-    The operator has another default now, after an upgrade of the chart. Pods of an older version don't say
+    The operator has other defaults, after an upgrade of the chart. Pods of an older version don't say
     what they were made with.
 
     Args:
@@ -140,19 +139,15 @@ def find_changed_image(
         plan: of the epoch.
         pods: of the epoch.
     """
-    devices = {str(pod.index): pod.device for pod in plan.pods}
-    for pod in pods:
-        device = devices.get(pod.labels[names.LABEL_POD_INDEX])
-        if not pod.image or device is None:
-            continue
-        image = context.options.images.of_pod(revision.spec, device)
-        if pod.image != image:
-            message = (
-                f"a pod is to be made with image {image}, and pod {pod.name} was made with {pod.image}: "
-                "a new epoch is made with one"
-            )
-            return EpochEnd(reason="ImageChanged", message=message, counted=False)
-    return None
+    images = context.options.images.of_plan(revision.spec, plan)
+    old = next((pod for pod in pods if pod.images and pod.images != images), None)
+    if old is None:
+        return None
+    message = (
+        f"a pod is to be made again, with {images} now, and the epoch of pod {old.name} was made with "
+        f"{old.images}; a new epoch is made with what is new"
+    )
+    return EpochEnd(reason="ImageChanged", message=message, counted=False)
 
 
 def _group_ref(context: Context, status: GroupStatus) -> EpochRef:

@@ -38,7 +38,7 @@ from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end, h
 from heteroinfer_operator.reconcile.epoch_pods import (
     decide_creates,
     decide_key,
-    find_changed_image,
+    find_changed_images,
     find_lost_key,
     gang_object,
     start_events,
@@ -257,14 +257,16 @@ def _find_epoch_end(
     return (
         _find_lost_plan(status, current, made)
         or find_lost_key(context, status, current, lacks_pods=lacks_pods)
-        or (_find_changed_image(context, current, made) if lacks_pods else None)
+        or _find_changed_images(context, status, current, made)
     )
 
 
-def _find_changed_image(context: Context, current: Sequence[PodView], made: _Made) -> EpochEnd | None:
-    if made.plan is None or made.revision is None:
+def _find_changed_images(
+    context: Context, status: GroupStatus, current: Sequence[PodView], made: _Made
+) -> EpochEnd | None:
+    if made.plan is None or made.revision is None or not made.missing(current) & set(status.spare_pods):
         return None
-    return find_changed_image(context, made.revision, made.plan, current)
+    return find_changed_images(context, made.revision, made.plan, current)
 
 
 def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: _Made) -> EpochEnd | None:

@@ -8,6 +8,8 @@ from heteroinfer_operator.quantity import parse_duration_s
 
 _FIRST_BACKOFF_S = 10.0
 """Wait before the second restart within the window; each further one waits twice as long."""
+_UPGRADED = "ImageChanged"
+"""Reason of an end that comes once an upgrade, and after which there is nothing to wait for."""
 
 
 _MESSAGE_CHARACTERS = 400
@@ -55,9 +57,11 @@ def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: da
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
     """Returns when a group whose epoch has ended is started again; None is at once.
 
-    What does not count, such as evictions, makes the next start wait all the same.
+    What does not count, such as evictions, makes the next start wait all the same; an upgrade does not.
     """
     last = failures[-1]
+    if last.reason == _UPGRADED:
+        return None
     count = recent(failures, restart) if last.counted else _disruptions(failures, restart)
     if count <= 1:
         return None
@@ -71,7 +75,8 @@ def backoff_s(before: int, restart: RestartSpec) -> float:
 
 def _disruptions(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
     since = failures[-1].time - timedelta(seconds=parse_duration_s(restart.window))
-    return sum(not failure.counted and failure.time >= since for failure in failures)
+    disruptions = [each for each in failures if not each.counted and each.reason != _UPGRADED]
+    return sum(each.time >= since for each in disruptions)
 
 
 def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:
