@@ -1,5 +1,5 @@
-// AVX-512F, AVX512-BF16 and AMX in plain C++, after Intel's manual (SDM vol. 2: LDTILECFG, TILELOADD,
-// TDPBF16PS, VDPBF16PS), so that the code that uses them runs on any x86-64. What the manual makes a
+// AVX-512F, AVX512-BF16, -VBMI and AMX in plain C++, after Intel's manual (SDM vol. 2: LDTILECFG, TILELOADD,
+// TDPBF16PS, VDPBF16PS, VPERMI2B, VPUNPCKLBW, VPUNPCKHBW), so that the code that uses them runs on any x86-64. What the manual makes a
 // fault is one here: the process aborts. Given to the compiler by -include, before each source, whose
 // `target` pragmas are taken out. With EMULATED_CPU=0 the CPU has none of them.
 #pragma once
@@ -42,6 +42,7 @@ inline void store_floats(void* memory, Floats value) { std::memcpy(memory, &valu
 inline Floats add(Floats a, Floats b) { return a + b; }
 inline Ints add_ints(Ints a, Ints b) { return as<Ints>(as<Uint32s>(a) + as<Uint32s>(b)); }
 inline Ints both(Ints a, Ints b) { return as<Ints>(as<Uint32s>(a) & as<Uint32s>(b)); }
+inline Ints either(Ints a, Ints b) { return as<Ints>(as<Uint32s>(a) | as<Uint32s>(b)); }
 inline Ints shift_left(Ints a, int bits) { return as<Ints>(as<Uint32s>(a) << bits); }
 inline Ints shift_right(Ints a, int bits) { return as<Ints>(as<Uint32s>(a) >> bits); }
 // Not inline: the sources unroll hundreds of these, and compilation would take minutes.
@@ -72,6 +73,25 @@ inline void store_halves(void* memory, __mmask16 mask, Ints value) {
     const auto half = static_cast<uint16_t>(words[i]);
     if (mask >> i & 1) std::memcpy(static_cast<char*>(memory) + 2 * i, &half, 2);
   }
+}
+
+inline void store_ints(void* memory, Ints value) { std::memcpy(memory, &value, sizeof value); }
+
+// AVX512-BW and -VBMI.
+struct Bytes {
+  uint8_t at[64];
+};
+inline Ints look_up(Ints low, Ints index, Ints high) {
+  const Bytes tables[2] = {as<Bytes>(low), as<Bytes>(high)}, which = as<Bytes>(index);
+  Bytes found;
+  for (int i = 0; i < 64; i++) found.at[i] = tables[which.at[i] >> 6 & 1].at[which.at[i] & 63];
+  return as<Ints>(found);
+}
+inline Ints interleave(Ints even, Ints odd, int half) {
+  const Bytes a = as<Bytes>(even), b = as<Bytes>(odd);
+  Bytes mixed;
+  for (int i = 0; i < 64; i++) mixed.at[i] = (i % 2 ? b : a).at[i / 16 * 16 + half * 8 + i % 16 / 2];
+  return as<Ints>(mixed);
 }
 
 // AVX512-BF16 and AMX take denormal inputs for zeros and make zeros of denormal results, whatever MXCSR says.
@@ -168,6 +188,11 @@ inline void multiply_tiles(int c, int a, int b) {
 #define _mm512_add_ps(a, b) emulated::add(a, b)
 #define _mm512_add_epi32(a, b) emulated::add_ints(a, b)
 #define _mm512_and_si512(a, b) emulated::both(a, b)
+#define _mm512_or_si512(a, b) emulated::either(a, b)
+#define _mm512_storeu_si512(memory, value) emulated::store_ints(memory, value)
+#define _mm512_permutex2var_epi8(low, index, high) emulated::look_up(low, index, high)
+#define _mm512_unpacklo_epi8(a, b) emulated::interleave(a, b, 0)
+#define _mm512_unpackhi_epi8(a, b) emulated::interleave(a, b, 1)
 #undef _mm512_slli_epi32
 #undef _mm512_srli_epi32
 #undef _mm512_cmp_ps_mask

@@ -13,7 +13,7 @@ import torch
 
 from tests.integration.kernels.answering import serve
 from vllm_heteroinfer.kernels import linear
-from vllm_heteroinfer.kernels.experts import experts, pack_experts
+from vllm_heteroinfer.kernels.experts import FP8, SCALED, PackedExperts, experts, pack_experts
 
 LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 ROUNDING = 2.0**-8
@@ -32,8 +32,22 @@ class Layer:
             return (torch.randn(*shape, generator=draw) * scale).to(torch.bfloat16)
 
         self.x = bf16(rows, hidden + case.get("stride", 0))[:, :hidden]
-        self.w13 = bf16(self.experts, 2 * inner, hidden, scale=hidden**-0.5)
-        self.w2 = bf16(self.experts, hidden, inner, scale=inner**-0.5)
+        if case.get("weights", "bf16") == "bf16":
+            self.w13 = bf16(self.experts, 2 * inner, hidden, scale=hidden**-0.5)
+            self.w2 = bf16(self.experts, hidden, inner, scale=inner**-0.5)
+            self.scales = None
+        else:
+            self.w13, self.w2 = (
+                draw_fp8(draw, self.experts, 2 * inner, hidden),
+                draw_fp8(draw, self.experts, hidden, inner),
+            )
+            of_inner, of_hidden = -(-inner // SCALED), -(-hidden // SCALED)
+            self.scales = (
+                (torch.rand(self.experts, 2 * of_inner, of_hidden, generator=draw) + 0.1)
+                * hidden**-0.5
+                / 100,
+                (torch.rand(self.experts, of_hidden, of_inner, generator=draw) + 0.1) * inner**-0.5 / 100,
+            )
         # Some experts are chosen more often, and some by no row; ids beyond both ends count nothing.
         odds = torch.rand(self.experts, generator=draw) ** 3 + 1e-3
         self.ids = odds.repeat(rows, 1).multinomial(self.topk, generator=draw).to(torch.int32)
@@ -48,15 +62,26 @@ class Layer:
         library = linear.prepare(LIBRARY)
         library.tune(case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
         torch.set_num_threads(case["threads"])
-        packed = [pack_experts(library, self.w13, gates=True), pack_experts(library, self.w2, gates=False)]
+        packed = PackedExperts(
+            w13=pack_experts(library, self.w13, gates=True),
+            w2=pack_experts(library, self.w2, gates=False),
+            scales=self.scales,
+        )
         rows, hidden = self.x.shape
         y = torch.full((rows, hidden + 8), 7.0, dtype=torch.bfloat16)
-        experts(
-            library, y[:, :hidden], self.x, w13=packed[0], w2=packed[1], weights=self.weights, ids=self.ids
-        )
+        experts(library, y[:, :hidden], self.x, packed, weights=self.weights, ids=self.ids)
         assert bool((y[:, hidden:] == 7.0).all()), "it wrote beside its rows"
         library.tune()
         return y[:, :hidden]
+
+    def dense(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns w13 and w2 of an expert in float64, their scales multiplied in."""
+        w13, w2 = self.w13[expert].double(), self.w2[expert].double()
+        if self.scales is None:
+            return w13, w2
+        of_w13, of_w2 = (scale[expert].double() for scale in self.scales)
+        halves = [spread(scale, half) for scale, half in zip(of_w13.chunk(2), w13.chunk(2), strict=True)]
+        return w13 * torch.cat(halves), w2 * spread(of_w2, w2)
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the layer in float64, and what rounding the activations to bf16 may change, at most."""
@@ -68,7 +93,7 @@ class Layer:
                 expert = int(self.ids[row, j])
                 if not 0 <= expert < self.experts:
                     continue
-                w13, w2 = self.w13[expert].double(), self.w2[expert].double()
+                w13, w2 = self.dense(expert)
                 sums = w13 @ self.x[row].double()
                 gate, up = sums[:inner], sums[inner:]
                 activated = gate * torch.sigmoid(gate) * up
@@ -76,6 +101,18 @@ class Layer:
                 y[row] += share * (w2 @ activated)
                 allowed[row] += share * (w2.abs() @ activated.abs())
         return y, allowed
+
+
+def draw_fp8(draw: torch.Generator, *shape: int) -> torch.Tensor:
+    """Returns FP8 numbers of all sizes, denormal ones too, but for NaN."""
+    codes = torch.randint(0, 254, shape, generator=draw, dtype=torch.uint8)
+    return (codes + (codes >= 127)).view(FP8)
+
+
+def spread(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns the scale of each element of a weight."""
+    wide = scale.repeat_interleave(SCALED, 0).repeat_interleave(SCALED, 1)
+    return wide[: weight.shape[0], : weight.shape[1]]
 
 
 def products(question: dict[str, Any]) -> Any:
@@ -112,33 +149,58 @@ def not_numbers(question: dict[str, Any]) -> Any:
     }
 
 
+def fp8_numbers(question: dict[str, Any]) -> Any:
+    """Returns all 256 FP8 numbers, and what an expert makes of each as a weight, times 1, in each row."""
+    case = {"rows": question["rows"], "hidden": 256, "inner": 32, "experts": 1, "topk": 1, "weights": "fp8"}
+    layer = Layer(case, 0)
+    assert layer.scales is not None
+    layer.x.zero_()
+    layer.x[:, 0] = 1.0
+    layer.weights.fill_(1.0)
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
+    # Column 5 is silu(16) / 16, which is 1 in bf16; all others are 0.
+    dense = torch.zeros(64, 256), torch.zeros(256, 32)
+    dense[0][5, 0], dense[0][32 + 5, 0] = 16.0, 0.0625
+    layer.w13, layer.w2 = (weight.to(FP8).unsqueeze(0).contiguous() for weight in dense)
+    layer.w2[0, :, 5] = numbers
+    for scale in layer.scales:
+        scale.fill_(1.0)
+    got = layer.compute({**case, "path": question["path"], "threads": 2})
+    return {"numbers": numbers.float().tolist(), "got": got.float().tolist()}
+
+
 def refused(question: dict[str, Any]) -> Any:
     """Returns what is said to arguments that raw pointers must not be made of."""
     library = linear.prepare(LIBRARY)
-    layer = Layer({"rows": 2, "hidden": 64, "inner": 32, "experts": 4, "topk": 2}, 0)
-    w13, w2 = (
-        pack_experts(library, layer.w13, gates=True),
-        pack_experts(library, layer.w2, gates=False),
+    layer = Layer(
+        {"rows": 2, "hidden": 64, "inner": 32, "experts": 4, "topk": 2, "weights": question["weights"]}, 0
     )
-    given: dict[str, torch.Tensor] = {
-        "y": torch.empty_like(layer.x), "x": layer.x, "w13": w13, "w2": w2, "weights": layer.weights,
-        "ids": layer.ids,
+    given: dict[str, Any] = {
+        "y": torch.empty_like(layer.x), "x": layer.x, "w13": pack_experts(library, layer.w13, gates=True),
+        "w2": pack_experts(library, layer.w2, gates=False), "weights": layer.weights, "ids": layer.ids,
+        "scales": layer.scales,
     }  # fmt: skip
-    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    wrong = torch.ones(4, 2, 1)
+    changes: dict[str, Callable[[Any], Any]] = {
         "y": lambda y: y[:1],
         "x": lambda x: x.float(),
         "w13": lambda w: w[:, :32],
         "w2": lambda w: w.transpose(1, 2),
         "weights": lambda w: w.double(),
         "ids": lambda ids: ids.long(),
+        "scales": lambda scales: None if scales else (wrong, wrong),
+        "shape of scales": lambda scales: (wrong, wrong),
+        "dtype of scales": lambda scales: (wrong.double(), wrong[:, :1].double()),
     }
     said = {}
-    for name, change in changes.items():
-        arguments = {**given, name: change(given[name])}
+    for case, change in changes.items():
+        argument = case.split()[-1]
+        arguments = {**given, argument: change(given[argument])}
         try:
-            experts(library, arguments.pop("y"), arguments.pop("x"), **arguments)
+            y, x, weights, ids = (arguments.pop(name) for name in ("y", "x", "weights", "ids"))
+            experts(library, y, x, PackedExperts(**arguments), weights=weights, ids=ids)
         except ValueError as error:
-            said[name] = str(error)
+            said[case] = str(error)
     for name, weight in (("odd", layer.w2[:, :33]), ("dtype", layer.w2.float())):
         try:
             pack_experts(library, weight, gates=False)
@@ -148,4 +210,4 @@ def refused(question: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    serve({f.__name__: f for f in (products, bits, not_numbers, refused)})
+    serve({f.__name__: f for f in (products, bits, not_numbers, fp8_numbers, refused)})

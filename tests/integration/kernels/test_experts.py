@@ -1,6 +1,7 @@
 """Experts by the kernels against exact ones, on every instruction set; vLLM's layers with them."""
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -14,19 +15,21 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 PROBE = "tests.integration.kernels.experts_probe"
 LAYERS = "tests.integration.kernels.layers_probe"
 PATHS = tuple(SETS)
+WEIGHTS = ("bf16", "fp8")
 
 
-def draw_cases(path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
+def draw_cases(weights: str, path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
     """Returns cases of all row counts, with sizes, routing, threads and settings drawn at random."""
     draw = random.Random(seed)
     cases = []
     for rows in itertools.islice(itertools.cycle([1, 1, 2, 3, 4, 7, 13, 16, 17, 33, 64, 65, 130]), count):
         experts = draw.choice((1, 2, 5, 8, 40))
         case = {
+            "weights": weights,
             "path": path,
             "rows": rows,
             "hidden": draw.choice((32, 64, 96, 288)),
-            "inner": draw.choice((32, 64, 160)),
+            "inner": draw.choice((32, 64, 160)),  # of FP8 with a rest beside a block of 128
             "experts": experts,
             "topk": draw.randint(1, min(experts, 6)),
             "lost": draw.random() < 0.3,
@@ -40,30 +43,56 @@ def draw_cases(path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path(path: str, on_path: Asking) -> None:
-    cases = draw_cases(path, 65, seed=PATHS.index(path))
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_path(weights: str, path: str, on_path: Asking) -> None:
+    cases = draw_cases(weights, path, 65, seed=PATHS.index(path))
     answer = on_path("products", cases=cases)
     wrong = [(error, case) for error, case in zip(answer["errors"], cases, strict=True) if not error <= 1.0]
     assert not wrong, wrong
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_threads_change_no_bit(path: str, on_path: Asking) -> None:
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_threads_change_no_bit(weights: str, path: str, on_path: Asking) -> None:
     """A block is computed by one thread, whichever: its sums have one order."""
-    for seed, case in enumerate(draw_cases(path, 6, seed=9)):
+    for seed, case in enumerate(draw_cases(weights, path, 6, seed=9)):
         cases = [{**case, "threads": threads, "seed": seed} for threads in (1, 2, 5)]
         assert len(set(on_path("bits", cases=cases)["digests"])) == 1, case
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_row_that_is_no_number_spoils_no_other(path: str, on_path: Asking) -> None:
-    case = {"path": path, "rows": 20, "hidden": 64, "inner": 32, "experts": 3, "topk": 2, "threads": 2}
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_every_number_of_fp8(rows: int, path: str, on_path: Asking) -> None:
+    """Denormal ones and NaN too, whether they are widened in registers or for tiles."""
+    answer = on_path("fp8_numbers", path=path, rows=rows)
+    assert len(answer["numbers"]) == 256
+    assert sum(math.isnan(number) for number in answer["numbers"]) == 2
+    for got in answer["got"]:
+        # A sum starts with +0, so that none is -0.
+        assert list(map(repr, got)) == [repr(number + 0.0) for number in answer["numbers"]]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_row_that_is_no_number_spoils_no_other(weights: str, path: str, on_path: Asking) -> None:
+    case: dict[str, Any] = {
+        "weights": weights,
+        "path": path,
+        "rows": 20,
+        "hidden": 64,
+        "inner": 32,
+        "experts": 3,
+        "topk": 2,
+    }
+    case["threads"] = 2
     assert on_path("not_numbers", case=case, row=7) == {"rows": [7], "same": True}
 
 
-def test_what_does_not_fit_is_refused(kernels: Asking) -> None:
-    said = kernels("refused")
-    assert set(said) == {"y", "x", "w13", "w2", "weights", "ids", "odd", "dtype"}
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_what_does_not_fit_is_refused(weights: str, kernels: Asking) -> None:
+    said = kernels("refused", weights=weights)
+    of_scales = {"scales", "shape of scales", "dtype of scales"}
+    assert set(said) == {"y", "x", "w13", "w2", "weights", "ids", "odd", "dtype"} | of_scales
     assert "torch.int64" in said["ids"]
     assert "n a multiple of 32" in said["odd"]
 

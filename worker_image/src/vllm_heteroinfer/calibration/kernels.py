@@ -344,7 +344,7 @@ def _kernel(layer: Any) -> str:
 
     method = layer.quant_method
     moe = getattr(method, "moe_kernel", None)
-    if moe is not None and (ours := library_of(moe.fused_experts)) is not None:
+    if (ours := library_of(layer)) is not None:
         return f"heteroinfer {ours.kernel(1)}"
     chosen = (
         moe.fused_experts if moe is not None else getattr(getattr(layer, "scheme", None), "kernel", method)

@@ -11,7 +11,7 @@ from vllm_heteroinfer.feed_forward.skeleton import Skeleton
 from vllm_heteroinfer.feed_forward.slab import Slab
 from vllm_heteroinfer.kernels.experts import experts
 from vllm_heteroinfer.kernels.library import KernelLibrary
-from vllm_heteroinfer.patches.cpu_experts import library_of
+from vllm_heteroinfer.patches.cpu_experts import library_of, packed_experts
 
 MOST_VIEWS: Final = 256
 """Row counts for which views of the slab are kept; others are made when they come."""
@@ -47,9 +47,11 @@ def _compute(part: Any, views: Views) -> Compute:
         return _mlp(part, views)
     kernel = part.quant_method.moe_kernel
     vllms = None if kernel is None else kernel.fused_experts
+    library = library_of(part)
+    if library is not None:
+        return _ours(part, vllms, library, views)
     if isinstance(vllms, CPUUnquantizedExperts) and not vllms._use_zentorch:
-        library = library_of(vllms)
-        return _unquantized(part, vllms, views) if library is None else _ours(part, library, views)
+        return _unquantized(part, vllms, views)
     return _any_experts(part, views)
 
 
@@ -67,12 +69,12 @@ def _unquantized(part: Any, vllms: Any, views: Views) -> Compute:
     return compute
 
 
-def _ours(part: Any, library: KernelLibrary, views: Views) -> Compute:
-    w13, w2 = part.w13_weight.data, part.w2_weight.data
+def _ours(part: Any, vllms: Any, library: KernelLibrary, views: Views) -> Compute:
+    packed = packed_experts(vllms, part.w13_weight.data, part.w2_weight.data)
 
     def compute(rows: int) -> None:
         x, ids, weights, y = views.of(rows)
-        experts(library, y, x, w13=w13, w2=w2, weights=weights, ids=ids)
+        experts(library, y, x, packed, weights=weights, ids=ids)
 
     return compute
 

@@ -1,5 +1,6 @@
-"""Routed experts of a mixture in bf16: each chosen expert is read once. Imports torch, not vLLM."""
+"""Routed experts of a mixture in bf16 or FP8: each chosen expert is read once. Imports torch, not vLLM."""
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -10,6 +11,9 @@ BLOCK: Final = 32
 """Columns of a block, and inputs of a unit: both sizes of an expert are multiples of it."""
 MOST_CHOICES: Final = 256
 """Experts of a row."""
+FP8: Final = torch.float8_e4m3fn
+SCALED: Final = 128
+"""Columns and inputs of a block of FP8 weights that share a scale."""
 
 
 def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -> torch.Tensor:
@@ -17,26 +21,28 @@ def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -
 
     Args:
         library: the kernels.
-        weight: [experts, n, k], bf16, cpu, contiguous; n and k multiples of 32. Of w13 the gates come first.
+        weight: [experts, n, k], bf16 or float8_e4m3fn, cpu, contiguous; n and k multiples of 32. Of w13 the
+            gates come first.
         gates: whether this is w13: its blocks become gate and up in turn.
 
     Returns:
-        [experts, n, k], bf16: each expert's bytes as [n / 32, k / 2, 32, 2].
+        [experts, n, k] of the weight's dtype: each expert's elements as [n / 32, k / 2, 32, 2], in FP8 the 64
+        bytes of 32 columns and a pair of k in the order that `source/linear.h` says.
 
     Raises:
         ValueError: another shape or dtype.
     """
     multiple = 2 * BLOCK if gates else BLOCK
-    if (
-        weight.ndim != 3
-        or weight.dtype != torch.bfloat16
-        or weight.shape[1] % multiple
-        or weight.shape[2] % BLOCK
-    ):
+    if not can_pack(weight, gates=gates):
         raise ValueError(
-            f"got expert weights {tuple(weight.shape)} {weight.dtype}, expected [experts, n, k] bf16, "
-            f"n a multiple of {multiple} and k of {BLOCK}"
+            f"got expert weights {tuple(weight.shape)} {weight.dtype}, expected [experts, n, k] bf16 or "
+            f"float8_e4m3fn, n a multiple of {multiple} and k of {BLOCK}"
         )
+    dtype = weight.dtype
+    if dtype == FP8:
+        call, weight = library.calls.heteroinfer_pack_fp8, weight.view(torch.uint8)
+    else:
+        call = library.calls.heteroinfer_pack
     count, columns, inputs = weight.shape
     packed = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for expert in range(count):
@@ -44,17 +50,76 @@ def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -
         if gates:
             own = own.view(2, columns // multiple, BLOCK, inputs).transpose(0, 1)
         own = own.reshape(columns, inputs).contiguous()
-        library.calls.heteroinfer_pack(packed[expert].data_ptr(), own.data_ptr(), inputs, columns, inputs)
-    return packed
+        call(packed[expert].data_ptr(), own.data_ptr(), inputs, columns, inputs)
+    return packed.view(dtype)
+
+
+def can_pack(weight: torch.Tensor, *, gates: bool) -> bool:
+    """Returns whether `pack_experts` takes a weight.
+
+    Args:
+        weight: any, on the CPU.
+        gates: whether this is w13.
+    """
+    return (
+        weight.ndim == 3
+        and weight.dtype in {torch.bfloat16, FP8}
+        and weight.shape[1] % (2 * BLOCK if gates else BLOCK) == 0
+        and weight.shape[2] % BLOCK == 0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedExperts:
+    """The weights of a layer's experts as the kernels read them.
+
+    Attributes:
+        w13: packed, [experts, 2 * inner, hidden], bf16 or FP8.
+        w2: packed, [experts, hidden, inner], of the same dtype.
+        scales: of FP8 w13, [experts, 2 * ceil(inner / 128), ceil(hidden / 128)], those of gates first, and
+            of w2, [experts, ceil(hidden / 128), ceil(inner / 128)]; float32, contiguous. None for bf16.
+
+    Raises:
+        ValueError: a shape or dtype is another.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        count, hidden, inner = self.w2.shape
+        right = (
+            self.w13.shape == (count, 2 * inner, hidden)
+            and self.w13.dtype == self.w2.dtype == (FP8 if self.scales else torch.bfloat16)
+            and self.w13.is_contiguous()
+            and self.w2.is_contiguous()
+        )
+        if self.scales:
+            (of_w13, of_w2), rows, columns = self.scales, -(-hidden // SCALED), -(-inner // SCALED)
+            right = (
+                right
+                and of_w13.shape == (count, 2 * columns, rows)
+                and of_w2.shape == (count, rows, columns)
+                and of_w13.dtype == of_w2.dtype == torch.float32
+                and of_w13.is_contiguous()
+                and of_w2.is_contiguous()
+            )
+        if not right:
+            raise ValueError(
+                f"got w13 {tuple(self.w13.shape)} {self.w13.dtype}, "
+                f"w2 {tuple(self.w2.shape)} {self.w2.dtype}, "
+                f"scales {[(tuple(scale.shape), scale.dtype) for scale in self.scales or ()]}; expected what "
+                "PackedExperts says"
+            )
 
 
 def experts(
     library: KernelLibrary,
     y: torch.Tensor,
     x: torch.Tensor,
+    packed: PackedExperts,
     *,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> None:
@@ -64,8 +129,7 @@ def experts(
         library: the kernels.
         y: [m, hidden], bf16, rows contiguous; may not share memory with x.
         x: [m, hidden], bf16, rows contiguous.
-        w13: packed, [experts, 2 * inner, hidden].
-        w2: packed, [experts, hidden, inner].
+        packed: the layer's.
         weights: [m, topk], float32, contiguous.
         ids: [m, topk], int32, contiguous; one that is no expert counts nothing.
 
@@ -73,25 +137,25 @@ def experts(
         ValueError: a shape or dtype is another.
     """
     m, topk = ids.shape
-    count, hidden, inner = w2.shape
+    count, hidden, inner = packed.w2.shape
     right = (
         x.shape == y.shape == (m, hidden)
         and weights.shape == ids.shape
         and topk <= MOST_CHOICES
-        and w13.shape == (count, 2 * inner, hidden)
-        and x.dtype == y.dtype == w13.dtype == w2.dtype == torch.bfloat16
+        and x.dtype == y.dtype == torch.bfloat16
         and (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
         and x.stride(1) == y.stride(1) == 1
-        and all(tensor.is_contiguous() for tensor in (w13, w2, weights, ids))
+        and weights.is_contiguous()
+        and ids.is_contiguous()
     )
     if not right:
         raise ValueError(
-            f"got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)}, w13 {tuple(w13.shape)}, "
-            f"w2 {tuple(w2.shape)}, "
+            f"got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)}, experts of {hidden} inputs, "
             f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype}; "
             "expected what experts() says"
         )
+    scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)
     library.calls.heteroinfer_experts(
-        *(y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), w13.data_ptr(), w2.data_ptr()),
-        *(weights.data_ptr(), ids.data_ptr(), m, topk, count, hidden, inner),
+        *(y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), packed.w13.data_ptr(), packed.w2.data_ptr()),
+        *(scales13, scales2, weights.data_ptr(), ids.data_ptr(), m, topk, count, hidden, inner),
     )

@@ -20,6 +20,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "heteroinfer_threads": (ctypes.c_int, ()),
     "heteroinfer_packed_elements": (_LONG, (_LONG, _LONG)),
     "heteroinfer_pack": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG)),
+    "heteroinfer_pack_fp8": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG)),
     "heteroinfer_linear": (
         None,
         (_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG),
@@ -27,7 +28,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "heteroinfer_experts": (
         None,
         (
-            *(_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER),
+            *(_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
             *(_LONG, _LONG, _LONG, _LONG, _LONG),
         ),
     ),
@@ -62,7 +63,7 @@ class KernelLibrary:
         Args:
             path: one of PATHS; None for the default.
             streams: positions that a thread reads at once: 1, 2 or 4; -1 for the default.
-            prefetch: distance in units of 2 KiB of a stream; -1 for the default.
+            prefetch: distance in 2 KiB of a stream, in 4 KiB of one of FP8; -1 for the default.
 
         Raises:
             ValueError: this CPU or this library cannot do that.

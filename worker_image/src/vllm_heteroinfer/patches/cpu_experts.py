@@ -1,13 +1,15 @@
-"""The patch `cpu_experts`: bf16 experts of a CPU rank are packed for, and computed by, our kernels.
+"""The patch `cpu_experts`: bf16 and FP8 experts of a CPU rank are packed for, and computed by, our kernels.
 
 What the kernels don't take (biases, other activations, sizes that are no multiple of 32) stays vLLM's.
 Imports vLLM.
-Source: vllm/model_executor/layers/fused_moe/experts/cpu_moe.py::CPUUnquantizedExperts@v0.32.0.
+Source: vllm/model_executor/layers/fused_moe/experts/cpu_moe.py::CPUUnquantizedExperts@v0.32.0,
+::CPUExpertsFp8 (blocks of 128 x 128 and SiLU alone).
 """
 
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,19 +17,24 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import replace_parameter
 
 from vllm_heteroinfer.kernels import linear
-from vllm_heteroinfer.kernels.experts import BLOCK, experts, pack_experts
+from vllm_heteroinfer.kernels.experts import BLOCK, FP8, PackedExperts, can_pack, experts, pack_experts
 from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
-from vllm_heteroinfer.patches.registry import CPU_EXPERTS_APPLY, CPU_EXPERTS_PACKING
+from vllm_heteroinfer.patches.registry import (
+    CPU_EXPERTS_APPLY,
+    CPU_EXPERTS_PACKING,
+    CPU_FP8_EXPERTS_APPLY,
+    CPU_FP8_EXPERTS_PACKING,
+)
 from vllm_heteroinfer.patches.replacing import replace, restore
 
 _logger = logging.getLogger(__name__)
 _LIBRARY: Final = "heteroinfer_library"
-"""Attribute of vLLM's object for a layer's experts, where these are packed by us."""
+"""Attribute of the weights that are packed by us; `replace_parameter` hands it on."""
 
 
 def install() -> None:
-    """Hands this process's bf16 experts to our kernels from now on, unless the user chose vLLM's.
+    """Hands this process's bf16 and FP8 experts to our kernels from now on, unless the user chose vLLM's.
 
     To be called in a CPU rank before it loads its model; twice is a no-op.
 
@@ -36,25 +43,48 @@ def install() -> None:
         PatchError: this vLLM is another one than the patch was written for.
     """
     if is_wanted(os.environ):
-        replace(CPU_EXPERTS_PACKING, _packing)
+        said: set[torch.dtype] = set()
+        replace(CPU_EXPERTS_PACKING, partial(_packing, said))
+        replace(CPU_FP8_EXPERTS_PACKING, partial(_packing_fp8, said))
         replace(CPU_EXPERTS_APPLY, _applying)
+        replace(CPU_FP8_EXPERTS_APPLY, _applying)
 
 
 def revert() -> None:
     """Puts vLLM's own functions back; a no-op where the patch is not applied."""
-    restore(CPU_EXPERTS_PACKING)
-    restore(CPU_EXPERTS_APPLY)
+    for patch in (CPU_EXPERTS_PACKING, CPU_FP8_EXPERTS_PACKING, CPU_EXPERTS_APPLY, CPU_FP8_EXPERTS_APPLY):
+        restore(patch)
 
 
-def library_of(vllm_experts: Any) -> KernelLibrary | None:
-    """Returns the kernels that a layer's experts are packed for; None if they are vLLM's."""
-    found: KernelLibrary | None = getattr(vllm_experts, _LIBRARY, None)
+def library_of(layer: Any) -> KernelLibrary | None:
+    """Returns the kernels that a layer's routed experts are packed for; None if they are vLLM's."""
+    return _library_of(getattr(layer, "w13_weight", None))
+
+
+def packed_experts(vllm_experts: Any, w13: torch.Tensor, w2: torch.Tensor) -> PackedExperts:
+    """Returns a layer's weights with the scales that vLLM's object for them has.
+
+    Args:
+        vllm_experts: vLLM's object.
+        w13: packed for our kernels.
+        w2: packed for our kernels.
+
+    Raises:
+        ValueError: they do not belong together.
+    """
+    of_w13, of_w2 = vllm_experts.w1_scale, vllm_experts.w2_scale
+    scales = None if of_w13 is None else (of_w13, of_w2)
+    return PackedExperts(w13=w13, w2=w2, scales=scales)
+
+
+def _library_of(weight: Any) -> KernelLibrary | None:
+    found: KernelLibrary | None = getattr(weight, _LIBRARY, None)
     return found
 
 
-def _packing(original: Callable[[Any, torch.nn.Module], None]) -> Callable[[Any, torch.nn.Module], None]:
-    said: list[KernelLibrary] = []
-
+def _packing(
+    said: set[torch.dtype], original: Callable[[Any, torch.nn.Module], None]
+) -> Callable[[Any, torch.nn.Module], None]:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         library = _taking(self, layer)
         if library is None:
@@ -62,18 +92,45 @@ def _packing(original: Callable[[Any, torch.nn.Module], None]) -> Callable[[Any,
             return
         self._pad_moe_intermediate(layer)
         for name, gates in (("w13_weight", True), ("w2_weight", False)):
-            replace_parameter(layer, name, pack_experts(library, getattr(layer, name).data, gates=gates))
-        setattr(self, _LIBRARY, library)
-        if not said:
-            said.append(library)
-            _logger.info("CPU experts: HeteroInfer's bf16 kernels (%s)", ", ".join(library.paths))
+            replace_parameter(layer, name, _packed(library, getattr(layer, name), gates=gates))
+        _say(said, library, layer.w13_weight.dtype)
 
     return process_weights_after_loading
 
 
+def _packing_fp8(
+    said: set[torch.dtype],
+    original: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    def prepare_fp8_moe_layer_for_cpu(
+        w13: torch.Tensor, w2: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        takes = w13.dtype == w2.dtype == FP8 and can_pack(w13, gates=True) and can_pack(w2, gates=False)
+        library = _kernels() if takes else None
+        if library is None:
+            return original(w13, w2)
+        _say(said, library, FP8)
+        return _packed(library, w13, gates=True), _packed(library, w2, gates=False)
+
+    return prepare_fp8_moe_layer_for_cpu
+
+
+def _packed(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -> torch.Tensor:
+    packed = pack_experts(library, weight.data, gates=gates)
+    setattr(packed, _LIBRARY, library)
+    return packed
+
+
+def _say(said: set[torch.dtype], library: KernelLibrary, dtype: torch.dtype) -> None:
+    if dtype not in said:
+        said.add(dtype)
+        name = "FP8" if dtype == FP8 else "bf16"
+        _logger.info("CPU experts: HeteroInfer's %s kernels (%s)", name, ", ".join(library.paths))
+
+
 def _applying(original: Callable[..., None]) -> Callable[..., None]:
     def apply(self: Any, **named: Any) -> None:
-        library = library_of(self)
+        library = _library_of(named["w1"])
         if library is None:
             original(self, **named)
             return
@@ -81,8 +138,7 @@ def _applying(original: Callable[..., None]) -> Callable[..., None]:
             library,
             named["output"],
             named["hidden_states"].contiguous(),
-            w13=named["w1"],
-            w2=named["w2"],
+            packed_experts(self, named["w1"], named["w2"]),
             weights=_weights(**named),
             ids=named["topk_ids"].to(torch.int32).contiguous(),
         )
@@ -108,6 +164,10 @@ def _taking(vllm_experts: Any, layer: Any) -> KernelLibrary | None:
         or weight.shape[2] % BLOCK
     ):
         return None
+    return _kernels()
+
+
+def _kernels() -> KernelLibrary | None:
     try:
         return linear.prepare()
     except KernelsUnavailableError:

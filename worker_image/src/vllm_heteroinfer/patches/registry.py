@@ -50,10 +50,10 @@ CPU_LINEAR: Final = Patch(
     remove_when="vLLM lets a platform or a plugin choose the CPU's linear layer, or reads as fast itself",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
-_EXPERTS: Final = "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
+_EXPERTS: Final = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 CPU_EXPERTS_PACKING: Final = Patch(
     id="cpu_experts",
-    target=f"{_EXPERTS}.process_weights_after_loading",
+    target=f"{_EXPERTS}:CPUUnquantizedExperts.process_weights_after_loading",
     parameters=("self", "layer"),
     processes="CPU ranks of a group",
     why=(
@@ -67,13 +67,23 @@ CPU_EXPERTS_PACKING: Final = Patch(
 )
 CPU_EXPERTS_APPLY: Final = replace(
     CPU_EXPERTS_PACKING,
-    target=f"{_EXPERTS}.apply",
+    target=f"{_EXPERTS}:CPUUnquantizedExperts.apply",
     parameters=(
         *("self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"),
         *("global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2"),
         *("expert_tokens_meta", "apply_router_weight_on_input"),
     ),
     why="computes the experts that the patch above has packed",
+)
+CPU_FP8_EXPERTS_PACKING: Final = replace(
+    CPU_EXPERTS_PACKING,
+    target=f"{_EXPERTS}:prepare_fp8_moe_layer_for_cpu",
+    parameters=("w13", "w2"),
+    why="the same for FP8 experts in blocks, which this function alone packs, for whatever checkpoint format",
+)
+CPU_FP8_EXPERTS_APPLY: Final = replace(
+    CPU_EXPERTS_APPLY,
+    target=f"{_EXPERTS}:CPUExpertsFp8.apply",
 )
 ENGINE_PAUSE: Final = Patch(
     id="engine_pause",
@@ -89,7 +99,14 @@ ENGINE_PAUSE: Final = Patch(
     remove_when="vLLM sleeps only when a step brought no outputs either",
 )
 
-PATCHES: Final = (CPU_LINEAR, CPU_EXPERTS_PACKING, CPU_EXPERTS_APPLY, ENGINE_PAUSE)
+PATCHES: Final = (
+    CPU_LINEAR,
+    CPU_EXPERTS_PACKING,
+    CPU_EXPERTS_APPLY,
+    CPU_FP8_EXPERTS_PACKING,
+    CPU_FP8_EXPERTS_APPLY,
+    ENGINE_PAUSE,
+)
 
 
 def build_refusal(patch: Patch, found: str, version: str) -> PatchError:

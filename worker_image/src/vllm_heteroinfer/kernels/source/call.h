@@ -43,11 +43,12 @@ struct Rows {
   long m, groups, each = 0;
 };
 
-// The kernel for m rows, how many positions of a block it reads at once, and how far it prefetches; all as tuned.
+// The kernel for m rows, how many positions it reads at once, and how far it prefetches; all as tuned. For FP8 weights
+// it is the one of AVX-512F where the CPU lacks AVX512-VBMI.
 struct Choice {
   const Kernel* kernel;
   int streams, prefetch;
 };
-Choice choose_kernel(long m);
+Choice choose_kernel(long m, bool fp8 = false);
 
 }  // namespace heteroinfer

@@ -1,4 +1,4 @@
-// Routed experts of a mixture, bf16: y[row] = sum over j of weight[row][j] * down(silu(gate(x)) * up(x)) of expert ids[row][j].
+// Routed experts of a mixture, bf16 or FP8: y[row] = sum over j of weight[row][j] * down(silu(gate(x)) * up(x)) of expert ids[row][j].
 //
 // A step reads the weights of the chosen experts once, and everything here serves that stream, as in linear.h:
 //   - w13 of an expert is packed as a linear weight whose blocks of 32 columns are gate and up in turn, w2 as
@@ -6,6 +6,8 @@
 //   - All blocks of all chosen experts are one list, of which threads take equal runs: a block is never split, and
 //     the last unit of an expert prefetches the first of the next.
 //   - Rows are gathered and packed for each expert; sums stay float32 until the activation and until the end.
+//   - FP8 is widened to bf16 as it is read, which is exact, and its scales go to float32 sums of 128 k. A thread reads several
+//     blocks at once there, not several positions of one: scales differ along k.
 #include "call.h"
 
 #include <omp.h>
@@ -19,12 +21,15 @@ namespace {
 constexpr long kRowsOfABlock = 64;  // of one expert, that make its units cost about twice as much as one row does
 constexpr long kInputBytes = 4;    // at most, of a packed input
 
+constexpr int kWideBlocks = 2;  // that are widened into the first cache in turn, where they prefetch a unit of scales each
+
 thread_local Buffer plan_buffer, inputs_buffer, hidden_buffer, gates_buffer, downs_buffer, rows_buffer, sums_buffer;
+thread_local Buffer wide_buffer;
 
 // The rows of one chosen expert; `first` is its first position in the list of (row, choice) by expert.
 struct Chosen {
-  Chosen(long expert, long first, long m)
-      : expert(expert), first(first), choice(choose_kernel(m)), rows(*choice.kernel, m), cost(kRowsOfABlock + m) {}
+  Chosen(long expert, long first, long m, bool fp8)
+      : expert(expert), first(first), choice(choose_kernel(m, fp8)), rows(*choice.kernel, m), cost(kRowsOfABlock + m) {}
   long expert, first;
   Choice choice;
   Rows rows;
@@ -54,15 +59,23 @@ struct Call {
 
 // One of the two products of every chosen expert.
 struct Product {
-  const uint16_t* w;  // of all experts
+  const void* w;        // of all experts
+  const float* scales;  // of all experts, [rows of scales][for each 128 k]; null for bf16
   long columns, k;
+  bool gated;  // columns are gate and up in turn by blocks, their scales those of all gates, then of all ups
   const char* inputs;
   float* sums;  // position -> columns
   bool direct;  // `inputs` of a single row are x itself
   long blocks() const { return columns / kColumns; }
   long units() const { return k / kUnit; }
-  const uint16_t* block(const Chosen& chosen, long block) const {
-    return w + (chosen.expert * blocks() + block) * units() * kUnitElements;
+  template <class Element>
+  const Element* block(const Chosen& chosen, long block) const {
+    return static_cast<const Element*>(w) + (chosen.expert * blocks() + block) * units() * kUnitElements;
+  }
+  const float* block_scales(const Chosen& chosen, long block) const {
+    const long parts = gated ? 2 : 1, rows = ceil_div(columns / parts, kScaled);
+    const long row = block % parts * rows + block / parts * kColumns / kScaled;
+    return scales + (chosen.expert * parts * rows + row) * ceil_div(k, kScaled);
   }
 };
 
@@ -79,7 +92,7 @@ const char* group_inputs(const Call& call, const Product& product, const Chosen&
 void multiply_block(const Call& call, const Product& product, const Chosen& chosen, long block, const uint16_t* next,
                     float* c) {
   const Kernel& kernel = *chosen.choice.kernel;
-  const uint16_t* w = product.block(chosen, block);
+  const uint16_t* w = product.block<uint16_t>(chosen, block);
   const long units = product.units(), streams = units < chosen.choice.streams ? 1 : chosen.choice.streams;
   const long each = units / streams, chunk = chosen.rows.groups > 1 ? std::max<long>(1, 16 / streams) : each;
   const long distance = std::min<long>(chosen.choice.prefetch, each);
@@ -112,13 +125,56 @@ void multiply_block(const Call& call, const Product& product, const Chosen& chos
     }
 }
 
-// A block of a chosen expert, and the one after it.
+// A block of a chosen expert.
 struct Item {
   long chosen, block;
-  void advance(long blocks) {
-    if (++block == blocks) block = 0, chosen++;
-  }
 };
+
+// c[count][m][32] = x * w of FP8 blocks that follow each other; their ends prefetch the start of `next`.
+void multiply_fp8(const Call& call, const Product& product, const Chosen& chosen, long block, long count, Item next,
+                  float* c) {
+  const Kernel& kernel = *chosen.choice.kernel;
+  const Fp8& fp8 = *kernel.fp8;
+  const long units = product.units(), rows = chosen.rows.m;
+  const long distance = std::min(chosen.choice.prefetch * kScaledUnits, units);
+  Fp8Stream streams[kMaxStreams];
+  for (long s = 0; s < count; s++)
+    streams[s] = {product.block<uint8_t>(chosen, block + s),
+                  product.block<uint8_t>(call.chosen[next.chosen], std::min(next.block + s, product.blocks() - 1)),
+                  product.block_scales(chosen, block + s)};
+  std::memset(c, 0, static_cast<size_t>(count * rows * kColumns) * sizeof(float));
+  if (rows <= fp8.rows) {
+    fp8.multiply(c, static_cast<int>(rows), streams, static_cast<int>(count),
+                 group_inputs(call, product, chosen, 0, 0), units, distance);
+    return;
+  }
+  const size_t part_bytes = static_cast<size_t>(kernel.max_rows * kColumns) * sizeof(float);
+  auto* wide = static_cast<uint16_t*>(wide_buffer.reserve(kScaledUnits * kUnitElements * 2 + part_bytes));
+  auto* part = reinterpret_cast<float*>(wide + kScaledUnits * kUnitElements);
+  for (long from = 0; from < units; from += kScaledUnits)
+    for (long s = 0; s < count; s++) {
+      const long until = std::min(from + kScaledUnits, units);
+      for (long unit = from; unit < until; unit++)
+        fp8.widen(wide + (unit - from) * kUnitElements, streams[s].w + unit * kUnitElements,
+                  fp8_ahead(streams[s], unit, units, distance));
+      for (long group = 0; group < chosen.rows.groups; group++) {
+        const int some = chosen.rows.count(group);
+        const Stream stream = {wide, wide, group_inputs(call, product, chosen, group, from)};
+        std::memset(part, 0, static_cast<size_t>(some * kColumns) * sizeof(float));
+        kernel.multiply(part, some, &stream, 1, until - from, {0, 1});
+        add_scaled(c + (s * rows + chosen.rows.first(group)) * kColumns, part, streams[s].scales[from / kScaledUnits],
+                   some * kColumns);
+      }
+    }
+}
+
+// How many FP8 blocks are read at once, of those that are left of an expert.
+long blocks_at_once(const Chosen& chosen, long left) {
+  long most = chosen.choice.streams;
+  if (chosen.rows.m > chosen.choice.kernel->fp8->rows) most = std::min<long>(most, kWideBlocks);
+  while (most > left) most /= 2;
+  return most;
+}
 
 // Where a thread's run of blocks begins: those before cost `part` of `parts` of all.
 Item boundary(const Call& call, long blocks, long part, long parts) {
@@ -139,16 +195,23 @@ void multiply_all(const Call& call, const Product& product, long thread, long th
   Item item = boundary(call, blocks, thread, threads);
   while (item.chosen < end.chosen || (item.chosen == end.chosen && item.block < end.block)) {
     const Chosen& chosen = call.chosen[item.chosen];
-    const long block = item.block;
-    item.advance(blocks);
-    const Item& following = item.chosen < call.experts ? item : Item{call.experts - 1, blocks - 1};
-    const uint16_t* next = product.block(call.chosen[following.chosen], following.block);
+    const long rows = chosen.rows.m, block = item.block;
+    const long left = (item.chosen == end.chosen ? end.block : blocks) - block;
+    const long count = product.scales ? blocks_at_once(chosen, left) : 1;
+    item.block += count;
+    if (item.block == blocks) item = {item.chosen + 1, 0};
+    const Item following = item.chosen < call.experts ? item : Item{call.experts - 1, blocks - 1};
     float* c = static_cast<float*>(
-        sums_buffer.reserve(static_cast<size_t>(chosen.rows.m * kColumns) * sizeof(float)));
-    multiply_block(call, product, chosen, block, next, c);
+        sums_buffer.reserve(static_cast<size_t>(count * rows * kColumns) * sizeof(float)));
+    if (product.scales)
+      multiply_fp8(call, product, chosen, block, count, following, c);
+    else
+      multiply_block(call, product, chosen, block,
+                     product.block<uint16_t>(call.chosen[following.chosen], following.block), c);
     float* out = product.sums + chosen.first * product.columns + block * kColumns;
-    for (long r = 0; r < chosen.rows.m; r++)
-      std::memcpy(out + r * product.columns, c + r * kColumns, kColumns * sizeof(float));
+    for (long s = 0; s < count; s++)
+      for (long r = 0; r < rows; r++)
+        std::memcpy(out + r * product.columns + s * kColumns, c + (s * rows + r) * kColumns, kColumns * sizeof(float));
   }
 }
 
@@ -197,10 +260,12 @@ extern "C" {
 
 // y[m][hidden] (row stride ldy) from x[m][hidden] (row stride ldx); ids[m][topk] of `experts`, others count nothing;
 // weights[m][topk]. w13: for each expert a packed weight of 2 * inner columns, gate and up in turn by blocks of 32;
-// w2: for each expert a packed weight [hidden][inner]. hidden and inner are multiples of 32.
-void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, const uint16_t* w13, const uint16_t* w2,
-                         const float* weights, const int32_t* ids, long m, long topk, long experts, long hidden,
-                         long inner) {
+// w2: for each expert a packed weight [hidden][inner]. hidden and inner are multiples of 32. With scales both weights are
+// FP8: scales13[experts][2 * ceil(inner / 128)][ceil(hidden / 128)] of all gates, then of all ups, and
+// scales2[experts][ceil(hidden / 128)][ceil(inner / 128)]; null for bf16.
+void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, const void* w13, const void* w2,
+                         const float* scales13, const float* scales2, const float* weights, const int32_t* ids,
+                         long m, long topk, long experts, long hidden, long inner) {
   if (m <= 0) return;
   const long choices = m * topk;
   // The plan: positions of (row, choice) by expert, the chosen experts, their groups of rows.
@@ -221,7 +286,7 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
   for (long e = 0; e < experts; e++) {
     const long count = starts[e + 1] - starts[e];
     if (!count) continue;
-    const Chosen& one = *new (chosen + chosen_count++) Chosen(e, starts[e], count);
+    const Chosen& one = *new (chosen + chosen_count++) Chosen(e, starts[e], count, scales13);
     for (long g = 0; g < one.rows.groups; g++) groups[group_count++] = {&one, g};
   }
   const long positions = starts[experts];
@@ -237,8 +302,8 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
                   reserve(inputs_buffer, hidden * kInputBytes), reserve(hidden_buffer, inner * kInputBytes),
                   reinterpret_cast<float*>(reserve(gates_buffer, 2 * inner * long{sizeof(float)})),
                   reinterpret_cast<float*>(reserve(downs_buffer, hidden * long{sizeof(float)}))};
-  const Product up{w13, 2 * inner, hidden, call.inputs, call.gates, true};
-  const Product down{w2, hidden, inner, call.middle, call.downs, false};
+  const Product up{w13, scales13, 2 * inner, hidden, true, call.inputs, call.gates, true};
+  const Product down{w2, scales2, hidden, inner, false, call.middle, call.downs, false};
   bool packs = false;
   for (long i = 0; i < chosen_count; i++) packs |= !as_it_is(chosen[i]);
 #pragma omp parallel

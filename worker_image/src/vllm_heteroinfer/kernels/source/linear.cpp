@@ -28,6 +28,7 @@ constexpr long kManyBlocks = 4;          // blocks of columns that share one rea
 constexpr long kHugePage = 2 << 20;
 
 int available = 0;  // bits of Path
+bool widens = false;  // AVX512-VBMI
 int forced_path = -1, forced_streams = -1, forced_prefetch = -1;
 
 thread_local Buffer inputs_buffer, parts_buffer, sums_buffer;
@@ -228,10 +229,33 @@ Path choose(long m) {
   return available >> kPathAvx512Bf16 & 1 ? kPathAvx512Bf16 : kPathAvx512;
 }
 
+// Each thread touches first what it will read later, so that it lies in its own NUMA node, in huge pages if there are
+// any. `place(column, k)` is where an element of a unit goes.
+template <class Element, class Place>
+void pack(Element* out, const Element* w, long ldw, long n, long k, Place place) {
+  const long blocks = ceil_div(n, kColumns), units = ceil_div(k, kUnit);
+  const auto start = reinterpret_cast<uintptr_t>(out);
+  const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end =
+      (start + static_cast<uintptr_t>(blocks * units * kUnitElements) * sizeof(Element)) / kHugePage * kHugePage;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // advice only
+#pragma omp parallel
+  {
+    const long thread = omp_get_thread_num(), threads = omp_get_num_threads(), total = blocks * units;
+    for (long at = total * thread / threads; at < total * (thread + 1) / threads; at++) {
+      Element* to = out + at * kUnitElements;
+      const long n0 = at / units * kColumns, k0 = at % units * kUnit;
+      for (long column = 0; column < kColumns; column++)
+        for (long i = 0; i < kUnit; i++)
+          to[place(column, i)] = n0 + column < n && k0 + i < k ? w[(n0 + column) * ldw + k0 + i] : Element{0};
+    }
+  }
+}
+
 }  // namespace
 
-Choice heteroinfer::choose_kernel(long m) {
-  const Kernel& kernel = *kKernels[choose(m)];
+Choice heteroinfer::choose_kernel(long m, bool fp8) {
+  const Kernel& kernel = *kKernels[fp8 && !widens ? kPathAvx512 : choose(m)];
   return {&kernel, forced_streams > 0 ? forced_streams : kernel.streams,
           forced_prefetch >= 0 ? forced_prefetch : kernel.prefetch};
 }
@@ -248,6 +272,7 @@ int heteroinfer_init() {
   available = 1 << kPathAvx512;
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
     available |= 1 << kPathAvx512Bf16;
+  widens = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bw");
   unsigned a, b, c, d = 0;
   const bool tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
   if (tiles && request_amx()) available |= 1 << kPathAmx;
@@ -257,7 +282,7 @@ int heteroinfer_init() {
 // Name of what multiplies m rows.
 const char* heteroinfer_kernel(long m) { return kKernels[choose(m)]->name; }
 
-// For measurements and tests: a path (0, 1, 2), streams (1, 2, 4) and a prefetch distance in units
+// For measurements and tests: a path (0, 1, 2), streams (1, 2, 4) and a prefetch distance in units (for FP8, in 128 k)
 // instead of the defaults; -1 is the default. Returns 0 if this CPU cannot do that.
 int heteroinfer_tune(int path, int streams, int prefetch) {
   if (path >= kPaths || (path >= 0 && !(available >> path & 1))) return 0;
@@ -276,26 +301,14 @@ long heteroinfer_packed_elements(long n, long k) {
   return ceil_div(n, kColumns) * kColumns * (ceil_div(k, kUnit) * kUnit);
 }
 
-// Packs w[n][k] (row stride ldw) into `out`, which nobody has written to yet: each thread touches
-// first what it will read later, so that it lies in its own NUMA node, in huge pages if there are any.
+// Packs w[n][k] (row stride ldw) into `out`, which nobody has written to yet.
 void heteroinfer_pack(uint16_t* out, const uint16_t* w, long ldw, long n, long k) {
-  const long blocks = ceil_div(n, kColumns), units = ceil_div(k, kUnit);
-  const auto start = reinterpret_cast<uintptr_t>(out);
-  const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t end = (start + static_cast<uintptr_t>(blocks * units * kUnitElements) * 2) / kHugePage * kHugePage;
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // advice only
-#pragma omp parallel
-  {
-    const long thread = omp_get_thread_num(), threads = omp_get_num_threads(), total = blocks * units;
-    for (long at = total * thread / threads; at < total * (thread + 1) / threads; at++) {
-      uint16_t* to = out + at * kUnitElements;
-      const long n0 = at / units * kColumns, k0 = at % units * kUnit;
-      for (long column = 0; column < kColumns; column++)
-        for (long i = 0; i < kUnit; i++)
-          to[i / 2 * 2 * kColumns + column * 2 + i % 2] =
-              n0 + column < n && k0 + i < k ? w[(n0 + column) * ldw + k0 + i] : uint16_t{0};
-    }
-  }
+  pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + column * 2 + i % 2; });
+}
+
+// The same for FP8.
+void heteroinfer_pack_fp8(uint8_t* out, const uint8_t* w, long ldw, long n, long k) {
+  pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + fp8_place(column, i % 2); });
 }
 
 // y[m][n] (row stride ldy) = x[m][k] (row stride ldx) * packed w + bias[n] (or null); all bf16.

@@ -25,6 +25,30 @@ constexpr long kUnit = 32;                 // k of a unit
 constexpr long kUnitElements = kColumns * kUnit;
 constexpr int kMaxStreams = 4;
 
+// FP8 weights (e4m3, a float32 scale for each 128 columns x 128 k) are packed in the same blocks and units, a byte an
+// element: a pair of k of a block is 64 bytes, in the order that widening them to bf16 in registers needs.
+constexpr long kScaled = 128;  // columns and k of a scale
+constexpr long kScaledUnits = kScaled / kUnit;
+
+// Where column and parity of k of a block are among the 64 bytes of a pair of FP8 weights: 16 bytes have eight of
+// columns 0-15 and eight of 16-31, so that unpacking the halves of each 16 gives both in order.
+constexpr long fp8_place(long column, long parity) {
+  const long at = column % 16 * 2 + parity;
+  return at / 8 * 16 + column / 16 * 8 + at % 8;
+}
+
+// bf16 of an FP8 number (e4m3fn), exact: 4 bits of exponent with a bias of 7, no infinity, one NaN.
+constexpr uint16_t widen_fp8(unsigned code) {
+  unsigned exponent = code >> 3 & 15, mantissa = code & 7;
+  const unsigned sign = (code & 128) << 8;
+  if (exponent == 15 && mantissa == 7) return static_cast<uint16_t>(sign | 0x7fc0);
+  if (!exponent && !mantissa) return static_cast<uint16_t>(sign);
+  exponent += 120;
+  if (exponent == 120)  // denormal there, normal here
+    for (exponent = 121; !(mantissa & 8); exponent--) mantissa *= 2;
+  return static_cast<uint16_t>(sign | exponent << 7 | (mantissa & 7) << 4);
+}
+
 // One position that a thread reads from.
 struct Stream {
   const uint16_t* w;      // packed weights
@@ -35,6 +59,29 @@ struct Stream {
 // Which part of `ahead` to prefetch: `index` of `count` equal ones.
 struct Share {
   int index, count;
+};
+
+// A block of FP8 weights that a thread reads from.
+struct Fp8Stream {
+  const uint8_t* w;
+  const uint8_t* next;  // what is read after it: its first units are prefetched at the end of this one
+  const float* scales;  // of its columns, for each 128 k
+};
+
+// What to prefetch while `unit` of `units` is read: the unit `distance` later; itself for nothing.
+inline const uint8_t* fp8_ahead(const Fp8Stream& stream, long unit, long units, long distance) {
+  if (!distance) return stream.w + unit * kUnitElements;
+  const long later = unit + distance;
+  return later < units ? stream.w + later * kUnitElements : stream.next + (later - units) * kUnitElements;
+}
+
+// What an instruction set does with FP8 weights. Each block's sums are added up in one order, whatever `count` is.
+struct Fp8 {
+  int rows;  // that `multiply` takes at once; beyond, `widen` and the kernel's own `multiply`
+  // c[count][rows][32] += x * w over `units` units of `count` blocks, 1, 2 or 4.
+  void (*multiply)(float* c, int rows, const Fp8Stream* streams, int count, const void* x, long units, long distance);
+  // bf16 of a unit, as linear layers pack it; prefetches `ahead` meanwhile.
+  void (*widen)(uint16_t* out, const uint8_t* w, const uint8_t* ahead);
 };
 
 // One instruction set's part.
@@ -53,11 +100,13 @@ struct Kernel {
   // Before the first and after the last `multiply` of a thread.
   void (*enter)();
   void (*leave)();
+  const Fp8* fp8;
 };
 
 extern const Kernel kAvx512;
 extern const Kernel kAvx512Bf16;
 extern const Kernel kAmx;
+extern const Fp8 kFp8Avx512Bf16, kFp8Amx;  // need AVX512-VBMI too
 
 // y[rows][columns] (row stride ldy) = c[rows][32] + bias, rounded to nearest even; bias may be null.
 void store_rows(uint16_t* y, long ldy, const float* c, int rows, long columns, const uint16_t* bias);
@@ -68,6 +117,9 @@ void silu_and_multiply(uint16_t* h, long ldh, const float* sums, long ld, int ro
 
 // y[n] = sum over i of weights[i] * parts[i][n], in their order, rounded to nearest even; n is a multiple of 16.
 void weighted_sum(uint16_t* y, const float* const* parts, const float* weights, long count, long n);
+
+// c[count] += scale * part[count]; count is a multiple of 16.
+void add_scaled(float* c, const float* part, float scale, long count);
 
 // Asks the kernel for the tile registers of this process; false if it has none to give.
 bool request_amx();

@@ -104,7 +104,7 @@ void leave() {
 
 }  // namespace
 
-const Kernel kAmx = {"amx_bf16", 32, 2, 2, 1, true, pack_rows, multiply, enter, leave};
+const Kernel kAmx = {"amx_bf16", 32, 2, 2, 1, true, pack_rows, multiply, enter, leave, &kFp8Amx};
 
 bool request_amx() {
   constexpr long kArchReqXcompPerm = 0x1023, kXfeatureTileData = 18;

@@ -9,6 +9,12 @@
 namespace heteroinfer {
 namespace {
 
+// Of 16 elements, by the compiler's own vectors.
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+
+#include "fp8_rows.h"
 #include "vector_rows.h"
 
 struct Dot {
@@ -25,8 +31,8 @@ struct Dot {
     __builtin_memcpy(&in.odd, &o, 4);
     return in;
   }
-  static inline __attribute__((always_inline)) Weights load(const uint16_t* w) {
-    const __m512i raw = _mm512_loadu_si512(w);
+  static inline __attribute__((always_inline)) Weights load(const uint16_t* w) { return of(_mm512_loadu_si512(w)); }
+  static inline __attribute__((always_inline)) Weights of(__m512i raw) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16)),
             _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
   }
@@ -36,16 +42,35 @@ struct Dot {
   }
 };
 
+struct Widen {
+  // float32 of each fourth FP8 number: its exponent moves from a bias of 7 to one of 127, and what is denormal
+  // becomes so by a subtraction that is exact.
+  template <int Byte>
+  static inline __attribute__((always_inline)) Bits of_byte(Bits raw) {
+    const Bits size = (Byte == 3 ? raw >> 4 : raw << (20 - 8 * (Byte % 3))) & 0x07f00000u;
+    const Floats small = (Floats)(size + (121u << 23)) - 0x1p-6f;
+    Bits wide = size + (120u << 23);
+    wide = size < (8u << 20) ? (Bits)small : wide;
+    wide = size == (127u << 20) ? Bits{} + 0x7fc00000u : wide;
+    return wide | (raw << (24 - 8 * Byte) & 0x80000000u);
+  }
+  inline __attribute__((always_inline)) void pair(const uint8_t* w, __m512i& first, __m512i& second) const {
+    const Bits raw = (Bits)_mm512_loadu_si512(w);
+    // Four bytes are two columns by two k.
+    const Bits even = of_byte<0>(raw) >> 16 | of_byte<1>(raw), odd = of_byte<2>(raw) >> 16 | of_byte<3>(raw);
+    const Ints low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+    first = (__m512i)__builtin_shuffle(even, odd, low);
+    second = (__m512i)__builtin_shuffle(even, odd, low + 2);
+  }
+};
+
+const Fp8 kFp8 = {kFp8Rows, multiply_fp8<Dot, Widen>, widen_unit<Widen>};
+
 }  // namespace
 
-const Kernel kAvx512 = {"avx512f", 12, 4, 4, 1, false, pack_rows<Dot>, multiply<Dot>, nothing, nothing};
+const Kernel kAvx512 = {"avx512f", 12, 4, 4, 1, false, pack_rows<Dot>, multiply<Dot>, nothing, nothing, &kFp8};
 
 namespace {
-
-// Of 16 elements, by the compiler's own vectors.
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
 
 inline Floats load(const float* from) {
   Floats to;
@@ -94,6 +119,11 @@ void weighted_sum(uint16_t* y, const float* const* parts, const float* weights, 
     for (long i = 0; i < count; i++) sum += weights[i] * load(parts[i] + column);
     store_bf16(y + column, sum);
   }
+}
+
+void add_scaled(float* c, const float* part, float scale, long count) {
+  for (long i = 0; i < count; i += 16)
+    _mm512_storeu_ps(c + i, _mm512_fmadd_ps(_mm512_loadu_ps(part + i), _mm512_set1_ps(scale), _mm512_loadu_ps(c + i)));
 }
 
 void store_rows(uint16_t* y, long ldy, const float* c, int rows, long columns, const uint16_t* bias) {

@@ -2,7 +2,7 @@
 // its `#pragma GCC target`, with `Dot` as a parameter, so that all of it is compiled for that set.
 //
 // Dot::Input is what `pack_rows` makes of two neighbouring k of a row, Dot::Weights what a load of
-// 16 columns x 2 k becomes, Dot::add(sum, weights, input) a step of 16 columns.
+// 16 columns x 2 k becomes and Dot::of(words) the same of a register, Dot::add(sum, weights, input) a step of 16 columns.
 
 template <class Dot, int R, int S>
 static void multiply_rows(float* c, const Stream* streams, long units) {
