@@ -1,10 +1,12 @@
-"""bf16 experts on the CPU: our kernels against vLLM's, in turns, as GB/s of the chosen experts' weights.
+"""Experts on the CPU, bf16 and FP8 block: our kernels against vLLM's, in turns, as GB/s of chosen experts.
 
-    python -m tests.bench.cpu_experts [--layers 3] [--rows 1,4,16,64,512] [--rounds 30] [--threads N]
+    python -m tests.bench.cpu_experts [--weights bf16,fp8] [--layers 3] [--rows 1,4,16,64,512] [--rounds 30]
+        [--threads N] [--path P] [--streams N] [--prefetch N]
 
 Layers of Qwen3-30B-A3B's experts with random weights, uniform routing. Both have the same inputs and the same
 layer in each turn, one after the other; the ratio is the median over turns of theirs by ours. `stream` is
-a sum over all weights. Needs the worker's Python and a CPU with AVX-512.
+a sum over all weights. `--path`, `--streams` and `--prefetch` force what our kernels choose. Needs the
+worker's Python and a CPU with AVX-512; vLLM's kernel for FP8 needs AMX.
 """
 
 import argparse
@@ -25,11 +27,11 @@ class Contenders:
     """The same layers in the form of each of the two.
 
     Args:
+        weights: "bf16" or "fp8".
         count: of layers.
-        threads: of torch's pool; 0 leaves what it is.
     """
 
-    def __init__(self, count: int, threads: int) -> None:
+    def __init__(self, weights: str, count: int) -> None:
         import torch
         from vllm.platforms.cpu import CpuPlatform
 
@@ -38,24 +40,38 @@ class Contenders:
         import vllm._custom_ops as ops
 
         from vllm_heteroinfer.kernels import linear
-        from vllm_heteroinfer.kernels.experts import experts, pack_experts
+        from vllm_heteroinfer.kernels.experts import FP8, SCALED, PackedExperts, experts, pack_experts
 
-        if threads:
-            torch.set_num_threads(threads)
         self._torch, self._ops, self._library, self._experts = torch, ops, linear.prepare(), experts
-        self.isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+        self.weights, self.fp8, self.isa = weights, weights == "fp8", "vec"
+        if torch.cpu._is_amx_tile_supported():
+            self.isa = "amx"
         self.experts, self.topk = SHAPE["num_experts"], SHAPE["num_experts_per_tok"]
         hidden, width = SHAPE["hidden_size"], SHAPE["moe_intermediate_size"]
-        self.bytes = 3 * hidden * width * 2
+        shapes = ((self.experts, 2 * width, hidden), (self.experts, hidden, width))
+        self.bytes = 3 * hidden * width * (1 if self.fp8 else 2)
         draw = torch.Generator().manual_seed(0)
-        self.ours, self.theirs = [], []
+        self.ours: list[Any] = []
+        self.theirs: list[Any] = []
         for _ in range(count):
+            # Small numbers; FP8 has scales of them.
             dense = [
-                (torch.randn(shape, generator=draw) * 0.02).to(torch.bfloat16)
-                for shape in ((self.experts, 2 * width, hidden), (self.experts, hidden, width))
+                (torch.randn(shape, generator=draw) * (16 if self.fp8 else 0.02)).to(
+                    FP8 if self.fp8 else torch.bfloat16
+                )
+                for shape in shapes
             ]
-            self.ours.append([pack_experts(self._library, w, gates=not i) for i, w in enumerate(dense)])
-            self.theirs.append([ops.cpu_prepack_moe_weight(w, self.isa) for w in dense])
+            scales = [
+                torch.rand(count, columns // SCALED, inputs // SCALED, generator=draw) * 0.0025
+                for count, columns, inputs in shapes
+            ]
+            w13, w2 = (pack_experts(self._library, w, gates=not i) for i, w in enumerate(dense))
+            both = (scales[0], scales[1]) if self.fp8 else None
+            self.ours.append(PackedExperts(w13=w13, w2=w2, scales=both))
+            if self.fp8:
+                self.theirs.append([*map(torch.ops._C.convert_weight_packed, dense), *scales])
+            else:
+                self.theirs.append([ops.cpu_prepack_moe_weight(w, self.isa) for w in dense])
 
     def draw(self, rows: int) -> list[tuple[Any, ...]]:
         """Returns inputs, experts and weights of calls, and how many experts each reads."""
@@ -71,17 +87,24 @@ class Contenders:
 
     def run_ours(self, layer: int, y: Any, x: Any, ids: Any, weights: Any) -> None:
         """Computes a layer by our kernels."""
-        w13, w2 = self.ours[layer]
-        self._experts(self._library, y, x, w13=w13, w2=w2, weights=weights, ids=ids)
+        self._experts(self._library, y, x, self.ours[layer], weights=weights, ids=ids)
 
     def run_theirs(self, layer: int, y: Any, x: Any, ids: Any, weights: Any) -> None:
         """Computes a layer by vLLM's kernel."""
-        w13, w2 = self.theirs[layer]
-        self._ops.cpu_fused_moe(y, x, w13, w2, None, None, weights, ids, "silu", self.isa)
+        w13, w2, *scales = self.theirs[layer]
+        if not self.fp8:
+            self._ops.cpu_fused_moe(y, x, w13, w2, None, None, weights, ids, "silu", self.isa)
+            return
+        # As CPUExpertsFp8.apply.
+        method = self._ops.CPUQuantMethod.FP8_W8A16
+        self._ops.fused_experts_cpu(
+            *(y, x, w13, w2, weights, ids, method, *scales, None, None, [128, 128]),
+            *(None, None, None, None, True),
+        )
 
     def stream(self) -> float:
         """Returns GB/s of a sum over all our weights, the best of three."""
-        words = [w.view(-1).view(self._torch.int64) for layer in self.ours for w in layer]
+        words = [w.view(-1).view(self._torch.int64) for layer in self.ours for w in (layer.w13, layer.w2)]
         return max(
             sum(w.nbytes for w in words) / 1e9 / timed(lambda: [w.sum() for w in words]) for _ in range(3)
         )
@@ -108,7 +131,8 @@ def compare(both: Contenders, rows: int, rounds: int) -> str:
         taken = [0.0, 0.0]
         for which in (0, 1) if number % 2 else (1, 0):
             run, y = runs[which]
-            taken[which] = timed(functools.partial(run, layer, y, x, ids, weights))
+            given = x.clone()  # which vLLM's may overwrite
+            taken[which] = timed(functools.partial(run, layer, y, given, ids, weights))
         if number < 2:  # threads wake, buffers grow
             continue
         largest = outputs[1].float().abs().max()
@@ -119,7 +143,7 @@ def compare(both: Contenders, rows: int, rounds: int) -> str:
     ours, theirs = (statistics.median(rate) for rate in rates)
     spread = statistics.quantiles(ratios, n=4)
     return (
-        f"{rows:5} {ours:9.1f} {theirs:9.1f} {statistics.median(ratios):6.2f} "
+        f"{both.weights:>7} {rows:5} {ours:9.1f} {theirs:9.1f} {statistics.median(ratios):6.2f} "
         f"({spread[0]:.2f} to {spread[2]:.2f}) {gap:8.4f}"
     )
 
@@ -129,20 +153,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--weights", default="bf16,fp8")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rows", default="1,4,16,64,512")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--path", default=None)
+    parser.add_argument("--streams", type=int, default=-1)
+    parser.add_argument("--prefetch", type=int, default=-1)
     options = parser.parse_args(argv)
-    both = Contenders(options.layers, options.threads)
-    torch = both._torch
-    print(
-        f"{torch.get_num_threads()} threads, vLLM's kernel for {both.isa}, ours of {both._library.paths}; "
-        f"stream {both.stream():.1f} GB/s"
-    )
-    print(" rows  ours GB/s  vLLM GB/s  ratio (quartiles)  largest gap")
-    for rows in map(int, options.rows.split(",")):
-        print(compare(both, rows, max(4, options.rounds if rows < 256 else options.rounds // 4)), flush=True)
+    import torch
+
+    from vllm_heteroinfer.kernels import linear
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    library = linear.prepare()
+    library.tune(options.path, options.streams, options.prefetch)
+    print(f"{torch.get_num_threads()} threads, ours of {library.paths}")
+    print("weights  rows  ours GB/s  vLLM GB/s  ratio (quartiles)  largest gap")
+    for weights in options.weights.split(","):
+        both = Contenders(weights, options.layers)
+        print(f"{weights}: vLLM's kernel for {both.isa}, stream {both.stream():.1f} GB/s")
+        for rows in map(int, options.rows.split(",")):
+            rounds = max(4, options.rounds if rows < 256 else options.rounds // 4)
+            print(compare(both, rows, rounds), flush=True)
 
 
 if __name__ == "__main__":

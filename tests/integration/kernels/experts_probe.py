@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from tests.integration.kernels.answering import serve
+from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
 from vllm_heteroinfer.kernels import linear
-from vllm_heteroinfer.kernels.experts import FP8, SCALED, PackedExperts, experts, pack_experts
+from vllm_heteroinfer.kernels.experts import FP8, PackedExperts, experts, pack_experts
 
 LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 ROUNDING = 2.0**-8
@@ -37,17 +38,10 @@ class Layer:
             self.w2 = bf16(self.experts, hidden, inner, scale=inner**-0.5)
             self.scales = None
         else:
-            self.w13, self.w2 = (
-                draw_fp8(draw, self.experts, 2 * inner, hidden),
-                draw_fp8(draw, self.experts, hidden, inner),
-            )
-            of_inner, of_hidden = -(-inner // SCALED), -(-hidden // SCALED)
-            self.scales = (
-                (torch.rand(self.experts, 2 * of_inner, of_hidden, generator=draw) + 0.1)
-                * hidden**-0.5
-                / 100,
-                (torch.rand(self.experts, of_hidden, of_inner, generator=draw) + 0.1) * inner**-0.5 / 100,
-            )
+            self.w13 = draw_fp8(draw, self.experts, 2 * inner, hidden)
+            self.w2 = draw_fp8(draw, self.experts, hidden, inner)
+            halves = [draw_scales(draw, self.experts, inner, hidden) for _ in range(2)]
+            self.scales = (torch.cat(halves, 1), draw_scales(draw, self.experts, hidden, inner))
         # Some experts are chosen more often, and some by no row; ids beyond both ends count nothing.
         odds = torch.rand(self.experts, generator=draw) ** 3 + 1e-3
         self.ids = odds.repeat(rows, 1).multinomial(self.topk, generator=draw).to(torch.int32)
@@ -74,26 +68,20 @@ class Layer:
         library.tune()
         return y[:, :hidden]
 
-    def dense(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns w13 and w2 of an expert in float64, their scales multiplied in."""
-        w13, w2 = self.w13[expert].double(), self.w2[expert].double()
-        if self.scales is None:
-            return w13, w2
-        of_w13, of_w2 = (scale[expert].double() for scale in self.scales)
-        halves = [spread(scale, half) for scale, half in zip(of_w13.chunk(2), w13.chunk(2), strict=True)]
-        return w13 * torch.cat(halves), w2 * spread(of_w2, w2)
-
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the layer in float64, and what rounding the activations to bf16 may change, at most."""
         rows, hidden = self.x.shape
         y, allowed = torch.zeros(rows, hidden).double(), torch.zeros(rows, hidden).double()
         inner = self.w2.shape[2]
+        dense = [self.w13.double(), self.w2.double()]
+        if self.scales:
+            dense = widen_experts(self.w13, self.w2, self.scales)
         for row in range(rows):
             for j in range(self.topk):
                 expert = int(self.ids[row, j])
                 if not 0 <= expert < self.experts:
                     continue
-                w13, w2 = self.dense(expert)
+                w13, w2 = dense[0][expert], dense[1][expert]
                 sums = w13 @ self.x[row].double()
                 gate, up = sums[:inner], sums[inner:]
                 activated = gate * torch.sigmoid(gate) * up
@@ -101,18 +89,6 @@ class Layer:
                 y[row] += share * (w2 @ activated)
                 allowed[row] += share * (w2.abs() @ activated.abs())
         return y, allowed
-
-
-def draw_fp8(draw: torch.Generator, *shape: int) -> torch.Tensor:
-    """Returns FP8 numbers of all sizes, denormal ones too, but for NaN."""
-    codes = torch.randint(0, 254, shape, generator=draw, dtype=torch.uint8)
-    return (codes + (codes >= 127)).view(FP8)
-
-
-def spread(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the scale of each element of a weight."""
-    wide = scale.repeat_interleave(SCALED, 0).repeat_interleave(SCALED, 1)
-    return wide[: weight.shape[0], : weight.shape[1]]
 
 
 def products(question: dict[str, Any]) -> Any:

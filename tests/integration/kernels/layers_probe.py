@@ -4,10 +4,12 @@ Run with the worker's Python; answers JSON as its last line. Layers are vLLM's o
 argument is the kernels' library to use in place of the package's own.
 """
 
+import contextlib
 import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
+from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels import linear
+from vllm_heteroinfer.kernels.experts import FP8
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.patches import cpu_experts, cpu_linear, replacing
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PatchError
@@ -147,25 +152,39 @@ def onednn_alone() -> Any:
     return {"linear": list(layer.weight.shape), "head": list(head.weight.shape)}
 
 
-def build_experts(name: str, activation: str, inner: int, dtype: torch.dtype, *, bias: bool) -> Any:
+def build_experts(name: str, activation: str, inner: int, weights: str, *, bias: bool) -> Any:
     """Returns a layer's routed experts as vLLM builds and loads them, with random weights."""
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    with set_default_torch_dtype(dtype):
+    fp8 = weights == "fp8"
+    dtype = torch.bfloat16 if fp8 else getattr(torch, weights)
+    # vLLM's own kernel for FP8, which is not run here, needs AMX.
+    with set_default_torch_dtype(dtype), cpu_with(amx=True) if fp8 else contextlib.nullcontext():
         runner = FusedMoEFactory(
             num_experts=4,
             top_k=2,
             hidden_size=INPUTS,
             intermediate_size=inner,
+            quant_config=Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if fp8 else None,
             prefix=name,
             params_dtype=dtype,
             activation=activation,
             has_bias=bias,
         )
     part = next(module for module in runner.modules() if type(module).__name__ == "RoutedExperts")
-    for parameter in part.parameters():
-        torch.nn.init.normal_(parameter, std=INPUTS**-0.5)
+    draw = torch.Generator().manual_seed(inner)
+    if fp8:
+        part.w13_weight.data, part.w2_weight.data = (
+            draw_fp8(draw, *weight.shape) for weight in (part.w13_weight, part.w2_weight)
+        )
+        halves = [draw_scales(draw, 4, inner, INPUTS) for _ in range(2)]
+        part.w13_weight_scale_inv.data.copy_(torch.cat(halves, 1))
+        part.w2_weight_scale_inv.data.copy_(draw_scales(draw, 4, INPUTS, inner))
+    else:
+        for parameter in part.parameters():
+            torch.nn.init.normal_(parameter, std=INPUTS**-0.5)
     return part
 
 
@@ -174,45 +193,78 @@ def exact_experts(
 ) -> Any:
     """Returns the weighted sum of each row's experts, before they are packed."""
     act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}[activation]
+    w13, w2 = part.w13_weight, part.w2_weight
+    if w13.dtype == FP8:
+        w13, w2 = widen_experts(w13, w2, (part.w13_weight_scale_inv, part.w2_weight_scale_inv))
     y = torch.zeros(x.shape)
     biases = [getattr(part, name, None) for name in ("w13_bias", "w2_bias")]
     for row, j in ((row, j) for row in range(len(x)) for j in range(ids.shape[1])):
         expert = int(ids[row, j])
         added = [0 if bias is None else bias[expert].float() for bias in biases]
-        gate, up = (part.w13_weight[expert].float() @ x[row].float() + added[0]).chunk(2)
-        y[row] += weights[row, j] * (part.w2_weight[expert].float() @ (act(gate) * up) + added[1])
+        gate, up = (w13[expert].float() @ x[row].float() + added[0]).chunk(2)
+        y[row] += weights[row, j] * (w2[expert].float() @ (act(gate) * up) + added[1])
     return y
 
 
-def experts() -> Any:
-    """bf16 experts with SiLU are packed for our kernels, padded ones too; others are left to vLLM's."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+def by_a_feed_forward_rank(part: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+    """Returns what a feed-forward rank answers, from a slab of just these rows."""
+    from vllm_heteroinfer.feed_forward.compute import Views, computes
 
-    original = CPUUnquantizedExperts.apply
+    slab: Any = SimpleNamespace(x=x, ids=ids, weights=weights, y=[torch.zeros_like(x)])
+    skeleton: Any = SimpleNamespace(parts={0: part})
+    computes(skeleton, Views(slab, 0))[0](len(x))
+    return slab.y[0]
+
+
+def experts() -> Any:
+    """bf16 and FP8 experts with SiLU are packed for our kernels, padded ones too; others are vLLM's."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    def targets() -> list[Any]:
+        unquantized, fp8 = cpu_moe.CPUUnquantizedExperts, cpu_moe.CPUExpertsFp8
+        return [
+            *(unquantized.apply, unquantized.process_weights_after_loading),
+            *(fp8.apply, cpu_moe.prepare_fp8_moe_layer_for_cpu),
+        ]
+
+    original, said = targets(), Said()
     cpu_experts.install()
     cpu_experts.install()
-    ours, gaps = {}, {}
-    for name, activation, inner, dtype, bias in (
-        ("bf16", "silu", 64, torch.bfloat16, False),
-        ("padded", "silu", 48, torch.bfloat16, False),
-        ("float32", "silu", 64, torch.float32, False),
-        ("gelu", "gelu", 64, torch.bfloat16, False),
-        ("bias", "silu", 64, torch.bfloat16, True),
+    ours, gaps, asked, stored = {}, {}, {}, {}
+    for name, activation, inner, held, bias in (
+        ("bf16", "silu", 64, "bfloat16", False),
+        ("padded", "silu", 48, "bfloat16", False),
+        ("float32", "silu", 64, "float32", False),
+        ("gelu", "gelu", 64, "bfloat16", False),
+        ("bias", "silu", 64, "bfloat16", True),
+        ("fp8", "silu", 256, "fp8", False),
     ):
-        part = build_experts(name, activation, inner, dtype, bias=bias)
-        x = torch.randn(ROWS, INPUTS).to(dtype)
-        ids = torch.rand(ROWS, 4).topk(2, -1).indices.to(torch.int32)
+        part = build_experts(name, activation, inner, held, bias=bias)
+        x = torch.randn(ROWS, INPUTS).to(torch.float32 if held == "float32" else torch.bfloat16)
+        ids = torch.rand(ROWS, 4).topk(2, -1).indices
         weights = torch.rand(ROWS, 2)
-        exact = exact_experts(part, activation, x, ids, weights)
+        exact, loaded = exact_experts(part, activation, x, ids, weights), weight_bytes(part)
         part.quant_method.process_weights_after_loading(part)
+        ours[name] = cpu_experts.library_of(part) is not None
         got = part.quant_method.apply(
-            layer=part, x=x.clone(), topk_weights=weights, topk_ids=ids, shared_experts=None,
-            shared_experts_input=None,
+            layer=part, x=x.clone(), topk_weights=weights, topk_ids=ids if ours[name] else ids.int(),
+            shared_experts=None, shared_experts_input=None,
         )  # fmt: skip
-        ours[name] = cpu_experts.library_of(part.quant_method.moe_kernel.fused_experts) is not None
         gaps[name] = float((got.float() - exact).abs().max() / exact.abs().max())
+        asked[name] = bool(torch.equal(got, by_a_feed_forward_rank(part, x, ids.int(), weights)))
+        if inner % 32 == 0:
+            stored[name] = weight_bytes(part) / loaded
+    kernel = type(part.quant_method.moe_kernel.fused_experts).__name__
     cpu_experts.revert()
-    return {"ours": ours, "gaps": gaps, "reverted": CPUUnquantizedExperts.apply is original}
+    return {
+        "ours": ours,
+        "gaps": gaps,
+        "same when asked": asked,
+        "stored": stored,
+        "fp8": [kernel, str(part.w13_weight.dtype), str(part.w2_weight.dtype)],
+        "said": said.lines,
+        "reverted": targets() == original,
+    }
 
 
 QUESTIONS = {f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone, experts)}

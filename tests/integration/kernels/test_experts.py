@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.kernels.instructions import SETS
+from tests.integration.kernels.instructions import SETS, of_this_cpu
 from tests.integration.kernels.probe_answers import Asking, ask_forked
 
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
@@ -98,8 +98,16 @@ def test_what_does_not_fit_is_refused(weights: str, kernels: Asking) -> None:
 
 
 def test_layers_of_vllm(usable: list[str]) -> None:
-    """bf16 experts are ours; what the kernels don't take is vLLM's, and both are right."""
+    """bf16 and FP8 experts are ours; what the kernels don't take is vLLM's, and all are right."""
     answer = ask_forked(LAYERS, "experts", *usable)
-    assert answer["ours"] == {"bf16": True, "padded": True, "float32": False, "gelu": False, "bias": False}
+    kept = {"float32": False, "gelu": False, "bias": False}
+    assert answer["ours"] == {"bf16": True, "padded": True, **kept, "fp8": True}
     assert max(answer["gaps"].values()) < 2.0**-6, answer
+    assert all(answer["same when asked"].values()), answer
+    assert set(answer["stored"].values()) == {1.0}, "one copy, in the format of the checkpoint"
+    assert answer["fp8"] == ["CPUExpertsFp8", *["torch.float8_e4m3fn"] * 2]
+    paths = ", ".join(of_this_cpu() or SETS)
+    assert answer["said"] == [
+        f"CPU experts: HeteroInfer's {name} kernels ({paths})" for name in ("bf16", "FP8")
+    ]
     assert answer["reverted"]
