@@ -163,6 +163,20 @@ FAULTS: Final = (
         tests=(f"{_KERNELS}/test_linear.py", "-k", "infinities"),
     ),
     PlantedFault(
+        name="denormal FP8 weights are taken for half of what they are",
+        path=f"{_WORKER}/kernels/source/linear.h",
+        right="for (exponent = 121;",
+        wrong="for (exponent = 120;",
+        tests=(f"{_KERNELS}/test_experts.py", "-k", "every_number and avx512_bf16"),
+    ),
+    PlantedFault(
+        name="FP8 ups have the scales of their gates",
+        path=f"{_WORKER}/kernels/source/experts.cpp",
+        right="row = block % parts * rows + block / parts",
+        wrong="row = block / parts",
+        tests=(f"{_KERNELS}/test_experts.py", "-k", "every_path and fp8 and avx512f"),
+    ),
+    PlantedFault(
         name="a dashboard asks for a metric that nobody serves",
         path="charts/dashboards/queries.py",
         right='"vllm:num_requests_waiting"',

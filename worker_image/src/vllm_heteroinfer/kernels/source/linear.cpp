@@ -230,9 +230,9 @@ Path choose(long m) {
 }
 
 // Each thread touches first what it will read later, so that it lies in its own NUMA node, in huge pages if there are
-// any. `place(column, k)` is where an element of a unit goes.
-template <class Element, class Place>
-void pack(Element* out, const Element* w, long ldw, long n, long k, Place place) {
+// any. `offset(column, k)` is where an element of a unit goes.
+template <class Element, class Offset>
+void pack(Element* out, const Element* w, long ldw, long n, long k, Offset offset) {
   const long blocks = ceil_div(n, kColumns), units = ceil_div(k, kUnit);
   const auto start = reinterpret_cast<uintptr_t>(out);
   const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
@@ -247,7 +247,7 @@ void pack(Element* out, const Element* w, long ldw, long n, long k, Place place)
       const long n0 = at / units * kColumns, k0 = at % units * kUnit;
       for (long column = 0; column < kColumns; column++)
         for (long i = 0; i < kUnit; i++)
-          to[place(column, i)] = n0 + column < n && k0 + i < k ? w[(n0 + column) * ldw + k0 + i] : Element{0};
+          to[offset(column, i)] = n0 + column < n && k0 + i < k ? w[(n0 + column) * ldw + k0 + i] : Element{0};
     }
   }
 }
@@ -308,7 +308,7 @@ void heteroinfer_pack(uint16_t* out, const uint16_t* w, long ldw, long n, long k
 
 // The same for FP8.
 void heteroinfer_pack_fp8(uint8_t* out, const uint8_t* w, long ldw, long n, long k) {
-  pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + fp8_place(column, i % 2); });
+  pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + fp8_offset(column, i % 2); });
 }
 
 // y[m][n] (row stride ldy) = x[m][k] (row stride ldx) * packed w + bias[n] (or null); all bf16.

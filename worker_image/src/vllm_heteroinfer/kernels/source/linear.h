@@ -32,7 +32,7 @@ constexpr long kScaledUnits = kScaled / kUnit;
 
 // Where column and parity of k of a block are among the 64 bytes of a pair of FP8 weights: 16 bytes have eight of
 // columns 0-15 and eight of 16-31, so that unpacking the halves of each 16 gives both in order.
-constexpr long fp8_place(long column, long parity) {
+constexpr long fp8_offset(long column, long parity) {
   const long at = column % 16 * 2 + parity;
   return at / 8 * 16 + column / 16 * 8 + at % 8;
 }
