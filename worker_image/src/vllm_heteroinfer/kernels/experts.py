@@ -45,6 +45,7 @@ def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -
         call = library.calls.heteroinfer_pack
     count, columns, inputs = weight.shape
     packed = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    library.calls.heteroinfer_ask_for_huge_pages(packed.data_ptr(), packed.nbytes)
     for expert in range(count):
         own = weight[expert]
         if gates:

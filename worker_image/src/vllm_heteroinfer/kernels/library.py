@@ -19,6 +19,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "heteroinfer_tune": (ctypes.c_int, (ctypes.c_int, ctypes.c_int, ctypes.c_int)),
     "heteroinfer_threads": (ctypes.c_int, ()),
     "heteroinfer_packed_elements": (_LONG, (_LONG, _LONG)),
+    "heteroinfer_ask_for_huge_pages": (None, (_POINTER, _LONG)),
     "heteroinfer_pack": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG)),
     "heteroinfer_pack_fp8": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG)),
     "heteroinfer_linear": (

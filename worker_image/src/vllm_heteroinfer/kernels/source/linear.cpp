@@ -229,16 +229,19 @@ Path choose(long m) {
   return available >> kPathAvx512Bf16 & 1 ? kPathAvx512Bf16 : kPathAvx512;
 }
 
-// Each thread touches first what it will read later, so that it lies in its own NUMA node, in huge pages if there are
-// any. `offset(column, k)` is where an element of a unit goes.
+void ask_for_huge_pages(void* memory, long bytes) {
+  const auto start = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (start + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // advice only
+}
+
+// Each thread touches first what it will read later, so that it lies in its own NUMA node. `offset(column, k)` is
+// where an element of a unit goes.
 template <class Element, class Offset>
 void pack(Element* out, const Element* w, long ldw, long n, long k, Offset offset) {
   const long blocks = ceil_div(n, kColumns), units = ceil_div(k, kUnit);
-  const auto start = reinterpret_cast<uintptr_t>(out);
-  const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t end =
-      (start + static_cast<uintptr_t>(blocks * units * kUnitElements) * sizeof(Element)) / kHugePage * kHugePage;
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // advice only
+  ask_for_huge_pages(out, blocks * units * kUnitElements * static_cast<long>(sizeof(Element)));
 #pragma omp parallel
   {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads(), total = blocks * units;
@@ -300,6 +303,9 @@ int heteroinfer_threads() { return omp_get_max_threads(); }
 long heteroinfer_packed_elements(long n, long k) {
   return ceil_div(n, kColumns) * kColumns * (ceil_div(k, kUnit) * kUnit);
 }
+
+// To be called for memory that several weights will be packed into: pages may have parts of two.
+void heteroinfer_ask_for_huge_pages(void* memory, long bytes) { ask_for_huge_pages(memory, bytes); }
 
 // Packs w[n][k] (row stride ldw) into `out`, which nobody has written to yet.
 void heteroinfer_pack(uint16_t* out, const uint16_t* w, long ldw, long n, long k) {
