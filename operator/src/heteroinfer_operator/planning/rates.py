@@ -283,14 +283,12 @@ def _measured_cpu_rates(
 ) -> Rates:
     """Returns the rates of one CPU rank on a machine that was measured.
 
-    A kernel was measured with all cores; fewer threads have their part of it as they have of memory, or of
-    cores where it computes. What was not measured has its default part of what was.
+    A kernel was measured with so many threads; others have their part of it as they have of memory, or of
+    threads where it computes. What was not measured has its default part of what was.
     """
     cores = calibration.hardware.cores
     used = min(cores / together if threads is None else threads, cores)
-    whole = calibration.reading(cores)
     ours = min(calibration.reading(used), calibration.reading(min(used * together, cores)) / together)
-    share = ours / whole
 
     def find(part: KernelPart, name: SchemeName) -> KernelRate:
         kernel = calibration.kernel(part, name, engine.dtype)
@@ -298,9 +296,10 @@ def _measured_cpu_rates(
             return _default_kernel(part, name, engine.dtype, ours)
         first, *more = _default_parts(part, name, engine.dtype)
         slower = kernel.more_rows or tuple(kernel.bytes_per_s * each / first for each in more)
-        shares = [used / cores if rows >= _COMPUTING_ROWS else share for rows in MORE_ROWS]
+        of_reading, of_cores = ours / calibration.reading(kernel.threads), used / kernel.threads
+        shares = [of_cores if rows >= _COMPUTING_ROWS else of_reading for rows in MORE_ROWS]
         scaled = tuple(rate * part for rate, part in zip(slower, shares, strict=False))
-        return replace(kernel, bytes_per_s=kernel.bytes_per_s * share, more_rows=scaled)
+        return replace(kernel, bytes_per_s=kernel.bytes_per_s * of_reading, more_rows=scaled)
 
     operations = calibration.operations_per_s or CPU_OPERATIONS_PER_S * min(cores / 16, 1.0)
     kernels = [find(*which) for which in _which(profile)]

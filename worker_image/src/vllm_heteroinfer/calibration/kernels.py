@@ -75,9 +75,9 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(threads)
     ours = "our linear kernel"
     # Where it was begun before, it was not what ended that process: the last one begun was.
-    has_ours = turn.attempt(ours, lambda: _ours(threads)) or ours in argv[2:-1]
+    has_ours = turn.attempt(ours, lambda: measure_ours(threads)) or ours in argv[2:-1]
     report_begun("vLLM's kernels")
-    bench = _Bench(threads)
+    bench = KernelBench(threads)
     turn.attempt("linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32"))
     for part, scheme in _order():
         if has_ours and (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
@@ -127,7 +127,8 @@ class _Turn:
         return True
 
 
-def _ours(threads: int) -> None:
+def measure_ours(threads: int) -> None:
+    """Reports the rate of our own linear kernel; raises KernelsUnavailableError where there is none."""
     library, size = linear.prepare(), WeightFormat().size
     dense = torch.randn((size, size)).to(torch.bfloat16)
     packed = [linear.pack(dense) for _ in range(-(-round_bytes() // dense.nbytes))]
@@ -173,7 +174,7 @@ def _report(
     )  # fmt: skip
 
 
-class _Bench:
+class KernelBench:
     """vLLM, set up for one rank that computes on CPUs."""
 
     def __init__(self, threads: int) -> None:
