@@ -27,7 +27,7 @@ class KernelRates:
         self._process, self._calibration = process, calibration
 
     def now(self, part: KernelPart, scheme: SchemeName) -> Calibration:
-        """Returns the calibration with what a kernel does now; raises RuntimeError if it cannot be run."""
+        """Returns the calibration with a kernel as it is now; raises RuntimeError if it cannot be run."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([part, scheme]), file=self._process.stdin, flush=True)
@@ -39,7 +39,7 @@ class KernelRates:
 
 
 def with_kernel(calibration: Calibration, found: Mapping[str, Any]) -> Calibration:
-    """Returns the calibration with a kernel in the place of the one that it has, as JSON has it."""
+    """Returns the calibration with a kernel, as JSON has it, instead of the one that it has."""
     rate = KernelRate(
         part=KernelPart(found["part"]),
         scheme=SchemeName(found["scheme"]),
@@ -59,7 +59,7 @@ def with_kernel(calibration: Calibration, found: Mapping[str, Any]) -> Calibrati
 
 @contextmanager
 def kernel_rates(calibration: Calibration, threads: int) -> Iterator[KernelRates]:
-    """Yields what measures kernels by so many threads, to put them in the place of a calibration's."""
+    """Yields what measures kernels by so many threads, instead of those that a calibration has."""
     with subprocess.Popen(
         [str(WORKER_PYTHON), "-m", __name__, str(threads)],
         env={**os.environ, **ENV, "OMP_NUM_THREADS": str(threads)},
