@@ -1,5 +1,6 @@
 """A rank with attention and its feed-forward ranks serve as one: tokens, sleep, metrics, deaths; CPU only."""
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import RankPhase
 from tests.gpu.scrape import scrape
 from tests.integration.feed_forward import tiny_models
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.feed_forward.groups import (
     answers,
     check_signal,
@@ -19,7 +21,9 @@ from tests.integration.feed_forward.groups import (
     reference,
     serving,
 )
-from tests.integration.worker.groups import Group
+from tests.integration.kernels.instructions import of_this_cpu
+from tests.integration.worker.answers import ONE_THREAD
+from tests.integration.worker.groups import Group, start_group
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -43,6 +47,30 @@ def test_a_mixture_over_two_ranks_serves_sleeps_and_names_who_is_killed(tmp_path
         failure = check_signal(group, 2, signal.SIGKILL)
         assert failure.reason is FailureReason.RANK_EXITED
         assert failure.exit_code == -signal.SIGKILL
+
+
+@pytest.mark.unhurried
+def test_experts_in_fp8_are_served_with_amx_and_refused_in_words_without(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", tmp_path)
+    file = model / "config.json"
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes, "quantization_config": fp8}))
+    plan = feed_forward_plan(
+        model,
+        num_layers=tiny_models.LAYERS,
+        remote=range(tiny_models.LAYERS),
+        shares=[1],
+        dtype="bfloat16",
+        extra_args=("--load-format", "dummy"),
+    )
+    with start_group(plan, tmp_path, env=ONE_THREAD) as group:
+        if "amx_bf16" in of_this_cpu():
+            group.wait_ready()
+            assert group.complete(tiny_models.PROMPTS[0], 4)
+            return
+        group.children[0].process.wait(120)
+        assert "vLLM has no kernel on this CPU for experts of Fp8MoEMethod" in group.logs(), group.logs()
 
 
 def wait_until(condition: Callable[[], bool], group: Group) -> None:

@@ -34,6 +34,10 @@ _logger = logging.getLogger(__name__)
 
 DUMMY_BLOCK, DUMMY_SPREAD = 1 << 20, 1e-3
 """Of weights that nobody loads (`--load-format dummy`): elements that repeat, and their range."""
+_NEEDS_AMX = (
+    "those in FP8, int4 and MXFP4 need AMX (Intel Xeon of the 4th generation or later); put the role on "
+    "nodes that have it (roles[].template.nodeSelector), or take the model in bf16"
+)
 _MOST_BYTES_OF_LOADED = 1.5
 """Quantized weights that take more of what the checkpoint has were not kept as they are."""
 
@@ -201,9 +205,19 @@ class SkeletonBuilder:
 
         check_found(self._found, self._layers, self._config.model_config.model)
         for layer, part in self._parts.items():
-            if isinstance(part, RoutedExperts) and part.quant_method.is_monolithic:
+            if not isinstance(part, RoutedExperts):
+                continue
+            method = part.quant_method
+            if (
+                getattr(method, "experts_cls", part) is None
+            ):  # vLLM's chooser has found none, and says so later
                 raise ContractError(
-                    f"layer {layer}: got experts of {type(part.quant_method).__name__}, which "
+                    f"layer {layer}: vLLM has no kernel on this CPU for experts of {type(method).__name__}; "
+                    f"{_NEEDS_AMX}"
+                )
+            if method.is_monolithic:
+                raise ContractError(
+                    f"layer {layer}: got experts of {type(method).__name__}, which "
                     "route by themselves, expected kernels for chosen experts: bf16, FP8 block, int4, MXFP4"
                 )
 
