@@ -1,5 +1,6 @@
 """The resources that faults happen to."""
 
+from datetime import timedelta
 from typing import Any
 
 from heteroinfer_contract import names
@@ -10,6 +11,8 @@ UNKNOWN_IMAGE = "localhost/heteroinfer/nowhere:test"
 MODEL = "pvc://models/small"
 REFUSED_MODEL = "hf://org/model"
 """Accepted at apply, refused by the operator: there is no cache for it."""
+WINDOW = timedelta(minutes=1)
+"""Of the pair's restarts: as short as it may be."""
 RESOURCES = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
 
 
@@ -27,7 +30,7 @@ def build_resource(name: str, **spec: Any) -> dict[str, Any]:
 def build_pair(second_node: str) -> dict[str, Any]:
     """Returns the group that most faults end: its follower prefers the second node, and may do without.
 
-    Its restarts never count together, so that no back-off comes between two faults.
+    Its restarts count together within WINDOW only, so that no back-off need come between two faults.
     """
     match = {"key": "kubernetes.io/hostname", "operator": "In", "values": [second_node]}
     there = {"weight": 100, "preference": {"matchExpressions": [match]}}
@@ -40,6 +43,6 @@ def build_pair(second_node: str) -> dict[str, Any]:
     return build_resource(
         PAIR,
         roles=[front, back],
-        restart={"maxRestarts": 20, "window": "1m", "nodeLostAfter": "5s"},
+        restart={"maxRestarts": 20, "window": f"{WINDOW.total_seconds():.0f}s", "nodeLostAfter": "5s"},
         drainTimeout="5s",
     )

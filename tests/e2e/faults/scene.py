@@ -13,6 +13,7 @@ from heteroinfer_contract import names
 from tests.cluster import cluster_cgroup, processes
 from tests.cluster.joined_node import JoinedNode
 from tests.cluster.node import NodeCluster, node_cgroup
+from tests.e2e.faults.resources import WINDOW
 from tests.e2e.serving import Resource
 from tests.e2e.watching import Watch
 from tests.worker_processes import is_rank
@@ -57,6 +58,13 @@ class Scene:
     def group(self) -> dict[str, Any]:
         """Returns the status of the pair's first group now."""
         return dict(self.pair.status["groups"][0])
+
+    def wait_out_failures(self, *, counted: bool) -> None:
+        """Returns once no failure of the kind is within the window: the next one then has no back-off."""
+        times = [each["time"] for each in self.group.get("failures", ()) if each["counted"] == counted]
+        if times:
+            left = datetime.fromisoformat(max(times)) + WINDOW - datetime.now(UTC)
+            time.sleep(max(left.total_seconds(), 0.0))
 
     def pod(self, index: int) -> str:
         """Returns the name of a worker pod."""

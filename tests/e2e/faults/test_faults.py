@@ -105,12 +105,14 @@ def test_fault(fault: Fault, scene: Scene, measured: dict[str, Measured]) -> Non
     match fault.outcome:
         case Ends() as ends:
             scene.place(START_S)
+            scene.wait_out_failures(counted=ends.counted)
             measured[fault.name] = check_end(scene, fault, ends)
         case GoesOn() as goes_on:
             measured[fault.name] = check_going_on(scene, fault, goes_on)
         case Waits() as waits:
             measured[fault.name] = check_waiting(scene, fault, waits)
         case Blocked() as blocked:
+            scene.wait_out_failures(counted=False)
             measured[fault.name] = check_blocked(scene, fault, blocked)
 
 

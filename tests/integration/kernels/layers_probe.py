@@ -278,6 +278,7 @@ def main(arguments: str) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.platforms import current_platform
+    from vllm.v1.worker.workspace import init_workspace_manager
 
     for library in libraries:
         linear.prepare(Path(library))
@@ -285,6 +286,7 @@ def main(arguments: str) -> None:
     with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
         initialize_model_parallel(1)
+        init_workspace_manager(torch.device("cpu"))  # vLLM's kernels for AMX ask it
         print(json.dumps(QUESTIONS[name]()))
         torch.distributed.destroy_process_group()
 

@@ -180,7 +180,7 @@ class Group:
     def status(self) -> GroupReport:
         """Returns the group as its leader sees it."""
         text = fetch(f"http://{self.addresses[0].host}:{self.addresses[0].health_port}{names.PATH_GROUP}")
-        assert text is not None
+        assert text is not None, self.logs()
         return GroupReport.from_json(text)
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
