@@ -73,10 +73,10 @@ integration: setup  ## a real API server; real vLLM groups on the CPU
 	@failed=0; for lanes in computing "waiting unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 
 computing: setup  ## those of them that start vLLM or compile
-	$(TESTS) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not served_models_matrix and not unhurried"
+	$(TESTS) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not unhurried"
 
 unhurried: setup  ## those of them without any bound of seconds, at the least priority
-	./.ci/idle $(PYTEST) $(LONGEST) tests/integration -m unhurried
+	./.ci/idle $(PYTEST) $(LONGEST) tests/integration -m "unhurried and not served_models_matrix"
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
 	@$(BIN)/python -m tests.cluster build

@@ -23,7 +23,7 @@ from tests.integration.served_models.planning import plan, this_cpu
 from tests.integration.worker.answers import ONE_THREAD
 from tests.integration.worker.groups import WORKER_PYTHON, Group, start_group
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 VLLMS_KERNELS = {names.ENV_CPU_LINEAR: "onednn"}
 """Ours for bf16 round otherwise; what they compute is compared in tests/integration/kernels."""

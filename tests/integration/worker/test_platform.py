@@ -110,6 +110,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.unhurried
 def test_any_import_order(model: Path, tmp_path: Path) -> None:
     """Seed 000, 2.1 and 2.6: whatever is imported first, no import cycle, and the CPU's platform."""
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
@@ -117,6 +118,7 @@ def test_any_import_order(model: Path, tmp_path: Path) -> None:
     assert dict(zip(IMPORT_ORDERS, seen, strict=True)) == dict.fromkeys(IMPORT_ORDERS, ON_CPU)
 
 
+@pytest.mark.unhurried
 def test_cpu_platform_forced_though_nvml_is_there(model: Path, tmp_path: Path) -> None:
     """Seed 000, 2.2: a GPU that answers, and a build that would take it, change nothing for a CPU rank."""
     source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
@@ -151,6 +153,7 @@ def test_heterogeneous_device_is_honoured_by_vllm(model: Path, tmp_path: Path) -
     assert "got VLLM_HETEROGENEOUS_DEVICE='gpu', expected one of cpu, cuda" in wrong.errors
 
 
+@pytest.mark.unhurried
 @pytest.mark.parametrize(("eager_cpu", "mode"), [(True, "NONE"), (False, "DYNAMO_TRACE_ONCE")])
 def test_compile_level_per_device(eager_cpu: bool, mode: str, model: Path, tmp_path: Path) -> None:
     """Seed 000, 2.3: a level meant for GPUs becomes the CPU's own on a CPU rank; no graphs there."""
@@ -184,6 +187,7 @@ print(json.dumps([first.attn_backend.get_name(), first.use_direct_call, second.u
     assert see(script, environment(plan, 0), tmp_path) == ["CPU_ATTN", False, True]
 
 
+@pytest.mark.unhurried
 def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
     """Seed 001, 2.1: N GPU and M CPU ranks form one group whatever a machine's device_count() says.
 
