@@ -58,6 +58,7 @@ def _group(index: int, ranks: int) -> GroupStatus:
         phase=GroupPhase.WAITING,
         message="m" * 1024,
         spare_pods=tuple(range(ranks)),
+        rejected_pods=tuple(range(ranks)),
         failures=tuple(_failure(index, number) for number in range(MAX_FAILURES)),
         measured_time=NOW,
         members=tuple(_rank(index, rank) for rank in range(ranks)),

@@ -573,6 +573,22 @@ def test_a_pod_that_is_gone_unseen_is_no_upgrade() -> None:
     assert [each["reason"] for each in world.status["groups"][0]["failures"]] == ["PodDeleted"]
 
 
+def test_images_that_are_others_each_time_start_no_epoch_each_time() -> None:
+    """A webhook rewrites the annotation, and the node rejects pods."""
+    world = World(spec=cpu_pair())
+    create_pods(world)
+    for _ in range(360):
+        for name in world.workers():
+            world.pods[name] = replace(world.pods[name], images="mirror.test/worker-cpu:1")
+            if name.endswith("-1") and not world.pods[name].ended:
+                world.pods[name] = replace(world.pods[name], phase="Failed", reason="OutOfcpu")
+        world.step()
+        world.reap()
+        world.advance_time(10)
+    assert len(world.created) <= 60, f"{len(world.created)} pods in an hour"
+    assert world.condition("Stalled")[0] == "False"
+
+
 @pytest.mark.parametrize("says", [True, False], ids=["of this version", "of an older version"])
 def test_an_upgrade_of_the_chart_touches_nothing_that_runs(says: bool) -> None:
     world = World(spec=cpu_pair())

@@ -85,6 +85,54 @@ def test_a_pod_that_its_node_rejects_is_replaced_alone(
     assert world.condition("Ready") == ("True", "Serving")
 
 
+def reject(world: World, name: str) -> None:
+    change(world, name, phase="Failed", reason="OutOfcpu", message="no capacity", node="node")
+
+
+@pytest.mark.parametrize("pending_s", [0, 4000])
+def test_a_rejection_is_counted_once_however_often_it_is_seen(world: World, pending_s: float) -> None:
+    """Its deletion may be seen late, and the operator start again meanwhile."""
+    create_pods(world)
+    world.advance_time(pending_s)
+    reject(world, FOLLOWER)
+    rejected = dict(world.pods)
+    world.advance_time(30)
+    for _ in range(5):
+        world.pods = dict(rejected)
+        world.step()
+        assert group(world)["rejections"] == 1
+        world.restart_operator()
+    assert group(world)["rejectedPods"] == [1]
+    world.settle()
+    assert world.workers() == [LEADER, FOLLOWER]
+    assert group(world)["rejectedPods"] == []
+
+
+def test_pods_of_one_moment_that_are_rejected_one_after_the_other_are_all_counted(world: World) -> None:
+    create_pods(world)
+    assert world.pods[LEADER].created == world.pods[FOLLOWER].created
+    reject(world, FOLLOWER)
+    world.advance_time(10)
+    world.settle()
+    reject(world, LEADER)
+    world.advance_time(10)
+    world.settle()
+    assert group(world)["rejections"] == 2
+
+
+def test_rejections_are_counted_after_a_clock_was_set_back(world: World) -> None:
+    create_pods(world)
+    reject(world, FOLLOWER)
+    world.advance_time(10)
+    world.step()
+    world.advance_time(-3600)
+    world.settle()
+    reject(world, FOLLOWER)
+    world.advance_time(20)
+    world.settle()
+    assert group(world)["rejections"] == 2
+
+
 def test_a_pending_pod_that_is_deleted_is_replaced_once_it_is_gone(world: World) -> None:
     create_pods(world)
     kept = world.pods[LEADER].uid

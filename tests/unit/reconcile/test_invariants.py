@@ -96,6 +96,7 @@ class GroupLife(RuleBasedStateMachine):
             gangs=frozenset({Gang.VOLCANO}),
         )
         self.ran: dict[str, set[str]] = {}
+        self.rejected: set[str] = set()
 
     @rule()
     def reconcile(self) -> None:
@@ -221,9 +222,13 @@ class GroupLife(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.world.workers()))
     @rule(data=st.data())
     def a_pod_is_rejected(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.world.workers()))
-        if not self.world.pods[name].started:
-            self.world.pods[name] = replace(self.world.pods[name], phase="Failed", reason="OutOfcpu")
+        self.reject(data.draw(st.sampled_from(self.world.workers())))
+
+    def reject(self, name: str) -> None:
+        pod = self.world.pods[name]
+        if not pod.started:
+            self.rejected.add(pod.uid)
+            self.world.pods[name] = replace(pod, phase="Failed", reason="OutOfcpu")
 
     @rule()
     def deleted_pods_go(self) -> None:
@@ -376,6 +381,11 @@ class GroupLife(RuleBasedStateMachine):
         assert len(set(scopes)) == len(scopes), self.world.refusals
 
     @invariant()
+    def a_rejection_is_counted_once(self) -> None:
+        counted = sum(group.rejections for group in parse_status(self.world.status).groups)
+        assert counted <= len(self.rejected), self.world.status
+
+    @invariant()
     def one_epoch_of_a_group_at_a_time(self) -> None:
         epochs: dict[str, set[str]] = {}
         for name in self.world.workers():
@@ -424,3 +434,17 @@ _ORDER = {PatchStatus: 0, CreateObject: 2, ApplyObject: 2}
 
 TestGroupLife = GroupLife.TestCase
 TestGroupLife.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
+
+
+def test_a_life_in_which_a_pod_is_rejected_late() -> None:
+    """`GroupLife` finds it seldom."""
+    life = GroupLife()
+    while not life.world.workers():
+        life.reconcile()
+        life.inspection_ends()
+    life.reject(life.world.workers()[0])
+    for _ in range(3):
+        life.reconcile()
+        life.time_goes_on(30)
+        life.a_rejection_is_counted_once()
+    life.teardown()

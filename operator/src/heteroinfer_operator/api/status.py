@@ -250,6 +250,10 @@ class GroupStatus(StatusModel):
     """Pods of this epoch, by index, that were seen to end before they ran: others may have their names."""
     rejections: Count = 0
     """Pods of this epoch that their nodes rejected before they ran; each next one waits longer."""
+    rejected_pods: Annotated[
+        tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)
+    ] = ()
+    """Of the spare pods those, by index, that are counted already and still there."""
     failures: Annotated[
         tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=ATOMIC)
     ] = ()

@@ -58,6 +58,7 @@ _NOTHING_RUNS: Final[Mapping[str, Any]] = {
     "kv": None,
     "served_time": None,
     "rejections": 0,
+    "rejected_pods": (),
     "spare_pods": (),
 }
 """What a status says of a group without an epoch."""
@@ -615,6 +616,9 @@ def _living(
         message = _unplaced(current) or silent or startup.describe(start, current, report, len(made.pods))
     spare = _find_spare(context, status, current)
     over = {index_of(pod) for pod in current if startup.is_over_unrun(pod)}
+    # Who has the name next is made only after it was seen to be free.
+    counted = over & set(status.rejected_pods)
+    rejected = {index_of(pod) for pod in spare if startup.is_rejected(pod)} - counted
     update = {
         "phase": phase,
         "message": message[:1024] if message else None,
@@ -624,7 +628,8 @@ def _living(
         "startup": start,
         "served_time": status.served_time or (context.now if ready else None),
         "spare_pods": tuple(sorted(over | missing)),
-        "rejections": 0 if ready else status.rejections + sum(map(startup.is_rejected, spare)),
+        "rejections": 0 if ready else status.rejections + len(rejected),
+        "rejected_pods": tuple(sorted(counted | rejected)),
     }
     before, status = status, status.model_copy(update=update)
     creates: tuple[CreateObject, ...] = ()

@@ -9,7 +9,7 @@ from heteroinfer_operator.quantity import parse_duration_s
 _FIRST_BACKOFF_S = 10.0
 """Wait before the second restart within the window; each further one waits twice as long."""
 _UPGRADED = "ImageChanged"
-"""Reason of an end that comes once an upgrade, and after which there is nothing to wait for."""
+"""Reason of an end that should come once an upgrade, and makes nothing else wait."""
 
 
 _MESSAGE_CHARACTERS = 400
@@ -57,12 +57,11 @@ def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: da
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
     """Returns when a group whose epoch has ended is started again; None is at once.
 
-    What does not count, such as evictions, makes the next start wait all the same; an upgrade does not.
+    What does not count, such as evictions, makes the next start wait all the same. Upgrades make only
+    further upgrades wait.
     """
     last = failures[-1]
-    if last.reason == _UPGRADED:
-        return None
-    count = recent(failures, restart) if last.counted else _disruptions(failures, restart)
+    count = recent(failures, restart) if last.counted else _uncounted(failures, restart)
     if count <= 1:
         return None
     return last.time + timedelta(seconds=backoff_s(count - 2, restart))
@@ -73,10 +72,11 @@ def backoff_s(before: int, restart: RestartSpec) -> float:
     return min(_FIRST_BACKOFF_S * 2.0 ** min(before, 32), parse_duration_s(restart.backoff_max))
 
 
-def _disruptions(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
-    since = failures[-1].time - timedelta(seconds=parse_duration_s(restart.window))
-    disruptions = [each for each in failures if not each.counted and each.reason != _UPGRADED]
-    return sum(each.time >= since for each in disruptions)
+def _uncounted(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
+    last = failures[-1]
+    since = last.time - timedelta(seconds=parse_duration_s(restart.window))
+    alike = [each for each in failures if (each.reason == _UPGRADED) == (last.reason == _UPGRADED)]
+    return sum(not each.counted and each.time >= since for each in alike)
 
 
 def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:
