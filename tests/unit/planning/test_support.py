@@ -183,6 +183,10 @@ def test_a_type_that_a_kernel_does_not_take_is_refused() -> None:
     assert "FP8 in blocks, with engine.dtype float16" in said
     assert "its kernel is for bfloat16, float32; set engine.dtype: bfloat16" in said
     assert plan(spec(*MIXED), recorded_profiles()[blocks]).plan.engine.dtype == "bfloat16"
+    said = refusal(blocks, spec(*MIXED, engine={"dtype": "float32"}))
+    assert "experts in FP8 in blocks" in said
+    assert "with engine.dtype float32" in said
+    assert "its kernel is for bfloat16; set engine.dtype: bfloat16" in said
 
 
 def test_a_scheme_of_eight_bits_in_gptq_has_no_kernel() -> None:

@@ -66,11 +66,13 @@ class ExpertsKernel:
     Attributes:
         routing: what routers it is written for; None for any.
         group: weights that share a scale; 0 for any.
+        dtypes: of activations that it takes; empty for any.
         needs_amx: whether it runs on no other CPUs.
     """
 
     routing: frozenset[Routing] | None
     group: int = 0
+    dtypes: frozenset[str] = frozenset({"bfloat16", "float16"})
     needs_amx: bool = True
 
 
@@ -93,8 +95,10 @@ layers that vLLM fuses (q, k and v) have scales of their own. That of 4 bits (cp
 libraries for AVX-512 alone: on other CPUs it is chosen, and fails at the first step."""
 CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
     {
-        SchemeName.NONE: ExpertsKernel(routing=None, needs_amx=False),
-        SchemeName.FP8_BLOCK: ExpertsKernel(routing=_SOFTMAX | {Routing.DEEPSEEK_V3}, group=128),
+        SchemeName.NONE: ExpertsKernel(routing=None, dtypes=frozenset(), needs_amx=False),
+        SchemeName.FP8_BLOCK: ExpertsKernel(
+            routing=_SOFTMAX | {Routing.DEEPSEEK_V3}, group=128, dtypes=frozenset({"bfloat16"})
+        ),
         SchemeName.MXFP4: ExpertsKernel(routing=_SOFTMAX),
         SchemeName.AWQ: ExpertsKernel(routing=_SOFTMAX, group=128),
         SchemeName.GPTQ: ExpertsKernel(routing=_SOFTMAX, group=128),
@@ -102,7 +106,9 @@ CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
         SchemeName.INT8: ExpertsKernel(routing=_SOFTMAX),
     }
 )
-"""vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0."""
+"""vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0, whose kernels compute types of 16 bits
+alone, and else fail at their first step (csrc/cpu/sgl-kernels/moe.cpp::fused_experts_cpu); ours for FP8
+blocks compute bf16."""
 CPU_HEAD_SIZES: Final = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 """Elements of an attention head that kernels of CPUs are compiled for; with others vLLM ends at its first
 step (csrc/cpu/cpu_attn.cpp::cpu_attn_get_scheduler_metadata@v0.32.0)."""
@@ -138,7 +144,7 @@ def check_support(
     _check_states(profile, engine)
     _check_kv_cache(profile, engine)
     _check_encoder(profile, engine, topology)
-    warnings = (*_check_linear(profile, engine), *_check_experts(profile))
+    warnings = (*_check_linear(profile, engine), *_check_experts(profile, engine))
     needs, what = _needs(profile, engine)
     return (*warnings, *_check_instructions(needs, what, topology, inventory)) if needs else warnings
 
@@ -296,7 +302,7 @@ def _other_format(scheme: Scheme) -> str:
     return "take the same model in 4 bits (AWQ, GPTQ) or in bf16, or use GPU roles only"
 
 
-def _check_experts(profile: ModelProfile) -> tuple[str, ...]:
+def _check_experts(profile: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
     kinds = [kind for kind in profile.layers if kind.experts]
     if not kinds:
         return ()
@@ -317,6 +323,12 @@ def _check_experts(profile: ModelProfile) -> tuple[str, ...]:
             f"experts in {scheme}",
             f"its kernel is for groups of {kernel.group}",
             f"take the model in groups of {kernel.group}, or in bf16, or use GPU roles only",
+        )
+    if kernel.dtypes and engine.dtype not in kernel.dtypes:
+        raise _refuse(
+            f"experts in {scheme}, with engine.dtype {engine.dtype}",
+            f"its kernel is for {', '.join(sorted(kernel.dtypes))}",
+            "set engine.dtype: bfloat16",
         )
     if kernel.routing is not None and profile.routing not in kernel.routing:
         raise _refuse(
