@@ -1,16 +1,17 @@
 """How fast a CPU kernel is at this moment: a process that measures it each time it is asked.
 
-A host's rate moves by half within minutes (docs/benchmarks.md): who compares a prediction with a measured
-time asks just before, and predicts from the answer.
+A host's rate moves by half within seconds (docs/benchmarks.md): who compares a prediction with a measured
+time asks in turns with it, and predicts from the mean of the answers.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from statistics import harmonic_mean
 from typing import Any
 
 from heteroinfer_contract.calibration import Calibration, KernelPart, KernelRate
@@ -24,23 +25,22 @@ class KernelRates:
     """The process, as who asks sees it."""
 
     def __init__(self, process: "subprocess.Popen[str]", calibration: Calibration) -> None:
-        self._process, self._calibration = process, calibration
+        self._process, self.calibration = process, calibration
 
-    def now(self, part: KernelPart, scheme: SchemeName) -> Calibration:
-        """Returns the calibration with a kernel as it is now; raises RuntimeError if it cannot be run."""
+    def now(self, part: KernelPart, scheme: SchemeName) -> KernelRate:
+        """Returns what a kernel does now; raises RuntimeError if it cannot be run."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([part, scheme]), file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             if line.startswith('{"kind": "kernels"'):
-                self._calibration = with_kernel(self._calibration, json.loads(line))
-                return self._calibration
+                return rate_of(json.loads(line))
         raise RuntimeError(f"{part} in {scheme} was not measured: {self._process.wait(10)}")
 
 
-def with_kernel(calibration: Calibration, found: Mapping[str, Any]) -> Calibration:
-    """Returns the calibration with a kernel, as JSON has it, instead of the one that it has."""
-    rate = KernelRate(
+def rate_of(found: Mapping[str, Any]) -> KernelRate:
+    """Returns a kernel's rate, as JSON has it."""
+    return KernelRate(
         part=KernelPart(found["part"]),
         scheme=SchemeName(found["scheme"]),
         dtype=found["dtype"],
@@ -49,6 +49,20 @@ def with_kernel(calibration: Calibration, found: Mapping[str, Any]) -> Calibrati
         bytes_per_s=found["bytes_per_s"],
         more_rows=tuple(found["more_rows"]),
     )
+
+
+def mean_of(rates: Sequence[KernelRate]) -> KernelRate:
+    """Returns the mean of one kernel's rates, by the time that a byte takes."""
+    more = zip(*(rate.more_rows for rate in rates), strict=True)
+    return replace(
+        rates[0],
+        bytes_per_s=harmonic_mean([rate.bytes_per_s for rate in rates]),
+        more_rows=tuple(map(harmonic_mean, more)),
+    )
+
+
+def with_kernel(calibration: Calibration, rate: KernelRate) -> Calibration:
+    """Returns the calibration with a kernel instead of the one that it has."""
     others = (
         each
         for each in calibration.kernels

@@ -4,11 +4,12 @@
     python -m tests.bench.predictions --again FILE          what this planner says of what FILE has measured
 
 Calibrates this machine as `heteroinfer-worker calibrate` does, lets the planner plan each group with that
-calibration, starts exactly that plan with dummy weights, and measures it. Just before each cell the kernel
-that the group's CPU ranks compute with is measured again, by as many threads, and the cell is predicted from
-that too (`now`): a calibration is true for the moment of it on a host that others use. A step is the time
-between two tokens of one of the requests that decode at once, the median of `--steps` of them; a first token
-is the first one that a stream brings. `--devices-as-cpu` is a dry run with tiny models, for want of a GPU.
+calibration, starts exactly that plan with dummy weights, and measures it. In turns with a cell's steps the
+kernel that the group's CPU ranks compute with is measured again, by as many threads, and the cell is
+predicted from these looks too: on a host that others use a calibration is true for its own moment. A step
+is the time between two tokens of one of the requests that decode at once, the median of `--steps` of them; a
+first token is the first one that a stream brings. `--devices-as-cpu` is a dry run with tiny models, for want
+of a GPU.
 
 Needs a Python with vLLM's CUDA and CPU builds, pydantic, and worker_image/src and operator/src.
 """
@@ -25,14 +26,14 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from heteroinfer_contract.calibration import Calibration, KernelPart
+from heteroinfer_contract.calibration import Calibration, KernelPart, KernelRate
 from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_files import read_profile
@@ -41,7 +42,7 @@ from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
 from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token
 from tests.bench.feed_forward import CAPTURE, ROUTING
-from tests.bench.kernel_rates import KernelRates, kernel_rates, with_kernel
+from tests.bench.kernel_rates import KernelRates, kernel_rates, mean_of, rate_of, with_kernel
 from tests.bench.model_shapes import make_shape
 from tests.bench.offload import counters, explain
 from tests.integration.worker.groups import WORKER_PYTHON, Group, start_group
@@ -55,6 +56,8 @@ SHORT: Final = 16
 LONGEST: Final = 17408
 KV_TOKENS: Final = 40960
 WITHIN: Final = 0.15
+TURNS: Final = 4
+"""Of a cell's steps, in turns with looks at the kernel."""
 SETTLE_S: Final = 0.5
 """After which threads that have measured a kernel sleep."""
 _TINY: Final[Mapping[str, Any]] = {
@@ -249,37 +252,56 @@ def stream(group: Group, tokens_of_prompt: Sequence[int], tokens: int) -> tuple[
     return start, times
 
 
-def intervals(times: Sequence[float]) -> dict[str, float]:
-    """Returns the median and the mean time between a stream's tokens, and how many there were."""
-    steps = [after - before for before, after in pairwise(times)]
+def steps_of(times: Sequence[float]) -> list[float]:
+    """Returns the times between a stream's tokens."""
+    return [after - before for before, after in pairwise(times)]
+
+
+def summary(steps: Sequence[float]) -> dict[str, float]:
+    """Returns the median and the mean of steps, and how many there were."""
     return {"step_s": statistics.median(steps), "mean_s": statistics.fmean(steps), "steps": len(steps)}
 
 
-def measure_steps(group: Group, requests: int, steps: int) -> tuple[dict[str, float], list[dict[str, float]]]:
+def measure_steps(
+    group: Group, requests: int, steps: int, look: Callable[[], None] | None = None
+) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Returns the time of a step while so many requests decode, and ranks' parts, of mean steps.
 
     One of the requests is a stream, by which the time is taken: nothing else is asked meanwhile, since who
     reads a rank's metrics takes time from it.
+
+    Args:
+        group: that is ready.
+        requests: at once.
+        steps: to be measured, in TURNS turns.
+        look: called before each turn, and after the last one.
     """
-    tokens = 2 * WARM_STEPS + steps + 1
+    tokens = 2 * WARM_STEPS + steps // TURNS + 1
     ranks = range(len(group.plan.ranks))
     before = [counters(group, rank) for rank in ranks]
-    others = [
-        threading.Thread(target=group.complete, args=(prompt(number, SHORT), tokens), daemon=True)
-        for number in range(1, requests)
-    ]
-    for thread in others:
-        thread.start()
-    _, times = stream(group, prompt(0, SHORT), tokens)
-    for thread in others:
-        thread.join(120)
+    found: list[float] = []
+    for turn in range(TURNS):
+        if look is not None:
+            look()
+        others = [
+            threading.Thread(target=group.complete, args=(prompt(number, SHORT), tokens), daemon=True)
+            for number in range(1 + turn * requests, (turn + 1) * requests)
+        ]
+        for thread in others:
+            thread.start()
+        _, times = stream(group, prompt(turn * requests, SHORT), tokens)
+        for thread in others:
+            thread.join(120)
+        found += steps_of(times[WARM_STEPS : WARM_STEPS + steps // TURNS + 1])
+    if look is not None:
+        look()
     parts = [explain(then, counters(group, rank)) for rank, then in zip(ranks, before, strict=True)]
-    return intervals(times[WARM_STEPS : WARM_STEPS + steps + 1]), parts
+    return summary(found), parts
 
 
 @dataclass(slots=True, kw_only=True)
 class Predictor:
-    """What is planned of a group, by the calibration and by what its kernel does just before a cell.
+    """What is planned of a group, by the calibration and by what its kernel does while a cell is measured.
 
     Attributes:
         name: of the case.
@@ -288,8 +310,7 @@ class Predictor:
         cpus: that this machine lets us use.
         tiny: as of `plan_of`.
         rates: what measures kernels.
-        planned_now: by the last of them.
-        kernel_now: what it was.
+        looks: what they did since the cell began.
     """
 
     name: str
@@ -298,18 +319,19 @@ class Predictor:
     cpus: int
     tiny: bool
     rates: KernelRates
-    planned_now: Planned
-    kernel_now: Mapping[str, Any]
+    looks: list[KernelRate] = field(default_factory=list)
 
     def look(self) -> None:
         """Measures the group's kernel again."""
-        part, scheme = CASES[self.name].kernel
-        calibration = self.rates.now(part, scheme)
-        kernel = calibration.kernel(part, scheme, "bfloat16")
-        assert kernel is not None
-        self.kernel_now = asdict(kernel)
-        self.planned_now = plan_of(CASES[self.name], self.model, calibration, self.cpus, tiny=self.tiny)
+        self.looks.append(self.rates.now(*CASES[self.name].kernel))
         time.sleep(SETTLE_S)
+
+    def plan_now(self) -> tuple[Planned, KernelRate]:
+        """Returns the plan by the mean of the looks, and that mean; the next cell begins."""
+        mean = mean_of(self.looks)
+        self.looks.clear()
+        calibration = with_kernel(self.rates.calibration, mean)
+        return plan_of(CASES[self.name], self.model, calibration, self.cpus, tiny=self.tiny), mean
 
 
 @dataclass(slots=True, kw_only=True)
@@ -326,7 +348,8 @@ class Results:
 
     def add(self, name: str, cell: Cell, predictor: "Predictor", measured_s: float, **more: Any) -> None:
         """Notes and prints a cell."""
-        predicted_s, now_s = cell.predict(predictor.planned), cell.predict(predictor.planned_now)
+        planned_now, kernel = predictor.plan_now()
+        predicted_s, now_s = cell.predict(predictor.planned), cell.predict(planned_now)
         self.value["cells"].append(
             {
                 "group": name,
@@ -336,16 +359,16 @@ class Results:
                 "predicted_s": predicted_s,
                 "now_s": now_s,
                 "measured_s": measured_s,
-                "kernel": predictor.kernel_now,
+                "kernel": asdict(kernel),
                 **more,
             }
         )
         self.keep()
         print(
             f"CELL {name} {cell.what} N={cell.requests} context={cell.context}: predicted "
-            f"{predicted_s * 1e3:.1f} ms, just before {now_s * 1e3:.1f} ms, measured "
+            f"{predicted_s * 1e3:.1f} ms, by the looks {now_s * 1e3:.1f} ms, measured "
             f"{measured_s * 1e3:.1f} ms, ratio {measured_s / now_s:.2f} "
-            f"{json.dumps(predictor.kernel_now)} {json.dumps(more)}",
+            f"{json.dumps(asdict(kernel))} {json.dumps(more)}",
             flush=True,
         )
 
@@ -362,9 +385,8 @@ def measure_group(
     stream(group, prompt(1000, SHORT), 4)
     measure_steps(group, max(options.requests), 5)  # warms up
     for requests in options.requests:
-        cell = Cell(what="step", requests=requests, context=SHORT + WARM_STEPS + options.steps // 2)
-        predictor.look()
-        found, parts = measure_steps(group, requests, options.steps)
+        cell = Cell(what="step", requests=requests, context=SHORT + WARM_STEPS + options.steps // TURNS // 2)
+        found, parts = measure_steps(group, requests, options.steps, predictor.look)
         rounded = [{key: round(value, 6) for key, value in each.items()} for each in parts]
         results.add(name, cell, predictor, found.pop("step_s"), **found, ranks=rounded)
     for length in options.contexts:
@@ -372,9 +394,12 @@ def measure_group(
             stream(group, prompt(2000 + length, length), 2)  # warms up
         predictor.look()
         start, times = stream(group, prompt(3000 + length, length), options.steps + WARM_STEPS + 1)
+        predictor.look()
+        looks = list(predictor.looks)
         cell = Cell(what="first token", requests=1, context=length)
         results.add(name, cell, predictor, times[0] - start)
-        found = intervals(times[WARM_STEPS:])
+        predictor.looks += looks
+        found = summary(steps_of(times[WARM_STEPS:]))
         cell = Cell(what="step", requests=1, context=length + WARM_STEPS + options.steps // 2)
         results.add(name, cell, predictor, found.pop("step_s"), **found)
 
@@ -469,8 +494,6 @@ def run(options: argparse.Namespace, results: Results, calibration: Calibration,
                             cpus=cpus,
                             tiny=options.devices_as_cpu,
                             rates=rates,
-                            planned_now=this.planned,
-                            kernel_now={},
                         )
                         try:
                             measure_group(name, predictor, this.group, options, results)
@@ -503,7 +526,7 @@ def calibrate(file: Path) -> Calibration:
 def table(value: Mapping[str, Any]) -> str:
     """Returns the cells as a table, and how many are within the bound."""
     lines = [
-        "| group | what | requests | context | predicted ms | just before ms | measured ms | measured / it |",
+        "| group | what | requests | context | predicted ms | by the looks ms | measured ms | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
     by_calibration = by_now = 0
@@ -519,8 +542,8 @@ def table(value: Mapping[str, Any]) -> str:
             f"| {bold}{measured_s / now_s:.2f}{bold} |"
         )
     said = (
-        f"{by_now} of {len(value['cells'])} cells within {WITHIN:.0%} of the measured time as predicted just "
-        f"before, {by_calibration} as predicted by the calibration"
+        f"{by_now} of {len(value['cells'])} cells within {WITHIN:.0%} of the measured time as predicted by "
+        f"the looks, {by_calibration} as predicted by the calibration"
     )
     return "\n".join([*lines, "", said])
 
@@ -539,7 +562,7 @@ def again(file: Path) -> str:
             cell = Cell(what=each["what"], requests=each["requests"], context=each["context"])
             for name, known in (
                 ("predicted_s", calibration),
-                ("now_s", with_kernel(calibration, each["kernel"])),
+                ("now_s", with_kernel(calibration, rate_of(each["kernel"]))),
             ):
                 planned = plan_of(case, model, known, value["cpus"], tiny=value["tiny"])
                 each[name] = cell.predict(planned)
