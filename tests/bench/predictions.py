@@ -56,7 +56,7 @@ SHORT: Final = 16
 LONGEST: Final = 17408
 KV_TOKENS: Final = 40960
 WITHIN: Final = 0.15
-TURNS: Final = 4
+TURNS: Final = 3
 """Of a cell's steps, in turns with looks at the kernel."""
 SETTLE_S: Final = 0.5
 """After which threads that have measured a kernel sleep."""
