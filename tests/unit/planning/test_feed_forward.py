@@ -14,9 +14,11 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.account import describe_capacity, describe_memory, describe_speed
 from heteroinfer_operator.planning.choices import describe_choices
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
+from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.prediction import Load, predict
 from heteroinfer_operator.quantity import format_bytes
+from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
 
 EXPERT = 9 * MIB
@@ -179,3 +181,34 @@ def test_windows_keep_the_blocks_of_the_step_that_is_scheduled_ahead() -> None:
     assert planned.sizes.kv.sequence_blocks == one + more
     assert plan(spec(gpu()), model).plan.batches_at_once == 1
     assert plan(spec(gpu(layers=[20]), cpu(layers=[4])), model).plan.batches_at_once == 2
+
+
+def on_cpus(name: str, inventory: Inventory | None = None, **engine: Any) -> str:
+    """Returns why feed-forward ranks beside a big GPU cannot have one layer's part of a published model."""
+    role = gpu(feedForward={"cpu": "14", "memory": "64Gi", "layers": 1}, deviceMemory="2Ti")
+    parsed = spec(role, parallelism={"mode": "FeedForward"}, engine={"maxModelLen": 4096, **engine})
+    with pytest.raises(PlanError) as caught:
+        plan(parsed, recorded_profiles()[name], inventory)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "why"),
+    [
+        ("Llama-3.3-70B-Instruct-NVFP4", {}, "weights in NVFP4, groups of 16, which CPU ranks cannot run"),
+        ("Llama-3.1-8B-Instruct-FP8", {}, "weights in FP8 per tensor, which CPU ranks cannot run"),
+        ("Kimi-K2-Thinking", {}, "its kernel is for groups of 128"),
+        ("Llama-3.3-70B-Instruct-AWQ", {"dtype": "float16"}, "set engine.dtype: bfloat16"),
+        ("Qwen3-235B-A22B-FP8", {"dtype": "float16"}, "its kernel is for bfloat16"),
+        ("Qwen3-235B-A22B-FP8", {"dtype": "float32"}, "its kernel is for bfloat16"),
+    ],
+)
+def test_what_cpus_cannot_compute_is_refused_beside_a_gpu_too(
+    name: str, engine: dict[str, Any], why: str
+) -> None:
+    assert why in on_cpus(name, **engine)
+
+
+def test_nodes_without_amx_get_no_experts_in_fp8() -> None:
+    without = Inventory(cpu_features={"gpu": frozenset()})
+    assert "role gpu: AMX is needed on CPUs for experts in FP8" in on_cpus("Qwen3-235B-A22B-FP8", without)

@@ -32,7 +32,7 @@ from heteroinfer_operator.planning.layers import check_explicit, explicit_layers
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
 from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
-from heteroinfer_operator.planning.support import check_support
+from heteroinfer_operator.planning.support import check_remote_support, check_support
 from heteroinfer_operator.planning.topology import Seat, Topology, lay_out
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
@@ -118,6 +118,9 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     )
     warnings = check_support(profile, engine, topology, inventory)
     remote = choose_remote(topology, profile, engine, inventory)
+    if remote is not None and not topology.has_cpu:
+        role_name = topology.stages[0][0].placed.role.name
+        warnings += check_remote_support(remote.profile, engine, role_name, inventory)
     kept = profile if remote is None else remote.kept
     first = topology.stages[0][0].placed.device
     batches = batches_at_once(spec.parallelism.mode, len(topology.stages), first)

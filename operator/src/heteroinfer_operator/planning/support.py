@@ -4,7 +4,7 @@ tests/integration/models asks vLLM's own kernels for it, so that it stays true. 
 load, or serve wrong, is refused here, with what to do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -145,8 +145,31 @@ def check_support(
     _check_kv_cache(profile, engine)
     _check_encoder(profile, engine, topology)
     warnings = (*_check_linear(profile, engine), *_check_experts(profile, engine))
-    needs, what = _needs(profile, engine)
-    return (*warnings, *_check_instructions(needs, what, topology, inventory)) if needs else warnings
+    roles = {
+        seat.placed.role.name
+        for stage in topology.stages
+        for seat in stage
+        if seat.placed.device is Device.CPU
+    }
+    return (*warnings, *_check_instructions(_needs(profile, engine), roles, inventory))
+
+
+def check_remote_support(
+    profile: ModelProfile, engine: EngineSettings, role: str, inventory: Inventory
+) -> tuple[str, ...]:
+    """Returns what users should know of feed-forward ranks beside a GPU, one line each.
+
+    Args:
+        profile: of what they have of the model.
+        engine: the group's settings.
+        role: whose pod they are in.
+        inventory: what there is to plan with.
+
+    Raises:
+        PlanError: they cannot compute it; the message says what can be done.
+    """
+    warnings = (*_check_linear(profile, engine), *_check_experts(profile, engine, route=False))
+    return (*warnings, *_check_instructions(_weights_need(profile), {role}, inventory))
 
 
 def _refuse(what: str, why: str, remedy: str) -> PlanError:
@@ -302,7 +325,8 @@ def _other_format(scheme: Scheme) -> str:
     return "take the same model in 4 bits (AWQ, GPTQ) or in bf16, or use GPU roles only"
 
 
-def _check_experts(profile: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
+def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool = True) -> tuple[str, ...]:
+    """Returns what users should know; `route`: whether the same rank chooses the experts."""
     kinds = [kind for kind in profile.layers if kind.experts]
     if not kinds:
         return ()
@@ -330,7 +354,7 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings) -> tuple[str, 
             f"its kernel is for {', '.join(sorted(kernel.dtypes))}",
             "set engine.dtype: bfloat16",
         )
-    if kernel.routing is not None and profile.routing not in kernel.routing:
+    if route and kernel.routing is not None and profile.routing not in kernel.routing:
         raise _refuse(
             f"experts in {scheme} that are chosen by {profile.routing} routing",
             f"its kernel is for {', '.join(sorted(kernel.routing))}",
@@ -341,31 +365,32 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings) -> tuple[str, 
 
 def _needs(profile: ModelProfile, engine: EngineSettings) -> tuple[str, str]:
     """Returns AMX or AVX512, and what of a model needs it on CPU ranks; two empty words if nothing does."""
-    scheme = profile.scheme
     if profile.is_latent:
         without = "blocks of 16 tokens and no chunked prefill on these ranks alone"
         return AMX, f"multi-head latent attention, for which vLLM else takes {without}"
-    linear, experts = CPU_LINEAR.get(scheme.name), CPU_EXPERTS.get(scheme.name)
-    of_linear = linear.needs if linear and any(kind.quantized_bytes for kind in profile.layers) else ""
-    if of_linear == AMX:
-        return AMX, f"weights in {scheme}"
-    if experts and experts.needs_amx and any(kind.experts_quantized for kind in profile.layers):
-        return AMX, f"experts in {scheme}"
-    if of_linear:
-        return of_linear, f"weights in {scheme}"
+    if (of_weights := _weights_need(profile))[0]:
+        return of_weights
     asked = option_value(engine.extra_args, "--kv-cache-dtype") or "auto"
     if asked.startswith("fp8"):
         return AVX512, f"a KV cache in FP8 (engine.args --kv-cache-dtype {asked})"
     return "", ""
 
 
-def _check_instructions(needs: str, what: str, topology: Topology, inventory: Inventory) -> tuple[str, ...]:
-    roles = {
-        seat.placed.role.name
-        for stage in topology.stages
-        for seat in stage
-        if seat.placed.device is Device.CPU
-    }
+def _weights_need(profile: ModelProfile) -> tuple[str, str]:
+    scheme = profile.scheme
+    linear, experts = CPU_LINEAR.get(scheme.name), CPU_EXPERTS.get(scheme.name)
+    of_linear = linear.needs if linear and any(kind.quantized_bytes for kind in profile.layers) else ""
+    if of_linear == AMX:
+        return AMX, f"weights in {scheme}"
+    if experts and experts.needs_amx and any(kind.experts_quantized for kind in profile.layers):
+        return AMX, f"experts in {scheme}"
+    return (of_linear, f"weights in {scheme}") if of_linear else ("", "")
+
+
+def _check_instructions(need: tuple[str, str], roles: Set[str], inventory: Inventory) -> tuple[str, ...]:
+    needs, what = need
+    if not needs:
+        return ()
     nodes = (
         "put CPU roles on nodes that have it (roles[].template.nodeSelector: "
         f"feature.node.kubernetes.io/cpu-cpuid.{_LABELS[needs]}: 'true')"
