@@ -69,14 +69,16 @@ def test_a_gpu_whose_memory_is_unknown_is_said() -> None:
     assert note not in plan(feed_forward(), mixture()).notes
 
 
-def test_experts_go_before_mlps_and_the_last_layers_first() -> None:
+def test_the_last_experts_go_first_and_dense_mlps_of_a_mixture_stay() -> None:
     planned = plan(feed_forward(own={"layers": 3}, device_memory="80Gi"), mixture(dense_layers=2))
     share = planned.plan.ranks[1].feed_forward
     assert share is not None
     assert share.layers == (21, 22, 23)
-    everything = plan(feed_forward(own={"layers": 24}), mixture(dense_layers=2)).plan.ranks[1].feed_forward
+    everything = plan(feed_forward(own={"layers": 22}), mixture(dense_layers=2)).plan.ranks[1].feed_forward
     assert everything is not None
-    assert everything.layers == tuple(range(24))
+    assert everything.layers == tuple(range(2, 24))
+    with pytest.raises(PlanError, match="the model has 22 layers with experts or an MLP; set 22 or less"):
+        plan(feed_forward(own={"layers": 24}), mixture(dense_layers=2))
 
 
 def test_several_ranks_share_each_layer() -> None:

@@ -91,7 +91,11 @@ def choose_remote(
 
 
 def _cheapest_first(profile: ModelProfile) -> list[int]:
-    """Returns the layers that have experts or an MLP, by the part of it that a step of one token reads."""
+    """Returns the layers that have experts or an MLP, by the part of it that a step of one token reads.
+
+    In a mixture those with experts alone: its dense MLPs stay
+    (vllm_heteroinfer/feed_forward/skeleton.py refuses them).
+    """
 
     def cost(index: int) -> tuple[float, int]:
         kind = profile.layer(index)
@@ -99,8 +103,9 @@ def _cheapest_first(profile: ModelProfile) -> list[int]:
         # Of equal ones the last: the first layers are the last whose answers are waited for.
         return active / kind.feed_forward_bytes, -index
 
-    having = [index for index in range(profile.num_layers) if profile.layer(index).feed_forward_bytes]
-    return sorted(having, key=cost)
+    having = [index for index, kind in enumerate(profile.layers) if kind.feed_forward_bytes]
+    mixed = [index for index in having if profile.layer(index).experts]
+    return sorted(mixed or having, key=cost)
 
 
 def remote_of(own: FeedForwardSpec, profile: ModelProfile, chosen: Sequence[int]) -> Remote:
