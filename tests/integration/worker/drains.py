@@ -70,7 +70,7 @@ def check_drain(group: Group, prompt: list[int], tokens: list[int]) -> None:
         assert not rest.done(), "the request was too short to tell"
         parts = rest.result(timeout=240)
     got = first + [token for part, _ in parts for token in part]
-    assert parts[-1][1] == "length"
+    assert parts[-1][1] == "length", f"{parts[-1]} after {len(got)} tokens\n{group.logs()}"
     assert len(got) == LONG
     assert got[: len(tokens)] == tokens
     stopped = [child.process.wait(STOP_LIMIT_S) for child in group.children]
