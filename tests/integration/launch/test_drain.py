@@ -10,10 +10,12 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
-from tests.integration.launch.groups import TinyGroup, tiny_group, wait_until
+from tests.integration.launch.groups import Pod, TinyGroup, tiny_group, wait_until
+from tests.integration.launch.wire import wired
 
 STOP_LIMIT_S = 5.0
 DRAIN_S = 2.0
+LATE_S = 1.0
 
 
 class SlowRequest:
@@ -50,6 +52,10 @@ def is_refused(group: TinyGroup) -> bool:
 
 def serve_slowly(group: TinyGroup) -> SlowRequest:
     group.start()
+    return ask_slowly(group)
+
+
+def ask_slowly(group: TinyGroup) -> SlowRequest:
     group.wait_ready()
     request = SlowRequest(group)
     assert request.read_line() == b"line\n"
@@ -136,6 +142,56 @@ def test_a_rank_that_dies_meanwhile_ends_the_group_and_is_named(tmp_path: Path) 
     assert codes == [names.EXIT_PEER_FAILED, names.EXIT_RANK_FAILED]
     failure = group.pods[0].failure()
     assert (failure.reason, failure.rank) == (FailureReason.RANK_EXITED, 1)
+
+
+def check_its_end(group: TinyGroup, request: SlowRequest, trigger: Path) -> None:
+    """The request ends only when the test asks it to, and then the group does."""
+    assert request.read_line() == b"line\n"
+    assert [pod.is_alive() for pod in group.pods] == [True, True], group.logs()
+    trigger.touch()
+    assert request.read_rest().endswith(b"end\n"), group.logs()
+    assert group.wait_exits(time.monotonic() + STOP_LIMIT_S) == [names.EXIT_STOPPED] * 2
+
+
+def test_a_connection_that_is_reset_meanwhile_is_made_again(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group, wired(group) as wire:
+        request = ask_slowly(group)
+        ask_to_stop(group, 0, 1)
+        wire.reset()
+        log = group.pods[1].log
+        wait_until(lambda: "connected to the leader again" in log.read_text(), 5, group.logs)
+        wait_until(lambda: is_refused(group), 5, group.logs)
+        check_its_end(group, request, tmp_path / "trigger")
+
+
+def test_a_pod_that_is_asked_while_a_busy_machine_keeps_it_from_its_leader_ends_nothing(
+    tmp_path: Path,
+) -> None:
+    with tiny_group(tmp_path) as group, wired(group) as wire:
+        request = ask_slowly(group)
+        turns_come_late(group.pods[1])
+        wire.refuses = True
+        wire.reset()
+        wait(group.launches[1].heartbeat_timeout_s + 0.2)
+        ask_to_stop(group, 0, 1)
+        wire.refuses = False
+        log = group.pods[1].log
+        wait_until(lambda: "connected to the leader again" in log.read_text(), 5, group.logs)
+        wait_until(lambda: is_refused(group), 5, group.logs)
+        check_its_end(group, request, tmp_path / "trigger")
+
+
+def turns_come_late(pod: Pod) -> None:
+    """Stops a supervisor for less than its peer waits; it says so, and is waited for longer from then on."""
+    pod.process.send_signal(signal.SIGSTOP)
+    wait(LATE_S)
+    pod.process.send_signal(signal.SIGCONT)
+    wait(LATE_S)
+
+
+def wait(seconds: float) -> None:
+    since = time.monotonic()
+    wait_until(lambda: time.monotonic() - since > seconds, seconds + 10)
 
 
 def test_a_pod_that_is_lost_meanwhile_ends_the_drain(tmp_path: Path) -> None:

@@ -5,10 +5,7 @@ import contextlib
 import dataclasses
 import json
 import socket
-import struct
-import threading
 import time
-from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from tests.integration.launch.groups import (
     tiny_group,
     wait_until,
 )
+from tests.integration.launch.wire import wired
 from tests.ports import free_port
 from vllm_heteroinfer.launch.handshake import build_opening
 from vllm_heteroinfer.launch.supervisor_link import Hello, Message
@@ -29,94 +27,6 @@ ON_THEIR_WAY = 32
 """Connections that a turn of the loop takes in before the oldest are closed."""
 LONGER_THAN_A_HEARTBEAT_S = 2.0
 STRANGER = GroupKey.of_group(b"s" * 32, "uid-1")
-
-
-class Wire:
-    """A connection on its way: what passes is recorded, and it can be cut as a network does.
-
-    Attributes:
-        swallows: how many connections are accepted next of which nothing passes.
-        refuses: whether connections are reset at once.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.sent: list[bytes] = []
-        self._target = port
-        self._ends: list[socket.socket] = []
-        self._all: list[socket.socket] = []
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._server.getsockname()[1])
-        self._closed = False
-        self.swallows = 0
-        self.refuses = False
-        self._accepting = threading.Thread(target=self._accept, daemon=True)
-        self._accepting.start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._server.accept()
-                if self._closed:
-                    near.close()
-                    return
-                if self.swallows:
-                    self.swallows -= 1
-                    self._all.append(near)
-                    continue
-                if self.refuses:
-                    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    near.close()
-                    continue
-                try:
-                    far = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:
-                    near.close()
-                    continue
-                self._ends = [near, far]
-                self._all += self._ends
-                threading.Thread(target=self._copy, args=(near, far, self.sent), daemon=True).start()
-                threading.Thread(target=self._copy, args=(far, near, []), daemon=True).start()
-
-    def _copy(self, source: socket.socket, target: socket.socket, record: list[bytes]) -> None:
-        with contextlib.suppress(OSError):
-            while chunk := source.recv(65536):
-                record.append(chunk)
-                target.sendall(chunk)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def reset(self) -> None:
-        """Cuts the connection: both ends get a RST."""
-        for end in self._ends:
-            with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                end.shutdown(socket.SHUT_RD)
-                end.close()
-
-    def close(self) -> None:
-        """Ends the thread that accepts, and closes all that passed."""
-        self._closed = True
-        socket.create_connection(("127.0.0.1", self.port)).close()
-        self._accepting.join(5)
-        self._server.close()
-        for end in self._all:
-            end.close()
-
-
-@contextlib.contextmanager
-def wired(group: TinyGroup) -> Iterator[Wire]:
-    """Starts the group with a wire between follower and leader."""
-    group.start_pod(0)
-    leader = group.launches[0].address
-    wire = Wire(leader.control_port)
-    through = dataclasses.replace(leader, control_port=wire.port)
-    launch = dataclasses.replace(group.launches[1], addresses=(through, group.launches[1].addresses[1]))
-    group.start_pod(1, launch=launch)
-    try:
-        yield wire
-    finally:
-        wire.close()
 
 
 def answer_to(port: int, said: bytes, timeout_s: float = 10.0) -> bytes:

@@ -19,7 +19,7 @@ from heteroinfer_operator.kube.child_errors import NameHeldError
         ),
     ],
 )
-def test_a_held_name_is_told_with_who_holds_it(metadata: dict[str, Any], said: str) -> None:
+def test_a_refusal_says_who_holds_the_name(metadata: dict[str, Any], said: str) -> None:
     error = NameHeldError.of("Service tiny", {"metadata": metadata})
     assert said in str(error)
     assert str(error).endswith("its name is needed")

@@ -124,7 +124,8 @@ class ControlClient:
                     self._take(message)
             except ContractError as error:
                 how = f"spoke another protocol: {error}"
-            if self._leader_stopping or not await self._connect_again(link):
+            left = self._leader_stopping and not link.broke_off
+            if left or not await self._connect_again(link):
                 self._lost(how or link.how_it_ended)
                 return
 
@@ -177,6 +178,10 @@ class ControlClient:
         """Returns this pod's IP address on the way to the leader, once it is connected."""
         assert self._link is not None
         return self._link.own_host
+
+    def welcomed(self) -> bool:
+        """Returns whether the leader has taken this pod in; if it is lost since, that is reported."""
+        return self._link is not None
 
     def connected(self) -> bool:
         """Returns whether the leader had its last heartbeat within the heart-beat deadline."""

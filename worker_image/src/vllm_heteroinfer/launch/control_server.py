@@ -234,7 +234,8 @@ class ControlServer:
             how = f"spoke another protocol: {error}"
         if self._links.get(pod) is link:
             self._away.add(pod)
-            if not await self._comes_again(pod, link):
+            left = pod in self._stopping and not link.broke_off
+            if left or not await self._comes_again(pod, link):
                 self._lost(pod, how or link.how_it_ended)
 
     async def _comes_again(self, pod: int, link: SupervisorLink) -> bool:
@@ -246,7 +247,7 @@ class ControlServer:
         # Where it listens, not where its connection came from: that may be a gateway's.
         asked = asyncio.create_task(look_up(bind_host(own.host) or own.host, own.health_port))
         try:
-            while pod not in self._stopping and link.left_s() > 0:
+            while link.left_s() > 0:
                 if self._links[pod] is not link:
                     return True
                 if not asked.done():

@@ -309,7 +309,7 @@ class Supervisor:
                 self._pod.drain()
                 loop.call_later(timeout_s, self._end_drain)
                 return
-        elif self._client is not None and self._client.connected():
+        elif self._client is not None and self._client.welcomed():
             loop.call_later(timeout_s + FOLLOWERS_DRAIN_LONGER_S, self._end_drain)
             return
         self._end_drain()

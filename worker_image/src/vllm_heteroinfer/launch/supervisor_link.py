@@ -111,6 +111,7 @@ class SupervisorLink:
 
     Attributes:
         how_it_ended: in words, once receive() has returned None.
+        broke_off: whether it ended as a network ends one, not by the peer's or its kernel's order.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class SupervisorLink:
         self._peer_late_s = 0.0
         self._unacknowledged = False
         self.how_it_ended = "closed its connection"
+        self.broke_off = False
         self._lines = LineBuffer()
         self._queue: list[str] = []
         self._seal: Seal | None = None
@@ -196,6 +198,7 @@ class SupervisorLink:
 
     def _note_error(self, error: OSError) -> None:
         # TCP_USER_TIMEOUT: not even the kernel of the peer's machine answers, which needs no process' turn.
+        self.broke_off = True
         self._unacknowledged = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
         how = "cannot be reached any more" if self._unacknowledged else "broke off its connection"
         self.how_it_ended = f"{how} ({error.strerror or error})"
