@@ -192,6 +192,33 @@ def test_null_is_an_answer_and_no_field_left_out(tmp_path: Path) -> None:
     assert full.layer(0).attention is AttentionKind.FULL
 
 
+GPT_2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_layer": 14,
+    "n_embd": 1600,
+    "n_head": 25,
+    "n_positions": 2048,
+}
+"""Whose class's defaults are 12, 768, 12 and 1024."""
+
+
+def test_another_name_of_a_field_is_before_its_default(tmp_path: Path) -> None:
+    tensors = {"wte.weight": [50257, 1600], **{f"h.{i}.attn.c_attn.weight": [1600] for i in range(14)}}
+    profile = read_profile(write_model(tmp_path, config=GPT_2, tensors=tensors))
+    assert (profile.num_layers, profile.hidden_size, profile.num_attention_heads) == (14, 1600, 25)
+    assert (profile.head_dim, profile.max_position_embeddings, profile.vocab_size) == (64, 2048, 50257)
+    assert profile.dropped_bytes == 0
+
+
+def test_a_nested_config_is_before_the_whole_one(tmp_path: Path) -> None:
+    text = {name: value for name, value in GPT_2.items() if name != "architectures"}
+    config = {"architectures": ["Some"], "num_hidden_layers": 2, "hidden_size": 8, "text_config": text}
+    tensors = {"wte.weight": [50257, 1600], **{f"h.{i}.attn.c_attn.weight": [1600] for i in range(14)}}
+    profile = read_profile(write_model(tmp_path, config=config, tensors=tensors))
+    assert (profile.num_layers, profile.hidden_size) == (14, 1600)
+
+
 GEMMA_4: dict[str, Any] = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",

@@ -52,21 +52,27 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     whole = whole_model(config)
     nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
-    text = dict(whole) if nested is None else {**whole, **nested}
-    text["architectures"] = config.get("architectures") or text.get("architectures")
     own = whole if nested is None else nested
     defaults = _defaults().get(str(own.get("model_type") or _text_type(whole)), {})
-    for name, value in defaults.items():
-        if name not in text:  # `null` is an answer, too: no window
-            text[name] = value
-    for name, others in _ALIASES.items():
-        if text.get(name) is None:
-            text[name] = next((text[other] for other in others if text.get(other) is not None), None)
+    # A default is for what no name says; `null` is an answer, too: no window.
+    text = {**defaults, **whole, **own, **_under_usual_names(own)}
+    text["architectures"] = config.get("architectures") or text.get("architectures")
+    text |= _under_usual_names(text)
     # Some configs keep a list with one entry a layer that are all equal.
     for name in ("num_experts", "num_experts_per_tok"):
-        if isinstance(text[name], list) and text[name]:
+        if isinstance(text.get(name), list) and text[name]:
             text[name] = max(text[name])
     return {name: value for name, value in text.items() if value is not None}
+
+
+def _under_usual_names(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `text` says under other names alone, under transformers' usual ones."""
+    said = {name: value for name, value in text.items() if value is not None}
+    return {
+        name: next(said[other] for other in others if other in said)
+        for name, others in _ALIASES.items()
+        if name not in said and not said.keys().isdisjoint(others)
+    }
 
 
 def _text_type(whole: Mapping[str, Any]) -> str:
