@@ -177,11 +177,58 @@ def test_consolidated_files_are_taken_where_both_are_there(tmp_path: Path) -> No
     assert (profile.head_bytes, profile.embedding_bytes, profile.max_position_embeddings) == (256, 256, 64)
 
 
+def test_a_head_called_output_layer(tmp_path: Path) -> None:
+    tensors = {name.replace("lm_head", "transformer.output_layer"): size for name, size in TENSORS.items()}
+    profile = read_profile(write_model(tmp_path, tensors=tensors))
+    assert (profile.head_bytes, profile.tied_head, profile.other_bytes) == (256, False, 16)
+
+
 def test_layers_for_speculation_are_dropped(tmp_path: Path) -> None:
     tensors = {**TENSORS, "mtp.layers.0.mlp.up_proj.weight": [50], "model.layers.3.eh_proj.weight": [50]}
+    tensors["model.mtp_layers.0.mlp.up_proj.weight"] = [50]
     profile = read_profile(write_model(tmp_path, tensors=tensors))
-    assert profile.dropped_bytes == 200
+    assert profile.dropped_bytes == 300
     assert profile.total_bytes == read_profile(write_model(tmp_path / "without")).total_bytes
+
+
+@pytest.mark.parametrize(
+    ("decoder", "encoder", "layers"),
+    [
+        ("llm.", "apm.", 3),
+        ("language_model.", "encoder.", 3),
+        ("", "model.sam_model.blocks.", 3),
+        ("", "mm_whisper_embeddings.whisper_encoder.transformer.", 9),
+        ("language_model.", "", 2),
+    ],
+)
+def test_layers_of_an_encoder_are_no_layers_of_the_decoder(
+    tmp_path: Path, decoder: str, encoder: str, layers: int
+) -> None:
+    stack = encoder if encoder.endswith("blocks.") else f"{encoder}layers."
+    tensors = {f"{decoder}{name}": sizes for name, sizes in TENSORS.items()}
+    tensors |= {f"{stack}{i}.fc1.weight": [10] for i in range(layers)}
+    tensors |= {f"{encoder}conv1.weight": [5]} if encoder and not encoder.endswith("blocks.") else {}
+    profile = read_profile(write_model(tmp_path, config={**CONFIG, "audio_token_id": 7}, tensors=tensors))
+    plain = read_profile(write_model(tmp_path / "plain"))
+    assert profile.layer_bytes == plain.layer_bytes
+    assert (profile.total_bytes, profile.dropped_bytes) == (plain.total_bytes, 0)
+    assert profile.encoder_bytes == sum(
+        2 * sizes[0] for name, sizes in tensors.items() if len(sizes) == 1 and sizes[0] in (5, 10)
+    )
+    assert profile.encoder == "audio"
+
+
+def test_the_embedding_beside_an_encoder_is_the_decoders(tmp_path: Path) -> None:
+    tensors = {name: sizes for name, sizes in TENSORS.items() if "embed_tokens" not in name}
+    tensors |= {"mm_whisper_embeddings.tok_embeddings.weight": TENSORS["model.embed_tokens.weight"]}
+    tensors |= {f"mm_whisper_embeddings.whisper_encoder.layers.{i}.w1.weight": [10] for i in range(4)}
+    profile = read_profile(write_model(tmp_path, tensors=tensors))
+    assert (profile.embedding_bytes, profile.encoder_bytes, profile.encoder) == (256, 80, "audio")
+
+
+def test_speech_that_is_not_served_is_dropped(tmp_path: Path) -> None:
+    tensors = {**TENSORS, **{f"tts.model.layers.{i}.mlp.up_proj.weight": [50] for i in range(3)}}
+    assert read_profile(write_model(tmp_path, tensors=tensors)).dropped_bytes == 300
 
 
 def test_null_is_an_answer_and_no_field_left_out(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _read_profile(directory: Path) -> ModelProfile:
         kind_of_layer=kind_of_layer,
         routing=read_routing(architecture, text) if any(kind.experts for kind in kinds) else Routing.NONE,
         state_dtype=str(text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype") or ""),
-        encoder=("audio" if weights.hears else "images") if weights.encoder else "",
+        encoder=_takes(config, weights) if weights.encoder else "",
         encoder_bytes=weights.encoder,
         dropped_bytes=weights.dropped + (weights.head if tied else 0),
         first_stage_layers=_first_stage_layers(whole_model(config)),
@@ -142,6 +142,12 @@ def _kinds(
             kinds.append(kind)
         of_layer.append(kinds.index(kind))
     return tuple(kinds), tuple(of_layer)
+
+
+def _takes(config: Mapping[str, Any], weights: Weights) -> str:
+    """Returns what an encoder takes: its tensors may be named for nothing (granite-speech's `encoder.`)."""
+    hears = weights.hears or any(name.startswith("audio_") for name in config)
+    return "audio" if hears else "images"
 
 
 def _first_stage_layers(whole: Mapping[str, Any]) -> int:

@@ -5,8 +5,10 @@ tensors among them, and Mistral's own.
 """
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
 from typing import Final
 
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -14,6 +16,7 @@ _ENCODERS: Final = frozenset(
     {
         "aligner",
         "audio",
+        "audio_projection_layer",
         "audio_projector",
         "audio_tower",
         "connector",
@@ -26,6 +29,7 @@ _ENCODERS: Final = frozenset(
         "multi_modal_projector",
         "patch_merger",
         "pre_mm_projector_norm",
+        "projector",
         "resampler",
         "vision",
         "vision_embed_tokens",
@@ -39,13 +43,25 @@ _ENCODERS: Final = frozenset(
     }
 )
 """Parts of a name that only an encoder or its projection has."""
-_AUDIO: Final = frozenset({"audio", "audio_projector", "audio_tower", "embed_audio"})
-_DROPPED: Final = frozenset({"mtp", "mtp_block", "talker", "token2wav", "code2wav"})
+_AUDIO: Final = frozenset(
+    {
+        "apm",
+        "audio",
+        "audio_projection_layer",
+        "audio_projector",
+        "audio_tower",
+        "embed_audio",
+        "whisper_encoder",
+    }
+)
+_DROPPED: Final = frozenset({"mtp", "mtp_block", "mtp_layers", "talker", "tts", "token2wav", "code2wav"})
 """What vLLM leaves out when it serves text: layers for speculation, and speech (Qwen-Omni's talker)."""
 _EMBEDDING: Final = re.compile(
     r"(?:^|\.)(?:embed_tokens|word_embeddings|wte|tok_embeddings|embed_in)\.weight$|^backbone\.embeddings\.weight$"
 )
-_HEAD: Final = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.|^(?:model\.)?output\.(?:weight|qweight)$")
+_HEAD: Final = re.compile(
+    r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^(?:model\.)?output\.(?:weight|qweight)$"
+)
 _LAYER_TABLES: Final = re.compile(r"(?:^|\.)(?:embed_tokens_per_layer|per_layer_model_projection)\.")
 """Of all layers, beside the embedding (Gemma-3n, Gemma-4)."""
 _SHARED: Final = re.compile(r"\.self_attn\.(?:k_proj|v_proj|k_norm)\.")
@@ -134,18 +150,50 @@ def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[in
         num_layers: layers that are served; later ones are for speculation (multi-token prediction).
         shared: layers that read an earlier layer's keys and values.
     """
+    tensors = tuple(tensors)
+    towers = _towers(tensors, num_layers)
     weights = Weights()
     for tensor in tensors:
-        _add(weights, tensor, num_layers, shared)
+        _add(weights, tensor, num_layers, shared, towers)
     return weights
 
 
-def _add(weights: Weights, tensor: Tensor, num_layers: int, shared: Container[int]) -> None:
+def _towers(tensors: Iterable[Tensor], num_layers: int) -> tuple[str, ...]:
+    """Returns how the names begin of what has numbered layers that are not the decoder's: encoders.
+
+    The decoder's layers are those with most bytes, of those that are as many as are served.
+    """
+    size: Counter[str] = Counter()
+    last: dict[str, int] = {}
+    for tensor in tensors:
+        match = _LAYER.search(tensor.name)
+        if match and not set(tensor.name.split(".")) & (_DROPPED | _ENCODERS):
+            stack = tensor.name[: match.start(1)]
+            size[stack] += tensor.size_bytes
+            last[stack] = max(last.get(stack, 0), int(match[1]))
+    decoder = max(
+        (stack for stack in size if last[stack] >= num_layers - 1), key=size.__getitem__, default=None
+    )
+    if decoder is None:
+        return ()
+    return tuple(sorted(_tower(stack, decoder) for stack in size if stack != decoder))
+
+
+def _tower(stack: str, decoder: str) -> str:
+    """Returns how `stack` begins, up to the first part of the name in which it is not as `decoder`."""
+    pairs = zip_longest(stack.split("."), decoder.split("."))
+    alike = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return ".".join(stack.split(".")[: alike + 1]) + "."
+
+
+def _add(
+    weights: Weights, tensor: Tensor, num_layers: int, shared: Container[int], towers: tuple[str, ...]
+) -> None:
     name, size = tensor.name, tensor.size_bytes
     parts = set(name.split("."))
     if parts & _DROPPED or _COMPUTED.search(name):
         weights.dropped += size
-    elif parts & _ENCODERS:
+    elif parts & _ENCODERS or (name.startswith(towers) and not _EMBEDDING.search(name)):
         weights.encoder += size
         weights.hears |= bool(parts & _AUDIO)
     elif match := _LAYER.search(name):
