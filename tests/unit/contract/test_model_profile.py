@@ -14,7 +14,7 @@ from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from tests.shapes.corpus import SHAPES, shape
 from tests.shapes.profiles import read_shape, recorded_profiles
-from tests.unit.contract.test_model_files import CONFIG, TENSORS, write_model, write_safetensors
+from tests.unit.contract.test_model_files import CONFIG, LAYERS, TENSORS, write_model, write_safetensors
 
 OF_0_1_0: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
@@ -264,6 +264,58 @@ def test_a_nested_config_is_before_the_whole_one(tmp_path: Path) -> None:
     tensors = {"wte.weight": [50257, 1600], **{f"h.{i}.attn.c_attn.weight": [1600] for i in range(14)}}
     profile = read_profile(write_model(tmp_path, config=config, tensors=tensors))
     assert (profile.num_layers, profile.hidden_size) == (14, 1600)
+
+
+def _kinds(directory: Path, **fields: Any) -> tuple[LayerKind, ...]:
+    return read_profile(write_model(directory, config={**CONFIG, **fields})).layers
+
+
+def _block(heads_in_group: int | None) -> dict[str, Any]:
+    return {"attention": {"no_op": heads_in_group is None, "n_heads_in_group": heads_in_group}, "ffn": {}}
+
+
+def test_heads_of_each_block(tmp_path: Path) -> None:
+    blocks = [_block(None), _block(2), _block(4)]
+    fields = {"model_type": "nemotron-nas", "num_key_value_heads": None, "block_configs": blocks}
+    profile = read_profile(write_model(tmp_path, config={**CONFIG, **fields}))
+    assert [kind.attention for kind in profile.layers] == [AttentionKind.NONE, *[AttentionKind.FULL] * 2]
+    assert [(kind.kv_heads, kind.kv_width) for kind in profile.layers] == [(0, 0), (2, 4), (1, 4)]
+    assert profile.num_kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({"model_type": "falcon", "multi_query": True, "new_decoder_architecture": False}, 1),
+        ({"model_type": "falcon", "multi_query": True, "new_decoder_architecture": True}, 2),
+        ({"model_type": "falcon", "multi_query": False}, 2),
+        ({"model_type": "dbrx", "num_key_value_heads": None, "attn_config": {"kv_n_heads": 1}}, 1),
+    ],
+)
+def test_key_and_value_heads_in_a_models_own_words(
+    tmp_path: Path, fields: dict[str, Any], heads: int
+) -> None:
+    assert {kind.kv_heads for kind in _kinds(tmp_path, **fields)} == {heads}
+
+
+def test_two_attentions_a_layer(tmp_path: Path) -> None:
+    fields = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_layers": LAYERS}
+    kinds = _kinds(tmp_path, model_type="longcat_flash", **fields, num_hidden_layers=2 * LAYERS)
+    assert [(kind.attention, kind.kv_width) for kind in kinds] == [(AttentionKind.LATENT, 1152)] * LAYERS
+
+
+def test_latents_that_are_kept_as_keys_and_values(tmp_path: Path) -> None:
+    fields = {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    assert set(_kinds(tmp_path, model_type="minicpm3", **fields)) == {
+        LayerKind(kv_heads=4, kv_width=192, mlp_bytes=kind.mlp_bytes) for kind in _kinds(tmp_path / "plain")
+    }
+
+
+def test_full_attention_by_layer_numbers(tmp_path: Path) -> None:
+    kinds = _kinds(tmp_path, model_type="lfm2", full_attn_idxs=[1], conv_L_cache=3)
+    full, linear = AttentionKind.FULL, AttentionKind.LINEAR
+    assert [kind.attention for kind in kinds] == [linear, full, linear]
+    assert [kind.conv_elements for kind in kinds] == [16, 0, 16]
 
 
 GEMMA_4: dict[str, Any] = {

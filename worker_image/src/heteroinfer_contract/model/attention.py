@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from heteroinfer_contract.model.config import block_heads
 from heteroinfer_contract.model.layer_kind import AttentionKind, LayerKind
 
 _LATENT_TYPES: Final = frozenset(
@@ -68,9 +69,14 @@ def layer_attention(text: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     Args:
         text: a language model's config, with defaults (`model.config.text_config`).
     """
-    kinds = [_kind(attention, text) for attention in _attention_kinds(text)]
+    kinds = [_kind(attention, _of_layer(text, i)) for i, attention in enumerate(_attention_kinds(text))]
     own = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
     return tuple(replace(kind, shares_kv=0 < own <= index) for index, kind in enumerate(kinds))
+
+
+def _of_layer(text: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    heads = block_heads(text, index)
+    return {**text, "num_key_value_heads": heads} if heads else text
 
 
 def first_of_shared_kv(layers: Sequence[LayerKind]) -> int:
@@ -87,11 +93,19 @@ def first_of_shared_kv(layers: Sequence[LayerKind]) -> int:
 
 def _attention_kinds(text: Mapping[str, Any]) -> Sequence[AttentionKind]:
     number = int(text["num_hidden_layers"])
-    for read in (_listed, _latent, _patterned, _every_nth):
+    for read in (_by_block, _listed, _latent, _patterned, _every_nth):
         kinds = read(text, number)
         if kinds is not None:
             return kinds
     return [_plain(text, index) for index in range(number)]
+
+
+def _by_block(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+    """Returns the kinds of a config with a block a layer."""
+    heads = [block_heads(text, index) for index in range(number)]
+    if all(each is None for each in heads):
+        return None
+    return [AttentionKind.NONE if each == 0 else AttentionKind.FULL for each in heads]
 
 
 def _listed(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
@@ -121,7 +135,7 @@ def _patterned(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] 
             return [_NEMOTRON.get(letter, full) for letter in pattern[:number]]
         case {"hybrid_layer_pattern": list(hybrid)}:  # MiMo-V2: 1 is a window
             return [AttentionKind.WINDOW if entry else full for entry in hybrid[:number]]
-        case {"attn_layer_indices": list(indices)}:  # Bamba
+        case {"attn_layer_indices": list(indices)} | {"full_attn_idxs": list(indices)}:  # Bamba, LFM2
             return [full if i in indices else linear for i in range(number)]
         case {"attn_layer_period": int(period)}:  # Jamba
             offset = int(text.get("attn_layer_offset") or 0)
@@ -202,6 +216,8 @@ def _latent_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind
         # One byte an element and a float32 scale for each 128 (vllm/models/deepseek_v32@v0.32.0).
         index_width = int(text.get("index_head_dim") or 128)
         index_bytes = index_width + index_width // 128 * 4
+    if text.get("model_type") == "longcat_flash":  # two attentions in each layer
+        width *= 2
     return LayerKind(attention=attention, kv_heads=1, kv_width=width, index_bytes=index_bytes)
 
 
@@ -221,6 +237,11 @@ def _cached(text: Mapping[str, Any], prefix: str = "") -> LayerKind:
     if not prefix and str(text.get("model_type")).startswith("gemma4"):
         text = {**text, **_gemma4_full(text)}
     heads = int(text["num_attention_heads"])
+    if text.get("kv_lora_rank") and text.get("qk_nope_head_dim"):
+        # Latents that vLLM makes keys and values of before it keeps them; values are padded to keys' width
+        # (vllm/model_executor/models/minicpm3.py::MiniCPM3Attention@v0.32.0).
+        key = int(text["qk_nope_head_dim"]) + int(text.get("qk_rope_head_dim") or 0)
+        return LayerKind(kv_heads=heads, kv_width=2 * key)
     own = {
         name: text.get(f"{prefix}{name}") or text.get(name) for name in ("num_key_value_heads", "head_dim")
     }

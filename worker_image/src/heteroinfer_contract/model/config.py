@@ -14,8 +14,16 @@ _TEXT_KEYS: Final = ("text_config", "llm_config", "language_config")
 """Under which models with an encoder keep their language model's config."""
 _WRAPPER_KEYS: Final = ("thinker_config",)
 """Under which models with more than one part keep the one that vLLM serves."""
+_PART_KEYS: Final = ("attn_config", "ffn_config")
+"""Under which a language model's config has sizes of its parts (DBRX)."""
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"),
+    "num_key_value_heads": (
+        "num_kv_heads",
+        "n_head_kv",
+        "multi_query_group_num",
+        "num_attention_groups",
+        "kv_n_heads",
+    ),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
     "hidden_size": ("n_embd", "d_model", "dim"),
     "num_attention_heads": ("n_head", "n_heads"),
@@ -55,9 +63,12 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     own = whole if nested is None else nested
     defaults = _defaults().get(str(own.get("model_type") or _text_type(whole)), {})
     # A default is for what no name says; `null` is an answer, too: no window.
-    text = {**defaults, **whole, **own, **_under_usual_names(own)}
+    parts = [_under_usual_names(own[key]) for key in _PART_KEYS if isinstance(own.get(key), Mapping)]
+    of_parts = {name: value for part in parts for name, value in part.items()}
+    text = {**defaults, **whole, **own, **of_parts, **_under_usual_names(own)}
     text["architectures"] = config.get("architectures") or text.get("architectures")
     text |= _under_usual_names(text)
+    text |= _said_otherwise(text)
     # Some configs keep a list with one entry a layer that are all equal.
     for name in ("num_experts", "num_experts_per_tok"):
         if isinstance(text.get(name), list) and text[name]:
@@ -73,6 +84,38 @@ def _under_usual_names(text: Mapping[str, Any]) -> dict[str, Any]:
         for name, others in _ALIASES.items()
         if name not in said and not said.keys().isdisjoint(others)
     }
+
+
+def _said_otherwise(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns numbers that some models say in words of their own, which vLLM takes before the usual names.
+
+    Source: vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0.
+    """
+    said: dict[str, Any] = {}
+    if text.get("model_type") == "longcat_flash" and text.get("num_layers"):
+        said["num_hidden_layers"] = text["num_layers"]  # the usual name counts attentions: two a layer
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, GPTBigCode
+        said["num_key_value_heads"] = 1
+    heads = [block_heads(text, index) for index in range(len(text.get("block_configs") or ()))]
+    if any(heads):
+        said["num_key_value_heads"] = next(each for each in heads if each)
+    return said
+
+
+def block_heads(text: Mapping[str, Any], index: int) -> int | None:
+    """Returns the key/value heads of a layer by its entry of `block_configs`; 0 without attention.
+
+    None where there is no such entry (all models but those of Nemotron-NAS).
+    Source: vllm/model_executor/models/nemotron_nas.py::DeciLMDecoderLayer@v0.32.0.
+    """
+    blocks = text.get("block_configs")
+    block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
+    attention = block.get("attention") if isinstance(block, Mapping) else None
+    if not isinstance(attention, Mapping):
+        return None
+    if attention.get("no_op"):
+        return 0
+    return int(text["num_attention_heads"]) // int(attention["n_heads_in_group"])
 
 
 def _text_type(whole: Mapping[str, Any]) -> str:

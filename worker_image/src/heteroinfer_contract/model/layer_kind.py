@@ -33,7 +33,8 @@ class LayerKind:
     Attributes:
         attention: what is kept of earlier tokens.
         kv_heads: heads whose keys and values are cached; 1 of a latent, 0 without a cache by token.
-        kv_width: elements cached for one token in one head: key and value together, or the latent.
+        kv_width: elements cached for one token in one head: key and value together, or the latents of all
+            its attentions.
         shares_kv: whether it reads an earlier layer's keys and values, and has none of its own.
         index_bytes: of a token in the index of sparse attention.
         window: tokens of the window or chunk; 0 without one.
