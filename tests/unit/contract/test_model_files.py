@@ -121,6 +121,42 @@ def test_dtype(tmp_path: Path, key: str, named: str | None, stored: str, expecte
     assert read_profile(write_model(tmp_path, config=config, dtype=stored)).dtype == expected
 
 
+@pytest.mark.parametrize(
+    ("stored", "named", "element_bytes"), [("F32", "bfloat16", 2), ("BF16", "float32", 4)]
+)
+def test_sizes_are_in_the_dtype_that_the_config_names(
+    tmp_path: Path, stored: str, named: str, element_bytes: int
+) -> None:
+    profile = read_profile(write_model(tmp_path, config={**CONFIG, "torch_dtype": named}, dtype=stored))
+    assert profile.layer_bytes[0] == element_bytes * (HIDDEN * HIDDEN + HIDDEN)
+    assert profile.embedding_bytes == profile.head_bytes == element_bytes * VOCAB * HIDDEN
+
+
+def test_scales_stay_in_their_own_dtype(tmp_path: Path) -> None:
+    names = ("mlp.up_proj.weight_scale_inv", "mlp.up_proj.weight.absmax", "input_layernorm.weight")
+    tensors = {**TENSORS, **{f"model.layers.{i}.{name}": [10] for i in range(LAYERS) for name in names}}
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    sizes = read_profile(write_model(tmp_path, config=config, tensors=tensors, dtype="F32")).layer_bytes
+    assert sizes[0] == 2 * (HIDDEN * HIDDEN + 10) + 4 * (10 + 10)
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "expected"),
+    [
+        ({"torch_dtype": "bfloat16"}, {"torch_dtype": "float32"}, "bfloat16"),
+        ({"dtype": None}, {"dtype": "float16"}, "float16"),
+        ({"vision_config": {"torch_dtype": "float16"}}, {}, "float16"),
+        ({"torch_dtype": "auto"}, {}, "bfloat16"),
+    ],
+)
+def test_dtype_of_a_nested_config(
+    tmp_path: Path, whole: dict[str, Any], text: dict[str, Any], expected: str
+) -> None:
+    sizes = {key: value for key, value in CONFIG.items() if key not in ("architectures", "torch_dtype")}
+    config = {"architectures": ["Some"], **whole, "text_config": {**sizes, **text}}
+    assert read_profile(write_model(tmp_path, config=config)).dtype == expected
+
+
 def test_layers_for_speculation_are_not_served(tmp_path: Path) -> None:
     tensors = {**TENSORS, f"model.layers.{LAYERS}.mlp.up_proj.weight": [50]}
     profile = read_profile(write_model(tmp_path, tensors=tensors))

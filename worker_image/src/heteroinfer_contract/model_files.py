@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.model import LayerKind, Routing
+from heteroinfer_contract.model import LayerKind, Routing, Scheme
 from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
 from heteroinfer_contract.model.config import from_params, text_config, whole_model
 from heteroinfer_contract.model.scheme import read_routing, read_scheme
@@ -34,6 +34,7 @@ MOST_CONFIG_BYTES = 16 * 2**20
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CONFIG_DTYPES = frozenset(_DTYPES.values())
+_ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 class ModelFilesError(ContractError):
@@ -41,7 +42,7 @@ class ModelFilesError(ContractError):
 
 
 def read_profile(directory: Path) -> ModelProfile:
-    """Returns the sizes of the model in `directory`, in its checkpoint's own dtype.
+    """Returns the sizes of the model in `directory`, in the dtype that its config names.
 
     Raises:
         ModelFilesError: the path is missing or no directory, it holds no model, or a
@@ -68,7 +69,9 @@ _NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError,
 def _read_profile(directory: Path) -> ModelProfile:
     config, consolidated = _read_config(directory)
     text = text_config(config)
-    tensors = [tensor for path in _shards(directory, consolidated) for tensor in _read_header(path)]
+    stored = [tensor for path in _shards(directory, consolidated) for tensor in _read_header(path)]
+    dtype, scheme = _dtype(text, stored, directory), read_scheme(config, text)
+    tensors = [_loaded(tensor, dtype, scheme) for tensor in stored]
     number = _number(text, directory, "num_hidden_layers")
     if number > MOST_LAYERS:
         raise ModelFilesError(
@@ -91,7 +94,7 @@ def _read_profile(directory: Path) -> ModelProfile:
     architecture = _architecture(text)
     return ModelProfile(
         architecture=architecture,
-        dtype=_dtype(text, tensors, directory),
+        dtype=dtype,
         num_layers=number,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -105,7 +108,7 @@ def _read_profile(directory: Path) -> ModelProfile:
         tied_head=tied,
         other_bytes=weights.other,
         quantization=_quantization(config, text),
-        scheme=read_scheme(config, text),
+        scheme=scheme,
         kinds=kinds,
         kind_of_layer=kind_of_layer,
         routing=read_routing(architecture, text) if any(kind.experts for kind in kinds) else Routing.NONE,
@@ -335,9 +338,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: Path) -> str:
     """Returns the dtype that the config names; without one, that of most bytes of the weights."""
-    for key in ("dtype", "torch_dtype"):
-        if config.get(key) in _CONFIG_DTYPES:
-            return str(config[key])
+    if config.get("dtype") in _CONFIG_DTYPES:
+        return str(config["dtype"])
     weights: Counter[str] = Counter()
     for tensor in tensors:
         weights[tensor.dtype] += tensor.size_bytes
@@ -348,6 +350,15 @@ def _dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: Path) ->
             f"{', '.join(sorted(_DTYPES))}, or a dtype in {CONFIG_FILE}"
         )
     return max(named)[1]
+
+
+def _loaded(tensor: Tensor, dtype: str, scheme: Scheme) -> Tensor:
+    """Returns a tensor with its size in `dtype`, into which vLLM turns all that is not quantized."""
+    is_part_of_scheme = scheme != Scheme() and not tensor.name.endswith((".weight", ".bias"))
+    if tensor.dtype not in _ELEMENT_BYTES or tensor.is_quantized or is_part_of_scheme:
+        return tensor
+    element = next(_ELEMENT_BYTES[each] for each, name in _DTYPES.items() if name == dtype)
+    return replace(tensor, size_bytes=tensor.size_bytes * element // _ELEMENT_BYTES[tensor.dtype])
 
 
 def _quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:

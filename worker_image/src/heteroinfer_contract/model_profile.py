@@ -19,14 +19,14 @@ MOST_LAYERS: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """A model's sizes in its checkpoint's own dtype.
+    """A model's sizes in the dtype that its config names.
 
     A profile of version 0.1.0 ends at `quantization`; what follows is then at its default, and every layer
     is taken for one with full attention and without experts.
 
     Attributes:
         architecture: first of config.json's `architectures`.
-        dtype: of the checkpoint: `float32`, `float16` or `bfloat16`.
+        dtype: that the config names, or of most weights: `float32`, `float16` or `bfloat16`.
         num_layers: transformer layers.
         hidden_size: width of the residual stream.
         num_attention_heads: query heads of a layer.

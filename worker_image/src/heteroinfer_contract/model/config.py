@@ -41,13 +41,19 @@ def whole_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in _WRAPPER_KEYS:
         inner = config.get(key)
         if isinstance(inner, Mapping):
-            return {**inner, "architectures": config.get("architectures"), "dtype": _dtype(config, inner)}
+            return {**inner, "architectures": config.get("architectures"), "dtype": _dtype(inner, config)}
     return config
 
 
-def _dtype(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Any:
-    keys = ("dtype", "torch_dtype")
-    return next((source[key] for source in (inner, config) for key in keys if source.get(key)), None)
+def _dtype(*sources: Any) -> Any:
+    """Returns the dtype that the first of some configs names that names one; or None."""
+    named = [
+        source.get(key)
+        for source in sources
+        if isinstance(source, Mapping)
+        for key in ("dtype", "torch_dtype")
+    ]
+    return next((each for each in named if each is not None and each != "auto"), None)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,6 +73,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     of_parts = {name: value for part in parts for name, value in part.items()}
     text = {**defaults, **whole, **own, **of_parts, **_under_usual_names(own)}
     text["architectures"] = config.get("architectures") or text.get("architectures")
+    # In vLLM's order (model_arch_config_convertor.py::get_torch_dtype@v0.32.0).
+    text["dtype"] = _dtype(whole, nested, whole.get("vision_config"), whole.get("encoder_config"))
     text |= _under_usual_names(text)
     text |= _said_otherwise(text)
     # Some configs keep a list with one entry a layer that are all equal.
