@@ -157,6 +157,46 @@ def test_dtype_of_a_nested_config(
     assert read_profile(write_model(tmp_path, config=config)).dtype == expected
 
 
+MIXTURE = {**CONFIG, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def _experts(numbers: range) -> dict[str, list[int]]:
+    names = [f"model.layers.{i}.mlp.experts.{number}.w1.weight" for i in range(LAYERS) for number in numbers]
+    return {**TENSORS, **{name: [HIDDEN] for name in names}}
+
+
+def test_numbered_experts_are_those_of_the_config(tmp_path: Path) -> None:
+    kind = read_profile(write_model(tmp_path, config=MIXTURE, tensors=_experts(range(4)))).layer(0)
+    assert (kind.experts, kind.expert_bytes) == (4, 2 * HIDDEN)
+
+
+@pytest.mark.parametrize("numbers", [range(2), range(1, 4), range(8)])
+def test_other_experts_than_the_config_says(tmp_path: Path, numbers: range) -> None:
+    model = write_model(tmp_path, config=MIXTURE, tensors=_experts(numbers))
+    said = f"weights of {len(numbers)} experts in layer 0, expected 4 as .* config.json"
+    with pytest.raises(ModelFilesError, match=said):
+        read_profile(model)
+
+
+def test_experts_of_images_beside_those_of_text(tmp_path: Path) -> None:
+    config = {**CONFIG, "moe_num_experts": [4, 4], "num_experts_per_tok": 2}
+    model = write_model(tmp_path, config=config, tensors=_experts(range(8)))
+    assert read_profile(model).layer(0).experts == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("moe.gate_proj.weight", {"moe_num_experts": 4, "moe_top_k": 2}),
+        ("ffn.experts.mlp.w1", {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}}),
+    ],
+)
+def test_experts_in_one_tensor(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
+    tensors = {**TENSORS, **{f"model.layers.{i}.{name}": [4 * HIDDEN] for i in range(LAYERS)}}
+    kind = read_profile(write_model(tmp_path, config={**CONFIG, **config}, tensors=tensors)).layer(0)
+    assert (kind.experts, kind.experts_per_token, kind.expert_bytes) == (4, 2, 2 * HIDDEN)
+
+
 def test_layers_for_speculation_are_not_served(tmp_path: Path) -> None:
     tensors = {**TENSORS, f"model.layers.{LAYERS}.mlp.up_proj.weight": [50]}
     profile = read_profile(write_model(tmp_path, tensors=tensors))

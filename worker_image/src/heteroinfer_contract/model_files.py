@@ -20,7 +20,7 @@ from heteroinfer_contract.model import LayerKind, Routing, Scheme
 from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
 from heteroinfer_contract.model.config import from_params, text_config, whole_model
 from heteroinfer_contract.model.scheme import read_routing, read_scheme
-from heteroinfer_contract.model.weights import Tensor, Weights, sum_weights
+from heteroinfer_contract.model.weights import LayerBytes, Tensor, Weights, sum_weights
 from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
 
 CONFIG_FILE = "config.json"
@@ -131,6 +131,7 @@ def _kinds(
     for index, kept in enumerate(attention):
         layer = weights.layers[index]
         experts = _number(text, directory, "num_experts") if layer.routed else 0
+        _check_experts(text, index, experts, layer, directory)
         kind = replace(
             kept,
             experts=experts,
@@ -145,6 +146,23 @@ def _kinds(
             kinds.append(kind)
         of_layer.append(kinds.index(kind))
     return tuple(kinds), tuple(of_layer)
+
+
+def _check_experts(
+    text: Mapping[str, Any], index: int, experts: int, layer: LayerBytes, directory: Path
+) -> None:
+    """Checks that a layer has the experts that config.json says.
+
+    Not where layers may differ: they do by `block_configs`, or with experts of images (ERNIE-4.5-VL).
+    """
+    may_differ = text.get("block_configs") or isinstance(text.get("moe_num_experts"), list)
+    if not layer.numbered or may_differ:
+        return
+    if len(layer.numbered) != experts or max(layer.numbered) >= experts:
+        raise ModelFilesError(
+            f"{directory}: weights of {len(layer.numbered)} experts in layer {index}, expected {experts} as "
+            f"the number of experts in {CONFIG_FILE} says; download the model again"
+        )
 
 
 def _takes(config: Mapping[str, Any], weights: Weights) -> str:

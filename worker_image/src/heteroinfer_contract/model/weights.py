@@ -66,8 +66,11 @@ _LAYER_TABLES: Final = re.compile(r"(?:^|\.)(?:embed_tokens_per_layer|per_layer_
 """Of all layers, beside the embedding (Gemma-3n, Gemma-4)."""
 _SHARED: Final = re.compile(r"\.self_attn\.(?:k_proj|v_proj|k_norm)\.")
 """What layers that share keys and values have none of in vLLM, and some checkpoints keep."""
-_EXPERT: Final = re.compile(r"\.experts\.|block_sparse_moe\.(?:input|output)_linear\.")
+_EXPERT: Final = re.compile(
+    r"\.experts\.|block_sparse_moe\.(?:input|output)_linear\.|\.moe\.(?:gate|up|down)_proj\."
+)
 """Of routed experts; shared ones are called `shared_expert(s)`."""
+_EXPERT_NUMBER: Final = re.compile(r"\.experts\.(\d+)\.")
 _MLP: Final = re.compile(
     r"\.(?:mlp|feed_forward|mixer)\.(?:gate|up|down|gate_up)_proj\.|\.feed_forward\.w[123]\."
 )
@@ -108,6 +111,7 @@ class LayerBytes:
         routed: of its routed experts.
         routed_quantized: of these, quantized ones.
         mlp: of its dense feed-forward part.
+        numbered: the experts whose tensors have a number each; none where one tensor has all experts.
     """
 
     total: int = 0
@@ -115,6 +119,7 @@ class LayerBytes:
     routed: int = 0
     routed_quantized: int = 0
     mlp: int = 0
+    numbered: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,5 +223,6 @@ def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
     if _EXPERT.search(tensor.name):
         layer.routed += size
         layer.routed_quantized += size if tensor.is_quantized else 0
+        layer.numbered.update(int(number) for number in _EXPERT_NUMBER.findall(tensor.name))
     elif tensor.is_quantized:
         layer.quantized += size
