@@ -318,6 +318,36 @@ def test_full_attention_by_layer_numbers(tmp_path: Path) -> None:
     assert [kind.conv_elements for kind in kinds] == [16, 0, 16]
 
 
+@pytest.mark.parametrize(
+    ("fields", "longest"),
+    [
+        ({"max_position_embeddings": None, "max_sequence_length": 64}, 64),
+        ({"seq_length": 64}, 64),
+        ({"seq_length": 256}, 128),
+        ({"model_max_length": 64}, 64),
+        ({"model_max_length": 512}, 512),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 512),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, 256),
+        ({"rope_scaling": {"type": "dynamic", "factor": None}}, 128),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 128),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 128),
+        ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 128),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 2.0},
+                    "sliding_attention": {"rope_type": "default"},
+                }
+            },
+            256,
+        ),
+    ],
+)
+def test_the_longest_sequence_is_that_of_vllm(tmp_path: Path, fields: dict[str, Any], longest: int) -> None:
+    profile = read_profile(write_model(tmp_path, config={**CONFIG, **fields}))
+    assert profile.max_position_embeddings == longest
+
+
 GEMMA_4: dict[str, Any] = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",

@@ -35,6 +35,32 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 """Names in config.json; after those of the table vLLM's own
 (vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0)."""
 
+_LENGTHS: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+"""Of which the smallest is the longest sequence, in tokens
+(vllm/transformers_utils/model_arch_config_convertor.py::derive_max_model_len_and_key@v0.32.0)."""
+_ROPE_IN_LENGTH: Final = frozenset(
+    {
+        "su",
+        "longrope",
+        "llama3",
+        "yarn",
+        "telechat3-yarn",
+        "deepseek_yarn",
+        "deepseek_llama_scaling",
+    }
+)
+"""Types of rotary embedding whose factor vLLM takes to be in the length already."""
+
 
 def whole_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the part that vLLM serves (Qwen-Omni's thinker), or the config itself."""
@@ -77,6 +103,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text["dtype"] = _dtype(whole, nested, whole.get("vision_config"), whole.get("encoder_config"))
     text |= _under_usual_names(text)
     text |= _said_otherwise(text)
+    text["max_position_embeddings"] = _longest(text)
     # Some configs keep a list with one entry a layer that are all equal.
     for name in ("num_experts", "num_experts_per_tok"):
         if isinstance(text.get(name), list) and text[name]:
@@ -92,6 +119,32 @@ def _under_usual_names(text: Mapping[str, Any]) -> dict[str, Any]:
         for name, others in _ALIASES.items()
         if name not in said and not said.keys().isdisjoint(others)
     }
+
+
+def _longest(text: Mapping[str, Any]) -> Any:
+    """Returns the longest sequence that vLLM takes, in tokens; None where no name says it.
+
+    A tokenizer's own limit is not among them: vLLM looks at it for pooling models alone.
+    Source: vllm/config/model.py::_get_and_verify_max_len@v0.32.0.
+    """
+    lengths = [text[name] for name in _LENGTHS if text.get(name) is not None]
+    longest = text.get("model_max_length") or min(lengths, default=None)
+    factor = _rope_factor(text)
+    return longest if longest is None or factor == 1 else int(longest * factor)
+
+
+def _rope_factor(text: Mapping[str, Any]) -> float:
+    """Returns by how much rotary embeddings lengthen what the model was made for."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(rope, Mapping) or "gemma3" in str(text.get("model_type")):
+        return 1
+    by_layer = [each for each in rope.values() if isinstance(each, Mapping)]
+    factors = [
+        each.get("factor")
+        for each in by_layer or [rope]
+        if each.get("rope_type", each.get("type")) not in _ROPE_IN_LENGTH
+    ]
+    return next((float(factor) for factor in reversed(factors) if factor), 1)
 
 
 def _said_otherwise(text: Mapping[str, Any]) -> dict[str, Any]:
