@@ -10,7 +10,7 @@ import pytest
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme, SchemeName
 from heteroinfer_contract.model_fetch import FetchedModel
-from heteroinfer_contract.model_files import read_profile
+from heteroinfer_contract.model_files import ModelFilesError, read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from tests.shapes.corpus import SHAPES, shape
 from tests.shapes.profiles import read_shape, recorded_profiles
@@ -281,6 +281,17 @@ def test_heads_of_each_block(tmp_path: Path) -> None:
     assert [kind.attention for kind in profile.layers] == [AttentionKind.NONE, *[AttentionKind.FULL] * 2]
     assert [(kind.kv_heads, kind.kv_width) for kind in profile.layers] == [(0, 0), (2, 4), (1, 4)]
     assert profile.num_kv_heads == 2
+
+
+def test_a_block_without_any_weights(tmp_path: Path) -> None:
+    empty = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
+    fields = {"model_type": "nemotron-nas", "block_configs": [_block(2), empty, _block(4)]}
+    tensors = {name: sizes for name, sizes in TENSORS.items() if ".layers.1." not in name}
+    profile = read_profile(write_model(tmp_path, config={**CONFIG, **fields}, tensors=tensors))
+    assert (profile.layer_bytes[1], profile.layer(1)) == (0, LayerKind(attention=AttentionKind.NONE))
+    broken = {**CONFIG, **fields, "block_configs": [_block(2)] * 3}
+    with pytest.raises(ModelFilesError, match=r"no weights of layers 1, expected"):
+        read_profile(write_model(tmp_path, config=broken, tensors=tensors))
 
 
 @pytest.mark.parametrize(

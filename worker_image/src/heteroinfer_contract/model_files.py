@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind, Routing, Scheme
 from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
-from heteroinfer_contract.model.config import from_params, text_config, whole_model
+from heteroinfer_contract.model.config import from_params, is_empty_block, text_config, whole_model
 from heteroinfer_contract.model.scheme import read_routing, read_scheme
 from heteroinfer_contract.model.weights import LayerBytes, Tensor, Weights, sum_weights
 from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
@@ -80,6 +80,9 @@ def _read_profile(directory: Path) -> ModelProfile:
         )
     attention = layer_attention(text)
     weights = sum_weights(tensors, number, {i for i, kind in enumerate(attention) if kind.shares_kv})
+    for index in range(number):
+        if is_empty_block(text, index):
+            weights.layers.setdefault(index, LayerBytes())
     # More layers than that are for speculation (multi-token prediction) and are not served.
     if missing := sorted(set(range(number)) - set(weights.layers)):
         raise ModelFilesError(

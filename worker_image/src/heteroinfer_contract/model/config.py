@@ -169,14 +169,25 @@ def block_heads(text: Mapping[str, Any], index: int) -> int | None:
     None where there is no such entry (all models but those of Nemotron-NAS).
     Source: vllm/model_executor/models/nemotron_nas.py::DeciLMDecoderLayer@v0.32.0.
     """
-    blocks = text.get("block_configs")
-    block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
-    attention = block.get("attention") if isinstance(block, Mapping) else None
-    if not isinstance(attention, Mapping):
+    attention = _of_block(text, index, "attention")
+    if attention is None:
         return None
     if attention.get("no_op"):
         return 0
     return int(text["num_attention_heads"]) // int(attention["n_heads_in_group"])
+
+
+def is_empty_block(text: Mapping[str, Any], index: int) -> bool:
+    """Returns whether a layer has no weights at all, by its entry of `block_configs`."""
+    parts = [_of_block(text, index, part) for part in ("attention", "ffn")]
+    return all(part is not None and part.get("no_op") for part in parts)
+
+
+def _of_block(text: Mapping[str, Any], index: int, part: str) -> Mapping[str, Any] | None:
+    blocks = text.get("block_configs")
+    block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
+    found = block.get(part) if isinstance(block, Mapping) else None
+    return found if isinstance(found, Mapping) else None
 
 
 def _text_type(whole: Mapping[str, Any]) -> str:
