@@ -17,6 +17,8 @@ from heteroinfer_operator.planning.architectures import (
     OWN_CPU_BLOCKS,
 )
 from heteroinfer_operator.planning.inventory import AMX, AVX512
+from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
+from heteroinfer_operator.planning.quantization import DEPRECATED_METHODS, METHOD_DTYPES
 from heteroinfer_operator.planning.support import (
     CPU_EXPERTS,
     CPU_FP8_HEAD_MULTIPLE,
@@ -51,6 +53,15 @@ def test_weights_and_kv_caches_as_recorded() -> None:
 def test_defaults_of_configs_are_those_of_transformers() -> None:
     done = _run("tests.shapes.defaults", "--check")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_methods_of_quantization_take_the_types_of_the_table() -> None:
+    done = _run("tests.shapes.quantization")
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    known = set(ELEMENT_BYTES)
+    assert {method: known & set(dtypes) for method, dtypes in said["dtypes"].items()} == METHOD_DTYPES
+    assert set(said["deprecated"]) == DEPRECATED_METHODS
 
 
 @pytest.fixture(scope="module")

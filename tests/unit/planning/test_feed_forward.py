@@ -202,7 +202,7 @@ def on_cpus(name: str, inventory: Inventory | None = None, **engine: Any) -> str
         ("Kimi-K2-Thinking", {}, "its kernel is for groups of 128"),
         ("Llama-3.3-70B-Instruct-AWQ", {"dtype": "float16"}, "set engine.dtype: bfloat16"),
         ("Qwen3-235B-A22B-FP8", {"dtype": "float16"}, "its kernel is for bfloat16"),
-        ("Qwen3-235B-A22B-FP8", {"dtype": "float32"}, "its kernel is for bfloat16"),
+        ("Qwen3-235B-A22B-FP8", {"dtype": "float32"}, "set engine.dtype: bfloat16"),
     ],
 )
 def test_what_cpus_cannot_compute_is_refused_beside_a_gpu_too(

@@ -329,7 +329,7 @@ def test_another_dtype_scales_weights_and_kv() -> None:
 
 
 def test_quantized_weights_do_not_scale() -> None:
-    quantized = profile(quantization="awq")
+    quantized = profile(quantization="compressed-tensors")
     bf16, f32 = (plan(spec(gpu(), engine={"dtype": d}), quantized).plan.ranks[0] for d in ("auto", "float32"))
     # Embedding and head are not quantized.
     assert f32.weight_bytes - bf16.weight_bytes == 2 * 1002 * MIB + 8192

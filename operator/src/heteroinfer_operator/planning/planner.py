@@ -31,6 +31,7 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import check_explicit, explicit_layers, split_by_memory
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
 from heteroinfer_operator.planning.prediction import Load, count_reads
+from heteroinfer_operator.planning.quantization import check_quantization
 from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
 from heteroinfer_operator.planning.support import check_remote_support, check_support
 from heteroinfer_operator.planning.topology import Seat, Topology, lay_out
@@ -116,6 +117,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         served_name=request.served_name,
         model_path=request.model_path,
     )
+    check_quantization(profile, engine)
     warnings = check_support(profile, engine, topology, inventory)
     remote = choose_remote(topology, profile, engine, inventory)
     if remote is not None and not topology.has_cpu:

@@ -303,7 +303,7 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
         return ()
     kernel = CPU_LINEAR.get(scheme.name)
     if kernel is None or (kernel.bits and scheme.bits not in kernel.bits):
-        raise _refuse(f"weights in {scheme}", "vLLM has no such kernel", _other_format(scheme))
+        raise _refuse(f"weights in {_format(profile)}", "vLLM has no such kernel", _other_format(scheme))
     if kernel.dtypes and engine.dtype not in kernel.dtypes:
         raise _refuse(
             f"weights in {scheme}, with engine.dtype {engine.dtype}",
@@ -317,6 +317,12 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
             "set engine.dtype: bfloat16, or auto",
         )
     return (kernel.warning,) if kernel.warning else ()
+
+
+def _format(profile: ModelProfile) -> str:
+    """Returns the format of the weights; the method's own name where it has no other here."""
+    unnamed = profile.scheme.name is SchemeName.OTHER and profile.quantization
+    return profile.quantization if unnamed else str(profile.scheme)
 
 
 def _other_format(scheme: Scheme) -> str:
@@ -341,7 +347,7 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool
     kernel, scheme = CPU_EXPERTS.get(profile.scheme.name), profile.scheme
     plain = "take the same model in bf16, or use GPU roles only"
     if kernel is None:
-        raise _refuse(f"experts in {scheme}", "vLLM has no such kernel", plain)
+        raise _refuse(f"experts in {_format(profile)}", "vLLM has no such kernel", plain)
     if kernel.group and scheme.group != kernel.group:
         raise _refuse(
             f"experts in {scheme}",

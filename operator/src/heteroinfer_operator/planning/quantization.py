@@ -1,0 +1,98 @@
+"""What vLLM asks of a quantized checkpoint before it loads it, on any device, as data. Pure.
+
+tests/integration/models compares the table with vLLM's own, so that it stays true.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import EngineSettings
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.engine_options import has_flag, option_value
+
+_SIXTEEN_BITS: Final = frozenset({"bfloat16", "float16"})
+_ANY: Final = _SIXTEEN_BITS | {"float32"}
+_BFLOAT16: Final = frozenset({"bfloat16"})
+METHOD_DTYPES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "auto_awq": _SIXTEEN_BITS,
+        "auto_gptq": _SIXTEEN_BITS,
+        "awq": _SIXTEEN_BITS,
+        "awq_marlin": _SIXTEEN_BITS,
+        "compressed-tensors": _ANY,
+        "deepseek_v4_fp8": _SIXTEEN_BITS,
+        "experts_int8": _SIXTEEN_BITS,
+        "fbgemm_fp8": _SIXTEEN_BITS,
+        "fp8": _SIXTEEN_BITS,
+        "fp8_per_block": _SIXTEEN_BITS,
+        "fp8_per_channel": _SIXTEEN_BITS,
+        "fp8_per_tensor": _SIXTEEN_BITS,
+        "fp_quant": _BFLOAT16,
+        "gpt_oss_mxfp4": _BFLOAT16,
+        "gptq": _SIXTEEN_BITS,
+        "gptq_marlin": _SIXTEEN_BITS,
+        "humming": _SIXTEEN_BITS,
+        "inc": _SIXTEEN_BITS,
+        "int8_per_channel_weight_only": _SIXTEEN_BITS,
+        "modelopt": _SIXTEEN_BITS,
+        "modelopt_fp4": _SIXTEEN_BITS,
+        "modelopt_mixed": _SIXTEEN_BITS,
+        "modelopt_mxfp8": _BFLOAT16,
+        "moe_wna16": _SIXTEEN_BITS,
+        "mxfp4": _BFLOAT16,
+        "mxfp8": _BFLOAT16,
+        "nvfp4_per_token": _SIXTEEN_BITS,
+        "online": _SIXTEEN_BITS,
+        "quark": _SIXTEEN_BITS,
+        "torchao": _ANY,
+    }
+)
+"""The types of activations that each method takes, of all that vLLM knows
+(vllm/.../quantization/base_config.py::QuantizationConfig.get_supported_act_dtypes@v0.32.0)."""
+DEPRECATED_METHODS: Final = frozenset({"fbgemm_fp8", "fp_quant"})
+"""Which vLLM takes with --allow-deprecated-quantization alone
+(vllm/.../quantization/__init__.py::DEPRECATED_QUANTIZATION_METHODS@v0.32.0)."""
+_CHECKPOINT_ALIASES: Final[Mapping[str, str]] = MappingProxyType(
+    {"auto-round": "inc", "compressed_tensors": "compressed-tensors"}
+)
+"""What vLLM calls a checkpoint's method (vllm/.../quantization/inc/inc.py::INCConfig@v0.32.0,
+vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0)."""
+
+
+def check_quantization(profile: ModelProfile, engine: EngineSettings) -> None:
+    """Checks that vLLM knows how the weights are quantized, and computes so in the type of the engine.
+
+    Raises:
+        PlanError: it would end at its load; the message names the method, and says what can be done.
+    """
+    own = profile.quantization.lower()
+    found = {"model: quantization_config.quant_method": _CHECKPOINT_ALIASES.get(own, own)}
+    found["engine.args --quantization"] = option_value(engine.extra_args, "--quantization", "-q") or ""
+    for where, method in found.items():
+        if method:
+            _check_method(where, method, engine)
+
+
+def _check_method(where: str, method: str, engine: EngineSettings) -> None:
+    dtypes = METHOD_DTYPES.get(method)
+    if dtypes is None:
+        raise _refuse(
+            f"{where}: got {method}, which vLLM does not know; expected one of {', '.join(METHOD_DTYPES)}; "
+            "take the same model in bf16, or quantized by one of these"
+        )
+    if method in DEPRECATED_METHODS and not has_flag(engine.extra_args, "--allow-deprecated-quantization"):
+        raise _refuse(
+            f"{where}: got {method}, which vLLM is about to drop, and refuses; add "
+            "--allow-deprecated-quantization to engine.args, or take the model in another format"
+        )
+    if engine.dtype not in dtypes:
+        raise _refuse(
+            f"{where}: got {method} with engine.dtype {engine.dtype}, with which vLLM refuses to load it; "
+            f"expected {' or '.join(sorted(dtypes))}; set engine.dtype: bfloat16"
+        )
+
+
+def _refuse(message: str) -> PlanError:
+    return PlanError(message, reason="UnsupportedModel")
