@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_files import INDEX_FILE, ModelFilesError, read_profile
 
 LAYERS, HIDDEN, VOCAB = 3, 8, 16
@@ -206,6 +207,27 @@ def test_layers_for_speculation_are_not_served(tmp_path: Path) -> None:
 def test_quantization_is_named(tmp_path: Path) -> None:
     config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
     assert read_profile(write_model(tmp_path, config=config)).quantization == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "method", "scheme"),
+    [
+        ("FP8", "modelopt", SchemeName.FP8_TENSOR),
+        ("FP8_PB_WO", "modelopt", SchemeName.FP8_BLOCK),
+        ("NVFP4", "modelopt_fp4", SchemeName.NVFP4),
+        ("W4A8_AWQ", "modelopt W4A8_AWQ", SchemeName.OTHER),
+    ],
+)
+def test_quantization_beside_the_config_is_read(
+    tmp_path: Path, algorithm: str, method: str, scheme: SchemeName
+) -> None:
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
+    directory = write_model(tmp_path)
+    (directory / "hf_quant_config.json").write_text(json.dumps(beside))
+    profile = read_profile(directory)
+    assert (profile.quantization, profile.scheme.name) == (method, scheme)
+    within = write_model(tmp_path, config={**CONFIG, "quantization_config": {"quant_method": "fp8"}})
+    assert read_profile(within).quantization == "fp8"
 
 
 def test_path_is_missing(tmp_path: Path) -> None:

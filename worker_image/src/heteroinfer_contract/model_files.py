@@ -19,13 +19,15 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind, Routing, Scheme
 from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
 from heteroinfer_contract.model.config import from_params, is_empty_block, text_config, whole_model
-from heteroinfer_contract.model.scheme import read_routing, read_scheme
+from heteroinfer_contract.model.scheme import read_method, read_routing, read_scheme
 from heteroinfer_contract.model.weights import LayerBytes, Tensor, Weights, sum_weights
 from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 PARAMS_FILE = "params.json"
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Of checkpoints by ModelOpt whose config.json does not say how they are quantized."""
 _CONSOLIDATED = "consolidated*.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 """As in safetensors itself: a longer header is a broken or hostile file; an index is no longer."""
@@ -110,7 +112,7 @@ def _read_profile(directory: Path) -> ModelProfile:
         head_bytes=0 if tied else weights.head,
         tied_head=tied,
         other_bytes=weights.other,
-        quantization=_quantization(config, text),
+        quantization=read_method(config, text),
         scheme=scheme,
         kinds=kinds,
         kind_of_layer=kind_of_layer,
@@ -215,7 +217,11 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
             f"{directory}: not a model: expected {CONFIG_FILE} in it, got {found}; "
             "give the directory of a model in Hugging Face's format"
         )
-    return _read_object(directory / CONFIG_FILE), False
+    config = _read_object(directory / CONFIG_FILE)
+    # As vllm/transformers_utils/config.py::get_config@v0.32.0 does.
+    if config.get("quantization_config") is None and QUANTIZATION_FILE in entries:
+        config["quantization_config"] = _read_object(directory / QUANTIZATION_FILE)
+    return config, False
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -380,11 +386,6 @@ def _loaded(tensor: Tensor, dtype: str, scheme: Scheme) -> Tensor:
         return tensor
     element = next(_ELEMENT_BYTES[each] for each, name in _DTYPES.items() if name == dtype)
     return replace(tensor, size_bytes=tensor.size_bytes * element // _ELEMENT_BYTES[tensor.dtype])
-
-
-def _quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    found = [each for source in (config, text) if isinstance(each := source.get("quantization_config"), dict)]
-    return str(found[0].get("quant_method", "")) if found else ""
 
 
 def _brief(items: list[Any]) -> str:

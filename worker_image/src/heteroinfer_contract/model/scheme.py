@@ -71,7 +71,27 @@ def read_scheme(config: Mapping[str, Any], text: Mapping[str, Any]) -> Scheme:
         config: of the whole model.
         text: of its language model.
     """
-    quantization = next(
+    quantization = _find(config, text)
+    if quantization is None:
+        return Scheme()
+    method = _method(quantization).lower().replace("_", "-")
+    read = _READERS.get(method)
+    return Scheme(name=SchemeName.OTHER, bits=0) if read is None else read(quantization)
+
+
+def read_method(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """Returns the method that a config.json names, as vLLM calls it; "" where none does.
+
+    Args:
+        config: of the whole model.
+        text: of its language model.
+    """
+    quantization = _find(config, text)
+    return "" if quantization is None else _method(quantization)
+
+
+def _find(config: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next(
         (
             found
             for source in (config, text)
@@ -80,11 +100,18 @@ def read_scheme(config: Mapping[str, Any], text: Mapping[str, Any]) -> Scheme:
         ),
         None,
     )
-    if quantization is None:
-        return Scheme()
-    method = str(quantization.get("quant_method", "")).lower().replace("_", "-")
-    read = _READERS.get(method)
-    return Scheme(name=SchemeName.OTHER, bits=0) if read is None else read(quantization)
+
+
+def _method(quantization: Mapping[str, Any]) -> str:
+    """Returns the method, which ModelOpt's own files name by an algorithm alone.
+
+    Source: vllm/transformers_utils/model_arch_config_convertor.py::_normalize_quantization_config@v0.32.0.
+    """
+    producer, inner = quantization.get("producer"), quantization.get("quantization")
+    by_modelopt = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    if by_modelopt and isinstance(inner, Mapping) and (algorithm := inner.get("quant_algo")):
+        return _MODELOPT_METHODS.get(str(algorithm).upper(), f"modelopt {algorithm}")
+    return str(quantization.get("quant_method") or "")
 
 
 def _fp8(quantization: Mapping[str, Any]) -> Scheme:
@@ -139,6 +166,13 @@ def _modelopt(quantization: Mapping[str, Any]) -> Scheme:
     return Scheme(name=SchemeName.FP8_TENSOR if algorithm == "FP8" else SchemeName.OTHER, bits=8)
 
 
+_MODELOPT_METHODS: Final[Mapping[str, str]] = {
+    "FP8": "modelopt",
+    "FP8_PB_WO": "modelopt",
+    "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
+    "NVFP4": "modelopt_fp4",
+}
+"""By ModelOpt's algorithm; vLLM refuses others in files that name no method."""
 _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
     "": _compressed_tensors,
     "awq": _grouped(SchemeName.AWQ),

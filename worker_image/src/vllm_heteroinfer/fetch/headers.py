@@ -9,7 +9,13 @@ from typing import Final
 
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import FetchedFile
-from heteroinfer_contract.model_files import CONFIG_FILE, INDEX_FILE, MAX_HEADER_BYTES, read_profile
+from heteroinfer_contract.model_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MAX_HEADER_BYTES,
+    QUANTIZATION_FILE,
+    read_profile,
+)
 from heteroinfer_contract.model_profile import ModelProfile
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
@@ -34,7 +40,8 @@ def read_hub_profile(hub: HubModel, folder: Path) -> ModelProfile:
         ModelFilesError: it is no model that can be planned.
     """
     commit, files = hub.files()
-    small = [file for file in describing_files(files) if file.path in (CONFIG_FILE, INDEX_FILE)]
+    wanted = (CONFIG_FILE, INDEX_FILE, QUANTIZATION_FILE)
+    small = [file for file in describing_files(files) if file.path in wanted]
     for file in small:
         (folder / file.path).touch()
         hub.fetch(commit, file, folder / file.path)
