@@ -209,6 +209,15 @@ def test_quantization_is_named(tmp_path: Path) -> None:
     assert read_profile(write_model(tmp_path, config=config)).quantization == "fp8"
 
 
+def test_numbered_shards_are_all_there_without_an_index_too(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00003.safetensors")
+    with pytest.raises(ModelFilesError, match=r"model-00002-of-00003\.safetensors, .* are missing; finish"):
+        read_profile(directory)
+    (directory / "model-00001-of-00003.safetensors").rename(directory / "model-00001-of-00001.safetensors")
+    assert read_profile(directory).num_layers == LAYERS
+
+
 @pytest.mark.parametrize(
     ("algorithm", "method", "scheme"),
     [

@@ -7,9 +7,10 @@ the length of a JSON header that names every tensor's dtype, shape and offset
 
 import json
 import os
+import re
 import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,9 @@ PARAMS_FILE = "params.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
 """Of checkpoints by ModelOpt whose config.json does not say how they are quantized."""
 _CONSOLIDATED = "consolidated*.safetensors"
+_NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
+_MOST_SHARDS = 10_000
+"""That are looked for by number, whatever a name says; published models have some hundred."""
 MAX_HEADER_BYTES = 100_000_000
 """As in safetensors itself: a longer header is a broken or hostile file; an index is no longer."""
 MOST_CONFIG_BYTES = 16 * 2**20
@@ -259,7 +263,22 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
             f"{directory}: expected weights as *.safetensors, got none; "
             "convert the model (save_pretrained(..., safe_serialization=True))"
         )
+    if missing := _missing_numbers({path.name for path in found}):
+        raise ModelFilesError(
+            f"{directory}: {_brief(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
+            "finish the download"
+        )
     return found
+
+
+def _missing_numbers(names: Set[str]) -> list[str]:
+    """Returns the files that the numbers in the names of others speak of (`model-00001-of-00003`)."""
+    expected = {
+        f"{match[1]}{number:0{len(match[2])}}-of-{match[3]}.safetensors"
+        for match in filter(None, map(_NUMBERED.fullmatch, names))
+        for number in range(1, min(int(match[3]), _MOST_SHARDS) + 1)
+    }
+    return sorted(expected - names)
 
 
 def _leaves(name: str) -> bool:
