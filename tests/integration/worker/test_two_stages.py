@@ -60,18 +60,17 @@ def test_tokens_batches_and_metrics(group: Group, reference: Reference) -> None:
 
 def check_staggered(group: Group, reference: Reference) -> None:
     """Requests that come one step apart soon go as one batch; test_scheduler.py shows how, step by step."""
-    before = decode_steps(group)
     with ThreadPoolExecutor(len(reference)) as pool:
         futures = []
         for answer in reference.values():
-            steps = group.status().ranks[0].steps
+            before, steps = decode_steps(group), group.status().ranks[0].steps
             futures.append(pool.submit(group.complete, answer["prompt_token_ids"], LONG))
             deadline = time.monotonic() + 30
             while group.status().ranks[0].steps == steps and time.monotonic() < deadline:
                 time.sleep(0.01)
         got = [future.result()[:32] for future in futures]
     assert got == [answer["token_ids"] for answer in reference.values()]
-    # From the first request's first step to the last one's last: two halves would need twice LONG.
+    # Since the last request was sent: two halves would need twice LONG.
     assert LONG - 1 <= decode_steps(group) - before < 1.6 * LONG
 
 
