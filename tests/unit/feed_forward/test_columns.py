@@ -59,6 +59,15 @@ def test_columns_that_no_unit_divides_are_refused() -> None:
         ("layers.0.mlp.experts.3.up_proj.weight_shape", (2,), Part()),
         ("layers.0.mlp.experts.gate_up_proj_blocks", (8, 512, 2, 16), Part(dim=1, start=256, length=256)),
         ("layers.0.mlp.experts.down_proj_blocks", (8, 64, 8, 16), Part(dim=2, start=4, length=4)),
+        (
+            "layers.0.block_sparse_moe.input_linear.weight",
+            (8, 512, 64),
+            Part(dim=1, start=128, length=128, blocks=2),
+        ),
+        ("layers.0.mlp.gate_up_proj.weight", (512, 64), Part(dim=0, start=128, length=128, blocks=2)),
+        ("layers.0.mlp.gate_up_proj.bias", (512,), Part(dim=0, start=128, length=128, blocks=2)),
+        ("layers.0.mlp.gate_up_proj.qweight", (64, 64), Part(dim=1, start=16, length=16, blocks=2)),
+        ("layers.0.block_sparse_moe.output_linear.weight", (8, 64, 256), Part(dim=2, start=128, length=128)),
         ("layers.0.mlp.experts.down_proj_bias", (8, 64), Part(zero=True)),
         ("layers.0.mlp.down_proj.bias", (64,), Part(zero=True)),
         ("layers.0.mlp.up_proj.bias", (256,), Part(dim=0, start=128, length=128)),
@@ -81,6 +90,12 @@ def test_a_rank_of_its_own_takes_any_tensor_whole() -> None:
 def test_a_scale_that_spans_the_cut_is_refused() -> None:
     with pytest.raises(ContractError, match="cannot be cut at 128 and 256"):
         part_of("layers.0.mlp.experts.3.up_proj.weight_scale_inv", (1, 1), HALF)
+
+
+@pytest.mark.parametrize("name", ["experts.gate_up_proj", "experts.3.gate_up_proj.weight"])
+def test_experts_whose_gate_and_up_are_in_one_tensor_are_refused(name: str) -> None:
+    with pytest.raises(ContractError, match="use one feed-forward rank"):
+        part_of(f"layers.0.mlp.{name}", (512, 64), HALF)
 
 
 def test_an_unknown_format_is_refused() -> None:

@@ -66,7 +66,7 @@ _LAYER_TABLES: Final = re.compile(r"(?:^|\.)(?:embed_tokens_per_layer|per_layer_
 """Of all layers, beside the embedding (Gemma-3n, Gemma-4)."""
 _SHARED: Final = re.compile(r"\.self_attn\.(?:k_proj|v_proj|k_norm)\.")
 """What layers that share keys and values have none of in vLLM, and some checkpoints keep."""
-_EXPERT: Final = re.compile(
+EXPERT: Final = re.compile(
     r"\.experts\.|block_sparse_moe\.(?:input|output)_linear\.|\.moe\.(?:gate|up|down)_proj\."
 )
 """Of routed experts; shared ones are called `shared_expert(s)`."""
@@ -220,7 +220,7 @@ def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
     size = tensor.size_bytes
     layer.total += size
     layer.mlp += size if _MLP.search(tensor.name) else 0
-    if _EXPERT.search(tensor.name):
+    if EXPERT.search(tensor.name):
         layer.routed += size
         layer.routed_quantized += size if tensor.is_quantized else 0
         layer.numbered.update(int(number) for number in _EXPERT_NUMBER.findall(tensor.name))

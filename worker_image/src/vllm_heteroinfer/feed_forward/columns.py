@@ -13,8 +13,8 @@ from typing import Final
 
 from heteroinfer_contract.errors import ContractError
 
-_UP: Final = frozenset({"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"})
-_DOWN: Final = frozenset({"down_proj", "w2"})
+_UP: Final = frozenset({"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "input_linear"})
+_DOWN: Final = frozenset({"down_proj", "w2", "output_linear"})
 _OUT_IN: Final = frozenset(
     {"weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"}
 )
@@ -22,6 +22,8 @@ _OUT_IN: Final = frozenset(
 _IN_OUT: Final = frozenset({"qweight", "qzeros", "scales"})
 """Tensors of AWQ and GPTQ: inputs, outputs."""
 _WHOLE: Final = frozenset({"weight_shape", "input_scale", "activation_scale"})
+_HALVES: Final = frozenset({"gate_up_proj", "input_linear"})
+"""Projections whose output is all gate columns, then all up columns."""
 _STACKED: Final = {
     # Of gpt_oss, all experts in one tensor: dimension of the intermediate columns; gate and up alternate.
     "gate_up_proj_blocks": 1,
@@ -66,12 +68,14 @@ class Part:
         start: first index of it.
         length: indices of it.
         zero: whether its values count as zero on this rank.
+        blocks: equal parts of the dimension, each of which is narrowed so; they stay in their order.
     """
 
     dim: int | None = None
     start: int = 0
     length: int = 0
     zero: bool = False
+    blocks: int = 1
 
 
 def share_out(total: int, shares: Sequence[int], unit: int) -> list[Columns]:
@@ -125,6 +129,8 @@ def part_of(name: str, shape: Sequence[int], columns: Columns) -> Part:
         return Part()
     if leaf in _ONCE or (role in _DOWN and leaf == "bias"):
         return Part(zero=not columns.once)
+    if role == "gate_up_proj" and "experts" in path:
+        role = ""  # halves in some formats, by turns in others (gpt_oss); the name does not say
     dim = _STACKED[leaf] if leaf in _STACKED else _dim(role in _DOWN, leaf, len(shape)) if role else None
     if dim is None:
         raise ContractError(
@@ -133,7 +139,7 @@ def part_of(name: str, shape: Sequence[int], columns: Columns) -> Part:
         )
     if dim < 0:
         return Part()
-    return _narrow(name, shape, dim, columns)
+    return _narrow(name, shape, dim, columns, blocks=2 if role in _HALVES else 1)
 
 
 _NEITHER: Final = -1
@@ -146,21 +152,22 @@ def _dim(down: bool, leaf: str, dims: int) -> int | None:
     if leaf == "g_idx":  # GPTQ's group of each input
         return 0 if down else _NEITHER
     if leaf in _OUT_IN and dims > 1:
-        return 1 if down else 0
+        return dims - 1 if down else dims - 2  # a first dimension of three is the experts
     if leaf in _IN_OUT:
         return 0 if down else 1
     return None
 
 
-def _narrow(name: str, shape: Sequence[int], dim: int, columns: Columns) -> Part:
-    size = shape[dim]
+def _narrow(name: str, shape: Sequence[int], dim: int, columns: Columns, blocks: int) -> Part:
+    size = shape[dim] // blocks
     start, end = size * columns.first, size * columns.end
     if start % columns.total or end % columns.total:
         raise ContractError(
             f"{name}: got {size} elements for {columns.total} columns, which cannot be cut at "
             f"{columns.first} and {columns.end}; use one feed-forward rank"
         )
-    return Part(dim=dim, start=start // columns.total, length=(end - start) // columns.total)
+    length = (end - start) // columns.total
+    return Part(dim=dim, start=start // columns.total, length=length, blocks=blocks)
 
 
 def unit_of(group: int) -> int:

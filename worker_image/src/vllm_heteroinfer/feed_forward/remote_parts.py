@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model.weights import EXPERT
 from heteroinfer_contract.plan import Mode, Plan, RankAssignment
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)$")
-_EXPERTS: Final = re.compile(r"(?:^|\.)experts\.")
 MLP_NAMES: Final = ("mlp", "feed_forward")
 """Names of a dense layer's MLP that takes and gives hidden states, in vLLM 0.32.0's models."""
 
@@ -39,8 +39,7 @@ class RemoteParts:
             return False
         layer, rest = int(found[1]), found[2]
         if layer in self.experts:
-            # Shared experts have a name of their own (`shared_experts.`, `shared_expert.`).
-            return _EXPERTS.search(rest) is not None
+            return EXPERT.search(tensor) is not None
         return layer in self.mlps and rest.startswith(f"{self.mlps[layer]}.")
 
 

@@ -26,7 +26,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward import columns, remote
-from vllm_heteroinfer.feed_forward.columns import Columns
+from vllm_heteroinfer.feed_forward.columns import Columns, Part
 from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 
@@ -245,7 +245,7 @@ class SkeletonBuilder:
             layer = layer_of(name)
             assert layer is not None
             part = columns.part_of(name, tuple(tensor.shape), self._totals[layer])
-            own = tensor if part.dim is None else tensor.narrow(part.dim, part.start, part.length)
+            own = _cut(tensor, part)
             if part.zero:
                 own = torch.zeros_like(own)
             elif part.dim is not None and name.endswith(".g_idx"):
@@ -306,6 +306,14 @@ class _Materializing(NoopOffloader):
             self._builder.materialize(index, module)
             built.append(module)
         return built
+
+
+def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """Returns what of a tensor a part is: a view of it, a copy if it is of several blocks."""
+    if part.dim is None:
+        return tensor
+    own = [block.narrow(part.dim, part.start, part.length) for block in tensor.chunk(part.blocks, part.dim)]
+    return own[0] if len(own) == 1 else torch.cat(own, part.dim)
 
 
 def group_of(quantization: Any) -> int:
