@@ -153,6 +153,17 @@ def test_what_vllm_has_in_classes_for_gpus_alone_is_refused_on_cpus() -> None:
         plan(spec(gpu(pods=2)), model)
 
 
+@pytest.mark.parametrize("name", ["Ernie4_5_MoeForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration"])
+def test_a_bias_that_routers_of_cpus_leave_out_is_refused_but_beside_a_gpu(name: str) -> None:
+    mixture = replace(recorded_profiles()["Qwen3-30B-A3B"], architecture=name)
+    with pytest.raises(PlanError, match=r"wrong answers without an error; .*mode: FeedForward") as caught:
+        plan(spec(*MIXED), mixture)
+    assert caught.value.reason == "UnsupportedModel"
+    assert plan(spec(gpu(deviceMemory="141Gi")), mixture).plan
+    beside = gpu(deviceMemory="40Gi", feedForward={"ranks": 1, "cpu": "16", "memory": "128Gi"})
+    assert plan(spec(beside, parallelism={"mode": "FeedForward"}), mixture).plan
+
+
 def test_latents_are_kept_in_bfloat16_on_cpus_and_as_asked_on_gpus() -> None:
     for name in ("DeepSeek-V3", "DeepSeek-V2-Lite-Chat", "Kimi-K2-Instruct"):
         for asked in ("fp8", "fp8_e5m2", "bfloat16"):

@@ -15,6 +15,7 @@ from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.architectures import (
+    BIASED_SOFTMAX,
     BROKEN_PIPELINE,
     GATED_DELTA_NETS,
     GPU_CLASSES,
@@ -341,6 +342,13 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool
             f"{profile.architecture} with experts",
             "its experts have no gate, and vLLM's kernels for CPUs compute gated ones alone",
             "use GPU roles only",
+        )
+    if route and profile.architecture in BIASED_SOFTMAX:
+        raise _refuse(
+            f"{profile.architecture} with experts",
+            "vLLM's router there leaves out the bias that corrects which experts are chosen, and would give "
+            "wrong answers without an error",
+            "use GPU roles only, or let a GPU choose (parallelism.mode: FeedForward)",
         )
     if not any(kind.experts_quantized for kind in kinds):
         return ()
