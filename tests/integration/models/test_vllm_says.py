@@ -55,6 +55,11 @@ def test_defaults_of_configs_are_those_of_transformers() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_architectures_are_those_of_vllms_registry() -> None:
+    done = _run("tests.shapes.architectures", "--check")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_methods_of_quantization_take_the_types_of_the_table() -> None:
     done = _run("tests.shapes.quantization")
     assert done.returncode == 0, done.stderr[-2000:]
