@@ -87,6 +87,21 @@ def test_shards_are_the_same_model(tmp_path: Path) -> None:
     assert read_profile(sharded) == whole
 
 
+def test_a_tensor_that_two_files_have_counts_once(tmp_path: Path) -> None:
+    whole = read_profile(write_model(tmp_path))
+    for number in (1, 2):
+        shard = f"model-0000{number}-of-00002.safetensors"
+        write_safetensors(tmp_path / shard, dict(list(TENSORS.items())[number - 1 :: 2]))
+    assert read_profile(tmp_path) == whole
+
+
+def test_mistrals_own_files_count_before_others(tmp_path: Path) -> None:
+    whole = read_profile(write_model(tmp_path))
+    renamed = {name.removeprefix("model."): shape for name, shape in TENSORS.items()}
+    write_safetensors(tmp_path / "consolidated.safetensors", renamed)
+    assert read_profile(tmp_path) == whole
+
+
 @pytest.mark.parametrize("keeps_copy", [True, False])
 def test_tied_head_counts_once(tmp_path: Path, keeps_copy: bool) -> None:
     tensors = {name: shape for name, shape in TENSORS.items() if keeps_copy or name != "lm_head.weight"}

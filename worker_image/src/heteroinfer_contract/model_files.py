@@ -75,7 +75,11 @@ _NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError,
 def _read_profile(directory: Path) -> ModelProfile:
     config, consolidated = _read_config(directory)
     text = text_config(config)
-    stored = [tensor for path in _shards(directory, consolidated) for tensor in _read_header(path)]
+    # What several files have is one tensor (`model.safetensors` beside its own shards): vLLM loads it twice.
+    named = {
+        tensor.name: tensor for path in _shards(directory, consolidated) for tensor in _read_header(path)
+    }
+    stored = list(named.values())
     dtype, scheme = _dtype(text, stored, directory), read_scheme(config, text)
     tensors = [_loaded(tensor, dtype, scheme) for tensor in stored]
     number = _number(text, directory, "num_hidden_layers")
@@ -257,7 +261,8 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
                 f"{'is' if len(missing) == 1 else 'are'} missing; finish the download"
             )
         return [directory / name for name in names]
-    found = sorted(directory.glob("*.safetensors"))
+    # vLLM takes Mistral's own files before others (default_loader.py::_prepare_weights@v0.32.0).
+    found = sorted(directory.glob(_CONSOLIDATED)) or sorted(directory.glob("*.safetensors"))
     if not found:
         raise ModelFilesError(
             f"{directory}: expected weights as *.safetensors, got none; "
