@@ -13,9 +13,18 @@ from typing import Any
 
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.plan import Device
+from tests.integration import forked_script
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
-from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON, Group, start_group
+from tests.integration.forked_python import forks
+from tests.integration.served_models import stock
+from tests.integration.worker.groups import (
+    KV_CACHE_BYTES,
+    REPOSITORY,
+    WORKER_PYTHON,
+    Group,
+    start_group,
+)
 
 NAMED_WITHIN_S = 2.0
 ENDED_WITHIN_S = 15.0
@@ -52,16 +61,34 @@ def serving(
     shares: Sequence[int] = (1,),
     device: Device = Device.CPU,
     env: dict[str, str] | None = None,
+    ready: bool = True,
     **engine: Any,
 ) -> Iterator[Group]:
-    """Starts a group with every layer's feed-forward part on feed-forward ranks; yields it once it serves."""
+    """Starts a group with every layer's feed-forward part on feed-forward ranks; yields it once `ready`."""
     remote = range(tiny_models.first_remote_layer(architecture), tiny_models.LAYERS)
     plan = feed_forward_plan(
         model, num_layers=tiny_models.LAYERS, remote=remote, shares=shares, device=device, **engine
     )
     with start_group(plan, logs, env={**ONE_THREAD, **(env or {})}) as group:
-        group.wait_ready()
+        if ready:
+            group.wait_ready()
         yield group
+
+
+def stock_tokens(model: Path) -> list[list[int]]:
+    """Returns stock vLLM's greedy tokens after each of tiny_models.PROMPTS, on CPUs, without any plugin."""
+    options = {"model": str(model), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
+    question = {
+        "options": {**options, "kv_cache_memory_bytes": KV_CACHE_BYTES},
+        "prompts": tiny_models.PROMPTS,
+        "tokens": tiny_models.ANSWER_TOKENS,
+        "at_once": True,
+    }
+    parent = forks(WORKER_PYTHON, forked_script.__name__, *forked_script.OTHERS)
+    ended = parent.run(stock.__name__, json.dumps(question), env=stock.ENV)
+    assert ended.lines, ended.errors[-4000:]
+    tokens: list[list[int]] = ended.answer()
+    return tokens
 
 
 def answers(group: Group, tokens: int = tiny_models.ANSWER_TOKENS) -> list[list[int]]:

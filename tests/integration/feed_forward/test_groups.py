@@ -20,6 +20,7 @@ from tests.integration.feed_forward.groups import (
     make_model,
     reference,
     serving,
+    stock_tokens,
 )
 from tests.integration.kernels.instructions import of_this_cpu
 from tests.integration.worker.answers import ONE_THREAD
@@ -28,6 +29,22 @@ from tests.integration.worker.groups import Group, start_group
 pytestmark = pytest.mark.timeout(600)
 
 ALL = tuple(tiny_models.ARCHITECTURES)
+ONE, TWO = (1,), (1, 1)
+_NO_PART = "expected layers with routed experts of vLLM's RoutedExperts, or with an MLP named"
+REFUSED = {
+    # Gate and up columns of its experts alternate in one tensor, which is cut in the published format alone.
+    ("gpt_oss", TWO): "cannot be split over feed-forward ranks",
+    # vLLM 0.32.0 has no class of its own for it: its layers are transformers', without vLLM's MLPs.
+    ("olmo2", ONE): _NO_PART,
+    ("olmo2", TWO): _NO_PART,
+}
+"""What cannot be served, and words of the refusal at the rank."""
+ROUTED_OTHERWISE = frozenset({"ernie4_5_moe"})
+"""vLLM's router on CPUs leaves out the bias that corrects a choice by softmax without groups of experts:
+stock vLLM answers so there too.
+
+Source: vllm/model_executor/layers/fused_moe/router/cpu_router.py::CPURouter._compute_routing@v0.32.0.
+"""
 
 
 def test_a_mixture_over_two_ranks_serves_sleeps_and_names_who_is_killed(tmp_path: Path) -> None:
@@ -114,9 +131,24 @@ def test_a_dense_model_by_shares_and_the_death_of_the_rank_that_asks(tmp_path: P
 
 
 @pytest.mark.feed_forward_matrix
-@pytest.mark.parametrize("shares", [(1,), (1, 1)], ids=["one", "two"])
+@pytest.mark.parametrize("shares", [ONE, TWO], ids=["one", "two"])
 @pytest.mark.parametrize("architecture", ALL)
 def test_tokens_are_those_of_transformers(architecture: str, shares: tuple[int, ...], tmp_path: Path) -> None:
     model = make_model(architecture, tmp_path)
-    with serving(architecture, model, tmp_path, shares=shares) as group:
-        assert answers(group) == reference(model)
+    engine = tiny_models.ENGINE.get(architecture, {})
+    if words := REFUSED.get((architecture, shares)):
+        with serving(architecture, model, tmp_path, shares=shares, ready=False, **engine) as group:
+            group.children[0].process.wait(300)
+            assert words in group.logs(), group.logs()
+        return
+    with serving(architecture, model, tmp_path, shares=shares, **engine) as group:
+        assert answers(group) == expected_tokens(architecture, model)
+
+
+def expected_tokens(architecture: str, model: Path) -> list[list[int]]:
+    tokens = reference(model)
+    if architecture not in ROUTED_OTHERWISE:
+        return tokens
+    of_stock = stock_tokens(model)
+    assert of_stock != tokens, f"vLLM routes as transformers: take {architecture} out of ROUTED_OTHERWISE"
+    return of_stock

@@ -43,13 +43,14 @@ _WIDE: Final = {"intermediate_size": 256}
 _MOE: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, **_WIDE}
 _GROUPED: Final = {"n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
 _LATENT: Final = {
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 512,
     "q_lora_rank": 32,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "num_key_value_heads": 4,
 }
+"""Latents of 512 + 64 elements: kernels of CPUs know no others (vllm/…/mla/cpu_mla.py@v0.32.0)."""
 
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -69,6 +70,8 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "n_shared_experts": 2,
             "first_k_dense_replace": 1,
             "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
             "routed_scaling_factor": 1.0,
         },
         "deepseek_v3": {
@@ -114,7 +117,13 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "qwen2": {**_WIDE},
         "qwen3": {**_WIDE, "head_dim": 32},
         "mistral": {**_WIDE, "head_dim": 32, "sliding_window": None},
-        "gemma2": {**_WIDE, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128},
+        "gemma2": {
+            **_WIDE,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 128,
+            "tie_word_embeddings": True,  # vLLM's class has no head of its own, and no published model has
+        },
         "gemma3_text": {**_WIDE, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128},
         "glm4": {**_WIDE, "head_dim": 32},
         "phi3": {**_WIDE},
@@ -123,6 +132,16 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 """Model type -> what its configuration has besides the common sizes."""
+
+
+ENGINE: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        # The kernels for any CPU and type; those that vLLM takes where there is AMX are for bf16 alone.
+        architecture: {"extra_args": ("--attention-backend", "CPU_MLA"), "block_size": 16}
+        for architecture in ("deepseek_v2", "deepseek_v3")
+    }
+)
+"""Model type -> fields of EngineSettings that a rank with attention on a CPU needs."""
 
 
 def first_remote_layer(architecture: str) -> int:

@@ -182,6 +182,14 @@ def test_latents_are_kept_in_bfloat16_on_cpus_and_as_asked_on_gpus() -> None:
         plan(spec(gpu(), engine={"dtype": "float16"}), recorded_profiles()[name])
 
 
+def test_latents_of_a_size_that_no_kernel_of_cpus_is_for_are_refused_there() -> None:
+    model = recorded_profiles()["DeepSeek-V2-Lite-Chat"]
+    small = replace(model, kinds=tuple(replace(kind, kv_width=320) for kind in model.kinds))
+    with pytest.raises(PlanError, match=r"latents of 320 elements.* kernels are for 576; use GPU"):
+        plan(spec(*MIXED), small)
+    assert plan(spec(gpu(deviceMemory="141Gi")), small).plan
+
+
 def test_latents_without_amx_are_refused_with_what_would_differ() -> None:
     without = Inventory(cpu_features={"cpu": frozenset()})
     said = refusal("DeepSeek-V2-Lite-Chat", spec(*MIXED), without)

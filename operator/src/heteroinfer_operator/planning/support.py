@@ -116,6 +116,9 @@ step (csrc/cpu/cpu_attn.cpp::cpu_attn_get_scheduler_metadata@v0.32.0)."""
 CPU_FP8_HEAD_MULTIPLE: Final = 32
 """What elements of an attention head must be divisible by for a cache of keys and values in FP8
 (vllm/v1/attention/backends/cpu_attn.py::_get_attn_isa@v0.32.0)."""
+CPU_LATENT_SIZE: Final = 576
+"""Elements of a latent that kernels of CPUs are written for, with AMX and without: 512 and 64 of position
+(vllm/v1/attention/backends/mla/amx_mla.py, cpu_mla.py::get_supported_head_sizes@v0.32.0). Nobody asks it."""
 CPU_LATENT_DTYPE: Final = "bfloat16"
 """Of latent attention with AMX, its cache too (vllm/v1/attention/backends/mla/amx_mla.py@v0.32.0). The engine
 asks nobody: in float16 its decoding of 512 + 64 elements gave NaN 30 times of 30 (AMX, 2026-11-22)."""
@@ -219,6 +222,13 @@ def _check_attention(profile: ModelProfile) -> None:
 
 def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
     what = f"{profile.architecture} (multi-head latent attention)"
+    latents = {kind.kv_width for kind in profile.layers if kind.attention is AttentionKind.LATENT}
+    for size in sorted(size for size in latents if size % CPU_LATENT_SIZE):  # a layer may have several
+        raise _refuse(
+            f"{what} with latents of {size} elements",
+            f"its kernels are for {CPU_LATENT_SIZE}",
+            "use GPU roles only, or give CPUs no attention (parallelism.mode: FeedForward)",
+        )
     if engine.dtype != CPU_LATENT_DTYPE:
         raise _refuse(
             f"{what} with engine.dtype {engine.dtype}",
