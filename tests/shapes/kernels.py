@@ -12,6 +12,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,52 @@ def routing_methods() -> dict[str, list[str]]:
         )
         for scheme, name in _CLASSES.items()
     }
+
+
+def routers() -> dict[str, dict[str, Any]]:
+    """Returns what the router of CPUs does with scores of each kind.
+
+    Of each the methods that vLLM calls it, by whether weights are normalized; whether it is computed, and
+    whether a bias that corrects the choice is heeded.
+    """
+    found = {}
+    for scoring, grouped, biased in product(("softmax", "sigmoid"), (False, True), (False, True)):
+        routed = [_route(scoring, grouped, biased, normalized=each) for each in (False, True)]
+        kind = " ".join([scoring, *["grouped"] * grouped, *["biased"] * biased])
+        found[kind] = {
+            "methods": sorted({name for name, _ in routed}),
+            "computes": all(chosen is not None for _, chosen in routed),
+            "heeds": all(_FAVOURED in (chosen or ()) for _, chosen in routed),
+        }
+    return found
+
+
+_EXPERTS, _FAVOURED = 8, 5
+
+
+def _route(scoring: str, grouped: bool, biased: bool, *, normalized: bool) -> tuple[str, list[int] | None]:
+    """Returns the method and the experts that are chosen, by a bias _FAVOURED among them; None of none."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    correction = torch.zeros(_EXPERTS)
+    correction[_FAVOURED] = 100.0
+    router = CPURouter(
+        top_k=2,
+        global_num_experts=_EXPERTS,
+        use_grouped_topk=grouped,
+        num_expert_group=2 if grouped else None,
+        topk_group=1 if grouped else None,
+        renormalize=normalized,
+        scoring_func=scoring,
+        e_score_correction_bias=correction if biased else None,
+    )
+    logits = torch.arange(_EXPERTS, 0, -1, dtype=torch.float32).view(1, -1)
+    try:
+        _, chosen = router._compute_routing(torch.zeros(1, 4), logits, None)
+    except AssertionError:
+        return router.routing_method_type.name, None
+    return router.routing_method_type.name, chosen.flatten().tolist()
 
 
 def experts_run() -> dict[str, bool]:
@@ -271,6 +318,7 @@ def overflows() -> bool:
 def answers() -> dict[str, Any]:
     """Returns all of it; of what depends on AMX first with it, then without."""
     found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": [], "latent": []}
+    found["routers"] = routers()
     for amx in (True, False):
         with cpu_with(amx=amx):
             found["experts"].append(experts_run())

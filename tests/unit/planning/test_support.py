@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract.model import SchemeName
+from heteroinfer_contract.model import Routing, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.cluster import NodeView
@@ -38,7 +38,7 @@ def refusal(name: str, parsed: HeteroInferenceSpec, inventory: Inventory | None 
             "its kernel is for groups of 128",
             "in groups of 128, or in bf16, or use GPU roles only",
         ),
-        ("MiniMax-M2", "chosen by MiniMax2 routing", "in bf16, or use GPU roles only"),
+        ("MiniMax-M2", "chosen by MiniMax2 routing", "let a GPU choose (parallelism.mode: FeedForward)"),
         ("Nemotron-3-Nano-30B-A3B", "have no gate", "use GPU roles only"),
         ("Llama-3.3-70B-Instruct-NVFP4", "weights in NVFP4, groups of 16", "AWQ, GPTQ"),
         ("Llama-3.1-8B-Instruct-FP8", "weights in FP8 per tensor", "blocks of 128"),
@@ -162,6 +162,15 @@ def test_a_bias_that_routers_of_cpus_leave_out_is_refused_but_beside_a_gpu(name:
     assert plan(spec(gpu(deviceMemory="141Gi")), mixture).plan
     beside = gpu(deviceMemory="40Gi", feedForward={"ranks": 1, "cpu": "16", "memory": "128Gi"})
     assert plan(spec(beside, parallelism={"mode": "FeedForward"}), mixture).plan
+
+
+def test_a_router_that_cpus_have_not_is_refused_but_beside_a_gpu() -> None:
+    model = replace(recorded_profiles()["Qwen3-30B-A3B"], routing=Routing.MINIMAX)
+    with pytest.raises(PlanError, match=r"chosen by MiniMax2 routing, .* router there is for softmax"):
+        plan(spec(*MIXED), model)
+    assert plan(spec(gpu(deviceMemory="141Gi")), model).plan
+    beside = gpu(deviceMemory="40Gi", feedForward={"ranks": 1, "cpu": "16", "memory": "128Gi"})
+    assert plan(spec(beside, parallelism={"mode": "FeedForward"}), model).plan
 
 
 def test_latents_are_kept_in_bfloat16_on_cpus_and_as_asked_on_gpus() -> None:
