@@ -122,24 +122,26 @@ def test_a_drain_timeout_of_0_is_no_drain(tmp_path: Path) -> None:
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
-        serve_slowly(group)
+        request = serve_slowly(group)
         ask_to_stop(group, 0, 1)
         asked_again = time.monotonic()
         for pod in group.pods:
             pod.process.send_signal(signal.SIGINT)
         assert group.wait_exits(asked_again + STOP_LIMIT_S) == [names.EXIT_STOPPED] * 2
         assert group.marked() == []
+        request.close()  # until then it runs
 
 
 def test_a_rank_that_dies_meanwhile_ends_the_group_and_is_named(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
-        serve_slowly(group)
+        request = serve_slowly(group)
         ask_to_stop(group, 1)
         death = time.monotonic()
         os.kill(group.rank_pid(1), signal.SIGKILL)
         codes = group.wait_exits(death + 2.0)
         assert group.marked() == []
-    assert codes == [names.EXIT_PEER_FAILED, names.EXIT_RANK_FAILED]
+        request.close()
+    assert codes == [names.EXIT_PEER_FAILED, names.EXIT_RANK_FAILED], group.logs()
     failure = group.pods[0].failure()
     assert (failure.reason, failure.rank) == (FailureReason.RANK_EXITED, 1)
 
@@ -196,10 +198,11 @@ def wait(seconds: float) -> None:
 
 def test_a_pod_that_is_lost_meanwhile_ends_the_drain(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
-        serve_slowly(group)
+        request = serve_slowly(group)
         ask_to_stop(group, 0, 1)
         lost = time.monotonic()
         group.pods[1].process.kill()
-        assert group.pods[0].process.wait(STOP_LIMIT_S) == names.EXIT_STOPPED
+        assert group.pods[0].process.wait(STOP_LIMIT_S) == names.EXIT_STOPPED, group.logs()
         assert time.monotonic() - lost < STOP_LIMIT_S
         wait_until(lambda: group.marked() == [], STOP_LIMIT_S, group.logs)
+        request.close()

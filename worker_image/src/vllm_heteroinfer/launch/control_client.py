@@ -56,6 +56,7 @@ class ControlClient:
         self._link: SupervisorLink | None = None
         self._group_age_s = 0.0
         self._leader_stopping = False
+        self._connecting_again = False
         self._kept: list[Message] = []
 
     async def connect(self) -> None:
@@ -125,9 +126,11 @@ class ControlClient:
             except ContractError as error:
                 how = f"spoke another protocol: {error}"
             left = self._leader_stopping and not link.broke_off
+            self._connecting_again = True
             if left or not await self._connect_again(link):
                 self._lost(how or link.how_it_ended)
                 return
+            self._connecting_again = False
 
     def _take(self, message: Message) -> None:
         if message.group_age_s is not None:
@@ -182,6 +185,10 @@ class ControlClient:
     def welcomed(self) -> bool:
         """Returns whether the leader has taken this pod in; if it is lost since, that is reported."""
         return self._link is not None
+
+    def misses_a_stopping_leader(self) -> bool:
+        """Returns whether the leader was asked to stop and is cut off: it may have ended, or come again."""
+        return self._leader_stopping and self._connecting_again
 
     def connected(self) -> bool:
         """Returns whether the leader had its last heartbeat within the heart-beat deadline."""

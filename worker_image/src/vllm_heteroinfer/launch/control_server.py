@@ -95,6 +95,10 @@ class ControlServer:
         """Returns the age of the oldest news of a connected pod, in seconds."""
         return max((link.silent_for_s() for link in self._links.values()), default=0.0)
 
+    def misses_a_stopping_pod(self) -> bool:
+        """Returns whether a pod that was asked to stop is cut off: it may have ended, or come again."""
+        return bool(self._stopping & self._away)
+
     def beat(self) -> None:
         """Tells every follower that this pod lives, and how old its news of the others is."""
         self._tell_all(Message(group_age_s=self.news_age_s(), late_s=self._clock.late_s()))

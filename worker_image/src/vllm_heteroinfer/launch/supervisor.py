@@ -26,7 +26,7 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from heteroinfer_contract.report_access import CHALLENGE_HEADER, CODE_HEADER, SCHEME, ReportGuard
 from vllm_heteroinfer.launch import culprit
 from vllm_heteroinfer.launch.api_probe import probe_api
-from vllm_heteroinfer.launch.control import Handlers
+from vllm_heteroinfer.launch.control import RETURN_POLL_S, Handlers
 from vllm_heteroinfer.launch.control_client import ControlClient, Refused
 from vllm_heteroinfer.launch.control_server import ControlServer
 from vllm_heteroinfer.launch.culprit import Evidence
@@ -275,8 +275,16 @@ class Supervisor:
         # Once a group that was asked to stop has drained, its ends are orders.
         if self._outcome.done() or self._drained:
             return
+        if self._misses_a_stopping_pod():  # ranks of a pod that left take others with them
+            asyncio.get_running_loop().call_later(RETURN_POLL_S, self._decide)
+            return
         now_s = time.monotonic()
         self._conclude(culprit.blame([replace(e, age_s=now_s - seen_s) for seen_s, e in self._evidence]))
+
+    def _misses_a_stopping_pod(self) -> bool:
+        return (self._server is not None and self._server.misses_a_stopping_pod()) or (
+            self._client is not None and self._client.misses_a_stopping_leader()
+        )
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._asked or self._outcome.done():
