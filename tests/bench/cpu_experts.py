@@ -19,8 +19,23 @@ from typing import Any
 from tests.bench.model_shapes import SHAPES
 
 SHAPE = SHAPES["qwen3-30b-a3b"]
+EXPERTS, TOPK = SHAPE["num_experts"], SHAPE["num_experts_per_tok"]
 DRAWS = 16
 """Of rows and their experts, taken in turn."""
+
+
+def draw_rows(rows: int) -> list[tuple[Any, ...]]:
+    """Returns inputs, experts and weights of calls, and how many experts each reads."""
+    import torch
+
+    draw = torch.Generator().manual_seed(rows)
+    drawn = []
+    for _ in range(DRAWS):
+        ids = torch.rand(rows, EXPERTS, generator=draw).topk(TOPK, -1).indices.to(torch.int32)
+        x = torch.randn(rows, SHAPE["hidden_size"], generator=draw).to(torch.bfloat16)
+        weights = torch.full((rows, TOPK), 1 / TOPK)
+        drawn.append((x, ids.contiguous(), weights, len(ids.unique())))
+    return drawn
 
 
 class Contenders:
@@ -46,9 +61,8 @@ class Contenders:
         self.weights, self.fp8, self.isa = weights, weights == "fp8", "vec"
         if torch.cpu._is_amx_tile_supported():
             self.isa = "amx"
-        self.experts, self.topk = SHAPE["num_experts"], SHAPE["num_experts_per_tok"]
         hidden, width = SHAPE["hidden_size"], SHAPE["moe_intermediate_size"]
-        shapes = ((self.experts, 2 * width, hidden), (self.experts, hidden, width))
+        shapes = ((EXPERTS, 2 * width, hidden), (EXPERTS, hidden, width))
         self.bytes = 3 * hidden * width * (1 if self.fp8 else 2)
         draw = torch.Generator().manual_seed(0)
         self.ours: list[Any] = []
@@ -72,18 +86,6 @@ class Contenders:
                 self.theirs.append([*map(torch.ops._C.convert_weight_packed, dense), *scales])
             else:
                 self.theirs.append([ops.cpu_prepack_moe_weight(w, self.isa) for w in dense])
-
-    def draw(self, rows: int) -> list[tuple[Any, ...]]:
-        """Returns inputs, experts and weights of calls, and how many experts each reads."""
-        torch = self._torch
-        draw = torch.Generator().manual_seed(rows)
-        drawn = []
-        for _ in range(DRAWS):
-            ids = torch.rand(rows, self.experts, generator=draw).topk(self.topk, -1).indices.to(torch.int32)
-            x = torch.randn(rows, SHAPE["hidden_size"], generator=draw).to(torch.bfloat16)
-            weights = torch.full((rows, self.topk), 1 / self.topk)
-            drawn.append((x, ids.contiguous(), weights, len(ids.unique())))
-        return drawn
 
     def run_ours(self, layer: int, y: Any, x: Any, ids: Any, weights: Any) -> None:
         """Computes a layer by our kernels."""
@@ -120,7 +122,7 @@ def timed(call: Callable[[], object]) -> float:
 def compare(both: Contenders, rows: int, rounds: int) -> str:
     """Returns a line of the table."""
     torch = both._torch
-    drawn = both.draw(rows)
+    drawn = draw_rows(rows)
     rates: list[list[float]] = [[], []]
     ratios, gap = [], 0.0
     for number in range(rounds + 2):

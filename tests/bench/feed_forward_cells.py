@@ -33,22 +33,19 @@ from typing import Any, Protocol
 
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.plan import Device, Plan
-from tests.bench.feed_forward import (
-    CAPTURE,
-    GIB,
-    MAX_LEN,
-    MAX_SEQS,
-    MAX_TOKENS,
-    ROUTING,
-    lane_counters,
-    off_bytes,
-    plan_of,
-    prompts,
-)
 from tests.bench.model_shapes import SHAPES, make_shape
 from tests.gpu.scrape import scrape
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.worker.groups import Group, start_group
 
+MAX_SEQS, MAX_TOKENS, BLOCK = 64, 2048, 32
+MAX_LEN, PROMPTS_MAX_LEN = 512, 4096
+"""Of a run of decode steps, and of one that times first tokens too."""
+PROMPT_TOKENS = 16
+PROMPT_TRIES = 3
+CAPTURE = json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]})
+ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
+GIB = 1 << 30
 WARM_STEPS = 8
 POLL_S = 0.02
 CELL_LIMIT_S = 150.0
@@ -65,6 +62,24 @@ STOCK_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
 }
+
+
+def off_bytes(shape: str, *, fp8: bool) -> int:
+    """Returns the bytes of a layer's experts, or of its MLP."""
+    config = SHAPES[shape]
+    width = config.get("moe_intermediate_size", config["intermediate_size"])
+    elements = 3 * config["hidden_size"] * width * config.get("num_experts", 1)
+    return int(elements * (1 + 4 / 128**2 if fp8 else 2))
+
+
+def prompts(requests: int) -> list[list[int]]:
+    """Returns prompts that share no prefix."""
+    return [[(7 * i + j) % 500 + 1 for j in range(PROMPT_TOKENS)] for i in range(requests)]
+
+
+def long_prompts(tokens: int) -> list[list[int]]:
+    """Returns prompts of so many tokens whose first blocks differ."""
+    return [[(seed * 31 + 7 * j) % 500 + 1 for j in range(tokens)] for seed in range(PROMPT_TRIES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +121,9 @@ class Running(Protocol):
     def measure(self, requests: int, steps: int) -> dict[str, Any]:
         """Returns one cell."""
 
+    def first_tokens(self, tokens: int) -> list[float]:
+        """Returns the seconds until one token follows a prompt of so many, for each of some prompts."""
+
     def close(self) -> None:
         """Ends it."""
 
@@ -125,8 +143,7 @@ class Ours:
     def start(self) -> None:
         """Starts it, and a process that reads memory as its lane would."""
         options = self.options
-        settings = argparse.Namespace(lanes=options.lanes)
-        plan = plan_of(self.model, options.layers, self.way.off, settings)
+        plan = plan_of(self.model, self.way.off, options)
         if options.cpu:
             plan = on_cpu(plan)
         env = {**OUR_ENV, **routing(options.shape), **dict(self.way.env)}
@@ -151,13 +168,60 @@ class Ours:
         assert self.stream is not None
         found = self.stream.ask({}, 60.0)
         about_ms = ABOUT_MS.get(requests, DENSE_MS) if routing(self.options.shape) else DENSE_MS
-        return {**found, **measure_group(self._group, requests, steps, self.way.off * about_ms / 1e3)}
+        about_s, max_len = self.way.off * about_ms / 1e3, max_len_of(self.options)
+        return {**found, **measure_group(self._group, requests, steps, about_s, max_len)}
+
+    def first_tokens(self, tokens: int) -> list[float]:
+        """As `Running`."""
+        assert self._group is not None
+        times = []
+        for prompt in long_prompts(tokens):
+            start = time.perf_counter()
+            self._group.complete(prompt, 1)
+            times.append(time.perf_counter() - start)
+        return times
 
     def close(self) -> None:
         """As `Running`."""
         if self.stream is not None:
             self.stream.close()
         self._stack.close()
+
+
+def max_len_of(options: argparse.Namespace) -> int:
+    """Returns the longest request of a run."""
+    return PROMPTS_MAX_LEN if options.prompts else MAX_LEN
+
+
+def plan_of(model: Path, off: int, options: argparse.Namespace) -> Plan:
+    """Returns a plan of one GPU rank and the feed-forward ranks of the first `off` layers."""
+    plan = feed_forward_plan(
+        model,
+        num_layers=options.layers,
+        remote=range(off),
+        shares=[1] * options.lanes,
+        device=Device.GPU,
+        dtype="bfloat16",
+        max_model_len=max_len_of(options),
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=MAX_SEQS,
+        block_size=BLOCK,
+        eager_gpu=False,
+        extra_args=("--load-format", "dummy", "--compilation-config", CAPTURE, "--no-enable-prefix-caching"),
+    )
+    return replace(plan, ranks=(replace(plan.ranks[0], kv_cache_bytes=4 * GIB), *plan.ranks[1:]))
+
+
+def lane_counters(group: Group, rank: int) -> dict[str, float]:
+    """Returns a feed-forward rank's sums."""
+    total = scrape(group, rank).total
+    return {
+        "compute_s": total(names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL),
+        "asks": total(names.FEED_FORWARD_ASKS_TOTAL),
+        "rows": total(names.FEED_FORWARD_ROWS_TOTAL),
+        "experts": total(names.FEED_FORWARD_EXPERTS_TOTAL),
+        "bytes": total(names.FEED_FORWARD_BYTES_TOTAL),
+    }
 
 
 def on_cpu(plan: Plan) -> Plan:
@@ -171,7 +235,7 @@ def routing(shape: str) -> dict[str, str]:
     return ROUTING if SHAPES[shape].get("num_experts") else {}
 
 
-def measure_group(group: Group, requests: int, steps: int, about_s: float) -> dict[str, Any]:
+def measure_group(group: Group, requests: int, steps: int, about_s: float, max_len: int) -> dict[str, Any]:
     """Returns a step's time and the first lane's share of it, while `requests` decode.
 
     Args:
@@ -179,8 +243,9 @@ def measure_group(group: Group, requests: int, steps: int, about_s: float) -> di
         requests: at once.
         steps: to measure.
         about_s: what a step takes, to ask for few tokens beyond those that are measured.
+        max_len: of a request, in tokens.
     """
-    tokens = min(MAX_LEN - 32, WARM_STEPS + steps + 12 + int(0.8 / max(0.002, about_s)))
+    tokens = min(max_len - 32, WARM_STEPS + steps + 12 + int(0.8 / max(0.002, about_s)))
     threads = [
         threading.Thread(target=group.complete, args=(prompt, tokens), daemon=True)
         for prompt in prompts(requests)
@@ -422,6 +487,7 @@ class Stock:
             "model": str(self.model),
             "offload": offload(self.way, options),
             "cpu": options.cpu,
+            "max_len": max_len_of(options),
         }
         self.logs.mkdir(parents=True, exist_ok=True)
         env = {**STOCK_ENV, **routing(options.shape)}
@@ -444,6 +510,14 @@ class Stock:
         """As `Running`."""
         assert self._child is not None
         return self._child.ask({"requests": requests, "steps": steps}, CELL_LIMIT_S)
+
+    def first_tokens(self, tokens: int) -> list[float]:
+        """As `Running`."""
+        assert self._child is not None
+        return [
+            float(self._child.ask({"prompt": prompt}, CELL_LIMIT_S)["first_s"])
+            for prompt in long_prompts(tokens)
+        ]
 
     def close(self) -> None:
         """As `Running`."""
@@ -485,7 +559,7 @@ def stock_part(given: Mapping[str, Any]) -> None:
         model=given["model"],
         dtype="bfloat16",
         load_format="dummy",
-        max_model_len=MAX_LEN,
+        max_model_len=given["max_len"],
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
         enable_prefix_caching=False,
@@ -510,8 +584,17 @@ def stock_part(given: Mapping[str, Any]) -> None:
         steady = times[WARM_STEPS : WARM_STEPS + steps + 1]
         return {"step_ms": (steady[-1] - steady[0]) / (len(steady) - 1) * 1e3, "steps": len(steady) - 1}
 
+    one = vllm.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+
+    def answer(prompt: list[int] | None = None, **asked: int) -> dict[str, Any]:
+        if prompt is None:
+            return decode(**asked)
+        start = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt}], one, use_tqdm=False)
+        return {"first_s": time.perf_counter() - start}
+
     decode(1, 4)
-    answering(decode)
+    answering(answer)
 
 
 # The run
@@ -581,6 +664,18 @@ class Cells:
                     self.note(way=way.name, kind=way.kind, off=way.off, N=requests, **found)
                 except (AssertionError, RuntimeError, OSError) as error:
                     self.fail(way, error, N=requests)
+        for tokens in self.options.prompts:
+            for way, one in list(self.running.items()):
+                if self.left_s() < self.options.cell_seconds:
+                    self.note(way=way.name, kind=way.kind, off=way.off, prompt=tokens, failed="no time left")
+                    continue
+                try:
+                    times = one.first_tokens(tokens)
+                except (AssertionError, RuntimeError, OSError) as error:
+                    self.fail(way, error, prompt=tokens)
+                    continue
+                first_ms = [round(seconds * 1e3, 1) for seconds in times]
+                self.note(way=way.name, kind=way.kind, off=way.off, prompt=tokens, first_ms=first_ms)
         print(f"  ended after {time.monotonic() - self._began:.0f} s", flush=True)
 
 
@@ -639,6 +734,10 @@ def to_markdown(cells: Sequence[Mapping[str, Any]], options: argparse.Namespace)
     for cell in measured:
         if cell["kind"] == "ours":
             lines.append(our_row(cell, measured, alone, link, options))
+    if options.prompts:
+        lines += ["", "| way | prompt, tokens | first token, ms: each try |", "|---|---|---|"]
+        found = [cell for cell in cells if "first_ms" in cell]
+        lines += [f"| {c['way']} | {c['prompt']} | {' '.join(map(str, c['first_ms']))} |" for c in found]
     lines += [f"FAILED {c['way']} N={c.get('N', '-')}: {c['failed'][-400:]}" for c in cells if "failed" in c]
     return "\n".join(lines)
 
@@ -721,6 +820,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--requests", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument("--prompts", type=numbers, default=[], help="also time first tokens of such lengths")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=13, help="of a lane without OMP_NUM_THREADS")

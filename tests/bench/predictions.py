@@ -41,7 +41,7 @@ from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
 from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token
-from tests.bench.feed_forward import CAPTURE, ROUTING
+from tests.bench.feed_forward_cells import CAPTURE, ROUTING
 from tests.bench.kernel_rates import KernelRates, kernel_rates, mean_of, rate_of, with_kernel
 from tests.bench.model_shapes import make_shape
 from tests.bench.offload import counters, explain

@@ -1,12 +1,15 @@
 """What the tests ask of a group, all prompts at once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from tests.gpu.reference import MAX_TOKENS, Answer
 from tests.integration.worker.groups import Group
+
+BF16_GAP, BF16_SHARE = 0.05, 0.95
+"""At so many positions the best token's logprob is as near to stock vLLM's on one GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,15 @@ def score(group: Group, texts: Sequence[Sequence[int]], *, best: int = 0) -> lis
 
     with ThreadPoolExecutor(len(texts)) as pool:
         return list(pool.map(one, texts))
+
+
+def bf16_gaps(stock: Sequence[Answer], got: Sequence[Sequence[Mapping[int, float]]]) -> list[float]:
+    """Returns how far the logprob of stock's best token is from the group's, at every position."""
+    return [
+        abs(position.get(token, float("-inf")) - logprob)
+        for answer, positions in zip(stock, got, strict=True)
+        for (token, logprob), position in zip(answer.best, positions, strict=True)
+    ]
 
 
 def texts_of(answers: Sequence[Answer]) -> list[list[int]]:

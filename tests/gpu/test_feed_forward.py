@@ -2,6 +2,7 @@
 
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.plan import Device
+from tests.gpu.asking import BF16_GAP, BF16_SHARE, bf16_gaps, score, texts_of
+from tests.gpu.conftest import REFERENCE_ENV
 from tests.gpu.machine import visible_gpus
+from tests.gpu.reference import ALL_PROMPTS, MAX_TOKENS, make
 from tests.gpu.scrape import scrape
 from tests.integration.feed_forward.groups import (
     answers,
@@ -28,6 +32,8 @@ ENV = {
     "VLLM_SERVER_DEV_MODE": "1",
 }
 FLOAT32 = ("--attention-backend", "TRITON_ATTN")
+BF16_SPREAD = 0.05
+"""Of weights: rounding alone must not move logprobs as far as the bar."""
 
 
 @pytest.mark.parametrize("shares", [(1,), (1, 1)], ids=["one", "two"])
@@ -53,6 +59,29 @@ def test_graphs_give_the_tokens_of_transformers(
         assert rows > 0
         failure = check_signal(group, len(shares), signal.SIGKILL)
         assert failure.reason is FailureReason.RANK_EXITED
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "llama"])
+def test_bf16_logprobs(architecture: str, tmp_path: Path) -> None:
+    """Of the best token at every position of what stock vLLM answers on the GPU alone."""
+    model = make_model(architecture, tmp_path, "bfloat16", BF16_SPREAD)
+    out, options = tmp_path / "stock.json", ("--dtype", "bfloat16")
+    stock = make("vllm", model, out, *options, env=REFERENCE_ENV, give_up=threading.Event())
+    with serving(
+        architecture,
+        model,
+        tmp_path / "group",
+        device=Device.GPU,
+        env=ENV,
+        eager_gpu=False,
+        dtype="bfloat16",
+    ) as group:
+        gaps = bf16_gaps(stock, score(group, texts_of(stock), best=5))
+        assert scrape(group, 1).total(names.FEED_FORWARD_ROWS_TOTAL) > 0
+    assert len(gaps) >= len(ALL_PROMPTS) * MAX_TOKENS
+    within = sum(gap <= BF16_GAP for gap in gaps) / len(gaps)
+    print(f"{architecture}: {within:.1%} of {len(gaps)} positions within {BF16_GAP}, most {max(gaps):.3f}")
+    assert within >= BF16_SHARE, sorted(gaps)[:: len(gaps) // 20]
 
 
 def test_sleep_and_wake_keep_the_count_of_asks(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from heteroinfer_contract import names as contract
 from heteroinfer_contract.group_report import RankPhase
 from heteroinfer_contract.plan import Device, Mode
 from tests.bench.leftovers import observe, wait_gone
-from tests.gpu.asking import generate, score, texts_of
+from tests.gpu.asking import BF16_GAP, BF16_SHARE, bf16_gaps, generate, score, texts_of
 from tests.gpu.conftest import References
 from tests.gpu.reference import ALL_PROMPTS, MAX_TOKENS
 from tests.gpu.report import Report
@@ -27,7 +27,6 @@ from tests.integration.worker.groups import Group, fetch
 FLOAT32_GAP = 0.01
 """Of logprobs to stock vLLM's: float32 sums in another order make 5e-5 (CPU, 2026-11-21), a wrong token
 in a rank's history made up to 14.5 (facts: Sampling in mixed TP)."""
-BF16_GAP, BF16_SHARE = 0.05, 0.95
 HOP_VALUES = 2 * 256
 """Of a token: hidden states and residual, 256 wide."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -87,11 +86,7 @@ def test_bf16_logprobs(served: Served, references: References, report: Report) -
     """Of the best token at every position of what stock vLLM answered on one GPU."""
     stock = references["bfloat16"].result()
     got = score(served.group, texts_of(stock), best=5)
-    gaps = [
-        abs(position.get(token, float("-inf")) - logprob)
-        for answer, positions in zip(stock, got, strict=True)
-        for (token, logprob), position in zip(answer.best, positions, strict=True)
-    ]
+    gaps = bf16_gaps(stock, got)
     assert len(gaps) >= len(ALL_PROMPTS) * MAX_TOKENS
     row = report.row(served.topology)
     row.within_bar = sum(gap <= BF16_GAP for gap in gaps) / len(gaps)
