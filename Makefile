@@ -103,7 +103,7 @@ cluster-tests: need-root setup  ## the test cluster's own tests, once for each s
 nodes: cluster-tests e2e
 .PHONY: computing unhurried waiting cluster-tests nodes programs images
 
-feed-forward: setup  ## 20 architectures with feed-forward ranks on CPUs: the tokens of transformers
+feed-forward: setup  ## 21 architectures with feed-forward ranks on CPUs: the tokens of transformers
 	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix
 .PHONY: feed-forward
 

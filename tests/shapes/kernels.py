@@ -65,7 +65,7 @@ def routing_methods() -> dict[str, list[str]]:
 
 
 def routers() -> dict[str, dict[str, Any]]:
-    """Returns what the router of CPUs does with scores of each kind.
+    """Returns what the router of CPUs does with scores of each kind, as it is now.
 
     Of each the methods that vLLM calls it, by whether weights are normalized; whether it is computed, and
     whether a bias that corrects the choice is heeded.
@@ -318,7 +318,12 @@ def overflows() -> bool:
 def answers() -> dict[str, Any]:
     """Returns all of it; of what depends on AMX first with it, then without."""
     found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": [], "latent": []}
-    found["routers"] = routers()
+    from vllm_heteroinfer.patches import cpu_router
+
+    found["routers"] = [routers()]
+    cpu_router.install()
+    found["routers"].append(routers())
+    cpu_router.revert()
     for amx in (True, False):
         with cpu_with(amx=amx):
             found["experts"].append(experts_run())

@@ -13,13 +13,9 @@ from typing import Any
 
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.plan import Device
-from tests.integration import forked_script
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
-from tests.integration.forked_python import forks
-from tests.integration.served_models import stock
 from tests.integration.worker.groups import (
-    KV_CACHE_BYTES,
     REPOSITORY,
     WORKER_PYTHON,
     Group,
@@ -73,22 +69,6 @@ def serving(
         if ready:
             group.wait_ready()
         yield group
-
-
-def stock_tokens(model: Path) -> list[list[int]]:
-    """Returns stock vLLM's greedy tokens after each of tiny_models.PROMPTS, on CPUs, without any plugin."""
-    options = {"model": str(model), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
-    question = {
-        "options": {**options, "kv_cache_memory_bytes": KV_CACHE_BYTES},
-        "prompts": tiny_models.PROMPTS,
-        "tokens": tiny_models.ANSWER_TOKENS,
-        "at_once": True,
-    }
-    parent = forks(WORKER_PYTHON, forked_script.__name__, *forked_script.OTHERS)
-    ended = parent.run(stock.__name__, json.dumps(question), env=stock.ENV)
-    assert ended.lines, ended.errors[-4000:]
-    tokens: list[list[int]] = ended.answer()
-    return tokens
 
 
 def answers(group: Group, tokens: int = tiny_models.ANSWER_TOKENS) -> list[list[int]]:

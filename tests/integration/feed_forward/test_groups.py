@@ -20,7 +20,6 @@ from tests.integration.feed_forward.groups import (
     make_model,
     reference,
     serving,
-    stock_tokens,
 )
 from tests.integration.kernels.instructions import of_this_cpu
 from tests.integration.worker.answers import ONE_THREAD
@@ -39,12 +38,6 @@ REFUSED = {
     ("olmo2", TWO): _NO_PART,
 }
 """What cannot be served, and words of the refusal at the rank."""
-ROUTED_OTHERWISE = frozenset({"ernie4_5_moe"})
-"""vLLM's router on CPUs leaves out the bias that corrects a choice by softmax without groups of experts:
-stock vLLM answers so there too.
-
-Source: vllm/model_executor/layers/fused_moe/router/cpu_router.py::CPURouter._compute_routing@v0.32.0.
-"""
 
 
 def test_a_mixture_over_two_ranks_serves_sleeps_and_names_who_is_killed(tmp_path: Path) -> None:
@@ -142,13 +135,4 @@ def test_tokens_are_those_of_transformers(architecture: str, shares: tuple[int, 
             assert words in group.logs(), group.logs()
         return
     with serving(architecture, model, tmp_path, shares=shares, **engine) as group:
-        assert answers(group) == expected_tokens(architecture, model)
-
-
-def expected_tokens(architecture: str, model: Path) -> list[list[int]]:
-    tokens = reference(model)
-    if architecture not in ROUTED_OTHERWISE:
-        return tokens
-    of_stock = stock_tokens(model)
-    assert of_stock != tokens, f"vLLM routes as transformers: take {architecture} out of ROUTED_OTHERWISE"
-    return of_stock
+        assert answers(group) == reference(model)

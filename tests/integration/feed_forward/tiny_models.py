@@ -112,6 +112,15 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "moe_num_shared_experts": 1,
             "moe_layer_start_index": 1,
         },
+        "minimax_m2": {
+            "intermediate_size": 64,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
         # Dense
         "llama": {**_WIDE},
         "qwen2": {**_WIDE},

@@ -23,7 +23,6 @@ from heteroinfer_operator.planning.support import (
     CPU_EXPERTS,
     CPU_FP8_HEAD_MULTIPLE,
     CPU_HEAD_SIZES,
-    CPU_LACKS_ROUTING,
     CPU_LATENT_DTYPE,
     CPU_LINEAR,
     LinearKernel,
@@ -86,18 +85,14 @@ def test_kernels_for_experts_take_the_routing_methods_of_the_table(kernels: dict
         assert {routing.value for routing in ours} == known & set(methods), scheme
 
 
-def test_routers_of_cpus_lack_the_methods_of_the_table_and_leave_out_a_bias(kernels: dict[str, Any]) -> None:
-    said = kernels["routers"]
-    lacking = {method for each in said.values() if not each["computes"] for method in each["methods"]}
-    known = {routing.value for routing in Routing} - {Routing.UNKNOWN.value}
-    assert {routing.value for routing in CPU_LACKS_ROUTING} == known & lacking
-    assert [kind for kind, each in said.items() if "biased" in kind and each["computes"]] == [
-        "softmax biased",
-        "softmax grouped biased",
-        "sigmoid grouped biased",
-    ]
-    assert not said["softmax biased"]["heeds"], "BIASED_SOFTMAX may be planned on CPUs now"
-    assert all(said[f"{scoring} grouped biased"]["heeds"] for scoring in ("softmax", "sigmoid"))
+def test_routers_of_cpus_choose_by_every_method_with_our_patch_alone(kernels: dict[str, Any]) -> None:
+    of_vllm, patched = kernels["routers"]
+    assert [kind for kind, each in of_vllm.items() if not each["computes"]] == ["sigmoid", "sigmoid biased"]
+    assert not of_vllm["softmax biased"]["heeds"]
+    assert all(each["computes"] for each in patched.values())
+    assert all(each["heeds"] for kind, each in patched.items() if "biased" in kind)
+    methods = {method for each in patched.values() for method in each["methods"]}
+    assert methods >= {routing.value for routing in Routing} & {"SigmoidRenorm", "Sigmoid", "MiniMax2"}
 
 
 def test_kernels_for_experts_need_amx_where_the_table_says_so(kernels: dict[str, Any]) -> None:

@@ -46,9 +46,6 @@ TABLES_ON_EVERY_STAGE: Final = frozenset(
 UNGATED_EXPERTS: Final = frozenset({"NemotronHForCausalLM"})
 """Whose experts have one matrix before the activation, which vLLM's CPU kernels do not take
 (vllm/.../fused_moe/experts/cpu_moe.py::_supports_no_act_and_mul@v0.32.0)."""
-BIASED_SOFTMAX: Final = frozenset({"Ernie4_5_MoeForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration"})
-"""Whose experts are chosen by softmax with a correction bias and without groups: vLLM's router for CPUs
-leaves that bias out (vllm/.../fused_moe/router/cpu_router.py::CPURouter._compute_routing@v0.32.0)."""
 GPU_STATES: Final = frozenset(
     {
         "BailingMoeV2_5ForCausalLM",

@@ -15,7 +15,6 @@ from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.architectures import (
-    BIASED_SOFTMAX,
     BROKEN_PIPELINE,
     GATED_DELTA_NETS,
     GPU_CLASSES,
@@ -110,9 +109,6 @@ CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
 """vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0, whose kernels compute types of 16 bits
 alone, and else fail at their first step (csrc/cpu/sgl-kernels/moe.cpp::fused_experts_cpu); ours for FP8
 blocks compute bf16."""
-CPU_LACKS_ROUTING: Final = frozenset({Routing.SIGMOID, Routing.SIGMOID_NORMALIZED, Routing.MINIMAX})
-"""Methods that the router of CPUs has not: at single experts by anything but softmax its first step ends
-(vllm/.../fused_moe/router/cpu_router.py::CPURouter._compute_routing@v0.32.0)."""
 CPU_HEAD_SIZES: Final = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 """Elements of an attention head that kernels of CPUs are compiled for; with others vLLM ends at its first
 step (csrc/cpu/cpu_attn.cpp::cpu_attn_get_scheduler_metadata@v0.32.0)."""
@@ -356,19 +352,6 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool
             "its experts have no gate, and vLLM's kernels for CPUs compute gated ones alone",
             "use GPU roles only",
         )
-    if route and profile.architecture in BIASED_SOFTMAX:
-        raise _refuse(
-            f"{profile.architecture} with experts",
-            "vLLM's router there leaves out the bias that corrects which experts are chosen, and would give "
-            "wrong answers without an error",
-            "use GPU roles only, or let a GPU choose (parallelism.mode: FeedForward)",
-        )
-    if route and profile.routing in CPU_LACKS_ROUTING:
-        raise _refuse(
-            f"experts that are chosen by {profile.routing} routing",
-            "vLLM's router there is for softmax, and for groups of experts",
-            "use GPU roles only, or let a GPU choose (parallelism.mode: FeedForward)",
-        )
     if not any(kind.experts_quantized for kind in kinds):
         return ()
     kernel, scheme = CPU_EXPERTS.get(profile.scheme.name), profile.scheme
@@ -391,7 +374,8 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool
         raise _refuse(
             f"experts in {scheme} that are chosen by {profile.routing} routing",
             f"its kernel is for {', '.join(sorted(kernel.routing))}",
-            plain,
+            "take the same model in bf16, use GPU roles only, or let a GPU choose "
+            "(parallelism.mode: FeedForward)",
         )
     return ()
 

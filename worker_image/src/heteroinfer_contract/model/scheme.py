@@ -188,6 +188,7 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
 }
 """By `quant_method` of config.json."""
 _SIGMOID_WITH_BIAS: Final = ("Glm4Moe", "MiniMaxM2", "NemotronH")
+_SOFTMAX_WITH_BIAS: Final = ("Ernie4_5_",)
 """Architectures whose config.json does not say so."""
 
 
@@ -209,6 +210,7 @@ def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
     has_bias = text.get("topk_method") == "noaux_tc"
     if architecture.startswith(_SIGMOID_WITH_BIAS):
         scoring, has_bias = "sigmoid", True
+    has_bias = has_bias or architecture.startswith(_SOFTMAX_WITH_BIAS)
     normalized = bool(text.get("norm_topk_prob", not architecture.startswith("Deepseek")))
     match scoring, has_bias, normalized:
         case "sigmoid", True, True:

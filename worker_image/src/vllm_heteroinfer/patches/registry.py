@@ -85,6 +85,19 @@ CPU_FP8_EXPERTS_APPLY: Final = replace(
     CPU_EXPERTS_APPLY,
     target=f"{_EXPERTS}:CPUExpertsFp8.apply",
 )
+CPU_ROUTER: Final = Patch(
+    id="cpu_router",
+    target="vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter._compute_routing",
+    parameters=("self", "hidden_states", "router_logits", "indices_type", "input_ids"),
+    processes="CPU ranks of a group",
+    why=(
+        "without groups of experts the router of CPUs ends at scores by sigmoid, and leaves out the bias "
+        "that corrects a choice by softmax, without an error; a function without a registry chooses its class"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="vLLM's router of CPUs chooses as its routers of GPUs do",
+)
 ENGINE_PAUSE: Final = Patch(
     id="engine_pause",
     target="vllm.v1.engine.core:EngineCoreProc._process_engine_step",
@@ -105,6 +118,7 @@ PATCHES: Final = (
     CPU_EXPERTS_APPLY,
     CPU_FP8_EXPERTS_PACKING,
     CPU_FP8_EXPERTS_APPLY,
+    CPU_ROUTER,
     ENGINE_PAUSE,
 )
 

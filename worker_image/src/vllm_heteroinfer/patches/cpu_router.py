@@ -1,0 +1,79 @@
+"""The patch `cpu_router`: CPU ranks choose experts as GPUs do where vLLM's router for CPUs does not.
+
+Without groups of experts that router knows softmax alone: with a sigmoid (MiniMax-M2) it ends at its first
+step, and the bias that corrects a choice by softmax (ERNIE-4.5) it leaves out, which gives other experts
+without an error. Imports vLLM.
+Source: vllm/model_executor/layers/fused_moe/router/cpu_router.py::CPURouter._compute_routing@v0.32.0; what
+GPUs do: router/router_factory.py::create_fused_moe_router, fused_topk_bias_router.py::fused_topk_bias.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from vllm_heteroinfer.patches.registry import CPU_ROUTER
+from vllm_heteroinfer.patches.replacing import replace, restore
+
+_SCORES: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "softmax": lambda logits: torch.softmax(logits, dim=-1),
+    "sigmoid": torch.sigmoid,
+}
+
+
+def install() -> None:
+    """Has this process's routers choose so from now on; to be called in a CPU rank; twice is a no-op.
+
+    Raises:
+        PatchError: this vLLM is another one than the patch was written for.
+    """
+    replace(CPU_ROUTER, _routing)
+
+
+def revert() -> None:
+    """Puts vLLM's own function back; a no-op where the patch is not applied."""
+    restore(CPU_ROUTER)
+
+
+def _routing(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+    def compute_routing(
+        self: Any,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        bias, scoring = self.e_score_correction_bias, self.scoring_func
+        by_itself = self.use_grouped_topk or self.custom_routing_function is not None
+        if by_itself or scoring not in _SCORES or (scoring == "softmax" and bias is None):
+            return original(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
+        # Only where there is a bias vLLM's routers for GPUs apply the factor; else the model does.
+        factor = 1.0 if bias is None else self.routed_scaling_factor
+        scores = _SCORES[scoring](router_logits.float())
+        return choose(scores, bias, self.top_k, normalize=self.renormalize, factor=factor)
+
+    return compute_routing
+
+
+def choose(
+    scores: torch.Tensor, bias: torch.Tensor | None, count: int, *, normalize: bool, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns weights (float32) and numbers (int32) of the experts with the highest corrected scores.
+
+    Args:
+        scores: (tokens, experts), float32.
+        bias: (experts,), that corrects which are chosen but not what they weigh.
+        count: of experts a token.
+        normalize: whether a token's weights add up to `factor`.
+        factor: of the weights.
+
+    Returns:
+        Each (tokens, count), contiguous.
+    """
+    corrected = scores if bias is None else scores + bias
+    ids = torch.topk(corrected, count, dim=-1, sorted=False).indices
+    weights = scores.gather(-1, ids)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return (weights * factor).contiguous(), ids.to(torch.int32).contiguous()
