@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
-from vllm_heteroinfer.patches import cpu_experts, cpu_linear, replacing
+from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_rope, cpu_router, replacing
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PatchError
 
 ROWS, INPUTS = 5, 64
@@ -267,7 +268,90 @@ def experts() -> Any:
     }
 
 
-QUESTIONS = {f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone, experts)}
+def rope() -> Any:
+    """How far rotated queries and keys are from complex products, by their axes: vLLM's own, then patched."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    def gaps() -> dict[str, float]:
+        return {
+            f"{axes}, {'neox' if neox else 'interleaved'}": turned_wrongly(RotaryEmbedding, axes, neox=neox)
+            for axes in ("flat", "heads", "heads in a view")
+            for neox in (True, False)
+        }
+
+    found = [gaps()]
+    cpu_rope.install()
+    cpu_rope.install()
+    found.append(gaps())
+    cpu_rope.revert()
+    return [*found, gaps() == found[0]]
+
+
+def turned_wrongly(kind: Any, axes: str, *, neox: bool) -> float:
+    """Returns the largest distance of a rotated query or key from what it should be."""
+    tokens, heads, size = 7, 4, 64
+    torch.manual_seed(0)
+    rotary = kind(size, size, 128, 10000.0, neox, torch.float32)
+    positions = torch.arange(3, 3 + tokens)
+    query, key = torch.randn(tokens, heads, 32 + size)[..., 32:], torch.randn(tokens, 512 + size)[:, 512:]
+    given = {
+        "flat": (query.flatten(1), key),
+        "heads": (query.contiguous(), key.unsqueeze(1).contiguous()),
+        "heads in a view": (query, key.unsqueeze(1)),
+    }[axes]
+    expected = [rotated(part.reshape(tokens, -1, size), positions, neox=neox) for part in given]
+    got = rotary.forward_cpu(positions, *given)  # which may be in place
+    return max(
+        float((one.reshape(exact.shape) - exact).abs().max())
+        for one, exact in zip(got, expected, strict=True)
+    )
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, *, neox: bool) -> torch.Tensor:
+    """Returns pairs of (tokens, heads, size) turned by their positions' angles, as complex numbers."""
+    size = x.shape[-1]
+    angles = torch.outer(positions.double(), 10000.0 ** (-torch.arange(0, size, 2).double() / size))
+    first, second = (x[..., : size // 2], x[..., size // 2 :]) if neox else (x[..., ::2], x[..., 1::2])
+    turned = torch.complex(first.double(), second.double()) * torch.polar(
+        torch.ones_like(angles), angles
+    ).unsqueeze(1)
+    parts = turned.real, turned.imag
+    return torch.cat(parts, -1) if neox else torch.stack(parts, -1).flatten(-2)
+
+
+def router() -> Any:
+    """Experts and weights by each score, with and without a bias, beside sums written out."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    torch.manual_seed(0)
+    logits, bias, factor = torch.randn(5, 8), torch.randn(8), 2.5
+    cpu_router.install()
+    cpu_router.install()
+    gaps = {}
+    for scoring, biased, normalize in product(("softmax", "sigmoid"), (True, False), (True, False)):
+        routes = CPURouter(
+            top_k=3,
+            global_num_experts=8,
+            renormalize=normalize,
+            scoring_func=scoring,
+            routed_scaling_factor=factor if biased else 1.0,
+            e_score_correction_bias=bias if biased else None,
+        )
+        weights, ids = routes._compute_routing(torch.zeros(5, 4), logits, None)
+        scores = logits.softmax(-1) if scoring == "softmax" else 1 / (1 + torch.exp(-logits))
+        got, expected = torch.zeros(5, 8).scatter(-1, ids.long(), weights), torch.zeros(5, 8)
+        for row, score in enumerate(scores):
+            chosen = sorted(range(8), key=(score + bias * biased).tolist().__getitem__)[-3:]
+            scale = (factor if biased else 1.0) / (float(score[chosen].sum()) if normalize else 1.0)
+            expected[row, chosen] = score[chosen] * scale
+        gaps[f"{scoring}, {biased}, {normalize}"] = float((got - expected).abs().max())
+    cpu_router.revert()
+    return gaps
+
+
+QUESTIONS = {
+    f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone, experts, rope, router)
+}
 
 
 def main(arguments: str) -> None:

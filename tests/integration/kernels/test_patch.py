@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 PROBE = "tests.integration.kernels.layers_probe"
 ROUNDING = 2.0**-7
 """Of the largest output, in bf16."""
+ROTARY = 1e-5
+"""In float32."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +80,22 @@ def test_vllm_still_needs_it() -> None:
     answer = ask_forked(PROBE, "onednn_alone")
     linear = [0] if of_this_cpu() else [96, 64]
     assert answer == {"linear": linear, "head": [128, 64]}, f"is the patch {CPU_LINEAR.id} still needed?"
+
+
+def test_positions_are_turned_by_their_own_angles_where_there_is_an_axis_of_heads() -> None:
+    """Of vLLM alone they are right only for flat queries and keys."""
+    of_vllm, patched, reverted = ask_forked(PROBE, "rope")
+    assert {kind for kind, gap in of_vllm.items() if gap > ROTARY} == {
+        f"{axes}, {pairs}" for axes in ("heads", "heads in a view") for pairs in ("neox", "interleaved")
+    }, "is the patch cpu_rope still needed?"
+    assert max(patched.values()) < ROTARY, patched
+    assert reverted
+
+
+def test_experts_are_chosen_and_weighed_as_by_sums_written_out() -> None:
+    gaps = ask_forked(PROBE, "router")
+    assert len(gaps) == 8
+    assert max(gaps.values()) < ROTARY, gaps
 
 
 def test_registry_is_of_the_pinned_version() -> None:

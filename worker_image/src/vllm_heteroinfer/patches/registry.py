@@ -98,6 +98,19 @@ CPU_ROUTER: Final = Patch(
     verified=("0.32.0",),
     remove_when="vLLM's router of CPUs chooses as its routers of GPUs do",
 )
+CPU_ROPE: Final = Patch(
+    id="cpu_rope",
+    target="vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",
+    parameters=("self", "positions", "query", "key"),
+    processes="CPU ranks of a group",
+    why=(
+        "the operation behind it turns tokens by other tokens' angles where queries or keys have an axis of "
+        "heads, as attention over latents has; no option chooses the right one for an eager rank"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="csrc/cpu/pos_encoding.cpp tells tokens from heads",
+)
 ENGINE_PAUSE: Final = Patch(
     id="engine_pause",
     target="vllm.v1.engine.core:EngineCoreProc._process_engine_step",
@@ -119,6 +132,7 @@ PATCHES: Final = (
     CPU_FP8_EXPERTS_PACKING,
     CPU_FP8_EXPERTS_APPLY,
     CPU_ROUTER,
+    CPU_ROPE,
     ENGINE_PAUSE,
 )
 

@@ -1,0 +1,47 @@
+"""The patch `cpu_rope`: rotary embeddings of CPU ranks are right for queries and keys with an axis of heads.
+
+vLLM's operation for CPUs takes the distance between two heads for the one between two tokens where both axes
+are there: with (tokens, heads, size) a token is turned by angles of others, without an error. Attention over
+latents asks so, unless its positions are scaled by YaRN as DeepSeek's are. Compiled models do not call it;
+CPU ranks are eager. Imports vLLM.
+Source: vllm/model_executor/layers/rotary_embedding/base.py::RotaryEmbedding.forward_cpu@v0.32.0,
+csrc/cpu/pos_encoding.cpp::rotary_embedding; who asks: vllm/model_executor/layers/mla.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_heteroinfer.patches.registry import CPU_ROPE
+from vllm_heteroinfer.patches.replacing import replace, restore
+
+
+def install() -> None:
+    """Has this process's rotary embeddings computed so from now on; to be called before a model is made.
+
+    Twice is a no-op.
+
+    Raises:
+        PatchError: this vLLM is another one than the patch was written for.
+    """
+    replace(CPU_ROPE, _rotating)
+
+
+def revert() -> None:
+    """Puts vLLM's own function back; a no-op where the patch is not applied."""
+    restore(CPU_ROPE)
+
+
+def _rotating(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with_heads = positions.dim() + 2
+        if query.dim() < with_heads and (key is None or key.dim() < with_heads):
+            rotated: tuple[torch.Tensor, torch.Tensor | None] = original(self, positions, query, key)
+        else:
+            rotated = self.forward_native(positions, query, key)
+        return rotated
+
+    return forward_cpu
