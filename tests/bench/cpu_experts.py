@@ -1,12 +1,13 @@
 """Experts on the CPU, bf16 and FP8 block: our kernels against vLLM's, in turns, as GB/s of chosen experts.
 
     python -m tests.bench.cpu_experts [--weights bf16,fp8] [--layers 3] [--rows 1,4,16,64,512] [--rounds 30]
-        [--threads N] [--path P] [--streams N] [--prefetch N]
+        [--threads N] [--path P] [--streams N] [--prefetch N] [--against LIBRARY]
 
 Layers of Qwen3-30B-A3B's experts with random weights, uniform routing. Both have the same inputs and the same
 layer in each turn, one after the other; the ratio is the median over turns of theirs by ours. `stream` is
 a sum over all weights. `--path`, `--streams` and `--prefetch` force what our kernels choose. Needs the
-worker's Python and a CPU with AVX-512; vLLM's kernel for FP8 needs AMX.
+worker's Python and a CPU with AVX-512; vLLM's kernel for FP8 needs AMX. `--against` takes another build of
+our own kernels in place of vLLM's.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.bench.model_shapes import SHAPES
@@ -44,9 +46,10 @@ class Contenders:
     Args:
         weights: "bf16" or "fp8".
         count: of layers.
+        against: another build of our library, in place of vLLM's kernels.
     """
 
-    def __init__(self, weights: str, count: int) -> None:
+    def __init__(self, weights: str, count: int, against: Path | None = None) -> None:
         import torch
         from vllm.platforms.cpu import CpuPlatform
 
@@ -54,10 +57,11 @@ class Contenders:
         CpuPlatform.import_kernels()  # also where the build is for GPUs
         import vllm._custom_ops as ops
 
-        from vllm_heteroinfer.kernels import linear
+        from vllm_heteroinfer.kernels import library, linear
         from vllm_heteroinfer.kernels.experts import FP8, SCALED, PackedExperts, experts, pack_experts
 
         self._torch, self._ops, self._library, self._experts = torch, ops, linear.prepare(), experts
+        self._against = library.load(against) if against else None
         self.weights, self.fp8, self.isa = weights, weights == "fp8", "vec"
         if torch.cpu._is_amx_tile_supported():
             self.isa = "amx"
@@ -82,6 +86,8 @@ class Contenders:
             w13, w2 = (pack_experts(self._library, w, gates=not i) for i, w in enumerate(dense))
             both = (scales[0], scales[1]) if self.fp8 else None
             self.ours.append(PackedExperts(w13=w13, w2=w2, scales=both))
+            if self._against:
+                continue
             if self.fp8:
                 self.theirs.append([*map(torch.ops._C.convert_weight_packed, dense), *scales])
             else:
@@ -92,7 +98,10 @@ class Contenders:
         self._experts(self._library, y, x, self.ours[layer], weights=weights, ids=ids)
 
     def run_theirs(self, layer: int, y: Any, x: Any, ids: Any, weights: Any) -> None:
-        """Computes a layer by vLLM's kernel."""
+        """Computes a layer by vLLM's kernel, or the other build of ours."""
+        if self._against:
+            self._experts(self._against, y, x, self.ours[layer], weights=weights, ids=ids)
+            return
         w13, w2, *scales = self.theirs[layer]
         if not self.fp8:
             self._ops.cpu_fused_moe(y, x, w13, w2, None, None, weights, ids, "silu", self.isa)
@@ -163,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--path", default=None)
     parser.add_argument("--streams", type=int, default=-1)
     parser.add_argument("--prefetch", type=int, default=-1)
+    parser.add_argument("--against", type=Path, help="another build of our own library")
     options = parser.parse_args(argv)
     import torch
 
@@ -173,10 +183,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     library = linear.prepare()
     library.tune(options.path, options.streams, options.prefetch)
     print(f"{torch.get_num_threads()} threads, ours of {library.paths}")
-    print("weights  rows  ours GB/s  vLLM GB/s  ratio (quartiles)  largest gap")
+    print("weights  rows  ours GB/s  theirs    ratio (quartiles)  largest gap")
     for weights in options.weights.split(","):
-        both = Contenders(weights, options.layers)
-        print(f"{weights}: vLLM's kernel for {both.isa}, stream {both.stream():.1f} GB/s")
+        both = Contenders(weights, options.layers, options.against)
+        theirs = options.against.name if options.against else f"vLLM's kernel for {both.isa}"
+        print(f"{weights}: against {theirs}, stream {both.stream():.1f} GB/s")
         for rows in map(int, options.rows.split(",")):
             rounds = max(4, options.rounds if rows < 256 else options.rounds // 4)
             print(compare(both, rows, rounds), flush=True)

@@ -103,7 +103,7 @@ def write_model(path: Path, config: Mapping[str, Any], layers: int) -> None:
 
 def bench(options: argparse.Namespace, model: Path, off: int) -> list[dict[str, Any]]:
     """Returns what llama-bench measured."""
-    command = [str(options.bench), "-m", str(model), "-ngl", "99", "-ncmoe", str(off), "-mmp", "0"]
+    command = [str(options.bench), "-m", str(model), "-ngl", "99", "-ncmoe", str(off), "-lm", "none"]
     command += ["-t", options.threads, "-p", "0", "-n", str(options.tokens), "-r", "3", "-o", "json"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:

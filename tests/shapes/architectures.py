@@ -22,12 +22,9 @@ def build_table() -> dict[str, Any]:
     from vllm.config.model import iter_architecture_defaults
     from vllm.model_executor.models import registry
 
-    text = {
-        *registry._TEXT_GENERATION_MODELS,
-        *registry._MULTIMODAL_MODELS,
-        *registry._TRANSFORMERS_SUPPORTED_MODELS,
-    }
-    others = set(registry._VLLM_MODELS) - text
+    text = {*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}
+    by_transformers = set(registry._TRANSFORMERS_SUPPORTED_MODELS)
+    others = set(registry._VLLM_MODELS) - text - by_transformers
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     known = {name for each in (*causal, *images) for name in ([each] if isinstance(each, str) else each)}
@@ -35,7 +32,7 @@ def build_table() -> dict[str, Any]:
         "source": f"vllm {vllm.version.__version__.split('+')[0]} and transformers "
         f"{transformers.__version__}, by tests/shapes/architectures.py",
         "generates": sorted(text),
-        "by_transformers": sorted(known - text - others),
+        "by_transformers": sorted(by_transformers | known - text - others),
         "other_tasks": sorted(others),
         "endings": {ending: runner for ending, (runner, _) in iter_architecture_defaults()},
         "until": dict(sorted(registry._PREVIOUSLY_SUPPORTED_MODELS.items())),

@@ -248,7 +248,7 @@ def experts() -> Any:
         part.quant_method.process_weights_after_loading(part)
         ours[name] = cpu_experts.library_of(part) is not None
         got = part.quant_method.apply(
-            layer=part, x=x.clone(), topk_weights=weights, topk_ids=ids if ours[name] else ids.int(),
+            layer=part, x=x.clone(), topk_weights=weights, topk_ids=ids,
             shared_experts=None, shared_experts_input=None,
         )  # fmt: skip
         gaps[name] = float((got.float() - exact).abs().max() / exact.abs().max())

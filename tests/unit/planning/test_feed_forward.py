@@ -62,6 +62,13 @@ def test_as_few_layers_as_the_gpu_asks_for_go_to_cpus() -> None:
         plan(feed_forward(own={"layers": count - 1}), mixture())
 
 
+@pytest.mark.parametrize("name", ["Olmo2ForCausalLM", "Dots1ForCausalLM"])
+def test_layers_of_transformers_classes_have_no_part_for_feed_forward_ranks(name: str) -> None:
+    with pytest.raises(PlanError, match=rf"vLLM serves {name} by transformers' class, .* use mode Pipeline") as e:
+        plan(feed_forward(), replace(mixture(), architecture=name))
+    assert e.value.reason == "UnsupportedParallelism"
+
+
 def test_a_gpu_whose_memory_is_unknown_is_said() -> None:
     note = "the GPU's memory is unknown; set deviceMemory to have layers planned by it"
     assert note in plan(feed_forward(device_memory=None), mixture()).notes

@@ -23,6 +23,7 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
 from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import Rates, cpu_rates
+from heteroinfer_operator.planning.served_architectures import is_by_transformers
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
 
@@ -60,6 +61,12 @@ def choose_remote(
     own = role.feed_forward
     if own is None:
         return None
+    if is_by_transformers(profile.architecture):
+        raise PlanError(
+            f"role {role.name}: got feedForward, but vLLM serves {profile.architecture} by transformers' "
+            "class, whose experts and MLPs feed-forward ranks cannot take; use mode Pipeline for this model",
+            reason="UnsupportedParallelism",
+        )
     order = _cheapest_first(profile)
     if not order:
         raise PlanError(

@@ -45,6 +45,11 @@ def check_architecture(profile: ModelProfile) -> tuple[str, ...]:
     )
 
 
+def is_by_transformers(architecture: str) -> bool:
+    """Returns whether vLLM serves a model by transformers' class, having none of its own."""
+    return architecture in _table()["by_transformers"]
+
+
 @cache
 def _table() -> Mapping[str, Any]:
     text = resources.files("heteroinfer_operator.planning").joinpath("served_architectures.json").read_text()

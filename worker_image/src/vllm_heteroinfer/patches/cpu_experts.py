@@ -131,6 +131,8 @@ def _say(said: set[torch.dtype], library: KernelLibrary, dtype: torch.dtype) -> 
 def _applying(original: Callable[..., None]) -> Callable[..., None]:
     def apply(self: Any, **named: Any) -> None:
         library = _library_of(named["w1"])
+        # Routers that simulate give int64, which no kernel takes (…/router/routing_simulator_router.py).
+        named["topk_ids"] = named["topk_ids"].to(torch.int32).contiguous()
         if library is None:
             original(self, **named)
             return
@@ -140,7 +142,7 @@ def _applying(original: Callable[..., None]) -> Callable[..., None]:
             named["hidden_states"].contiguous(),
             packed_experts(self, named["w1"], named["w2"]),
             weights=_weights(**named),
-            ids=named["topk_ids"].to(torch.int32).contiguous(),
+            ids=named["topk_ids"],
         )
 
     return apply

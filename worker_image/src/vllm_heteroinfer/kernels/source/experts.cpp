@@ -3,8 +3,9 @@
 // A step reads the weights of the chosen experts once, and everything here serves that stream, as in linear.h:
 //   - w13 of an expert is packed as a linear weight whose blocks of 32 columns are gate and up in turn, w2 as
 //     one of hidden columns; experts lie one after another.
-//   - All blocks of all chosen experts are one list, of which threads take equal runs: a block is never split, and
-//     the last unit of an expert prefetches the first of the next.
+//   - All blocks of all chosen experts are one list, of which threads get equal runs: a block is never split, and
+//     the last unit of an expert prefetches the first of the next. Who has done its run takes from the ends of others':
+//     threads are not equally fast, since some share a core, or its memory, with other work.
 //   - Rows are gathered and packed for each expert; sums stay float32 until the activation and until the end.
 //   - FP8 is widened to bf16 as it is read, which is exact, and its scales go to float32 sums of 128 k. A thread reads several
 //     blocks at once there, not several positions of one: scales differ along k.
@@ -12,7 +13,9 @@
 
 #include <omp.h>
 
+#include <atomic>
 #include <cstring>
+#include <utility>
 
 using namespace heteroinfer;
 
@@ -176,42 +179,95 @@ long blocks_at_once(const Chosen& chosen, long left) {
   return most;
 }
 
-// Where a thread's run of blocks begins: those before cost `part` of `parts` of all.
-Item boundary(const Call& call, long blocks, long part, long parts) {
+// Where a thread's run of blocks begins in the list of all: those before cost `part` of `parts` of all.
+long boundary(const Call& call, long blocks, long part, long parts) {
   long total = 0;
   for (long i = 0; i < call.experts; i++) total += call.chosen[i].cost * blocks;
   long left = total * part / parts;
   for (long i = 0; i < call.experts; i++) {
     const long cost = call.chosen[i].cost;
-    if (left < cost * blocks) return {i, left / cost};
+    if (left < cost * blocks) return i * blocks + left / cost;
     left -= cost * blocks;
   }
-  return {call.experts, 0};
+  return call.experts * blocks;
 }
 
-void multiply_all(const Call& call, const Product& product, long thread, long threads) {
-  const long blocks = product.blocks();
-  const Item end = boundary(call, blocks, thread + 1, threads);
-  Item item = boundary(call, blocks, thread, threads);
-  while (item.chosen < end.chosen || (item.chosen == end.chosen && item.block < end.block)) {
-    const Chosen& chosen = call.chosen[item.chosen];
-    const long rows = chosen.rows.m, block = item.block;
-    const long left = (item.chosen == end.chosen ? end.block : blocks) - block;
-    const long count = product.scales ? blocks_at_once(chosen, left) : 1;
-    item.block += count;
-    if (item.block == blocks) item = {item.chosen + 1, 0};
-    const Item following = item.chosen < call.experts ? item : Item{call.experts - 1, blocks - 1};
-    float* c = static_cast<float*>(
-        sums_buffer.reserve(static_cast<size_t>(count * rows * kColumns) * sizeof(float)));
-    if (product.scales)
-      multiply_fp8(call, product, chosen, block, count, following, c);
-    else
-      multiply_block(call, product, chosen, block,
-                     product.block<uint16_t>(call.chosen[following.chosen], following.block), c);
-    float* out = product.sums + chosen.first * product.columns + block * kColumns;
-    for (long s = 0; s < count; s++)
-      for (long r = 0; r < rows; r++)
-        std::memcpy(out + r * product.columns + s * kColumns, c + (s * rows + r) * kColumns, kColumns * sizeof(float));
+// Blocks [first, end) of the list that nobody has taken: one thread takes from the front, others from the back.
+class alignas(64) Run {
+ public:
+  Run(long first, long end) : both_(pack(first, end)) {}
+  long left() const {
+    const uint64_t both = both_.load(std::memory_order_relaxed);
+    return end(both) - first(both);
+  }
+  // Takes what `count` says of how many are left and of the place they are taken from; returns them, or none.
+  template <class Count>
+  std::pair<long, long> take_front(Count count) {
+    uint64_t both = both_.load(std::memory_order_relaxed);
+    while (first(both) < end(both)) {
+      const long from = first(both), taken = count(from, end(both) - from);
+      if (both_.compare_exchange_weak(both, pack(from + taken, end(both)), std::memory_order_relaxed))
+        return {from, taken};
+    }
+    return {0, 0};
+  }
+  template <class Count>
+  std::pair<long, long> take_back(Count count) {
+    uint64_t both = both_.load(std::memory_order_relaxed);
+    while (first(both) < end(both)) {
+      const long until = end(both), taken = count(until, until - first(both));
+      if (both_.compare_exchange_weak(both, pack(first(both), until - taken), std::memory_order_relaxed))
+        return {until - taken, taken};
+    }
+    return {0, 0};
+  }
+
+ private:
+  static uint64_t pack(long first, long end) { return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end); }
+  static long first(uint64_t both) { return static_cast<long>(both >> 32); }
+  static long end(uint64_t both) { return static_cast<long>(both & 0xffffffff); }
+  std::atomic<uint64_t> both_;
+};
+
+// Computes `count` blocks of one expert, from `at` of the list; what follows is likely read next.
+void multiply_some(const Call& call, const Product& product, long at, long count, long following) {
+  const long blocks = product.blocks(), block = at % blocks;
+  const Chosen& chosen = call.chosen[at / blocks];
+  const long rows = chosen.rows.m;
+  const Item next = {following / blocks, following % blocks};
+  float* c =
+      static_cast<float*>(sums_buffer.reserve(static_cast<size_t>(count * rows * kColumns) * sizeof(float)));
+  if (product.scales)
+    multiply_fp8(call, product, chosen, block, count, next, c);
+  else
+    multiply_block(call, product, chosen, block, product.block<uint16_t>(call.chosen[next.chosen], next.block), c);
+  float* out = product.sums + chosen.first * product.columns + block * kColumns;
+  for (long s = 0; s < count; s++)
+    for (long r = 0; r < rows; r++)
+      std::memcpy(out + r * product.columns + s * kColumns, c + (s * rows + r) * kColumns, kColumns * sizeof(float));
+}
+
+void multiply_all(const Call& call, const Product& product, Run* runs, long thread, long threads) {
+  const long blocks = product.blocks(), last = call.experts * blocks - 1;
+  const auto at_once = [&](long expert, long left) {
+    return product.scales ? blocks_at_once(call.chosen[expert], left) : 1;
+  };
+  for (;;) {
+    const auto [at, count] = runs[thread].take_front([&](long from, long left) {
+      return at_once(from / blocks, std::min(left, blocks - from % blocks));
+    });
+    if (!count) break;
+    multiply_some(call, product, at, count, std::min(at + count, last));
+  }
+  for (;;) {
+    long victim = thread, most = 0;
+    for (long other = thread + 1; other < thread + threads; other++)
+      if (const long left = runs[other % threads].left(); left > most) victim = other % threads, most = left;
+    if (!most) break;
+    const auto [at, count] = runs[victim].take_back([&](long until, long left) {
+      return at_once((until - 1) / blocks, std::min((left + 1) / 2, (until - 1) % blocks + 1));
+    });
+    if (count) multiply_some(call, product, at, count, at);
   }
 }
 
@@ -267,17 +323,19 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
                          const float* scales13, const float* scales2, const float* weights, const int32_t* ids,
                          long m, long topk, long experts, long hidden, long inner) {
   if (m <= 0) return;
-  const long choices = m * topk;
-  // The plan: positions of (row, choice) by expert, the chosen experts, their groups of rows.
+  const long choices = m * topk, most_threads = omp_get_max_threads();
+  // The plan: positions of (row, choice) by expert, the chosen experts, their groups of rows, who reads what.
   const size_t bytes = (static_cast<size_t>(experts) + 1) * sizeof(long) + static_cast<size_t>(choices) * 2 * sizeof(long) +
                        static_cast<size_t>(std::min(experts, choices)) * sizeof(Chosen) +
-                       static_cast<size_t>(choices) * sizeof(Group) + 5 * 64;
+                       static_cast<size_t>(choices) * sizeof(Group) + 2 * static_cast<size_t>(most_threads) * sizeof(Run) + 7 * 64;
   char* memory = static_cast<char*>(plan_buffer.reserve(bytes));
   long* starts = take<long>(memory, experts + 1);
   long* row = take<long>(memory, choices);
   long* position = take<long>(memory, choices);
   Chosen* chosen = take<Chosen>(memory, std::min(experts, choices));
   Group* groups = take<Group>(memory, choices);
+  Run* up_runs = take<Run>(memory, most_threads);
+  Run* down_runs = take<Run>(memory, most_threads);
   std::memset(starts, 0, static_cast<size_t>(experts + 1) * sizeof(long));
   for (long i = 0; i < choices; i++)
     if (ids[i] >= 0 && ids[i] < experts) starts[ids[i] + 1]++;
@@ -304,6 +362,10 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
                   reinterpret_cast<float*>(reserve(downs_buffer, hidden * long{sizeof(float)}))};
   const Product up{w13, scales13, 2 * inner, hidden, true, call.inputs, call.gates, true};
   const Product down{w2, scales2, hidden, inner, false, call.middle, call.downs, false};
+  for (long part = 0; part < most_threads; part++)
+    for (const auto& [runs, blocks] : {std::pair{up_runs, up.blocks()}, std::pair{down_runs, down.blocks()}})
+      new (runs + part)
+          Run(boundary(call, blocks, part, most_threads), boundary(call, blocks, part + 1, most_threads));
   bool packs = false;
   for (long i = 0; i < chosen_count; i++) packs |= !as_it_is(chosen[i]);
 #pragma omp parallel
@@ -315,11 +377,11 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
 #pragma omp barrier
     }
     kAmx.enter();
-    multiply_all(call, up, thread, threads);
+    multiply_all(call, up, up_runs, thread, most_threads);
 #pragma omp barrier
     for (long g = mine(group_count, 0); g < mine(group_count, 1); g++) activate(call, groups[g]);
 #pragma omp barrier
-    multiply_all(call, down, thread, threads);
+    multiply_all(call, down, down_runs, thread, most_threads);
     kAmx.leave();
 #pragma omp barrier
     const long strips = ceil_div(hidden, 256);
