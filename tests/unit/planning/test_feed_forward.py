@@ -64,7 +64,9 @@ def test_as_few_layers_as_the_gpu_asks_for_go_to_cpus() -> None:
 
 @pytest.mark.parametrize("name", ["Olmo2ForCausalLM", "Dots1ForCausalLM"])
 def test_layers_of_transformers_classes_have_no_part_for_feed_forward_ranks(name: str) -> None:
-    with pytest.raises(PlanError, match=rf"vLLM serves {name} by transformers' class, .* use mode Pipeline") as e:
+    with pytest.raises(
+        PlanError, match=rf"vLLM serves {name} by transformers' class, .* use mode Pipeline"
+    ) as e:
         plan(feed_forward(), replace(mixture(), architecture=name))
     assert e.value.reason == "UnsupportedParallelism"
 

@@ -4,8 +4,8 @@ vLLM's operation for CPUs takes the distance between two heads for the one betwe
 are there: with (tokens, heads, size) a token is turned by angles of others, without an error. Attention over
 latents asks so, unless its positions are scaled by YaRN as DeepSeek's are. Compiled models do not call it;
 CPU ranks are eager. Imports vLLM.
-Source: vllm/model_executor/layers/rotary_embedding/base.py::RotaryEmbedding.forward_cpu@v0.32.0,
-csrc/cpu/pos_encoding.cpp::rotary_embedding; who asks: vllm/model_executor/layers/mla.py.
+Source: vllm/model_executor/layers/rotary_embedding/base.py::RotaryEmbedding.forward_cpu@v0.32.0; who asks:
+vllm/model_executor/layers/mla.py.
 """
 
 from collections.abc import Callable

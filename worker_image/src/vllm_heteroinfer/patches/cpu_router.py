@@ -4,7 +4,7 @@ Without groups of experts that router knows softmax alone: with a sigmoid (MiniM
 step, and the bias that corrects a choice by softmax (ERNIE-4.5) it leaves out, which gives other experts
 without an error. Imports vLLM.
 Source: vllm/model_executor/layers/fused_moe/router/cpu_router.py::CPURouter._compute_routing@v0.32.0; what
-GPUs do: router/router_factory.py::create_fused_moe_router, fused_topk_bias_router.py::fused_topk_bias.
+GPUs do: vllm/.../fused_moe/router/fused_topk_bias_router.py::fused_topk_bias.
 """
 
 from collections.abc import Callable

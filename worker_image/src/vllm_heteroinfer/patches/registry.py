@@ -109,7 +109,7 @@ CPU_ROPE: Final = Patch(
     ),
     upstream="",
     verified=("0.32.0",),
-    remove_when="csrc/cpu/pos_encoding.cpp tells tokens from heads",
+    remove_when="vLLM's rotary embedding of CPUs tells tokens from heads",
 )
 ENGINE_PAUSE: Final = Patch(
     id="engine_pause",
