@@ -5,7 +5,7 @@
 Writes a GGUF of a shape with random bf16 weights (as many bytes an element as ours), and has llama-bench
 decode one request with it: its router chooses, always as many experts a token as the model says. llama.cpp
 is not a dependency of the project: build its `llama-bench` from the sources inside llama-cpp-python's sdist
-with `-DGGML_CUDA=ON`, and give its path; `gguf` writes the file. `--folder` needs room for the model: half
+with `-DGGML_CUDA=ON`, and give its path; `gguf` writes the file. `--folder` needs space for the model: half
 a gigabyte and 1.2 GB a layer for Qwen3-30B-A3B.
 """
 

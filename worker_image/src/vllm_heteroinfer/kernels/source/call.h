@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 #include "linear.h"
 
@@ -50,5 +52,55 @@ struct Choice {
   int streams, prefetch;
 };
 Choice choose_kernel(long m, bool fp8 = false);
+
+// Tasks [first, end) of a list that nobody has taken: one thread takes from the front, in order, others from the back.
+// Threads begin with equal runs, and are not equally fast: some share a core, or its memory, with other work.
+class alignas(64) Run {
+ public:
+  explicit Run(long first = 0, long end = 0) : both_(pack(first, end)) {}
+  void set(long first, long end) { both_.store(pack(first, end), std::memory_order_relaxed); }
+  long left() const {
+    const uint64_t both = both_.load(std::memory_order_relaxed);
+    return end(both) - first(both);
+  }
+  // Takes what `count` says of how many are left and of where they are taken from; returns them, or none.
+  template <class Count>
+  std::pair<long, long> take_front(Count count) {
+    uint64_t both = both_.load(std::memory_order_relaxed);
+    while (first(both) < end(both)) {
+      const long from = first(both), taken = count(from, end(both) - from);
+      if (both_.compare_exchange_weak(both, pack(from + taken, end(both)), std::memory_order_relaxed))
+        return {from, taken};
+    }
+    return {0, 0};
+  }
+  template <class Count>
+  std::pair<long, long> take_back(Count count) {
+    uint64_t both = both_.load(std::memory_order_relaxed);
+    while (first(both) < end(both)) {
+      const long until = end(both), taken = count(until, until - first(both));
+      if (both_.compare_exchange_weak(both, pack(first(both), until - taken), std::memory_order_relaxed))
+        return {until - taken, taken};
+    }
+    return {0, 0};
+  }
+
+ private:
+  static uint64_t pack(long first, long end) { return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end); }
+  static long first(uint64_t both) { return static_cast<long>(both >> 32); }
+  static long end(uint64_t both) { return static_cast<long>(both & 0xffffffff); }
+  std::atomic<uint64_t> both_;
+};
+
+// Takes one task.
+inline long one_task(long, long) { return 1; }
+
+// Whose run has most left, of other threads; -1 if none has anything.
+inline long fullest(const Run* runs, long thread, long threads) {
+  long found = -1, most = 0;
+  for (long other = thread + 1; other < thread + threads; other++)
+    if (const long left = runs[other % threads].left(); left > most) found = other % threads, most = left;
+  return found;
+}
 
 }  // namespace heteroinfer

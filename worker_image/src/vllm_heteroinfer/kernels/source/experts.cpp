@@ -13,9 +13,7 @@
 
 #include <omp.h>
 
-#include <atomic>
 #include <cstring>
-#include <utility>
 
 using namespace heteroinfer;
 
@@ -192,43 +190,6 @@ long boundary(const Call& call, long blocks, long part, long parts) {
   return call.experts * blocks;
 }
 
-// Blocks [first, end) of the list that nobody has taken: one thread takes from the front, others from the back.
-class alignas(64) Run {
- public:
-  Run(long first, long end) : both_(pack(first, end)) {}
-  long left() const {
-    const uint64_t both = both_.load(std::memory_order_relaxed);
-    return end(both) - first(both);
-  }
-  // Takes what `count` says of how many are left and of the place they are taken from; returns them, or none.
-  template <class Count>
-  std::pair<long, long> take_front(Count count) {
-    uint64_t both = both_.load(std::memory_order_relaxed);
-    while (first(both) < end(both)) {
-      const long from = first(both), taken = count(from, end(both) - from);
-      if (both_.compare_exchange_weak(both, pack(from + taken, end(both)), std::memory_order_relaxed))
-        return {from, taken};
-    }
-    return {0, 0};
-  }
-  template <class Count>
-  std::pair<long, long> take_back(Count count) {
-    uint64_t both = both_.load(std::memory_order_relaxed);
-    while (first(both) < end(both)) {
-      const long until = end(both), taken = count(until, until - first(both));
-      if (both_.compare_exchange_weak(both, pack(first(both), until - taken), std::memory_order_relaxed))
-        return {until - taken, taken};
-    }
-    return {0, 0};
-  }
-
- private:
-  static uint64_t pack(long first, long end) { return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end); }
-  static long first(uint64_t both) { return static_cast<long>(both >> 32); }
-  static long end(uint64_t both) { return static_cast<long>(both & 0xffffffff); }
-  std::atomic<uint64_t> both_;
-};
-
 // Computes `count` blocks of one expert, from `at` of the list; what follows is likely read next.
 void multiply_some(const Call& call, const Product& product, long at, long count, long following) {
   const long blocks = product.blocks(), block = at % blocks;
@@ -260,10 +221,8 @@ void multiply_all(const Call& call, const Product& product, Run* runs, long thre
     multiply_some(call, product, at, count, std::min(at + count, last));
   }
   for (;;) {
-    long victim = thread, most = 0;
-    for (long other = thread + 1; other < thread + threads; other++)
-      if (const long left = runs[other % threads].left(); left > most) victim = other % threads, most = left;
-    if (!most) break;
+    const long victim = fullest(runs, thread, threads);
+    if (victim < 0) break;
     const auto [at, count] = runs[victim].take_back([&](long until, long left) {
       return at_once((until - 1) / blocks, std::min((left + 1) / 2, (until - 1) % blocks + 1));
     });

@@ -31,7 +31,7 @@ int available = 0;  // bits of Path
 bool widens = false;  // AVX512-VBMI
 int forced_path = -1, forced_streams = -1, forced_prefetch = -1;
 
-thread_local Buffer inputs_buffer, parts_buffer, sums_buffer;
+thread_local Buffer inputs_buffer, parts_buffer, sums_buffer, runs_buffer;
 
 struct Call {
   const Kernel* kernel;
@@ -120,18 +120,36 @@ float* part(float* parts, const Call& call, long thread, bool first) {
   return parts + (thread * 2 + (first ? 0 : 1)) * call.rows.m * kColumns;
 }
 
-void few_rows(const Call& call, float* parts, float* sums, long thread, long threads) {
+// Computes a piece: a whole block is stored, of another one the sums are kept.
+void few_rows(const Call& call, const Piece& piece, const Piece& next, float* kept, float* sums) {
+  const bool whole = piece.whole(call);
+  float* c = whole ? sums : kept;
+  std::memset(c, 0, static_cast<size_t>(call.rows.m * kColumns) * sizeof(float));
+  multiply_piece(call, piece, next, c);
+  if (whole) call.store(piece.block, c, 0, static_cast<int>(call.rows.m));
+}
+
+// A thread's range, of which others may take whole blocks; then whole blocks of others'.
+void few_rows(const Call& call, Run* runs, float* parts, float* sums, long thread, long threads) {
   const Range range(call, thread, threads);
-  for (long unit = range.first; unit < range.end;) {
+  const long units = call.units, last = range.end / units * units;
+  const auto compute = [&](long unit) {
     const Piece piece = range.piece(call, unit);
     const long following = unit + piece.end - piece.first;
-    const Piece next = following < range.end ? range.piece(call, following) : piece;
-    const bool whole = piece.whole(call);
-    float* c = whole ? sums : part(parts, call, thread, unit == range.first);
-    std::memset(c, 0, static_cast<size_t>(call.rows.m * kColumns) * sizeof(float));
-    multiply_piece(call, piece, next, c);
-    if (whole) call.store(piece.block, c, 0, static_cast<int>(call.rows.m));
-    unit = following;
+    few_rows(call, piece, following < range.end ? range.piece(call, following) : piece,
+             part(parts, call, thread, unit == range.first), sums);
+  };
+  runs[thread].set(ceil_div(range.first, units), range.end / units);
+  if (range.first < range.end && range.first % units) compute(range.first);
+  for (;;) {
+    const auto [block, taken] = runs[thread].take_front(one_task);
+    if (!taken) break;
+    compute(block * units);
+  }
+  if (last < range.end && last >= range.first) compute(last);
+  for (long victim; (victim = fullest(runs, thread, threads)) >= 0;) {
+    const auto [block, taken] = runs[victim].take_back(one_task);
+    if (taken) few_rows(call, {block, 0, units}, {block, 0, units}, nullptr, sums);
   }
 }
 
@@ -174,8 +192,17 @@ void many_rows(const Call& call, float* sums, long first_group, long end_group, 
     call.store(block, sums + rows * kColumns * (block - first_block), first_row, static_cast<int>(rows));
 }
 
+// As many runs as there can be threads, with nothing in them.
+Run* empty_runs() {
+  const long count = omp_get_max_threads();
+  auto* runs = static_cast<Run*>(runs_buffer.reserve(static_cast<size_t>(count) * sizeof(Run)));
+  for (long i = 0; i < count; i++) new (runs + i) Run;
+  return runs;
+}
+
 void linear_many(const Call& call) {
   const long groups = std::max<long>(1, kManyRows / call.rows.each), bands = ceil_div(call.rows.groups, groups);
+  Run* runs = empty_runs();
 #pragma omp parallel
   {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -185,10 +212,20 @@ void linear_many(const Call& call) {
         sums_buffer.reserve(static_cast<size_t>(groups * call.rows.each * kColumns * kManyBlocks) * sizeof(float)));
     const long tasks = ceil_div(call.blocks, wide) * bands;
     call.kernel->enter();
-    for (long task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++) {
+    const auto compute = [&](long task) {
       const long block = task / bands * wide, group = task % bands * groups;
       many_rows(call, sums, group, std::min(call.rows.groups, group + groups), block,
                 std::min(call.blocks, block + wide));
+    };
+    runs[thread].set(tasks * thread / threads, tasks * (thread + 1) / threads);
+    for (;;) {
+      const auto [task, taken] = runs[thread].take_front(one_task);
+      if (!taken) break;
+      compute(task);
+    }
+    for (long victim; (victim = fullest(runs, thread, threads)) >= 0;) {
+      const auto [task, taken] = runs[victim].take_back(one_task);
+      if (taken) compute(task);
     }
     call.kernel->leave();
   }
@@ -198,12 +235,13 @@ void linear_few(const Call& call, bool serial) {
   const size_t block_bytes = static_cast<size_t>(call.rows.m * kColumns) * sizeof(float);
   float* parts = static_cast<float*>(
       parts_buffer.reserve(2 * block_bytes * static_cast<size_t>(serial ? 1 : omp_get_max_threads())));
+  Run* runs = empty_runs();
 #pragma omp parallel if (!serial)
   {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
     float* sums = static_cast<float*>(sums_buffer.reserve(block_bytes));
     call.kernel->enter();
-    few_rows(call, parts, sums, thread, threads);
+    few_rows(call, runs, parts, sums, thread, threads);
     call.kernel->leave();
     if (call.blocks % threads) {
 #pragma omp barrier
