@@ -150,9 +150,11 @@ async def test_pods_placed_one_by_one_tell_the_schedulers_own_words_once(
             return (await words()) not in ("", message)
 
         await until("other words, of one node more", other_words, timeout_s=30, said=said)
-        # Before pods are there the operator may have said what it counts itself.
+        # Before the scheduler says anything the operator may have said what it counts itself.
         notes = await events(server, namespace, "Unschedulable")
-        assert sum("node affinity" in note for note in notes) == 1, said()
+        of_scheduler = sum("is not placed" in note for note in notes)
+        assert of_scheduler <= 1, said()
+        assert 1 <= len(notes) <= of_scheduler + 1, said()
 
 
 async def test_a_drain_takes_one_rank_and_waits_with_the_others(
