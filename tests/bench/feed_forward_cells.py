@@ -25,9 +25,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -653,30 +654,34 @@ class Cells:
         self.running.pop(way).close()
 
     def measure(self) -> None:
-        """Measures cell by cell, until the deadline."""
+        """Measures cell by cell, until the deadline: steps, then first tokens."""
         for requests in self.options.requests:
-            for way, one in list(self.running.items()):
-                if self.left_s() < self.options.cell_seconds:
-                    self.note(way=way.name, kind=way.kind, off=way.off, N=requests, failed="no time left")
-                    continue
-                try:
-                    found = one.measure(requests, self.options.steps)
-                    self.note(way=way.name, kind=way.kind, off=way.off, N=requests, **found)
-                except (AssertionError, RuntimeError, OSError) as error:
-                    self.fail(way, error, N=requests)
+            self._each(partial(step_ms, requests, self.options.steps), N=requests)
         for tokens in self.options.prompts:
-            for way, one in list(self.running.items()):
-                if self.left_s() < self.options.cell_seconds:
-                    self.note(way=way.name, kind=way.kind, off=way.off, prompt=tokens, failed="no time left")
-                    continue
-                try:
-                    times = one.first_tokens(tokens)
-                except (AssertionError, RuntimeError, OSError) as error:
-                    self.fail(way, error, prompt=tokens)
-                    continue
-                first_ms = [round(seconds * 1e3, 1) for seconds in times]
-                self.note(way=way.name, kind=way.kind, off=way.off, prompt=tokens, first_ms=first_ms)
+            self._each(partial(first_ms, tokens), prompt=tokens)
         print(f"  ended after {time.monotonic() - self._began:.0f} s", flush=True)
+
+    def _each(self, ask: Callable[[Running], dict[str, Any]], **cell: int) -> None:
+        for way, one in list(self.running.items()):
+            if self.left_s() < self.options.cell_seconds:
+                self.note(way=way.name, kind=way.kind, off=way.off, **cell, failed="no time left")
+                continue
+            try:
+                found = ask(one)
+            except (AssertionError, RuntimeError, OSError) as error:
+                self.fail(way, error, **cell)
+            else:
+                self.note(way=way.name, kind=way.kind, off=way.off, **cell, **found)
+
+
+def step_ms(requests: int, steps: int, one: Running) -> dict[str, Any]:
+    """Returns one cell of a way."""
+    return one.measure(requests, steps)
+
+
+def first_ms(tokens: int, one: Running) -> dict[str, Any]:
+    """Returns the first token of each try, in ms."""
+    return {"first_ms": [round(seconds * 1e3, 1) for seconds in one.first_tokens(tokens)]}
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -188,8 +188,9 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
 }
 """By `quant_method` of config.json."""
 _SIGMOID_WITH_BIAS: Final = ("Glm4Moe", "MiniMaxM2", "NemotronH")
-_SOFTMAX_WITH_BIAS: Final = ("Ernie4_5_",)
 """Architectures whose config.json does not say so."""
+_SOFTMAX_WITH_BIAS: Final = ("Ernie4_5_",)
+"""The same."""
 
 
 def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:

@@ -95,12 +95,27 @@ class alignas(64) Run {
 // Takes one task.
 inline long one_task(long, long) { return 1; }
 
-// Whose run has most left, of other threads; -1 if none has anything.
-inline long fullest(const Run* runs, long thread, long threads) {
-  long found = -1, most = 0;
-  for (long other = thread + 1; other < thread + threads; other++)
-    if (const long left = runs[other % threads].left(); left > most) found = other % threads, most = left;
-  return found;
+// Calls compute(first, how many) for what a thread takes of its own run.
+template <class Count, class Compute>
+void take_own(Run& run, Count count, Compute compute) {
+  for (;;) {
+    const auto [first, taken] = run.take_front(count);
+    if (!taken) return;
+    compute(first, taken);
+  }
+}
+
+// The same for what it takes of others', of whose run has most left, until no run has anything.
+template <class Count, class Compute>
+void take_others(Run* runs, long thread, long threads, Count count, Compute compute) {
+  for (;;) {
+    long fullest = thread, most = 0;
+    for (long other = thread + 1; other < thread + threads; other++)
+      if (const long left = runs[other % threads].left(); left > most) fullest = other % threads, most = left;
+    if (!most) return;
+    const auto [first, taken] = runs[fullest].take_back(count);
+    if (taken) compute(first, taken);
+  }
 }
 
 }  // namespace heteroinfer

@@ -177,17 +177,18 @@ long blocks_at_once(const Chosen& chosen, long left) {
   return most;
 }
 
-// Where a thread's run of blocks begins in the list of all: those before cost `part` of `parts` of all.
-long boundary(const Call& call, long blocks, long part, long parts) {
-  long total = 0;
+// Makes runs of blocks of the list of all, so that each costs as much as any other.
+void make_runs(const Call& call, long blocks, Run* runs, long parts) {
+  long total = 0, chosen = 0, before = 0, first = 0;
   for (long i = 0; i < call.experts; i++) total += call.chosen[i].cost * blocks;
-  long left = total * part / parts;
-  for (long i = 0; i < call.experts; i++) {
-    const long cost = call.chosen[i].cost;
-    if (left < cost * blocks) return i * blocks + left / cost;
-    left -= cost * blocks;
+  for (long part = 0; part < parts; part++) {
+    const long target = total * (part + 1) / parts;
+    while (chosen < call.experts && before + call.chosen[chosen].cost * blocks <= target)
+      before += call.chosen[chosen++].cost * blocks;
+    const long end = chosen * blocks + (chosen < call.experts ? (target - before) / call.chosen[chosen].cost : 0);
+    new (runs + part) Run(first, end);
+    first = end;
   }
-  return call.experts * blocks;
 }
 
 // Computes `count` blocks of one expert, from `at` of the list; what follows is likely read next.
@@ -213,21 +214,18 @@ void multiply_all(const Call& call, const Product& product, Run* runs, long thre
   const auto at_once = [&](long expert, long left) {
     return product.scales ? blocks_at_once(call.chosen[expert], left) : 1;
   };
-  for (;;) {
-    const auto [at, count] = runs[thread].take_front([&](long from, long left) {
-      return at_once(from / blocks, std::min(left, blocks - from % blocks));
-    });
-    if (!count) break;
+  const auto own_count = [&](long from, long left) {
+    return at_once(from / blocks, std::min(left, blocks - from % blocks));
+  };
+  const auto others_count = [&](long until, long left) {
+    return at_once((until - 1) / blocks, std::min((left + 1) / 2, (until - 1) % blocks + 1));
+  };
+  take_own(runs[thread], own_count, [&](long at, long count) {
     multiply_some(call, product, at, count, std::min(at + count, last));
-  }
-  for (;;) {
-    const long victim = fullest(runs, thread, threads);
-    if (victim < 0) break;
-    const auto [at, count] = runs[victim].take_back([&](long until, long left) {
-      return at_once((until - 1) / blocks, std::min((left + 1) / 2, (until - 1) % blocks + 1));
-    });
-    if (count) multiply_some(call, product, at, count, at);
-  }
+  });
+  take_others(runs, thread, threads, others_count, [&](long at, long count) {
+    multiply_some(call, product, at, count, at);
+  });
 }
 
 // Packs the rows of a group as its kernel reads them: x, or the activations of its sums.
@@ -321,10 +319,8 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
                   reinterpret_cast<float*>(reserve(downs_buffer, hidden * long{sizeof(float)}))};
   const Product up{w13, scales13, 2 * inner, hidden, true, call.inputs, call.gates, true};
   const Product down{w2, scales2, hidden, inner, false, call.middle, call.downs, false};
-  for (long part = 0; part < most_threads; part++)
-    for (const auto& [runs, blocks] : {std::pair{up_runs, up.blocks()}, std::pair{down_runs, down.blocks()}})
-      new (runs + part)
-          Run(boundary(call, blocks, part, most_threads), boundary(call, blocks, part + 1, most_threads));
+  make_runs(call, up.blocks(), up_runs, most_threads);
+  make_runs(call, down.blocks(), down_runs, most_threads);
   bool packs = false;
   for (long i = 0; i < chosen_count; i++) packs |= !as_it_is(chosen[i]);
 #pragma omp parallel

@@ -121,7 +121,7 @@ float* part(float* parts, const Call& call, long thread, bool first) {
 }
 
 // Computes a piece: a whole block is stored, of another one the sums are kept.
-void few_rows(const Call& call, const Piece& piece, const Piece& next, float* kept, float* sums) {
+void compute_piece(const Call& call, const Piece& piece, const Piece& next, float* kept, float* sums) {
   const bool whole = piece.whole(call);
   float* c = whole ? sums : kept;
   std::memset(c, 0, static_cast<size_t>(call.rows.m * kColumns) * sizeof(float));
@@ -136,21 +136,16 @@ void few_rows(const Call& call, Run* runs, float* parts, float* sums, long threa
   const auto compute = [&](long unit) {
     const Piece piece = range.piece(call, unit);
     const long following = unit + piece.end - piece.first;
-    few_rows(call, piece, following < range.end ? range.piece(call, following) : piece,
-             part(parts, call, thread, unit == range.first), sums);
+    compute_piece(call, piece, following < range.end ? range.piece(call, following) : piece,
+                  part(parts, call, thread, unit == range.first), sums);
   };
   runs[thread].set(ceil_div(range.first, units), range.end / units);
   if (range.first < range.end && range.first % units) compute(range.first);
-  for (;;) {
-    const auto [block, taken] = runs[thread].take_front(one_task);
-    if (!taken) break;
-    compute(block * units);
-  }
+  take_own(runs[thread], one_task, [&](long block, long) { compute(block * units); });
   if (last < range.end && last >= range.first) compute(last);
-  for (long victim; (victim = fullest(runs, thread, threads)) >= 0;) {
-    const auto [block, taken] = runs[victim].take_back(one_task);
-    if (taken) few_rows(call, {block, 0, units}, {block, 0, units}, nullptr, sums);
-  }
+  take_others(runs, thread, threads, one_task, [&](long block, long) {
+    compute_piece(call, {block, 0, units}, {block, 0, units}, nullptr, sums);
+  });
 }
 
 // Whoever has the start of a split block adds up what the following threads have of it.
@@ -192,9 +187,8 @@ void many_rows(const Call& call, float* sums, long first_group, long end_group, 
     call.store(block, sums + rows * kColumns * (block - first_block), first_row, static_cast<int>(rows));
 }
 
-// As many runs as there can be threads, with nothing in them.
-Run* empty_runs() {
-  const long count = omp_get_max_threads();
+// Runs with nothing in them.
+Run* empty_runs(long count) {
   auto* runs = static_cast<Run*>(runs_buffer.reserve(static_cast<size_t>(count) * sizeof(Run)));
   for (long i = 0; i < count; i++) new (runs + i) Run;
   return runs;
@@ -202,7 +196,7 @@ Run* empty_runs() {
 
 void linear_many(const Call& call) {
   const long groups = std::max<long>(1, kManyRows / call.rows.each), bands = ceil_div(call.rows.groups, groups);
-  Run* runs = empty_runs();
+  Run* runs = empty_runs(omp_get_max_threads());
 #pragma omp parallel
   {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -212,30 +206,23 @@ void linear_many(const Call& call) {
         sums_buffer.reserve(static_cast<size_t>(groups * call.rows.each * kColumns * kManyBlocks) * sizeof(float)));
     const long tasks = ceil_div(call.blocks, wide) * bands;
     call.kernel->enter();
-    const auto compute = [&](long task) {
+    const auto compute = [&](long task, long) {
       const long block = task / bands * wide, group = task % bands * groups;
       many_rows(call, sums, group, std::min(call.rows.groups, group + groups), block,
                 std::min(call.blocks, block + wide));
     };
     runs[thread].set(tasks * thread / threads, tasks * (thread + 1) / threads);
-    for (;;) {
-      const auto [task, taken] = runs[thread].take_front(one_task);
-      if (!taken) break;
-      compute(task);
-    }
-    for (long victim; (victim = fullest(runs, thread, threads)) >= 0;) {
-      const auto [task, taken] = runs[victim].take_back(one_task);
-      if (taken) compute(task);
-    }
+    take_own(runs[thread], one_task, compute);
+    take_others(runs, thread, threads, one_task, compute);
     call.kernel->leave();
   }
 }
 
 void linear_few(const Call& call, bool serial) {
   const size_t block_bytes = static_cast<size_t>(call.rows.m * kColumns) * sizeof(float);
-  float* parts = static_cast<float*>(
-      parts_buffer.reserve(2 * block_bytes * static_cast<size_t>(serial ? 1 : omp_get_max_threads())));
-  Run* runs = empty_runs();
+  const long most_threads = serial ? 1 : omp_get_max_threads();
+  float* parts = static_cast<float*>(parts_buffer.reserve(2 * block_bytes * static_cast<size_t>(most_threads)));
+  Run* runs = empty_runs(most_threads);
 #pragma omp parallel if (!serial)
   {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
