@@ -1,13 +1,14 @@
 """Experts on the CPU, bf16 and FP8 block: our kernels against vLLM's, in turns, as GB/s of chosen experts.
 
     python -m tests.bench.cpu_experts [--weights bf16,fp8] [--layers 3] [--rows 1,4,16,64,512] [--rounds 30]
-        [--threads N] [--path P] [--streams N] [--prefetch N] [--against LIBRARY]
+        [--threads N] [--path P] [--streams N] [--prefetch N] [--against LIBRARY | --against-private]
 
 Layers of Qwen3-30B-A3B's experts with random weights, uniform routing. Both have the same inputs and the same
 layer in each turn, one after the other; the ratio is the median over turns of theirs by ours. `stream` is
 a sum over all weights. `--path`, `--streams` and `--prefetch` force what our kernels choose. Needs the
 worker's Python and a CPU with AVX-512; vLLM's kernel for FP8 needs AMX. `--against` takes another build of
-our own kernels in place of vLLM's.
+our own kernels in place of vLLM's. `--against-private` compares weights in a memfd, as feed-forward ranks
+have them, with weights in private memory, both by our kernels, and says how long packing took.
 """
 
 import argparse
@@ -47,9 +48,12 @@ class Contenders:
         weights: "bf16" or "fp8".
         count: of layers.
         against: another build of our library, in place of vLLM's kernels.
+        private: whether the other one is ours too, with weights in private memory.
     """
 
-    def __init__(self, weights: str, count: int, against: Path | None = None) -> None:
+    def __init__(
+        self, weights: str, count: int, against: Path | None = None, *, private: bool = False
+    ) -> None:
         import torch
         from vllm.platforms.cpu import CpuPlatform
 
@@ -61,7 +65,11 @@ class Contenders:
         from vllm_heteroinfer.kernels.experts import FP8, SCALED, PackedExperts, experts, pack_experts
 
         self._torch, self._ops, self._library, self._experts = torch, ops, linear.prepare(), experts
-        self._against = library.load(against) if against else None
+        from vllm_heteroinfer.kernels.weight_memory import WeightMemory, used
+
+        self._against = library.load(against) if against else self._library if private else None
+        self._memory = WeightMemory() if private else None
+        self.packing_s = [0.0, 0.0]
         self.weights, self.fp8, self.isa = weights, weights == "fp8", "vec"
         if torch.cpu._is_amx_tile_supported():
             self.isa = "amx"
@@ -83,10 +91,24 @@ class Contenders:
                 torch.rand(count, columns // SCALED, inputs // SCALED, generator=draw) * 0.0025
                 for count, columns, inputs in shapes
             ]
-            w13, w2 = (pack_experts(self._library, w, gates=not i) for i, w in enumerate(dense))
             both = (scales[0], scales[1]) if self.fp8 else None
-            self.ours.append(PackedExperts(w13=w13, w2=w2, scales=both))
+
+            def packed(dense: list[Any] = dense, scales: Any = both) -> PackedExperts:
+                w13, w2 = (pack_experts(self._library, w, gates=not i) for i, w in enumerate(dense))
+                return PackedExperts(w13=w13, w2=w2, scales=scales)
+
+            if self._memory is not None:
+                start = time.perf_counter()
+                with used(self._memory):
+                    self.ours.append(packed())
+                for weight in (self.ours[-1].w13, self.ours[-1].w2):
+                    self._memory.gather_pages(weight)
+                self.packing_s[0] += time.perf_counter() - start
+                self.packing_s[1] += timed(lambda: self.theirs.append(packed()))
+                continue
+            self.ours.append(packed())
             if self._against:
+                self.theirs.append(self.ours[-1])
                 continue
             if self.fp8:
                 self.theirs.append([*map(torch.ops._C.convert_weight_packed, dense), *scales])
@@ -98,9 +120,9 @@ class Contenders:
         self._experts(self._library, y, x, self.ours[layer], weights=weights, ids=ids)
 
     def run_theirs(self, layer: int, y: Any, x: Any, ids: Any, weights: Any) -> None:
-        """Computes a layer by vLLM's kernel, or the other build of ours."""
+        """Computes a layer by what ours are compared with."""
         if self._against:
-            self._experts(self._against, y, x, self.ours[layer], weights=weights, ids=ids)
+            self._experts(self._against, y, x, self.theirs[layer], weights=weights, ids=ids)
             return
         w13, w2, *scales = self.theirs[layer]
         if not self.fp8:
@@ -173,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=-1)
     parser.add_argument("--prefetch", type=int, default=-1)
     parser.add_argument("--against", type=Path, help="another build of our own library")
+    parser.add_argument("--against-private", action="store_true", help="weights in a memfd and not")
     options = parser.parse_args(argv)
     import torch
 
@@ -185,8 +208,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{torch.get_num_threads()} threads, ours of {library.paths}")
     print("weights  rows  ours GB/s  theirs    ratio (quartiles)  largest gap")
     for weights in options.weights.split(","):
-        both = Contenders(weights, options.layers, options.against)
+        both = Contenders(weights, options.layers, options.against, private=options.against_private)
         theirs = options.against.name if options.against else f"vLLM's kernel for {both.isa}"
+        if options.against_private:
+            gib = options.layers * EXPERTS * both.bytes / 2**30
+            memfd, alone = both.packing_s
+            theirs = (
+                f"private memory, packed in {alone:.2f} s where {gib:.1f} GiB in a memfd took {memfd:.2f}"
+            )
         print(f"{weights}: against {theirs}, stream {both.stream():.1f} GB/s")
         for rows in map(int, options.rows.split(",")):
             rounds = max(4, options.rounds if rows < 256 else options.rounds // 4)

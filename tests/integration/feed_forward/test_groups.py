@@ -1,6 +1,7 @@
 """A rank with attention and its feed-forward ranks serve as one: tokens, sleep, metrics, deaths; CPU only."""
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -102,7 +103,19 @@ def check_lanes(group: Group) -> None:
         assert experts > 0
         each = total(names.WEIGHT_BYTES) / (tiny_models.LAYERS * tiny_models.EXPERTS)
         assert total(names.FEED_FORWARD_BYTES_TOTAL) == pytest.approx(experts * each)
+        assert mappable_bytes(group.rank_pid(rank)) >= total(names.WEIGHT_BYTES)
     assert scrape(group, 1).total(names.WEIGHT_BYTES) == scrape(group, 2).total(names.WEIGHT_BYTES)
+
+
+def mappable_bytes(pid: int) -> int:
+    """Returns how much a process has in memory of weights that others can map."""
+    found, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = "/memfd:heteroinfer-weights" in line
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
 
 
 def test_shared_experts_stay_and_a_stopped_rank_is_named(tmp_path: Path) -> None:

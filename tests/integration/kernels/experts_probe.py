@@ -4,6 +4,8 @@ As `probe`, of which the questions `paths` and the arguments are.
 """
 
 import hashlib
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from tests.integration.kernels.answering import serve
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8, PackedExperts, experts, pack_experts
+from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, NAME, WeightMemory, used
 
 LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 ROUNDING = 2.0**-8
@@ -104,11 +107,12 @@ def products(question: dict[str, Any]) -> Any:
 
 def bits(question: dict[str, Any]) -> Any:
     """Returns a digest of each case's outputs, bit by bit."""
-    outputs = (Layer(case, case["seed"]).compute(case) for case in question["cases"])
-    digests = [
-        hashlib.sha256(y.contiguous().view(torch.int16).numpy().tobytes()).hexdigest() for y in outputs
-    ]
-    return {"digests": digests}
+    return {"digests": [digest(Layer(case, case["seed"]).compute(case)) for case in question["cases"]]}
+
+
+def digest(y: torch.Tensor) -> str:
+    """Returns a digest of outputs."""
+    return hashlib.sha256(y.contiguous().view(torch.int16).numpy().tobytes()).hexdigest()
 
 
 def not_numbers(question: dict[str, Any]) -> Any:
@@ -123,6 +127,38 @@ def not_numbers(question: dict[str, Any]) -> Any:
         "rows": (~finite).nonzero().flatten().tolist(),
         "same": bool(torch.equal(got[finite], clean[finite])),
     }
+
+
+def in_shared_memory(question: dict[str, Any]) -> Any:
+    """Returns digests of outputs by weights in private memory and in a WeightMemory, and what others see."""
+    layer = Layer(question["case"], 3)
+    alone = digest(layer.compute(question["case"]))
+    memory = WeightMemory()
+    with used(memory):
+        shared = digest(layer.compute(question["case"]))
+        packed = pack_experts(linear.prepare(LIBRARY), layer.w2, gates=False)
+    first = memory.num_bytes - HUGE_PAGE * -(-packed.nbytes // HUGE_PAGE)
+    read = (
+        f"import hashlib; f = open('/proc/{os.getpid()}/fd/{memory.fd}', 'rb'); f.seek({first}); "
+        f"print(hashlib.sha256(f.read({packed.nbytes})).hexdigest())"
+    )
+    seen = subprocess.run([sys.executable, "-c", read], check=True, capture_output=True, text=True)
+    memory.gather_pages(packed)
+    return {
+        "private": alone,
+        "shared": shared,
+        "packed": hashlib.sha256(packed.view(torch.uint8).numpy().tobytes()).hexdigest(),
+        "seen by another": seen.stdout.strip(),
+        "held": [memory.holds(packed), memory.holds(layer.w2)],
+        "aligned": packed.data_ptr() % HUGE_PAGE,
+        "mapped": in_maps(),
+        "mapped when dropped": (packed := None, in_maps())[1],
+    }
+
+
+def in_maps() -> int:
+    """Returns how many mappings of weight memory this process has."""
+    return Path("/proc/self/maps").read_text().count(f"/memfd:{NAME}")
 
 
 def fp8_numbers(question: dict[str, Any]) -> Any:
@@ -186,4 +222,4 @@ def refused(question: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    serve({f.__name__: f for f in (products, bits, not_numbers, fp8_numbers, refused)})
+    serve({f.__name__: f for f in (products, bits, not_numbers, in_shared_memory, fp8_numbers, refused)})

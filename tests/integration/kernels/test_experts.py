@@ -60,6 +60,25 @@ def test_threads_change_no_bit(weights: str, path: str, on_path: Asking) -> None
         assert len(set(on_path("bits", cases=cases)["digests"])) == 1, case
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_weights_lie_in_memory_that_others_can_map(weights: str, kernels: Asking) -> None:
+    """Bit by bit the same outputs; another process reads the packed bytes; nothing stays mapped."""
+    case = {
+        "weights": weights,
+        "rows": 5,
+        "hidden": 288,
+        "inner": 160,
+        "experts": 40,
+        "topk": 6,
+        "threads": 2,
+    }
+    said = kernels("in_shared_memory", case=case)
+    assert said["private"] == said["shared"]
+    assert said["packed"] == said["seen by another"]
+    assert (said["held"], said["aligned"]) == ([True, False], 0)
+    assert (said["mapped"], said["mapped when dropped"]) == (1, 0)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_every_number_of_fp8(rows: int, path: str, on_path: Asking) -> None:

@@ -28,7 +28,9 @@ from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward import columns, remote
 from vllm_heteroinfer.feed_forward.columns import Columns, Part
 from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
+from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
+from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, WeightMemory
 
 _logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Skeleton:
         stored_bytes: of all weights as the kernels read them.
         loaded_bytes: of their tensors in the checkpoint, this rank's columns only; 0 for dummy weights.
         method: name of vLLM's method that holds them, and of its kernels.
+        memory: where they are.
     """
 
     parts: Mapping[int, Any]
@@ -63,6 +66,7 @@ class Skeleton:
     stored_bytes: int
     loaded_bytes: int
     method: str
+    memory: WeightMemory
 
 
 class SkeletonBuilder:
@@ -88,6 +92,7 @@ class SkeletonBuilder:
         self._totals: dict[int, Columns] = {}
         self._parts: dict[int, Any] = {}
         self._loaded_bytes = 0
+        self._memory = WeightMemory()
 
     def build(self) -> Skeleton:
         """Returns the skeleton with its weights packed.
@@ -103,9 +108,10 @@ class SkeletonBuilder:
             model = self._build_model()
             self._check_parts()
             self._load(model)
-            with set_default_torch_dtype(self._config.model_config.dtype):
+            with set_default_torch_dtype(self._config.model_config.dtype), weight_memory.used(self._memory):
                 for part in self._parts.values():
                     _process(part)
+                    _share(part, self._memory)
         return self._result()
 
     # Building
@@ -274,6 +280,7 @@ class SkeletonBuilder:
             stored_bytes=stored,
             loaded_bytes=self._loaded_bytes,
             method=", ".join(sorted(methods)),
+            memory=self._memory,
         )
 
     def _hidden(self, part: Any) -> int:
@@ -362,6 +369,15 @@ def _process(part: Any) -> None:
         method = getattr(module, "quant_method", None)
         if method is not None:
             method.process_weights_after_loading(module)
+
+
+def _share(part: Any, memory: WeightMemory) -> None:
+    """Moves into a memory what vLLM packed of a part; what oneDNN has by itself stays there."""
+    for parameter in part.parameters():
+        if parameter.nbytes and not memory.holds(parameter):
+            parameter.data = memory.copy(parameter.data)
+        if parameter.nbytes >= HUGE_PAGE:
+            memory.gather_pages(parameter)
 
 
 def _method(part: Any) -> str:

@@ -5,6 +5,7 @@ from typing import Final
 
 import torch
 
+from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
 BLOCK: Final = 32
@@ -44,7 +45,7 @@ def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -
     else:
         call = library.calls.heteroinfer_pack
     count, columns, inputs = weight.shape
-    packed = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    packed = weight_memory.empty(weight.shape, weight.dtype)
     library.calls.heteroinfer_ask_for_huge_pages(packed.data_ptr(), packed.nbytes)
     for expert in range(count):
         own = weight[expert]

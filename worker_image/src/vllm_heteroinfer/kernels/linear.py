@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError, load
 
 __all__ = ["KernelsUnavailableError", "linear", "pack", "prepare"]
@@ -50,7 +51,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
         weight = weight.contiguous()
     columns, inputs = weight.shape
     shape = (-(-columns // _COLUMNS), -(-inputs // (2 * _PAIRS)) * _PAIRS, _COLUMNS, 2)
-    packed = torch.empty(shape, dtype=torch.bfloat16)
+    packed = weight_memory.empty(shape, torch.bfloat16)
     _prepared[0].calls.heteroinfer_pack(
         packed.data_ptr(), weight.data_ptr(), weight.stride(0), columns, inputs
     )

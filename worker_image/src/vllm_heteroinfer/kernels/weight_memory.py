@@ -1,0 +1,135 @@
+"""Packed weights in a memfd, so that other processes of the pod can map them. Imports torch, not vLLM.
+
+A memfd ends with the processes that have it, needs no /dev/shm, and reads as fast as private memory
+(docs/decisions/2026-11-22-feed-forward.md). Linux only.
+"""
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Final
+
+import torch
+
+HUGE_PAGE: Final = 2 << 20
+"""Bytes; each tensor begins at a multiple of it, in the file and in this process, so that such pages fit."""
+NAME: Final = "heteroinfer-weights"
+"""Of the memfd, as /proc/PID/maps shows it."""
+_MADV_COLLAPSE: Final = 25
+"""Linux 6.1; older kernels refuse it, and nothing is lost but time."""
+_PROT_NONE: Final = 0
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class WeightMemory:
+    """One memfd that grows with each tensor.
+
+    Attributes:
+        fd: its descriptor, open as long as this object lives.
+        num_bytes: of all tensors so far, each rounded up to huge pages.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create(NAME)
+        self.num_bytes = 0
+        self._spans: list[tuple[int, int]] = []
+        self._end = weakref.finalize(self, os.close, self.fd)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor without values. With it its memory is unmapped; what was written stays in the file.
+
+        Args:
+            shape: of it.
+            dtype: of it.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        length = _whole_pages(count * dtype.itemsize)
+        os.ftruncate(self.fd, self.num_bytes + length)
+        address = _map(self.fd, self.num_bytes, length)
+        self.num_bytes += length
+        self._spans.append((address, address + length))
+        memory = (ctypes.c_char * length).from_address(address)
+        weakref.finalize(memory, _libc.munmap, address, length)
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a contiguous copy in this memory; raises OSError if it cannot be mapped."""
+        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor's first byte lies here."""
+        return any(first <= tensor.data_ptr() < end for first, end in self._spans)
+
+    def gather_pages(self, tensor: torch.Tensor) -> None:
+        """Has the kernel put a written tensor of this memory into huge pages, if it can."""
+        _libc.madvise(tensor.data_ptr(), _whole_pages(tensor.nbytes), _MADV_COLLAPSE)
+
+
+_used: ContextVar[WeightMemory | None] = ContextVar("weight_memory", default=None)
+
+
+@contextlib.contextmanager
+def used(memory: WeightMemory) -> Iterator[None]:
+    """Has what is packed meanwhile go into a memory."""
+    token = _used.set(memory)
+    try:
+        yield
+    finally:
+        _used.reset(token)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor without values for packed weights, in the memory that is `used`, else anywhere."""
+    memory = _used.get()
+    return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+
+
+def _map(fd: int, offset: int, length: int) -> int:
+    """Returns the address, a multiple of a huge page, of so many bytes of a file."""
+    reserved = _call_mmap(
+        None,
+        length + HUGE_PAGE,
+        _PROT_NONE,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+        -1,
+        0,
+    )
+    address = _whole_pages(reserved)
+    _call_mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+    end, reserved_end = address + length, reserved + length + HUGE_PAGE
+    if address > reserved:
+        _libc.munmap(reserved, address - reserved)
+    if end < reserved_end:
+        _libc.munmap(end, reserved_end - end)
+    _libc.madvise(address, length, mmap.MADV_HUGEPAGE)
+    return address
+
+
+def _call_mmap(address: int | None, length: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    found = _libc.mmap(address, length, protection, flags, fd, offset)
+    if found is None or found == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"no {length} bytes of address space for weights: {os.strerror(number)}")
+    return int(found)
