@@ -283,4 +283,27 @@ FORMATS: Final = (
 )
 """Plain weights are the cases above."""
 
-CASES: Final[Mapping[str, Case]] = MappingProxyType({case.name: case for case in (*ATTENTION, *FORMATS)})
+
+def _mixture(name: str, scheme: SchemeName, part: str = "experts") -> Case:
+    return Case(
+        name=f"mixture-{name}",
+        architecture="qwen3_moe",
+        settings={**_HEADS, **_MIXTURE, "moe_intermediate_size": 256, "num_experts": 8},
+        scheme=scheme,
+        dtype="bfloat16",
+        needs=AMX,
+        refused=f"AMX is needed on CPUs for {part} in",
+    )
+
+
+MIXTURES: Final = (
+    _mixture("awq", SchemeName.AWQ),
+    _mixture("gptq", SchemeName.GPTQ),
+    _mixture("int4", SchemeName.INT4),
+    _mixture("fp8-in-blocks", SchemeName.FP8_BLOCK, "weights"),
+)
+"""Experts in each format that kernels of CPUs have; in MXFP4 they are above."""
+
+CASES: Final[Mapping[str, Case]] = MappingProxyType(
+    {case.name: case for case in (*ATTENTION, *FORMATS, *MIXTURES)}
+)
