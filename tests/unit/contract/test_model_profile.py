@@ -9,6 +9,7 @@ import pytest
 
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme, SchemeName
+from heteroinfer_contract.model.scheme import read_routing
 from heteroinfer_contract.model_fetch import FetchedModel
 from heteroinfer_contract.model_files import ModelFilesError, read_profile
 from heteroinfer_contract.model_profile import ModelProfile
@@ -427,3 +428,28 @@ def test_gemma_3n_shares_what_its_config_leaves_out(tmp_path: Path) -> None:
     assert [profile.layer(i).attention for i in (3, 4)] == [AttentionKind.WINDOW, AttentionKind.FULL]
     assert {(kind.kv_heads, kind.kv_width) for kind in profile.layers} == {(2, 512)}
     assert profile.last_stage_layers == 17
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text", "expected"),
+    [
+        ("ExaoneMoEForCausalLM", {"n_group": 1}, Routing.DEEPSEEK_V3),
+        ("Lfm2MoeForCausalLM", {}, Routing.DEEPSEEK_V3),
+        ("LagunaForCausalLM", {}, Routing.MINIMAX),
+        ("Step3p5ForCausalLM", {"moe_router_activation": "sigmoid"}, Routing.MINIMAX),
+        ("AfmoeForCausalLM", {"score_func": "softmax", "n_group": 1}, Routing.UNKNOWN),
+        ("LongcatFlashForCausalLM", {}, Routing.UNKNOWN),
+        (
+            "BailingMoeV2ForCausalLM",
+            {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "n_group": 8},
+            Routing.DEEPSEEK_V3,
+        ),
+        ("BailingMoeForCausalLM", {}, Routing.SOFTMAX_NORMALIZED),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": False}, Routing.SOFTMAX),
+    ],
+)
+def test_routing_that_a_config_does_not_name(
+    architecture: str, text: dict[str, Any], expected: Routing
+) -> None:
+    """What vLLM's class of each gives its router (vllm/model_executor/models@v0.32.0)."""
+    assert read_routing(architecture, text) is expected

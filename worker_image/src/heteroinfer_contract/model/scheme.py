@@ -187,10 +187,26 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
     "mxfp4": lambda _: Scheme(name=SchemeName.MXFP4, bits=4, group=32),
 }
 """By `quant_method` of config.json."""
-_SIGMOID_WITH_BIAS: Final = ("Glm4Moe", "MiniMaxM2", "NemotronH")
+_SCORING_KEYS: Final = ("scoring_func", "score_function", "score_func", "moe_router_activation")
+_SIGMOID_WITH_BIAS: Final = (
+    "BailingMoeV3",
+    "ExaoneMo",
+    "Glm4Moe",
+    "HYV3",
+    "Laguna",
+    "Lfm2Moe",
+    "MiMoV2",
+    "MiniMaxM2",
+    "NemotronH",
+    "Pangu",
+)
 """Architectures whose config.json does not say so."""
-_SOFTMAX_WITH_BIAS: Final = ("Ernie4_5_",)
+_SIGMOID_WITH_BIAS_UNLESS_NAMED: Final = ("AXK1", "Afmoe", "Param2MoE", "Sarvam", "Step3p5")
+"""The same, but that config.json may name another function of scores."""
+_SOFTMAX_WITH_BIAS: Final = ("Ernie4_5_", "LongcatFlash")
 """The same."""
+_ONE_GROUP: Final = ("HYV3", "Lfm2Moe", "Pangu")
+"""Those for which vLLM makes all experts one group."""
 
 
 def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
@@ -207,15 +223,19 @@ def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
         return Routing.LLAMA4
     if architecture.startswith("GptOss"):
         return Routing.TOP_K_SOFTMAX
-    scoring = str(text.get("scoring_func") or "softmax")
-    has_bias = text.get("topk_method") == "noaux_tc"
+    named = next((str(text[key]) for key in _SCORING_KEYS if text.get(key)), "")
+    scoring = named or "softmax"
+    has_bias = text.get("topk_method") == "noaux_tc" or bool(text.get("moe_router_enable_expert_bias"))
     if architecture.startswith(_SIGMOID_WITH_BIAS):
         scoring, has_bias = "sigmoid", True
+    elif architecture.startswith(_SIGMOID_WITH_BIAS_UNLESS_NAMED):
+        scoring, has_bias = named or "sigmoid", True
     has_bias = has_bias or architecture.startswith(_SOFTMAX_WITH_BIAS)
+    groups = 1 if architecture.startswith(_ONE_GROUP) else text.get("n_group") or 0
     normalized = bool(text.get("norm_topk_prob", not architecture.startswith("Deepseek")))
     match scoring, has_bias, normalized:
         case "sigmoid", True, True:
-            return Routing.DEEPSEEK_V3 if (text.get("n_group") or 0) > 0 else Routing.MINIMAX
+            return Routing.DEEPSEEK_V3 if groups > 0 else Routing.MINIMAX
         case "sigmoid", False, _:
             return Routing.SIGMOID_NORMALIZED if normalized else Routing.SIGMOID
         case "softmax", False, _:

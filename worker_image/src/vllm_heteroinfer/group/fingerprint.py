@@ -26,6 +26,8 @@ _SMALL_FILES = (
     "merges.txt",
     "*.jinja",
     "*.index.json",
+    "hf_quant_config.json",
+    "quant*_config.json",
 )
 
 _OF_A_DEVICE = frozenset({"enforce_eager", "async_scheduling"})
