@@ -213,6 +213,24 @@ def test_experts_in_one_tensor(tmp_path: Path, name: str, config: dict[str, Any]
     assert (kind.experts, kind.experts_per_token, kind.expert_bytes) == (4, 2, 2 * HIDDEN)
 
 
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [
+        ("mlp.experts.gate_up_proj", True),
+        ("feed_forward.experts.gate_up_proj.weight", True),
+        ("mlp.experts.gate_up_proj_blocks", False),
+        ("block_sparse_moe.input_linear.weight", False),
+    ],
+)
+def test_gates_in_one_tensor(tmp_path: Path, name: str, together: bool) -> None:
+    config = {**CONFIG, "num_local_experts": 4, "num_experts_per_tok": 2}
+    tensors = {**TENSORS, **{f"model.layers.{i}.{name}": [4 * HIDDEN] for i in range(LAYERS)}}
+    assert (
+        read_profile(write_model(tmp_path, config=config, tensors=tensors)).layer(0).gates_together
+        is together
+    )
+
+
 def test_layers_for_speculation_are_not_served(tmp_path: Path) -> None:
     tensors = {**TENSORS, f"model.layers.{LAYERS}.mlp.up_proj.weight": [50]}
     profile = read_profile(write_model(tmp_path, tensors=tensors))

@@ -71,6 +71,16 @@ def test_layers_of_transformers_classes_have_no_part_for_feed_forward_ranks(name
     assert e.value.reason == "UnsupportedParallelism"
 
 
+def test_experts_whose_gates_are_in_one_tensor_are_of_one_rank() -> None:
+    model = mixture()
+    together = replace(model, kinds=tuple(replace(kind, gates_together=True) for kind in model.kinds))
+    with pytest.raises(PlanError, match=r"in one tensor, .*; set feedForward.ranks: 1") as refused:
+        plan(feed_forward(own={"ranks": 2}), together)
+    assert refused.value.reason == "UnsupportedParallelism"
+    assert len(plan(feed_forward(), together).plan.ranks) == 2
+    assert len(plan(feed_forward(own={"ranks": 2}), model).plan.ranks) == 3
+
+
 def test_a_gpu_whose_memory_is_unknown_is_said() -> None:
     note = "the GPU's memory is unknown; set deviceMemory to have layers planned by it"
     assert note in plan(feed_forward(device_memory=None), mixture()).notes

@@ -152,6 +152,7 @@ def _kinds(
             expert_bytes=layer.routed // experts if experts else 0,
             # Scales and biases of a bf16 expert may be named like a quantized one's.
             experts_quantized=layer.routed_quantized * 2 > layer.routed > 0,
+            gates_together=layer.gates_together,
             quantized_bytes=layer.quantized,
             mlp_bytes=layer.mlp,
         )

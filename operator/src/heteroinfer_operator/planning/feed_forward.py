@@ -80,6 +80,13 @@ def choose_remote(
             f"experts or an MLP; set {len(order)} or less",
             reason="LayersMismatch",
         )
+    if own.ranks > 1 and any(profile.layer(index).gates_together for index in order):
+        raise PlanError(
+            f"role {role.name}: got feedForward.ranks {own.ranks}, but the checkpoint of "
+            f"{profile.architecture} has the gate and up columns of its experts in one tensor, which ranks "
+            "cannot split; set feedForward.ranks: 1, with the cores and memory of all",
+            reason="UnsupportedParallelism",
+        )
     counts = range(1, len(order) + 1) if own.layers is None else (own.layers,)
     missing = 0
     for count in counts:

@@ -45,6 +45,8 @@ class LayerKind:
         experts_per_token: how many of them a token goes through.
         expert_bytes: weights of one routed expert, in bytes.
         experts_quantized: whether these are in the model's scheme.
+        gates_together: whether one tensor has the gate and up columns of all experts, in an order that its
+            name does not say.
         quantized_bytes: weights other than routed experts that are in the model's scheme, in bytes.
         mlp_bytes: the dense feed-forward part, in bytes; 0 of a layer with experts, shared or routed.
     """
@@ -62,6 +64,7 @@ class LayerKind:
     experts_per_token: int = 0
     expert_bytes: int = 0
     experts_quantized: bool = False
+    gates_together: bool = False
     quantized_bytes: int = 0
     mlp_bytes: int = 0
 

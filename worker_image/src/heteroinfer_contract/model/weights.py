@@ -71,6 +71,7 @@ EXPERT: Final = re.compile(
 )
 """Of routed experts; shared ones are called `shared_expert(s)`."""
 _EXPERT_NUMBER: Final = re.compile(r"\.experts\.(\d+)\.")
+_GATES_TOGETHER: Final = re.compile(r"\.experts\.(?:\d+\.)?gate_up_proj(?:\.|$)")
 _MLP: Final = re.compile(
     r"\.(?:mlp|feed_forward|mixer)\.(?:gate|up|down|gate_up)_proj\.|\.feed_forward\.w[123]\."
 )
@@ -112,6 +113,7 @@ class LayerBytes:
         routed_quantized: of these, quantized ones.
         mlp: of its dense feed-forward part.
         numbered: the experts whose tensors have a number each; none where one tensor has all experts.
+        gates_together: whether one tensor has the gate and up columns of all experts.
     """
 
     total: int = 0
@@ -120,6 +122,7 @@ class LayerBytes:
     routed_quantized: int = 0
     mlp: int = 0
     numbered: set[int] = field(default_factory=set)
+    gates_together: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,5 +227,6 @@ def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
         layer.routed += size
         layer.routed_quantized += size if tensor.is_quantized else 0
         layer.numbered.update(int(number) for number in _EXPERT_NUMBER.findall(tensor.name))
+        layer.gates_together |= bool(_GATES_TOGETHER.search(tensor.name))
     elif tensor.is_quantized:
         layer.quantized += size
