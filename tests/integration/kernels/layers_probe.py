@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from heteroinfer_contract.errors import ContractError
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels import linear
@@ -256,6 +258,7 @@ def experts() -> Any:
         if inner % 32 == 0:
             stored[name] = weight_bytes(part) / loaded
     kernel = type(part.quant_method.moe_kernel.fused_experts).__name__
+    limited = refused_limits(part, x, ids, weights)
     cpu_experts.revert()
     return {
         "ours": ours,
@@ -264,8 +267,27 @@ def experts() -> Any:
         "stored": stored,
         "fp8": [kernel, str(part.w13_weight.dtype), str(part.w2_weight.dtype)],
         "said": said.lines,
+        "limited": limited,
         "reverted": targets() == original,
     }
+
+
+def refused_limits(
+    part: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> list[str]:
+    """Returns what is said where a layer's activations shall be limited, in both kinds of ranks."""
+    part.quant_method.moe_kernel.fused_experts.moe_config.swiglu_limit = 7.0
+    said = []
+    by_its_own_rank = partial(
+        part.quant_method.apply, layer=part, x=x.clone(), topk_weights=weights, topk_ids=ids,
+        shared_experts=None, shared_experts_input=None,
+    )  # fmt: skip
+    for compute in (by_its_own_rank, partial(by_a_feed_forward_rank, part, x, ids.int(), weights)):
+        try:
+            compute()
+        except ContractError as error:
+            said.append(str(error))
+    return said
 
 
 def rope() -> Any:
@@ -283,8 +305,28 @@ def rope() -> Any:
     cpu_rope.install()
     cpu_rope.install()
     found.append(gaps())
+    in_part = {pairs: turned_in_part(RotaryEmbedding, pairs) for pairs in (8, 10, 12, 16, 20)}
     cpu_rope.revert()
-    return [*found, gaps() == found[0]]
+    return [*found, gaps() == found[0], in_part]
+
+
+def turned_in_part(kind: Any, pairs: int) -> float:
+    """Returns the largest distance, in bf16, of heads of 80 elements of which so many pairs are turned."""
+    tokens, heads, size, turned = 7, 4, 80, 2 * pairs
+    torch.manual_seed(0)
+    rotary = kind(size, turned, 128, 10000.0, True, torch.bfloat16)
+    positions = torch.arange(3, 3 + tokens)
+    query, key = (torch.randn(tokens, count * size).to(torch.bfloat16) for count in (heads, 1))
+    expected = []
+    for part in (query, key):
+        by_head = part.float().view(tokens, -1, size)
+        first = rotated(by_head[..., :turned], positions, neox=True)
+        expected.append(torch.cat([first, by_head[..., turned:]], -1))
+    got = rotary.forward_cpu(positions, query, key)
+    return max(
+        float((one.float().view(exact.shape) - exact).abs().max())
+        for one, exact in zip(got, expected, strict=True)
+    )
 
 
 def turned_wrongly(kind: Any, axes: str, *, neox: bool) -> float:
@@ -324,11 +366,15 @@ def router() -> Any:
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     torch.manual_seed(0)
-    logits, bias, factor = torch.randn(5, 8), torch.randn(8), 2.5
+    drawn, bias, factor = 4 * torch.randn(5, 8), torch.randn(8), 2.5
     cpu_router.install()
     cpu_router.install()
     gaps = {}
-    for scoring, biased, normalize in product(("softmax", "sigmoid"), (True, False), (True, False)):
+    for scoring, biased, normalize, dtype in product(
+        ("softmax", "sigmoid"), (True, False), (True, False), (torch.float32, torch.bfloat16)
+    ):
+        given = drawn.to(dtype)
+        logits = given.float()
         routes = CPURouter(
             top_k=3,
             global_num_experts=8,
@@ -337,14 +383,14 @@ def router() -> Any:
             routed_scaling_factor=factor if biased else 1.0,
             e_score_correction_bias=bias if biased else None,
         )
-        weights, ids = routes._compute_routing(torch.zeros(5, 4), logits, None)
+        weights, ids = routes._compute_routing(torch.zeros(5, 4), given, None)
         scores = logits.softmax(-1) if scoring == "softmax" else 1 / (1 + torch.exp(-logits))
         got, expected = torch.zeros(5, 8).scatter(-1, ids.long(), weights), torch.zeros(5, 8)
         for row, score in enumerate(scores):
             chosen = sorted(range(8), key=(score + bias * biased).tolist().__getitem__)[-3:]
             scale = (factor if biased else 1.0) / (float(score[chosen].sum()) if normalize else 1.0)
             expected[row, chosen] = score[chosen] * scale
-        gaps[f"{scoring}, {biased}, {normalize}"] = float((got - expected).abs().max())
+        gaps[f"{scoring}, {biased}, {normalize}, {dtype}"] = float((got - expected).abs().max())
     cpu_router.revert()
     return gaps
 

@@ -129,4 +129,6 @@ def test_layers_of_vllm(usable: list[str]) -> None:
     assert answer["said"] == [
         f"CPU experts: HeteroInfer's {name} kernels ({paths})" for name in ("bf16", "FP8")
     ]
+    assert len(answer["limited"]) == 2
+    assert all("limited to 7.0" in words for words in answer["limited"]), answer["limited"]
     assert answer["reverted"]

@@ -84,17 +84,20 @@ def test_vllm_still_needs_it() -> None:
 
 def test_positions_are_turned_by_their_own_angles_where_there_is_an_axis_of_heads() -> None:
     """Of vLLM alone they are right only for flat queries and keys."""
-    of_vllm, patched, reverted = ask_forked(PROBE, "rope")
+    of_vllm, patched, reverted, in_part = ask_forked(PROBE, "rope")
     assert {kind for kind, gap in of_vllm.items() if gap > ROTARY} == {
         f"{axes}, {pairs}" for axes in ("heads", "heads in a view") for pairs in ("neox", "interleaved")
     }, "is the patch cpu_rope still needed?"
     assert max(patched.values()) < ROTARY, patched
     assert reverted
+    # With 10, 12 and 20 pairs vLLM's operation ends the process.
+    assert len(in_part) == 5
+    assert max(in_part.values()) < 2.0**-5, in_part
 
 
 def test_experts_are_chosen_and_weighed_as_by_sums_written_out() -> None:
     gaps = ask_forked(PROBE, "router")
-    assert len(gaps) == 8
+    assert len(gaps) == 16
     assert max(gaps.values()) < ROTARY, gaps
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme, SchemeName
-from heteroinfer_contract.model.scheme import read_routing
+from heteroinfer_contract.model.scheme import has_limited_experts, read_routing
 from heteroinfer_contract.model_fetch import FetchedModel
 from heteroinfer_contract.model_files import ModelFilesError, read_profile
 from heteroinfer_contract.model_profile import ModelProfile
@@ -453,3 +453,16 @@ def test_routing_that_a_config_does_not_name(
 ) -> None:
     """What vLLM's class of each gives its router (vllm/model_executor/models@v0.32.0)."""
     assert read_routing(architecture, text) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "limited"),
+    [
+        ({"swiglu_limits": [0.0, 0, 7.0]}, True),
+        ({"expert_swiglu_limit_list": [10]}, True),
+        ({"swiglu_limits": [0.0, 0.0]}, False),
+        ({"swiglu_limits": None, "swiglu_limit": 7.0}, False),
+    ],
+)
+def test_limits_of_experts_activations(text: dict[str, Any], limited: bool) -> None:
+    assert has_limited_experts(text) is limited

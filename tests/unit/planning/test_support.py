@@ -159,6 +159,23 @@ def test_experts_in_bf16_are_chosen_by_any_routing_on_cpus(routing: Routing) -> 
     assert plan(spec(*MIXED), model).plan
 
 
+def test_experts_that_cpus_would_compute_otherwise_are_refused_on_every_cpu_rank() -> None:
+    model = recorded_profiles()["Qwen3-30B-A3B"]
+    limited = replace(model, limited_experts=True)
+    beside = spec(
+        gpu(feedForward={"cpu": "14", "memory": "64Gi"}, deviceMemory="80Gi"),
+        parallelism={"mode": "FeedForward"},
+        engine={"maxModelLen": 4096},
+    )
+    for parsed in (spec(*MIXED), beside):
+        plan(parsed, model)
+        with pytest.raises(PlanError, match=r"leave the limit out, without an error; use GPU roles only"):
+            plan(parsed, limited)
+    plan(spec(gpu(deviceMemory="80Gi")), limited)
+    with pytest.raises(PlanError, match="vLLM's router for them is for GPUs"):
+        plan(spec(*MIXED), replace(model, architecture="LongcatFlashForCausalLM"))
+
+
 def test_latents_are_kept_in_bfloat16_on_cpus_and_as_asked_on_gpus() -> None:
     for name in ("DeepSeek-V3", "DeepSeek-V2-Lite-Chat", "Kimi-K2-Instruct"):
         for asked in ("fp8", "fp8_e5m2", "bfloat16"):

@@ -20,7 +20,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind, Routing, Scheme
 from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
 from heteroinfer_contract.model.config import from_params, is_empty_block, text_config, whole_model
-from heteroinfer_contract.model.scheme import read_method, read_routing, read_scheme
+from heteroinfer_contract.model.scheme import has_limited_experts, read_method, read_routing, read_scheme
 from heteroinfer_contract.model.weights import LayerBytes, Tensor, Weights, sum_weights
 from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
 
@@ -125,6 +125,7 @@ def _read_profile(directory: Path) -> ModelProfile:
         kinds=kinds,
         kind_of_layer=kind_of_layer,
         routing=read_routing(architecture, text) if any(kind.experts for kind in kinds) else Routing.NONE,
+        limited_experts=has_limited_experts(text),
         state_dtype=str(text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype") or ""),
         encoder=_takes(config, weights) if weights.encoder else "",
         encoder_bytes=weights.encoder,

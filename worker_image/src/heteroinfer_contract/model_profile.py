@@ -44,6 +44,7 @@ class ModelProfile:
         kinds: the kinds of layers that there are.
         kind_of_layer: index into `kinds`, by layer.
         routing: how routers choose experts.
+        limited_experts: whether gates and ups of experts are limited before they are multiplied.
         state_dtype: type of recurrent states that config.json names, or "".
         encoder: what an encoder takes: `images`, `audio`, or "" without one.
         encoder_bytes: its weights and projection; vLLM builds it on every stage.
@@ -72,6 +73,7 @@ class ModelProfile:
     kinds: tuple[LayerKind, ...] = ()
     kind_of_layer: tuple[int, ...] = ()
     routing: Routing = Routing.NONE
+    limited_experts: bool = False
     state_dtype: str = ""
     encoder: str = ""
     encoder_bytes: int = 0

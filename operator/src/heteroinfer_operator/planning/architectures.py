@@ -46,9 +46,14 @@ TABLES_ON_EVERY_STAGE: Final = frozenset(
 UNGATED_EXPERTS: Final = frozenset({"NemotronHForCausalLM"})
 """Whose experts have one matrix before the activation, which vLLM's CPU kernels do not take
 (vllm/.../fused_moe/experts/cpu_moe.py::_supports_no_act_and_mul@v0.32.0)."""
+ZERO_EXPERTS: Final = frozenset({"LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"})
+"""Whose router chooses experts that compute nothing, too; it needs kernels for GPUs
+(vllm/.../fused_moe/router/zero_expert_router.py@v0.32.0)."""
 GPU_STATES: Final = frozenset(
     {
         "BailingMoeV2_5ForCausalLM",
+        "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration",
         "FalconMambaForCausalLM",
         "JambaForCausalLM",
         "MambaForCausalLM",

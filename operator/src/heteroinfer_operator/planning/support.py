@@ -23,6 +23,7 @@ from heteroinfer_operator.planning.architectures import (
     NO_PIPELINE,
     OWN_CPU_BLOCKS,
     UNGATED_EXPERTS,
+    ZERO_EXPERTS,
 )
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
@@ -350,6 +351,18 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool
         raise _refuse(
             f"{profile.architecture} with experts",
             "its experts have no gate, and vLLM's kernels for CPUs compute gated ones alone",
+            "use GPU roles only",
+        )
+    if profile.limited_experts:
+        raise _refuse(
+            f"{profile.architecture} with a limit of its experts' activations (swiglu_limits)",
+            "vLLM's kernels for CPUs leave the limit out, without an error",
+            "use GPU roles only",
+        )
+    if route and profile.architecture in ZERO_EXPERTS:
+        raise _refuse(
+            f"{profile.architecture} with zero experts",
+            "vLLM's router for them is for GPUs",
             "use GPU roles only",
         )
     if not any(kind.experts_quantized for kind in kinds):

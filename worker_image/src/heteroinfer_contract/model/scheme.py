@@ -187,6 +187,7 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
     "mxfp4": lambda _: Scheme(name=SchemeName.MXFP4, bits=4, group=32),
 }
 """By `quant_method` of config.json."""
+_LIMIT_KEYS: Final = ("swiglu_limits", "expert_swiglu_limit_list")
 _SCORING_KEYS: Final = ("scoring_func", "score_function", "score_func", "moe_router_activation")
 _SIGMOID_WITH_BIAS: Final = (
     "BailingMoeV3",
@@ -207,6 +208,16 @@ _SOFTMAX_WITH_BIAS: Final = ("Ernie4_5_", "LongcatFlash")
 """The same."""
 _ONE_GROUP: Final = ("HYV3", "Lfm2Moe", "Pangu")
 """Those for which vLLM makes all experts one group."""
+
+
+def has_limited_experts(text: Mapping[str, Any]) -> bool:
+    """Returns whether a config says a limit, by layer, of what experts' gates and ups may be.
+
+    Not GPT-OSS's one `swiglu_limit`, which belongs to its activation. Source: vllm/model_executor/models/
+    exaone_moe.py, step3p5.py, bailing_moe_v3.py@v0.32.0.
+    """
+    limits = [value for key in _LIMIT_KEYS if isinstance(value := text.get(key), list)]
+    return any(isinstance(limit, int | float) and limit > 0 for each in limits for limit in each)
 
 
 def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:

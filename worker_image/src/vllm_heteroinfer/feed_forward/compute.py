@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton
 from vllm_heteroinfer.feed_forward.slab import Slab
 from vllm_heteroinfer.kernels.experts import experts
 from vllm_heteroinfer.kernels.library import KernelLibrary
-from vllm_heteroinfer.patches.cpu_experts import library_of, packed_experts
+from vllm_heteroinfer.patches.cpu_experts import check_limit, library_of, packed_experts
 
 MOST_VIEWS: Final = 256
 """Row counts for which views of the slab are kept; others are made when they come."""
@@ -47,6 +47,8 @@ def _compute(part: Any, views: Views) -> Compute:
         return _mlp(part, views)
     kernel = part.quant_method.moe_kernel
     vllms = None if kernel is None else kernel.fused_experts
+    if isinstance(vllms, CPUUnquantizedExperts | CPUExpertsFp8):
+        check_limit(vllms)
     library = library_of(part)
     if library is not None:
         return _ours(part, vllms, library, views)

@@ -16,6 +16,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import replace_parameter
 
+from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import BLOCK, FP8, PackedExperts, can_pack, experts, pack_experts
 from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError
@@ -77,6 +78,20 @@ def packed_experts(vllm_experts: Any, w13: torch.Tensor, w2: torch.Tensor) -> Pa
     return PackedExperts(w13=w13, w2=w2, scales=scales)
 
 
+def check_limit(vllm_experts: Any) -> None:
+    """Raises ContractError if gates and ups shall be limited: no kernel of CPUs for bf16 or FP8 does that.
+
+    vLLM's own class for CPUs leaves the limit out without an error (config.py::FusedMoEConfig@v0.32.0
+    promises another).
+    """
+    limit = getattr(vllm_experts.moe_config, "swiglu_limit", None)
+    if limit:
+        raise ContractError(
+            f"got experts whose activations are limited to {limit} (swiglu_limits of config.json), expected "
+            "none: kernels of CPUs compute them without the limit; use GPU roles only"
+        )
+
+
 def _library_of(weight: Any) -> KernelLibrary | None:
     found: KernelLibrary | None = getattr(weight, _LIBRARY, None)
     return found
@@ -130,6 +145,7 @@ def _say(said: set[torch.dtype], library: KernelLibrary, dtype: torch.dtype) -> 
 
 def _applying(original: Callable[..., None]) -> Callable[..., None]:
     def apply(self: Any, **named: Any) -> None:
+        check_limit(self)
         library = _library_of(named["w1"])
         # Routers that simulate give int64, which no kernel takes (…/router/routing_simulator_router.py).
         named["topk_ids"] = named["topk_ids"].to(torch.int32).contiguous()
