@@ -39,6 +39,8 @@ class Case:
         refused: words of the refusal where they have it not; without `needs`, on all CPUs.
         afterwards: what is written into config.json once the model is made.
         always: whether `make test` serves it too.
+        rotary_by_torch: whether stock vLLM must turn positions by torch in 16 bits, too: its own operation
+            is wrong for this model, or ends the process.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Case:
     refused: str = ""
     afterwards: Mapping[str, Any] = field(default_factory=dict)
     always: bool = False
+    rotary_by_torch: bool = False
 
     def is_served(self, cpu: frozenset[str]) -> bool:
         """Returns whether two pods serve it on CPUs that have these of `needs`."""
@@ -121,6 +124,14 @@ ATTENTION: Final = (
         },
     ),
     Case(
+        name="stablelm",
+        architecture="stablelm",
+        # 10 pairs of each head's 80 elements are turned.
+        settings={**_WIDE, "hidden_size": 320, "num_key_value_heads": 4, "partial_rotary_factor": 0.25},
+        dtype="bfloat16",
+        rotary_by_torch=True,
+    ),
+    Case(
         name="llama4",
         architecture="llama4_text",
         kinds=frozenset({_CHUNKED, _FULL}),
@@ -139,6 +150,7 @@ ATTENTION: Final = (
         settings={**_LATENTS, "n_shared_experts": 2, "topk_method": "greedy", "routed_scaling_factor": 1.0},
         dtype="bfloat16",
         needs=AMX,
+        rotary_by_torch=True,
         refused=_LATENT_WORDS,
     ),
     Case(
@@ -157,6 +169,7 @@ ATTENTION: Final = (
         },
         dtype="bfloat16",
         needs=AMX,
+        rotary_by_torch=True,
         refused=_LATENT_WORDS,
     ),
     Case(

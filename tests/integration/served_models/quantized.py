@@ -26,7 +26,7 @@ def _compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, An
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "ignore": _LAYERS_ALONE,
+        "ignore": [*_LAYERS_ALONE, "re:.*mlp.gate$"],
         "config_groups": {"group_0": group},
     }
 

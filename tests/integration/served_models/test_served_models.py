@@ -11,21 +11,33 @@ from typing import Any
 
 import pytest
 
+from heteroinfer_contract import metric_names as names_of_metrics
 from heteroinfer_contract import names
-from heteroinfer_contract.model import AttentionKind
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.errors import PlanError
+from tests.gpu.scrape import scrape
 from tests.integration import forked_script
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.forked_python import Ended, forks
 from tests.integration.served_models import stock
-from tests.integration.served_models.cases import ANSWER_TOKENS, CASES, LAYERS, PROMPTS, Case
+from tests.integration.served_models.cases import (
+    ANSWER_TOKENS,
+    CASES,
+    LAYERS,
+    LONGEST,
+    MIXTURES,
+    PROMPTS,
+    Case,
+)
 from tests.integration.served_models.planning import plan, this_cpu
 from tests.integration.worker.answers import ONE_THREAD
 from tests.integration.worker.groups import WORKER_PYTHON, Group, start_group
 
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
+MOST_OF_STORED = 1.25
+"""Bytes of packed experts, of those that the checkpoint has: scales of AWQ and GPTQ become float32."""
 VLLMS_KERNELS = {names.ENV_CPU_LINEAR: "onednn"}
 """Ours for bf16 round otherwise; what they compute is compared in tests/integration/kernels."""
 
@@ -47,24 +59,24 @@ def make(case: Case, folder: Path) -> Path:
     return model
 
 
-def torchs_operations(dtype: str, *, latents: bool) -> list[str]:
+def torchs_operations(dtype: str, *, rotary: bool) -> list[str]:
     """Returns what stock vLLM computes by torch in place of operations of its own for CPUs.
 
     All of it in float32, so that groups are not compared with themselves. In 16 bits that would round
-    otherwise: there only positions of latents, which vLLM's own gets wrong (patches/cpu_rope.py).
+    otherwise: there only positions (`rotary`), where vLLM's own is wrong (patches/cpu_rope.py).
     """
     if dtype == "float32":
         return ["none"]
-    return ["all", "-rotary_embedding"] if latents else ["all"]
+    return ["all", "-rotary_embedding"] if rotary else ["all"]
 
 
-def ask_stock(engine: EngineSettings, *, at_once: bool, latents: bool) -> list[list[int]]:
+def ask_stock(engine: EngineSettings, *, at_once: bool, rotary: bool) -> list[list[int]]:
     """Returns the tokens of stock vLLM with a plan's dtype and lengths.
 
     Args:
         engine: of the plan.
         at_once: whether all prompts are asked at once.
-        latents: whether attention is over latents.
+        rotary: whether positions are turned by torch in 16 bits, too.
     """
     options: dict[str, Any] = {
         "model": engine.model,
@@ -75,7 +87,7 @@ def ask_stock(engine: EngineSettings, *, at_once: bool, latents: bool) -> list[l
         "block_size": engine.block_size,
         "seed": engine.seed,
         "kv_cache_memory_bytes": 256 << 20,
-        "compilation_config": {"custom_ops": torchs_operations(engine.dtype, latents=latents)},
+        "compilation_config": {"custom_ops": torchs_operations(engine.dtype, rotary=rotary)},
     }
     question = {"options": options, "prompts": PROMPTS, "tokens": ANSWER_TOKENS, "at_once": at_once}
     ended = _forked("stock", question, **stock.ENV)
@@ -99,11 +111,27 @@ def check_served(case: Case, folder: Path) -> None:
     ]
     # Sums in float32 may be in any order; in 16 bits each step must have the same rows.
     at_once = planned.engine.dtype == "float32"
-    expected = ask_stock(planned.engine, at_once=at_once, latents=AttentionKind.LATENT in case.kinds)
+    expected = ask_stock(planned.engine, at_once=at_once, rotary=case.rotary_by_torch)
     check_telling(expected)
     with start_group(planned, folder / "group", env={**ONE_THREAD, **VLLMS_KERNELS}) as group:
         group.wait_ready()
         assert ask_group(group, at_once=at_once) == expected
+
+
+def check_served_with_feed_forward(case: Case, folder: Path) -> None:
+    """A rank with attention and one with the experts of every layer answer as stock vLLM does."""
+    planned = feed_forward_plan(
+        make(case, folder), num_layers=LAYERS, remote=range(LAYERS), dtype=case.dtype, max_model_len=LONGEST
+    )
+    expected = ask_stock(planned.engine, at_once=False, rotary=False)
+    check_telling(expected)
+    with start_group(planned, folder / "group", env={**ONE_THREAD, **VLLMS_KERNELS}) as group:
+        group.wait_ready()
+        assert ask_group(group, at_once=False) == expected
+        rank = scrape(group, 1)
+    stored = sum(kind.routed_bytes for kind in read_profile(folder / "model").layers)
+    assert rank.total(names_of_metrics.FEED_FORWARD_ROWS_TOTAL) > 0
+    assert rank.total(names_of_metrics.WEIGHT_BYTES) <= MOST_OF_STORED * stored
 
 
 def check_telling(answers: Sequence[Sequence[int]]) -> None:
@@ -132,4 +160,13 @@ def check_refused(case: Case, folder: Path) -> None:
 def test_two_pods_answer_as_stock_vllm_or_are_refused(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     check = check_served if case.is_served(this_cpu()) else check_refused
+    check(case, tmp_path)
+
+
+@pytest.mark.served_models_matrix
+@pytest.mark.parametrize("name", [*(case.name for case in MIXTURES), "mxfp4"])
+def test_experts_of_feed_forward_ranks_answer_as_stock_vllm_or_are_refused(name: str, tmp_path: Path) -> None:
+    """In each format that kernels of CPUs have; without AMX the planner refuses them."""
+    case = CASES[name]
+    check = check_served_with_feed_forward if case.is_served(this_cpu()) else check_refused
     check(case, tmp_path)

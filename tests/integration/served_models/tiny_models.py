@@ -1,6 +1,6 @@
 """Makes the model of a case; in the worker's Python.
 
-    python -m tests.integration.served_models.tiny_models CASE DIR [SPREAD]
+    python -m tests.integration.served_models.tiny_models CASE DIR
 
 Imports torch and transformers inside functions only.
 """
@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Final
 
 from heteroinfer_contract.model import SchemeName
-from tests.integration.feed_forward.tiny_models import SPREAD, build
+from tests.integration.feed_forward.tiny_models import build
 from tests.integration.served_models.cases import CASES, LAYERS, Case
 from tests.integration.served_models.quantized import CONFIGS, quantize
 
 _FILE: Final = "model.safetensors"
 
 
-def make(case: Case, directory: Path, spread: float = SPREAD) -> None:
-    """Writes a case's model with random weights, of this standard deviation, into a folder."""
+def make(case: Case, directory: Path) -> None:
+    """Writes a case's model with random weights into a folder."""
     import torch
 
     from tests.models import Recipe, _write_tokenizer
 
-    model = build(case.architecture, {**case.settings, "num_hidden_layers": LAYERS}, spread)
+    model = build(case.architecture, {**case.settings, "num_hidden_layers": LAYERS})
     directory.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, case.dtype)).save_pretrained(directory)
     _write_tokenizer(directory, Recipe())
@@ -45,9 +45,9 @@ def _quantize(directory: Path, scheme: SchemeName) -> None:
 
 
 def main(argument: str) -> None:
-    """Makes what `argument`, the case's name, a folder and maybe a spread in JSON, says."""
-    name, directory, *spread = json.loads(argument)
-    make(CASES[name], Path(directory), *map(float, spread))
+    """Makes what `argument`, the case's name and a folder in JSON, says."""
+    name, directory = json.loads(argument)
+    make(CASES[name], Path(directory))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class WeightMemory:
         self._end = weakref.finalize(self, os.close, self.fd)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor without values. With it its memory is unmapped; what was written stays in the file.
+        """Returns a tensor without values. It is unmapped with it; what was written stays in the file.
 
         Args:
             shape: of it.
