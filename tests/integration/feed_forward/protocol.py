@@ -7,9 +7,11 @@ Run it with the worker's Python.
 
 import argparse
 import ctypes
+import dataclasses
 import json
 import multiprocessing
 import os
+import queue
 import resource
 import signal
 import sys
@@ -22,8 +24,16 @@ import torch
 from heteroinfer_contract.plan import Device, FeedForwardShare, RankAssignment
 from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.errors import LaneError
-from vllm_heteroinfer.feed_forward.exchange import HostExchange, LaneReady, probe
-from vllm_heteroinfer.feed_forward.slab import Offer, Shape, Slab, connect, create
+from vllm_heteroinfer.feed_forward.exchange import (
+    WATCH_INTERVAL_S,
+    HostExchange,
+    LaneReady,
+    Watch,
+    check_ask,
+    probe,
+    stall_limit_s,
+)
+from vllm_heteroinfer.feed_forward.slab import END_OFFSET, Offer, Shape, Slab, connect, create
 
 SPIN_NS = 20_000
 LIMIT_NS = 5_000_000_000
@@ -74,6 +84,9 @@ def ranks(lanes: int) -> list[RankAssignment]:
     ]
 
 
+READY = LaneReady(nonce="", ask_s=0.0, row_s=0.0)
+
+
 class Bench:
     """A slab with lanes in processes of their own."""
 
@@ -91,7 +104,7 @@ class Bench:
             process.start()
         for _ in self.processes:
             ready.get(timeout=60)
-        self.exchange = HostExchange(self.slab, ranks(lanes), [LaneReady(nonce="", row_s=0.0)] * lanes)
+        self.exchange = HostExchange(self.slab, ranks(lanes), [READY] * lanes)
 
     def stress(self, count: int) -> int:
         """Returns how many of `count` asks came back right."""
@@ -159,6 +172,55 @@ def stopped(count: int, lanes: int) -> dict[str, Any]:
     return {"right": right, "seconds": seconds, "exit_codes": bench.end()}
 
 
+def gave_up(count: int, lanes: int) -> dict[str, Any]:
+    """The device has given up waiting, as it says in the slab, and then every lane has answered."""
+    del count
+    slab, _ = create(Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
+    failures: queue.Queue[BaseException] = queue.Queue()
+    watch = Watch(slab, ranks(lanes), [READY] * lanes, failures.put)
+    time.sleep(3 * WATCH_INTERVAL_S)
+    before = failures.qsize()
+    ctypes.c_uint32.from_address(slab.address + END_OFFSET + 4).value = 1
+    failure = failures.get(timeout=10)
+    watch.close()
+    assert isinstance(failure, LaneError)
+    return {"before": before, "rank": failure.rank, "words": str(failure)}
+
+
+def misfits(count: int, lanes: int) -> dict[str, Any]:
+    """Returns what is said to asks that do not fit the slab, by what is wrong with them."""
+    del count
+    fit = Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
+    dense = dataclasses.replace(fit, topk=0)
+    x, ids = torch.ones((4, 256), dtype=torch.bfloat16), torch.zeros((4, 2), dtype=torch.int32)
+    asks = {
+        "none": (fit, x, ids),
+        "an MLP's": (fit, x, None),
+        "an expert's": (dense, x, ids),
+        "type": (fit, x.float(), ids),
+        "rows": (fit, x.repeat(17, 1), ids),
+        "width": (fit, x[:, :128], ids),
+    }
+    said = {}
+    for wrong_in, ask in asks.items():
+        try:
+            check_ask(*ask)
+        except ValueError as error:
+            said[wrong_in] = str(error)
+    return {"said": said}
+
+
+def limits(count: int, lanes: int) -> dict[str, Any]:
+    """Returns how long lanes may take for one row and for a prompt, by what they took in their warm-up."""
+    del count
+    kinds = {"fast": (0.01, 1e-4), "slow layer": (0.5, 1e-4)}
+    found = {}
+    for name, (ask_s, row_s) in kinds.items():
+        ready = [LaneReady(nonce="", ask_s=ask_s, row_s=row_s)] * lanes
+        found[name] = [stall_limit_s(ready, rows) for rows in (1, 1000)]
+    return found
+
+
 def measure_idle(count: int, lanes: int) -> dict[str, Any]:
     """Returns the CPU time of lanes that nobody asks, a second after their last ask."""
     found = []
@@ -175,7 +237,16 @@ def measure_idle(count: int, lanes: int) -> dict[str, Any]:
     return {"cores": found}
 
 
-CASES = {"stress": stress, "wrong": wrong, "killed": killed, "stopped": stopped, "idle": measure_idle}
+CASES = {
+    "stress": stress,
+    "wrong": wrong,
+    "killed": killed,
+    "stopped": stopped,
+    "gave up": gave_up,
+    "misfits": misfits,
+    "limits": limits,
+    "idle": measure_idle,
+}
 
 
 def main(argv: list[str]) -> int:

@@ -47,6 +47,22 @@ def test_a_stop_ends_every_wait() -> None:
     assert got["exit_codes"] == [0, 0]
 
 
+def test_a_device_that_gave_up_ends_the_group_though_the_lane_answered_since() -> None:
+    got = play("gave up")
+    assert (got["before"], got["rank"]) == (0, 1)
+    assert "no answer" in got["words"]
+
+
+def test_an_ask_that_does_not_fit_is_refused() -> None:
+    assert set(play("misfits")["said"]) == {"an MLP's", "an expert's", "type", "rows", "width"}
+
+
+def test_a_lane_is_stuck_by_what_it_took_when_it_warmed_up() -> None:
+    got = play("limits")
+    assert got["fast"] == pytest.approx([1.502, 3.5])
+    assert got["slow layer"] == pytest.approx([10.002, 12.0])
+
+
 def test_an_idle_lane_sleeps() -> None:
     got = play("idle")
     assert all(cores < IDLE_CORES for cores in got["cores"]), got

@@ -41,6 +41,9 @@ def test_experts(tensor: str, elsewhere: bool) -> None:
         ("model.layers.1.mlp.down_proj.weight", False),
         ("model.layers.2.post_mlp_layernorm.weight", False),
         ("model.layers.2.mlp_norm.weight", False),
+        ("language_model.model.layers.2.mlp.up_proj.weight", True),
+        ("vision_tower.vision_model.encoder.layers.2.mlp.fc1.weight", False),
+        ("audio_tower.layers.2.mlp.fc1.weight", False),
     ],
 )
 def test_mlps(tensor: str, elsewhere: bool) -> None:
@@ -51,6 +54,7 @@ def test_layers_are_read_from_names() -> None:
     assert layer_of("model.layers.17.mlp.experts") == 17
     assert layer_of("language_model.model.layers.3") == 3
     assert layer_of("model.norm") is None
+    assert layer_of("vision_tower.vision_model.encoder.layers.3.mlp") is None
 
 
 def test_layers_without_such_a_part_are_named() -> None:

@@ -144,7 +144,7 @@ def test_on_a_gpu_that_holds_all_it_says_so() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_amount() -> None:
     with pytest.raises(
-        PlanError, match=r"needs 28\.00 GiB .* got feedForward.memory 16.00 GiB: 12.00 GiB missing"
+        PlanError, match=r"needs 29\.12 GiB .* got feedForward.memory 16.00 GiB: 13.12 GiB missing"
     ):
         plan(feed_forward(memory="16Gi", own={"layers": 24}), mixture())
     with pytest.raises(PlanError, match="nothing is known of experts or MLPs"):
@@ -153,6 +153,16 @@ def test_what_does_not_fit_is_refused_with_the_amount() -> None:
         plan(feed_forward(own={"layers": 25}), mixture())
     with pytest.raises(PlanError, match="still miss"):
         plan(feed_forward(device_memory="2Gi"), mixture())
+
+
+def test_beside_weights_are_a_layer_while_it_is_packed_or_the_longest_batch() -> None:
+    model = mixture()
+    many = replace(model, kinds=tuple(replace(kind, experts_per_token=64) for kind in model.kinds))
+    # 27 GiB of weights and 1 of the process; a layer is 1.125. 2,048 rows of 64 experts take 8 bytes for each
+    # of 2,048 elements and 12 for each of 768 columns.
+    for each, need in ((model, r"29\.12"), (many, r"31\.12")):
+        with pytest.raises(PlanError, match=rf"needs {need} GiB"):
+            plan(feed_forward(memory="16Gi", own={"layers": 24}), each)
 
 
 def test_a_cpu_limit_means_that_threads_sleep() -> None:
@@ -184,7 +194,8 @@ def test_the_account_says_what_the_gpu_keeps_not_the_ranks_without_a_kv_cache() 
     of_gpu, of_cpu = describe_memory(planned)
     assert of_gpu.startswith("memory of a rank of stage 0, role gpu: 24 layers ")
     theirs = format_bytes(planned.plan.ranks[1].weight_bytes)
-    assert of_cpu == f"memory of a feed-forward rank of role gpu: {theirs} of weights"
+    said = f"memory of a feed-forward rank of role gpu: {theirs} of weights, and up to 2.12 GiB beside them: "
+    assert of_cpu.startswith(said)
     assert "role gpu (feed-forward): defaults for CPUs" in describe_speed(planned)[-1]
 
 

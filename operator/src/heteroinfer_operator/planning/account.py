@@ -8,7 +8,7 @@ from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
-from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
+from heteroinfer_operator.planning.feed_forward import beside_weights_bytes, feed_forward_seconds
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES, serves_text_only
 from heteroinfer_operator.planning.planner import Planned, block_capacities
@@ -73,10 +73,13 @@ def describe_memory(planned: Planned) -> tuple[str, ...]:
         alike.setdefault(f"role {rank.role}: {' + '.join(parts)} = {of}", []).append(stage)
     lines = [f"memory of a rank of {_stages(stages)}, {words}" for words, stages in alike.items()]
     remote = sorted({(r.role, r.weight_bytes) for r in plan.ranks if r.feed_forward is not None})
-    lines += [
-        f"memory of a feed-forward rank of role {role}: {format_bytes(size)} of weights"
-        for role, size in remote
-    ]
+    if planned.remote is not None:
+        beside = format_bytes(beside_weights_bytes(planned.remote, plan.engine))
+        lines += [
+            f"memory of a feed-forward rank of role {role}: {format_bytes(size)} of weights, and up to "
+            f"{beside} beside them: its process, and one layer while it is packed or the longest batch"
+            for role, size in remote
+        ]
     return tuple(lines)
 
 

@@ -27,6 +27,9 @@ from heteroinfer_operator.planning.served_architectures import is_by_transformer
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
 
+_SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
+"""Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remote:
@@ -197,8 +200,25 @@ def _rank_bytes(remote: Remote, profile: ModelProfile, engine: EngineSettings) -
     return -(-sizes.layers(0, profile.num_layers) // remote.spec.ranks)
 
 
+def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
+    """Returns what a feed-forward rank has beside its packed weights at most, in bytes.
+
+    While a layer is packed it lies there twice; afterwards the kernels keep inputs and sums of the longest
+    batch's rows, once for each of a row's experts (kernels/source/experts.cpp).
+    """
+    sizes = Sizes.of(remote.profile, engine, 1, batches=1)
+    packing = max(sizes.layer_bytes, default=0) // remote.spec.ranks
+    hidden, scratch = remote.profile.hidden_size, 0
+    for kind in remote.profile.layers:
+        rows = engine.max_num_batched_tokens * kind.experts_per_token
+        bits = remote.profile.scheme.bits if kind.experts_quantized else 0
+        columns = kind.expert_bytes * 8 // (3 * hidden * (bits or 16)) // remote.spec.ranks
+        scratch = max(scratch, rows * (_SCRATCH_OF_HIDDEN * hidden + _SCRATCH_OF_COLUMN * columns))
+    return RANK_OVERHEAD_BYTES + max(packing, scratch)
+
+
 def _check_memory(role: str, remote: Remote, profile: ModelProfile, engine: EngineSettings) -> None:
-    need = _rank_bytes(remote, profile, engine) + RANK_OVERHEAD_BYTES
+    need = _rank_bytes(remote, profile, engine) + beside_weights_bytes(remote, engine)
     have = parse_bytes(remote.spec.memory)
     if need > have:
         raise PlanError(

@@ -150,6 +150,11 @@ class Weights:
     dropped: int = 0
 
 
+def is_of_encoder(name: str) -> bool:
+    """Returns whether a tensor or module is an encoder's or its projection's, by the parts of its name."""
+    return bool(set(name.split(".")) & (_ENCODERS | _AUDIO))
+
+
 def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[int] = ()) -> Weights:
     """Returns a model's weights by part.
 

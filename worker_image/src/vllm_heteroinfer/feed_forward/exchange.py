@@ -30,7 +30,7 @@ SPIN_NS: Final = 100_000
 """How long a CPU rank that asks spins before it sleeps until the answer."""
 STALL_BASE_S: Final = 1.5
 STALL_TIMES: Final = 20.0
-"""A lane that takes longer than the base and so many times what it took in its warm-up is stuck."""
+"""A lane that takes so many times what it took in its warm-up is stuck, and not before the base."""
 WATCH_INTERVAL_S: Final = 0.1
 
 
@@ -50,21 +50,23 @@ class LaneReady:
 
     Attributes:
         nonce: that it has written into the slab, in hex.
-        row_s: time of a row in its largest warm-up batch, over the slowest layer, in seconds.
+        ask_s: time of one row in its slowest layer, in seconds.
+        row_s: time of a row in its largest warm-up batch, in its first layer, in seconds.
     """
 
     nonce: str
+    ask_s: float
     row_s: float
 
     def to_json(self) -> str:
         """Returns the JSON text of this."""
-        return json.dumps({"nonce": self.nonce, "row_s": self.row_s})
+        return json.dumps({"nonce": self.nonce, "ask_s": self.ask_s, "row_s": self.row_s})
 
     @classmethod
     def from_json(cls, text: str) -> "LaneReady":
         """Returns what `text` holds."""
         raw = json.loads(text)
-        return cls(nonce=raw["nonce"], row_s=float(raw["row_s"]))
+        return cls(nonce=raw["nonce"], ask_s=float(raw["ask_s"]), row_s=float(raw["row_s"]))
 
 
 def open_slab(
@@ -96,7 +98,9 @@ def open_slab(
 
 def stall_limit_s(ready: Sequence[LaneReady], rows: int) -> float:
     """Returns after how many seconds without an answer to so many rows a lane is stuck."""
-    return STALL_BASE_S + STALL_TIMES * rows * max((lane.row_s for lane in ready), default=0.0)
+    ask_s = max((lane.ask_s for lane in ready), default=0.0)
+    row_s = max((lane.row_s for lane in ready), default=0.0)
+    return max(STALL_BASE_S, STALL_TIMES * ask_s) + STALL_TIMES * rows * row_s
 
 
 class HostExchange:
@@ -174,11 +178,11 @@ def describe(rank: int, layer: int, rows: int, late_s: float | None) -> str:
 def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
     """Raises ValueError for an ask that does not fit the slab."""
     rows, hidden = x.shape
-    topk = shape.topk if ids is None else ids.shape[1]
-    if rows > shape.max_rows or (hidden, topk) != (shape.hidden, shape.topk):
+    topk, dtype = 0 if ids is None else ids.shape[1], str(x.dtype).removeprefix("torch.")
+    if rows > shape.max_rows or (hidden, topk, dtype) != (shape.hidden, shape.topk, shape.dtype):
         raise ValueError(
-            f"got {rows} rows of {hidden} with {topk} experts, expected at most {shape.max_rows} of "
-            f"{shape.hidden} with {shape.topk}; this is a defect of HeteroInfer with this model"
+            f"got {rows} rows of {hidden} {dtype} with {topk} experts, expected at most {shape.max_rows} of "
+            f"{shape.hidden} {shape.dtype} with {shape.topk}; this is a defect of HeteroInfer with this model"
         )
 
 
@@ -227,12 +231,13 @@ class Watch:
                 asked = self._slab.asked
                 if asked != number:
                     number, since = asked, time.monotonic()
-                late = self._late(asked)
-                if late is None:
+                # Where the device gave up a step is lost, also if the lane answers after that.
+                failed, late = self._slab.failed, self._late(asked)
+                if late is None and not failed:
                     since = time.monotonic()
                     continue
-                waited_s = time.monotonic() - since
-                if self._slab.failed or waited_s > stall_limit_s(self._ready, self._slab.asked_rows):
+                late, waited_s = late or 0, time.monotonic() - since
+                if failed or waited_s > stall_limit_s(self._ready, self._slab.asked_rows):
                     rank = self._lanes[late].rank
                     status = self._slab.lane(late).status
                     words = describe(

@@ -93,18 +93,22 @@ class Lane:
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             lanes=lanes,
         )
-        row_s = self._warm_up(shape)
+        ask_s, row_s = self._warm_up(shape)
         asking = served_rank(context.plan, context.rank).rank
         text = context.store.get(offer_key(asking), context.startup, what=f"slab of rank {asking}")
         self._slab, nonce = connect(Offer.from_json(text), self._number, shape)
         self._computes = computes(skeleton, Views(self._slab, self._number))
         self._meter = LaneMeter(context, self._slab, skeleton)
-        ready = LaneReady(nonce=nonce.hex(), row_s=row_s)
+        ready = LaneReady(nonce=nonce.hex(), ask_s=ask_s, row_s=row_s)
         context.store.put(lane_key(context.rank.rank), ready.to_json())
         context.reporter.phase(RankPhase.READY, skeleton.stored_bytes, skeleton.stored_bytes)
 
-    def _warm_up(self, shape: Shape) -> float:
-        """Runs every layer with one row and one with the most; returns the seconds of a row of these."""
+    def _warm_up(self, shape: Shape) -> tuple[float, float]:
+        """Runs every layer with one row and one with the most.
+
+        Returns:
+            Seconds of the slowest layer with one row, and of each row of the most.
+        """
         dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
         experts = max((int(part.global_num_experts) for part in self._expert_parts()), default=1)
         scratch = _Scratch(
@@ -117,9 +121,9 @@ class Lane:
         with torch.inference_mode():
             for compute in all_computes.values():
                 compute(1)
-            start = time.perf_counter()
-            next(iter(all_computes.values()))(rows)
-        return (time.perf_counter() - start) / rows
+            ask_s = max(_seconds(compute, 1) for compute in all_computes.values())
+            row_s = _seconds(next(iter(all_computes.values())), rows) / rows
+        return ask_s, row_s
 
     def _expert_parts(self) -> list[Any]:
         return [self._skeleton.parts[layer] for layer in self._skeleton.experts]
@@ -163,6 +167,12 @@ class Lane:
 
     def _echo(self, rows: int) -> None:
         self._slab.y[self._number][:rows].copy_(self._slab.x[:rows])
+
+
+def _seconds(compute: Compute, rows: int) -> float:
+    start = time.perf_counter()
+    compute(rows)
+    return time.perf_counter() - start
 
 
 def spin_time_ns(env: Any) -> int:

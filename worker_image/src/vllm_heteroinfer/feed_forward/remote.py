@@ -189,7 +189,9 @@ class _Swapping(NoopOffloader):
         """Returns the layers, with ours in place of the MLPs that are computed elsewhere."""
         built: list[torch.nn.Module] = []
         for index, layer in enumerate(modules_generator):
-            if index in self._layers and (name := mlp_name(layer)):
+            # A layer may have both, experts beside a dense MLP (Gemma-4); then that one stays.
+            has_experts = index in self._found.experts
+            if index in self._layers and not has_experts and (name := mlp_name(layer)):
                 setattr(layer, name, RemoteMlp(index))
                 self._found.mlps[index] = name
             built.append(layer)

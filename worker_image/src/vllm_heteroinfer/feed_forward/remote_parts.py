@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.model.weights import EXPERT
+from heteroinfer_contract.model.weights import EXPERT, is_of_encoder
 from heteroinfer_contract.plan import Mode, Plan, RankAssignment
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)$")
@@ -15,8 +15,8 @@ MLP_NAMES: Final = ("mlp", "feed_forward")
 
 
 def layer_of(name: str) -> int | None:
-    """Returns the transformer layer of a module or tensor, None if it belongs to none."""
-    found = _LAYER.search(f"{name}.")
+    """Returns the decoder layer of a module or tensor, None if it belongs to none: an encoder has its own."""
+    found = None if is_of_encoder(name) else _LAYER.search(f"{name}.")
     return int(found[1]) if found else None
 
 
@@ -35,7 +35,7 @@ class RemoteParts:
     def has(self, tensor: str) -> bool:
         """Returns whether a tensor of the checkpoint belongs to a part that is elsewhere."""
         found = _LAYER.search(tensor)
-        if found is None:
+        if found is None or is_of_encoder(tensor):
             return False
         layer, rest = int(found[1]), found[2]
         if layer in self.experts:

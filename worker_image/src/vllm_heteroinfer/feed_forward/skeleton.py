@@ -213,6 +213,7 @@ class SkeletonBuilder:
         for layer, part in self._parts.items():
             if not isinstance(part, RoutedExperts):
                 continue
+            part.apply_router_weight_on_input = False  # rows come with it (remote.py)
             method = part.quant_method
             if (
                 getattr(method, "experts_cls", part) is None
@@ -374,6 +375,8 @@ def _process(part: Any) -> None:
 def _share(part: Any, memory: WeightMemory) -> None:
     """Moves into a memory what vLLM packed of a part; what oneDNN has by itself stays there."""
     for parameter in part.parameters():
+        if parameter.is_meta:  # of the router, whose layer stays with the rank that asks
+            continue
         if parameter.nbytes and not memory.holds(parameter):
             parameter.data = memory.copy(parameter.data)
         if parameter.nbytes >= HUGE_PAGE:

@@ -135,7 +135,14 @@ def run(
     )
     if rank.feed_forward is not None:
         from vllm_heteroinfer.feed_forward.rank import serve
+        from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes
 
+        if context.memory_nodes and (problem := prefer_nodes(context.memory_nodes)):
+            _logger.warning(
+                "weights are not allocated on NUMA nodes %s, but where they are touched: %s",
+                context.memory_nodes,
+                problem,
+            )
         serve(context, config)
     from vllm_heteroinfer.rank.rank_process import RankProcess
 
