@@ -259,7 +259,8 @@ async def refuse_spec(lane: Lane, seen: Seen) -> None:
 
 def _stalled_or_rests(now: Seen) -> bool:
     current = now.status.get("observedGeneration") == now.resource["metadata"]["generation"]
-    return current and now.condition("Stalled").get("status") == "True"
+    rests = not now.wanted and now.condition("Ready").get("status") == "True"
+    return current and (rests or now.condition("Stalled").get("status") == "True")
 
 
 async def _live_on(lane: Lane, seen: Seen, what: str) -> None:

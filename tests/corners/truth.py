@@ -4,7 +4,7 @@ import enum
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from heteroinfer_contract import names
 
@@ -81,6 +81,9 @@ class Seen:
         return {index for index, expected in by_index.items() if expected and expected <= ready}
 
 
+_NO_NODE: Final = " nodes are available: "
+
+
 def judge(seen: Seen) -> tuple[Verdict, str]:
     """Returns what became of a resource, and the reason that its conditions give."""
     progressing, ready = seen.condition("Progressing"), seen.condition("Ready")
@@ -92,6 +95,12 @@ def judge(seen: Seen) -> tuple[Verdict, str]:
         found = seen.condition(kind)
         if found.get("status") == status:
             return Verdict.WAITS, f"{kind}: {found['reason']}"
+    model = seen.condition("ModelReady")
+    # In the scheduler's words: the pod that fetches the model has no node, or no such claim. One that is not
+    # bound yet will be.
+    said = model.get("message", "")
+    if model.get("status") == "Unknown" and _NO_NODE in said and "unbound" not in said:
+        return Verdict.WAITS, f"ModelReady: {model['reason']}"
     reason = str(progressing["reason"])
     refused = progressing["status"] == "False" and reason in _REFUSED
     waits = reason in _PODS_WAIT and progressing.get("message")

@@ -137,3 +137,24 @@ def test_a_pod_has_run_once_its_container_began() -> None:
     assert not has_run(stored)
     stored["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": 0}}}]
     assert has_run(stored)
+
+
+@pytest.mark.parametrize(
+    ("message", "verdict"),
+    [
+        ("fetching hf://a/b: pod x waits: 0/4 nodes are available: 4 node(s) didn't match", Verdict.WAITS),
+        ("fetching hf://a/b: 3 of 5 files", Verdict.MOVES),
+        ("pod x waits: 0/4 nodes are available: pod has unbound PersistentVolumeClaims", Verdict.MOVES),
+    ],
+)
+def test_a_fetch_without_a_node_waits(message: str, verdict: Verdict) -> None:
+    said: Said = {
+        "Ready": ("False", "Pending"),
+        "Progressing": ("True", "Pending"),
+        "ModelReady": ("Unknown", "Fetching"),
+    }
+    now = seen(said=said)
+    for condition in now.resource["status"]["conditions"]:
+        if condition["type"] == "ModelReady":
+            condition["message"] = message
+    assert judge(now)[0] is verdict
