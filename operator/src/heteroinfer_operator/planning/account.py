@@ -72,8 +72,8 @@ def describe_memory(planned: Planned) -> tuple[str, ...]:
         )
         alike.setdefault(f"role {rank.role}: {' + '.join(parts)} = {of}", []).append(stage)
     lines = [f"memory of a rank of {_stages(stages)}, {words}" for words, stages in alike.items()]
-    remote = sorted({(r.role, r.weight_bytes) for r in plan.ranks if r.feed_forward is not None})
     if planned.remote is not None:
+        remote = sorted({(r.role, r.weight_bytes) for r in plan.ranks if r.feed_forward is not None})
         beside = format_bytes(beside_weights_bytes(planned.remote, plan.engine))
         lines += [
             f"memory of a feed-forward rank of role {role}: {format_bytes(size)} of weights, and up to "

@@ -205,7 +205,7 @@ _SIGMOID_WITH_BIAS: Final = (
 _SIGMOID_WITH_BIAS_UNLESS_NAMED: Final = ("AXK1", "Afmoe", "Param2MoE", "Sarvam", "Step3p5")
 """The same, but that config.json may name another function of scores."""
 _SOFTMAX_WITH_BIAS: Final = ("Ernie4_5_", "LongcatFlash")
-"""The same."""
+"""Architectures whose config.json does not say so."""
 _ONE_GROUP: Final = ("HYV3", "Lfm2Moe", "Pangu")
 """Those for which vLLM makes all experts one group."""
 

@@ -135,14 +135,9 @@ def run(
     )
     if rank.feed_forward is not None:
         from vllm_heteroinfer.feed_forward.rank import serve
-        from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes
+        from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
 
-        if context.memory_nodes and (problem := prefer_nodes(context.memory_nodes)):
-            _logger.warning(
-                "weights are not allocated on NUMA nodes %s, but where they are touched: %s",
-                context.memory_nodes,
-                problem,
-            )
+        prefer_nodes_or_warn(context.memory_nodes)
         serve(context, config)
     from vllm_heteroinfer.rank.rank_process import RankProcess
 

@@ -1,6 +1,5 @@
 """The worker of a CPU rank. Never import this in a GPU process."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ from heteroinfer_contract.cgroups import available_memory
 from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_rope, cpu_router
 from vllm_heteroinfer.rank.worker import headroom
 from vllm_heteroinfer.rank.worker.group_worker import GroupWorkerMixin
-from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes
+from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
 from vllm_heteroinfer.rank.worker.sleep import CpuSleepMixin, SleepMixin
-
-_logger = logging.getLogger(__name__)
 
 
 class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
@@ -27,11 +24,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         vLLM's worker has just bound it strictly to the node of its first CPU, which may not hold
         the model (vllm/v1/worker/cpu_worker.py::CPUWorker.__init__@v0.32.0).
         """
-        nodes = self.context.memory_nodes
-        if nodes and (problem := prefer_nodes(nodes)):
-            _logger.warning(
-                "memory is not allocated on NUMA nodes %s, but where it is touched: %s", nodes, problem
-            )
+        prefer_nodes_or_warn(self.context.memory_nodes)
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:

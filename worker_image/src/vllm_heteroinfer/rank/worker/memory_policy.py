@@ -2,8 +2,11 @@
 
 import ctypes
 import errno
+import logging
 import os
 from collections.abc import Sequence
+
+_logger = logging.getLogger(__name__)
 
 MPOL_PREFERRED = 1
 MPOL_INTERLEAVE = 3
@@ -11,6 +14,14 @@ MPOL_INTERLEAVE = 3
 _LIBNUMA = "libnuma.so.1"
 _MASK_BITS = 1024
 """As many nodes as any kernel has (CONFIG_NODES_SHIFT)."""
+
+
+def prefer_nodes_or_warn(nodes: Sequence[int]) -> None:
+    """Has new memory of this process come from `nodes`, and says in its log if it cannot; none is no wish."""
+    if nodes and (problem := prefer_nodes(nodes)):
+        _logger.warning(
+            "memory is not allocated on NUMA nodes %s, but where it is touched: %s", nodes, problem
+        )
 
 
 def prefer_nodes(nodes: Sequence[int]) -> str:
