@@ -106,6 +106,15 @@ def test_arguments_that_load_code_or_hold_secrets_are_refused(option: str, why: 
     assert not refusal(option, "x", allowed=Allowed(arguments=(option,))), "an administrator allowed it"
 
 
+@pytest.mark.parametrize("allowed", [Allowed(), ALL, Allowed(arguments=("--seed",))])
+def test_what_no_plan_takes_is_refused_before_the_model_is_known(allowed: Allowed) -> None:
+    spec = parse_spec(cpu_pair(engine={"args": ["--max-log-len", "0", "--seed=1"]}))
+    problem = allowed.find_forbidden(spec)
+    assert problem is not None
+    assert problem.reason == "RefusedArgument"
+    assert problem.message.startswith("engine.args: got '--seed=1'")
+
+
 def test_what_ends_the_options_is_refused() -> None:
     """Behind it the plan's own options would be words."""
     assert "allowedArguments" in refusal("--max-log-len", "0", "--")

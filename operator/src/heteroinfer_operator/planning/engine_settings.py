@@ -13,6 +13,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, state_bytes, token_bytes
 
+REFUSED_ARGUMENT_REASON: Final = "RefusedArgument"
 STATE_DTYPE_OPTION: Final = "--mamba-ssm-cache-dtype"
 FOUR_BITS: Final = frozenset({SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4})
 _LATENT_ALIGNMENT: Final = 128
@@ -48,7 +49,7 @@ def engine_settings(
     """
     refused = find_refused(spec.engine.args)
     if refused is not None:
-        raise PlanError(str(refused), reason="RefusedArgument")
+        raise PlanError(str(refused), reason=REFUSED_ARGUMENT_REASON)
     settings = EngineSettings(
         model=model_path,
         served_name=served_name,

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from heteroinfer_contract.refused_args import find_refused
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.engine_settings import REFUSED_ARGUMENT_REASON
 from heteroinfer_operator.reconcile.allowed_args import find_unlisted
 
 ANNOTATIONS: Final = (
@@ -36,10 +38,13 @@ class Allowed:
     annotations: tuple[str, ...] | None = ()
 
     def find_forbidden(self, spec: HeteroInferenceSpec) -> PlanError | None:
-        """Returns why a spec is refused here, or None if it is not."""
+        """Returns why a spec is refused here, or None if it is not; the model need not be known."""
         return self._forbidden_argument(spec) or self._forbidden_annotation(spec)
 
     def _forbidden_argument(self, spec: HeteroInferenceSpec) -> PlanError | None:
+        refused = find_refused(spec.engine.args)
+        if refused is not None:
+            return PlanError(str(refused), reason=REFUSED_ARGUMENT_REASON)
         if self.arguments is None:
             return None
         found = find_unlisted(spec.engine.args, more=self.arguments, remote_code=self.remote_code)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from heteroinfer_contract.refused_args import find_refused
-
 REMOTE_CODE: Final = "--trust-remote-code"
 
 
@@ -237,8 +235,6 @@ def _options(args: Sequence[str]) -> Iterator[_Given]:
 
 
 def _refuse(given: _Given, more: Collection[str], remote_code: bool) -> Unlisted | None:
-    if find_refused([given.arg]) is not None:
-        return None  # the plan refuses it, in its own words
     if given.option == REMOTE_CODE and not given.path:
         return None if remote_code or given.is_taken_back else _remote_code(given)
     if given.option in more:

@@ -31,8 +31,9 @@ _logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.1
 """Time between two looks at the engine and at the supervisor's word."""
-_ASK_S = 0.5
-"""Between the engine's answer to a question and the next question."""
+_ASK_S = 0.2
+"""Between the engine's answer to a question and the next question: a group is not ready within 2 s of its
+engine's last answer, 1.5 s after the question that was not answered."""
 _NAMING_S = 5.0
 """How much longer than the supervisors the engine waits for a step: they can name the stuck rank."""
 
