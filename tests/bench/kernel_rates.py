@@ -53,7 +53,7 @@ def rate_of(found: Mapping[str, Any]) -> KernelRate:
 
 def mean_of(rates: Sequence[KernelRate]) -> KernelRate:
     """Returns the mean of one kernel's rates, by the time that a byte takes."""
-    more = zip(*(rate.more_rows for rate in rates), strict=True)
+    more = zip(*(rate.more_rows for rate in rates), strict=False)
     return replace(
         rates[0],
         bytes_per_s=harmonic_mean([rate.bytes_per_s for rate in rates]),

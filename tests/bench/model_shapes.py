@@ -44,6 +44,18 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
     },
+    "tiny-llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1024,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
     "llama-8b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

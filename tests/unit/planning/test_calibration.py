@@ -55,7 +55,7 @@ def test_a_measured_machine_is_as_fast_as_it_was_and_fewer_threads_in_proportion
 
 def test_many_rows_take_as_long_as_their_kernel_took() -> None:
     linear = kernel(KernelPart.LINEAR, SchemeName.NONE, 160)
-    measured = calibration(kernels=(replace(linear, more_rows=(160e9, 80e9, 20e9)),))
+    measured = calibration(kernels=(replace(linear, more_rows=(160e9, 160e9, 80e9, 20e9)),))
     planned = plan(spec(cpu()), profile(other_bytes=0), Inventory(calibration={"cpu": measured}))
     (rates,), engine = planned.rates, planned.plan.engine
 

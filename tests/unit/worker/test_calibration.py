@@ -142,7 +142,7 @@ def test_many_numa_nodes_are_measured_shortly_and_fit_a_termination_message() ->
     kernel = {
         "part": "experts", "scheme": "FP8 in blocks", "dtype": "bfloat16",
         "kernel": "CompressedTensorsLinearMethod", "threads": 128, "bytes_per_s": 1.234e11,
-        "more_rows": [1.234e11] * 3,
+        "more_rows": [1.234e11] * 5,
     }  # fmt: skip
     built = build_calibration(
         results(*readings, *[line("kernels", **kernel)] * 14), VERSIONS, started=1e9, duration_s=50.0

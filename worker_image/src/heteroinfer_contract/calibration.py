@@ -21,7 +21,7 @@ AMX_SETS: Final = ("amx_tile", "amx_bf16")
 """Instruction sets, as Linux names them, that kernels for AMX need."""
 AVX512_SET: Final = "avx512f"
 """The one that kernels for AVX-512 need."""
-MORE_ROWS: Final = (16, 64, 512)
+MORE_ROWS: Final = (4, 16, 64, 512, 2048)
 """Rows of a product, besides one, that `KernelRate.more_rows` is of."""
 MAX_ENTRIES: Final = 64
 """Of each list."""

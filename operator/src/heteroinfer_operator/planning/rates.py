@@ -123,14 +123,14 @@ GPU_UNKNOWN: Final = (
 
 CPU_PARTS: Final[Mapping[tuple[KernelPart, SchemeName], tuple[float, ...]]] = MappingProxyType(
     {
-        (KernelPart.LINEAR, SchemeName.NONE): (1.0, 0.92, 0.43, 0.068),
-        (KernelPart.LINEAR, SchemeName.AWQ): (0.4, 0.17, 0.11, 0.0165),
-        (KernelPart.LINEAR, SchemeName.GPTQ): (0.4, 0.17, 0.11, 0.0165),
-        (KernelPart.LINEAR, SchemeName.INT4): (0.4, 0.17, 0.11, 0.0165),
-        (KernelPart.LINEAR, SchemeName.FP8_BLOCK): (0.65, 0.2, 0.13, 0.025),
+        (KernelPart.LINEAR, SchemeName.NONE): (1.0, 0.98, 0.92, 0.43, 0.068),
+        (KernelPart.LINEAR, SchemeName.AWQ): (0.4, 0.33, 0.17, 0.11, 0.0165),
+        (KernelPart.LINEAR, SchemeName.GPTQ): (0.4, 0.33, 0.17, 0.11, 0.0165),
+        (KernelPart.LINEAR, SchemeName.INT4): (0.4, 0.33, 0.17, 0.11, 0.0165),
+        (KernelPart.LINEAR, SchemeName.FP8_BLOCK): (0.65, 0.38, 0.2, 0.13, 0.025),
         (KernelPart.LINEAR, SchemeName.FP8_CHANNEL): (0.015,),
         (KernelPart.LINEAR, SchemeName.INT8): (1.0,),
-        (KernelPart.EXPERTS, SchemeName.NONE): (1.0, 1.0, 0.41, 0.15),
+        (KernelPart.EXPERTS, SchemeName.NONE): (1.0, 1.0, 1.0, 0.41, 0.15),
         (KernelPart.EXPERTS, SchemeName.FP8_BLOCK): (0.85,),
         (KernelPart.EXPERTS, SchemeName.AWQ): (0.65,),
         (KernelPart.EXPERTS, SchemeName.GPTQ): (0.65,),
@@ -139,7 +139,7 @@ CPU_PARTS: Final[Mapping[tuple[KernelPart, SchemeName], tuple[float, ...]]] = Ma
     }
 )
 """Bytes that a rank reads of weights in a format, for each byte that it reads of ours in bf16 with one row:
-with one row, and with each of MORE_ROWS, of experts for each of them.
+with one row, and with each of MORE_ROWS as far as they are given, of experts for each of them.
 
 By 13 threads of an H200's host, 2026-11-22 (docs/benchmarks.md): bf16 of linear layers and one row of experts
 are the kernels alone (experts by 14 threads: bf16 84 to 106 GB/s, FP8 89 to 93, 4 bits 61 to 80, MXFP4 45 to

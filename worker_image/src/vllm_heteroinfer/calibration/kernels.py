@@ -1,6 +1,7 @@
 """How fast vLLM's and our CPU kernels read weights: `python -m vllm_heteroinfer.calibration.kernels ...`.
 
-Layers are built and packed as vLLM builds them for a model in each format, with random weights. Imports vLLM.
+Layers are built and packed as vLLM builds them for a model in each format, with random weights; experts are
+called as a feed-forward rank calls them. Imports vLLM.
 """
 
 import json
@@ -45,21 +46,57 @@ _MODEL: Final = {
     "torch_dtype": BF16,
 }
 _LINEAR_PREFIX, _EXPERTS_PREFIX = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts"
-_MANY_ROWS, _MANY_CALLS = 512, 4
+_MANY_ROWS, _MANY_CALLS = 512, 2
 """From so many rows on a product computes longer than it reads, and so few of them tell its time."""
-_MORE_S: Final = 0.25
+_MOST_ROWS: Final = {KernelPart.LINEAR: 2048, KernelPart.EXPERTS: 512}
+"""Of a product: a chunk of a prompt, which has fewer rows for each of its experts."""
+_MORE_S: Final = 0.2
 """After which no further round of more than one row begins."""
+_LONGEST_CALL_S: Final = 0.5
+"""More rows are not tried where one call would take longer, in proportion."""
 Call = Callable[[], Any]
 
 
 class Input:
-    """What the calls of one kernel compute with; each number of rows is one.
+    """What the calls of a linear kernel compute with; each number of rows is one.
 
     Attributes:
         x: of the next call.
     """
 
     x: torch.Tensor
+
+
+class ExpertsInput:
+    """What the calls of a kernel for experts compute with, as a feed-forward rank finds it in its slab.
+
+    One row takes another half of the experts each time; more rows take all of them, in turns.
+    """
+
+    turns: Final = EXPERTS // TOP_K
+
+    def __init__(self) -> None:
+        self._chosen = torch.arange(EXPERTS, dtype=torch.int32).view(self.turns, TOP_K)
+        self.turn = 0
+
+    def prepare(self, rows: int) -> None:
+        """Has each expert compute so many rows from now on; with one row, those of the turn do."""
+        self._few = rows == 1
+        tokens = 1 if self._few else rows * self.turns
+        self._x = torch.randn((tokens, HIDDEN), dtype=torch.bfloat16)
+        self._y = torch.empty_like(self._x)
+        self._ids = self._chosen.repeat(-(-tokens // self.turns), 1)
+        self._weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.float32)
+
+    @property
+    def tokens(self) -> int:
+        """Returns the rows of a call."""
+        return len(self._x)
+
+    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Returns x, ids, weights and y of a call."""
+        ids = self._ids[self.turn : self.turn + 1] if self._few else self._ids
+        return self._x, ids, self._weights, self._y
 
 
 def main(argv: list[str]) -> None:
@@ -140,27 +177,36 @@ def measure_ours(threads: int) -> None:
     def prepare(rows: int) -> None:
         given.x = torch.randn((rows, size)).to(torch.bfloat16)
 
-    rates = _rates([call(each) for each in packed], dense.nbytes, prepare)
+    rates = _rates(KernelPart.LINEAR, [call(each) for each in packed], dense.nbytes, prepare)
     _report(KernelPart.LINEAR, SchemeName.NONE, BF16, f"heteroinfer {library.kernel(1)}", threads, rates)
 
 
 def _rates(
-    calls: Sequence[Call], num_bytes: int, prepare: Callable[[int], None], many_bytes: int | None = None
+    part: KernelPart,
+    calls: Sequence[Call],
+    num_bytes: int,
+    prepare: Callable[[int], None],
+    many_bytes: int | None = None,
 ) -> list[float]:
-    """Returns bytes a second for one row, and for each of MORE_ROWS.
+    """Returns bytes a second for one row, and for each of MORE_ROWS, as far as that takes no long time.
 
     Args:
+        part: of a layer, that is computed.
         calls: of a kernel, each with weights of its own.
         num_bytes: that a call reads for one row.
         prepare: makes the calls compute with so many rows.
         many_bytes: that a call reads for many rows, where it is more.
     """
-    rates = []
+    rates: list[float] = []
+    call_s, before = 0.0, 1
     for rows in (1, *MORE_ROWS):
+        if rows > _MOST_ROWS[part] or call_s * rows / before > _LONGEST_CALL_S:
+            break
         prepare(rows)
         some = calls[:_MANY_CALLS] if rows >= _MANY_ROWS else calls
-        seconds = median_s(some, **({} if rows == 1 else {"most_s": _MORE_S}))
-        rates.append((num_bytes if rows == 1 else many_bytes or num_bytes) * len(some) / seconds)
+        call_s = median_s(some, **({} if rows == 1 else {"most_s": _MORE_S})) / len(some)
+        rates.append((num_bytes if rows == 1 else many_bytes or num_bytes) / call_s)
+        before = rows
     return rates
 
 
@@ -233,17 +279,19 @@ class KernelBench:
         layer.quant_method.process_weights_after_loading(layer)
         count = -(-round_bytes() // num_bytes) if each.size == WeightFormat().size else 1
         if each.copy:
-            calls = _copies(layer, count, [lambda: layer(given.x)])
+            calls = _copies(layer, count, lambda: [lambda: layer(given.x)])
         else:
             calls = [lambda: layer(given.x), *(_built(build(), given) for _ in range(count - 1))]
 
         def prepare(rows: int) -> None:
             given.x = torch.randn((rows, each.size), dtype=dtype)
 
-        return _rates(calls, num_bytes, prepare), _kernel(layer)
+        return _rates(KernelPart.LINEAR, calls, num_bytes, prepare), _kernel(layer)
 
     def _experts(self, each: WeightFormat) -> tuple[list[float], str]:
         from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+
+        from vllm_heteroinfer.feed_forward.compute import compute_of
 
         self._config.compilation_config.static_forward_context.clear()
         runner = FusedMoEFactory(
@@ -257,35 +305,21 @@ class KernelBench:
             renormalize=True,
         )
         part = next(module for module in runner.modules() if type(module).__name__ == "RoutedExperts")
-        whole, given = _fill(part), Input()
-        num_bytes = whole * TOP_K // EXPERTS
+        whole, given = _fill(part), ExpertsInput()
+        num_bytes = whole // given.turns
         part.quant_method.process_weights_after_loading(part)
-        chosen = [
-            torch.arange(first, first + TOP_K, dtype=torch.int32).view(1, TOP_K)
-            for first in range(0, EXPERTS, TOP_K)
-        ]
 
-        def apply(turn: int) -> Any:
-            # One row takes another half of the experts each time; more rows take all of them, in turns.
-            rows = given.x.shape[0]
-            ids = chosen[turn] if rows == 1 else torch.cat(chosen).repeat(rows // len(chosen), 1)
-            # Some kernels overwrite their input.
-            return part.quant_method.apply(
-                layer=part,
-                x=given.x.clone(),
-                topk_weights=torch.full((rows, TOP_K), 1 / TOP_K, dtype=torch.float32),
-                topk_ids=ids,
-                shared_experts=None,
-                shared_experts_input=None,
-            )
+        def build() -> list[Call]:
+            compute = compute_of(part, given)
 
-        def prepare(rows: int) -> None:
-            tokens = 1 if rows == 1 else rows * EXPERTS // TOP_K
-            given.x = torch.randn((tokens, HIDDEN), dtype=torch.bfloat16)
+            def call(turn: int) -> None:
+                given.turn = turn
+                compute(given.tokens)
 
-        rounds = -(-round_bytes() // (num_bytes * len(chosen)))
-        calls = _copies(part, rounds, [partial(apply, turn) for turn in range(len(chosen))])
-        return _rates(calls, num_bytes, prepare, many_bytes=whole), _kernel(part)
+            return [partial(call, turn) for turn in range(given.turns)]
+
+        calls = _copies(part, -(-round_bytes() // whole), build)
+        return _rates(KernelPart.EXPERTS, calls, num_bytes, given.prepare, many_bytes=whole), _kernel(part)
 
 
 def _built(layer: Any, given: Input) -> Call:
@@ -294,21 +328,33 @@ def _built(layer: Any, given: Input) -> Call:
     return lambda: layer(given.x)
 
 
-def _copies(layer: Any, count: int, calls: Sequence[Call]) -> list[Call]:
-    """Returns these calls once for each of so many copies of a packed layer's weights."""
+def _copies(layer: Any, count: int, build: Callable[[], Sequence[Call]]) -> list[Call]:
+    """Returns calls for each of so many copies of a packed layer's weights.
+
+    Args:
+        layer: that is packed.
+        count: of the copies, the layer's own among them.
+        build: returns calls of the layer with the weights that it has then.
+    """
     parameters = [parameter for parameter in layer.parameters() if parameter.numel()]
     own = [parameter.data for parameter in parameters]
 
+    def use(copy: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(parameters, copy, strict=True):
+            parameter.data = tensor
+
     def with_weights(copy: Sequence[torch.Tensor], call: Call) -> Call:
         def run() -> Any:
-            for parameter, tensor in zip(parameters, copy, strict=True):
-                parameter.data = tensor
+            use(copy)
             return call()
 
         return run
 
-    copies = [own, *([each.clone() for each in own] for _ in range(count - 1))]
-    return [with_weights(copy, call) for copy in copies for call in calls]
+    found: list[Call] = []
+    for copy in (own, *([each.clone() for each in own] for _ in range(count - 1))):
+        use(copy)
+        found += [with_weights(copy, call) for call in build()]
+    return found
 
 
 def _quantization(each: WeightFormat) -> Any:

@@ -1,7 +1,7 @@
 """A layer's part on a CPU, from the slab into the slab. Imports vLLM; for CPU ranks only."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
@@ -17,6 +17,13 @@ MOST_VIEWS: Final = 256
 """Row counts for which views of the slab are kept; others are made when they come."""
 
 Compute = Callable[[int], None]
+
+
+class Asks(Protocol):
+    """Where what is asked lies, and where its answer goes."""
+
+    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Returns x, ids, weights and y of the first `rows` rows."""
 
 
 class Views:
@@ -39,25 +46,26 @@ class Views:
 
 def computes(skeleton: Skeleton, views: Views) -> dict[int, Compute]:
     """Returns for each layer what computes an ask of so many rows, from the slab into the lane's answer."""
-    return {layer: _compute(part, views) for layer, part in skeleton.parts.items()}
+    return {layer: compute_of(part, views) for layer, part in skeleton.parts.items()}
 
 
-def _compute(part: Any, views: Views) -> Compute:
+def compute_of(part: Any, asks: Asks) -> Compute:
+    """Returns what computes an ask of so many rows by a layer's part, with the weights that it has now."""
     if not isinstance(part, RoutedExperts):
-        return _mlp(part, views)
+        return _mlp(part, asks)
     kernel = part.quant_method.moe_kernel
     vllms = None if kernel is None else kernel.fused_experts
     if isinstance(vllms, CPUUnquantizedExperts | CPUExpertsFp8):
         check_limit(vllms)
     library = library_of(part)
     if library is not None:
-        return _ours(part, vllms, library, views)
+        return _ours(part, vllms, library, asks)
     if isinstance(vllms, CPUUnquantizedExperts) and not vllms._use_zentorch:
-        return _unquantized(part, vllms, views)
-    return _any_experts(part, views)
+        return _unquantized(part, vllms, asks)
+    return _any_experts(part, asks)
 
 
-def _unquantized(part: Any, vllms: Any, views: Views) -> Compute:
+def _unquantized(part: Any, vllms: Any, asks: Asks) -> Compute:
     """As `CPUUnquantizedExperts.apply`, whose kernel writes into a given buffer: no copy, no allocation."""
     call = torch.ops._C.cpu_fused_moe
     w13, w2 = part.w13_weight.data, part.w2_weight.data
@@ -65,27 +73,27 @@ def _unquantized(part: Any, vllms: Any, views: Views) -> Compute:
     activation, isa = part.activation.value, vllms.isa
 
     def compute(rows: int) -> None:
-        x, ids, weights, y = views.of(rows)
+        x, ids, weights, y = asks.of(rows)
         call(y, x, w13, w2, bias13, bias2, weights, ids, False, activation, isa)
 
     return compute
 
 
-def _ours(part: Any, vllms: Any, library: KernelLibrary, views: Views) -> Compute:
+def _ours(part: Any, vllms: Any, library: KernelLibrary, asks: Asks) -> Compute:
     packed = packed_experts(vllms, part.w13_weight.data, part.w2_weight.data)
 
     def compute(rows: int) -> None:
-        x, ids, weights, y = views.of(rows)
+        x, ids, weights, y = asks.of(rows)
         experts(library, y, x, packed, weights=weights, ids=ids)
 
     return compute
 
 
-def _any_experts(part: Any, views: Views) -> Compute:
+def _any_experts(part: Any, asks: Asks) -> Compute:
     method = part.quant_method
 
     def compute(rows: int) -> None:
-        x, ids, weights, y = views.of(rows)
+        x, ids, weights, y = asks.of(rows)
         # Some kernels overwrite their input, which other lanes read.
         y.copy_(
             method.apply(
@@ -101,9 +109,9 @@ def _any_experts(part: Any, views: Views) -> Compute:
     return compute
 
 
-def _mlp(part: Any, views: Views) -> Compute:
+def _mlp(part: Any, asks: Asks) -> Compute:
     def compute(rows: int) -> None:
-        x, _, _, y = views.of(rows)
+        x, _, _, y = asks.of(rows)
         y.copy_(part(x))
 
     return compute

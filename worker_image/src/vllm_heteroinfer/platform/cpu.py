@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
 
+from vllm_heteroinfer.kernels.linear_layers import is_wanted
 from vllm_heteroinfer.platform.environ import register_environ
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.kernel import IrOpPriorityConfig
 
 
 class HeteroCpuPlatform(CpuPlatform):
@@ -35,6 +37,25 @@ class HeteroCpuPlatform(CpuPlatform):
         # started by the supervisor. The one process that is started here is the engine, from the API
         # server, which computes nothing: by fork it saves importing everything again (10 s of a CPU).
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        """Registers vLLM's implementations of small operations, and those that we add for CPUs."""
+        super().import_ir_kernels()
+        import vllm_heteroinfer.platform.cpu_norms  # noqa: F401 - registers them
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
+        """Returns vLLM's choice where the model is compiled, or the user chose its kernels; else ours."""
+        from vllm.config import CompilationMode
+        from vllm.config.kernel import IrOpPriorityConfig
+
+        if vllm_config.compilation_config.mode != CompilationMode.NONE or not is_wanted(os.environ):
+            return super().get_default_ir_op_priority(vllm_config)
+        from vllm_heteroinfer.platform.cpu_norms import PROVIDER
+
+        ours = [PROVIDER, "native"]
+        return IrOpPriorityConfig.with_default(["native"], rms_norm=ours, fused_add_rms_norm=ours)
 
     def is_sleep_mode_available(self) -> bool:
         """Returns True: our worker gives back the KV cache, where vLLM's CPU worker only logs."""

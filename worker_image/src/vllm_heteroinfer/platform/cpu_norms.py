@@ -1,0 +1,58 @@
+"""RMS norms of eager CPU ranks, by vLLM's own operations of CPUs as a provider of its registry. Imports vLLM.
+
+The registry has none for CPUs but `native`, which is nine operations of torch for a norm where it is not
+compiled. Source: vllm/ir/ops/layernorm.py, vllm/kernels/vllm_c.py@v0.32.0.
+"""
+
+from typing import Final
+
+import torch
+from vllm import ir
+
+PROVIDER: Final = "vllm_cpu"
+_VECTOR: Final = 32
+"""Elements: rows of the operations are whole vectors, of 8 or 16."""
+
+
+def _takes(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    return variance_size is None and _is_whole(x, weight)
+
+
+def _takes_both(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    written = x.is_contiguous() and x_residual.is_contiguous() and x_residual.dtype == x.dtype
+    return written and variance_size is None and _is_whole(x, weight)
+
+
+def _is_whole(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    return weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
+
+
+@ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_takes)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """Returns x / sqrt(mean(x²) + epsilon) * weight, over the last axis: rounded once."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    torch.ops._C.rms_norm(out, x.contiguous(), weight, epsilon)
+    return out
+
+
+@ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_takes_both, inplace=True)
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the norm of x + x_residual, in x, and that sum, in x_residual."""
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
