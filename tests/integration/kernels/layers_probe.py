@@ -361,6 +361,44 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, *, neox: bool) -> torch.Te
     return torch.cat(parts, -1) if neox else torch.stack(parts, -1).flatten(-2)
 
 
+def norms() -> Any:
+    """Returns how far norms are from sums in float64, by what computes them, and what ranks ask first."""
+    from vllm import ir
+    from vllm.config import CompilationMode
+
+    from vllm_heteroinfer.platform.cpu import HeteroCpuPlatform
+    from vllm_heteroinfer.platform.cpu_norms import PROVIDER
+
+    def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.double()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+
+    def gap(got: torch.Tensor, expected: torch.Tensor) -> float:
+        return float(((got.double() - expected).abs() / expected.abs().clamp(min=1e-2)).max())
+
+    ir.set_default_torch_wrap(False)
+    for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+        op.set_default([PROVIDER, "native"])
+    gaps: dict[str, float] = {}
+    for dtype, width in product((torch.float32, torch.bfloat16), (32, 4096, 80)):
+        rows = torch.randn(5, 3, 2 * width).to(dtype)
+        weight = (torch.randn(width) + 1).to(dtype)
+        for kind, x in (("whole", rows[..., :width].contiguous()), ("view", rows[..., width:])):
+            by = ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider
+            gaps[f"{dtype} {width} {kind} {by}"] = gap(ir.ops.rms_norm(x, weight, 1e-6), exact(x, weight))
+        x, residual = rows[:, 0, :width].contiguous(), rows[:, 1, width:].contiguous()
+        total = x.double() + residual.double()
+        by = ir.ops.fused_add_rms_norm.dispatch(x, residual, weight, 1e-6).provider
+        normed, added = ir.ops.fused_add_rms_norm.maybe_inplace(x, residual, weight, 1e-6)
+        gaps[f"{dtype} {width} added {by}"] = max(gap(normed, exact(total, weight)), gap(added, total))
+
+    def asked(mode: CompilationMode) -> str:
+        config: Any = SimpleNamespace(compilation_config=SimpleNamespace(mode=mode))
+        return HeteroCpuPlatform.get_default_ir_op_priority(config).rms_norm[0]
+
+    return gaps, [asked(CompilationMode.NONE), asked(CompilationMode.VLLM_COMPILE)]
+
+
 def router() -> Any:
     """Experts and weights by each score, with and without a bias, beside sums written out."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
@@ -396,7 +434,7 @@ def router() -> Any:
 
 
 QUESTIONS = {
-    f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone, experts, rope, router)
+    f.__name__: f for f in (linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms)
 }
 
 

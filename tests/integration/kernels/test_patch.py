@@ -101,5 +101,15 @@ def test_experts_are_chosen_and_weighed_as_by_sums_written_out() -> None:
     assert max(gaps.values()) < ROTARY, gaps
 
 
+def test_norms_of_eager_ranks_are_sums_written_out() -> None:
+    """By vLLM's operation for CPUs, or by torch for rows of no whole vectors; compiled ranks keep torch's."""
+    gaps, asked = ask_forked(PROBE, "norms")
+    assert len(gaps) == 18
+    for what, gap in gaps.items():
+        assert gap < (ROTARY if "float32" in what else 2.0**-6), what
+        assert what.endswith("native" if " 80 " in what else "vllm_cpu"), what
+    assert asked == ["vllm_cpu", "native"]
+
+
 def test_registry_is_of_the_pinned_version() -> None:
     assert all(VLLM_VERSION in patch.verified for patch in PATCHES)

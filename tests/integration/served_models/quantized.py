@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from heteroinfer_contract.model import SchemeName
+from tests.integration.served_models.cases import LAYERS
 
 GROUP: Final = 128
 """Weights that share a scale in the formats of 4 bits, and sides of a block in FP8."""
@@ -69,7 +70,10 @@ CONFIGS: Final[Mapping[SchemeName, Mapping[str, Any]]] = {
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [GROUP, GROUP],
-        "modules_to_not_convert": _LAYERS_ALONE,
+        "modules_to_not_convert": [
+            *_LAYERS_ALONE,
+            *(f"model.layers.{index}.mlp.gate" for index in range(LAYERS)),
+        ],
     },
     SchemeName.MXFP4: {
         "quant_method": "mxfp4",

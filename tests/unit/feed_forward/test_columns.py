@@ -53,6 +53,8 @@ def test_columns_that_no_unit_divides_are_refused() -> None:
         ("layers.0.mlp.experts.3.up_proj.qweight", (64, 32), Part(dim=1, start=16, length=16)),
         ("layers.0.mlp.experts.3.down_proj.qweight", (256, 8), Part(dim=0, start=128, length=128)),
         ("layers.0.mlp.experts.3.down_proj.scales", (2, 64), Part(dim=0, start=1, length=1)),
+        ("layers.0.mlp.experts.3.down_proj.scales", (1, 64), Part()),
+        ("layers.0.mlp.experts.3.down_proj.weight_scale", (64, 1), Part()),
         ("layers.0.mlp.experts.3.down_proj.g_idx", (256,), Part(dim=0, start=128, length=128)),
         ("layers.0.mlp.experts.3.up_proj.g_idx", (64,), Part()),
         ("layers.0.mlp.experts.3.up_proj.weight_packed", (256, 8), Part(dim=0, start=128, length=128)),

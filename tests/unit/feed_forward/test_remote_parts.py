@@ -39,6 +39,8 @@ def test_experts(tensor: str, elsewhere: bool) -> None:
     [
         ("model.layers.2.mlp.down_proj.weight", True),
         ("model.layers.1.mlp.down_proj.weight", False),
+        ("layers.2.feed_forward.w1.weight", True),
+        ("layers.1.feed_forward.w1.weight", False),
         ("model.layers.2.post_mlp_layernorm.weight", False),
         ("model.layers.2.mlp_norm.weight", False),
         ("language_model.model.layers.2.mlp.up_proj.weight", True),
@@ -48,6 +50,13 @@ def test_experts(tensor: str, elsewhere: bool) -> None:
 )
 def test_mlps(tensor: str, elsewhere: bool) -> None:
     assert MLPS.has(tensor) is elsewhere
+
+
+def test_two_sets_of_experts_in_a_layer_are_refused() -> None:
+    parts = RemoteParts()
+    parts.add_experts(3)
+    with pytest.raises(ContractError, match="layer 3: got two sets of routed experts"):
+        parts.add_experts(3)
 
 
 def test_layers_are_read_from_names() -> None:

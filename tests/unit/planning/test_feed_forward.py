@@ -71,6 +71,13 @@ def test_layers_of_transformers_classes_have_no_part_for_feed_forward_ranks(name
     assert e.value.reason == "UnsupportedParallelism"
 
 
+@pytest.mark.parametrize("name", ["Ernie4_5_VLMoeForConditionalGeneration", "Gemma3nForCausalLM"])
+def test_layers_with_two_sets_of_experts_or_uneven_mlps_are_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=rf"layers of {name} have two sets of experts, or MLPs") as e:
+        plan(feed_forward(), replace(mixture(), architecture=name))
+    assert e.value.reason == "UnsupportedParallelism"
+
+
 def test_experts_whose_gates_are_in_one_tensor_are_of_one_rank() -> None:
     model = mixture()
     together = replace(model, kinds=tuple(replace(kind, gates_together=True) for kind in model.kinds))

@@ -117,6 +117,11 @@ NO_PIPELINE: Final = frozenset(
 BROKEN_PIPELINE: Final = frozenset({"GraniteMoeHybridForCausalLM"})
 """Whose classes are SupportsPP, and end at the first tensor of another stage, whose layers they call too
 (vllm/.../granitemoehybrid.py::GraniteMoeHybridModel.load_weights, .forward@v0.32.0; vLLM's issue 50961)."""
+NO_FEED_FORWARD: Final = frozenset(
+    {"Ernie4_5_VLMoeForConditionalGeneration", "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"}
+)
+"""Whose layers have two sets of routed experts (vllm/.../ernie45_vl_moe.py@v0.32.0), or MLPs that choose what
+is active over all columns, and are of several widths (…/gemma3n.py)."""
 GPU_CLASSES: Final = frozenset(
     {
         "DeepseekV41ForCausalLM",

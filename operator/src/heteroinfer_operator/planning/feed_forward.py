@@ -19,6 +19,7 @@ from heteroinfer_contract.plan import (
 )
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.architectures import NO_FEED_FORWARD
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
 from heteroinfer_operator.planning.prediction import Load, count_reads
@@ -68,6 +69,12 @@ def choose_remote(
         raise PlanError(
             f"role {role.name}: got feedForward, but vLLM serves {profile.architecture} by transformers' "
             "class, whose experts and MLPs feed-forward ranks cannot take; use mode Pipeline for this model",
+            reason="UnsupportedParallelism",
+        )
+    if profile.architecture in NO_FEED_FORWARD:
+        raise PlanError(
+            f"role {role.name}: got feedForward, but layers of {profile.architecture} have two sets of "
+            "experts, or MLPs that need all of their columns; use mode Pipeline for this model",
             reason="UnsupportedParallelism",
         )
     order = _cheapest_first(profile)

@@ -72,9 +72,7 @@ EXPERT: Final = re.compile(
 """Of routed experts; shared ones are called `shared_expert(s)`."""
 _EXPERT_NUMBER: Final = re.compile(r"\.experts\.(\d+)\.")
 _GATES_TOGETHER: Final = re.compile(r"\.experts\.(?:\d+\.)?gate_up_proj(?:\.|$)")
-_MLP: Final = re.compile(
-    r"\.(?:mlp|feed_forward|mixer)\.(?:gate|up|down|gate_up)_proj\.|\.feed_forward\.w[123]\."
-)
+_MLP: Final = re.compile(r"\.(?:mlp|feed_forward)\.(?:gate|up|down|gate_up)_proj\.|\.feed_forward\.w[123]\.")
 """Of a dense feed-forward part; a mixture's tensors have `experts` or `shared` in between."""
 _COMPUTED: Final = re.compile(r"(?:rotary_emb|rope)\.(?:inv_freq|freqs)$|\.weight_shape$|\.g_idx$")
 """Stored by some, and computed or not read by vLLM. `g_idx` without act-order is emptied at load."""

@@ -137,8 +137,8 @@ def part_of(name: str, shape: Sequence[int], columns: Columns) -> Part:
             f"{name}: got a tensor that cannot be split over feed-forward ranks, expected one of a bf16, FP8 "
             "block, AWQ, GPTQ, compressed-tensors int4 or MXFP4 checkpoint; use one feed-forward rank"
         )
-    if dim < 0:
-        return Part()
+    if dim < 0 or (role in _DOWN and leaf in {"scales", "weight_scale"} and shape[dim] == 1):
+        return Part()  # a scale of each output holds for each rank's part of its sum
     return _narrow(name, shape, dim, columns, blocks=2 if role in _HALVES else 1)
 
 

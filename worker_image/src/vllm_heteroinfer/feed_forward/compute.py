@@ -19,7 +19,7 @@ MOST_VIEWS: Final = 256
 Compute = Callable[[int], None]
 
 
-class Asks(Protocol):
+class AskTensors(Protocol):
     """Where what is asked lies, and where its answer goes."""
 
     def of(self, rows: int) -> tuple[torch.Tensor, ...]:
@@ -49,7 +49,7 @@ def computes(skeleton: Skeleton, views: Views) -> dict[int, Compute]:
     return {layer: compute_of(part, views) for layer, part in skeleton.parts.items()}
 
 
-def compute_of(part: Any, asks: Asks) -> Compute:
+def compute_of(part: Any, asks: AskTensors) -> Compute:
     """Returns what computes an ask of so many rows by a layer's part, with the weights that it has now."""
     if not isinstance(part, RoutedExperts):
         return _mlp(part, asks)
@@ -65,7 +65,7 @@ def compute_of(part: Any, asks: Asks) -> Compute:
     return _any_experts(part, asks)
 
 
-def _unquantized(part: Any, vllms: Any, asks: Asks) -> Compute:
+def _unquantized(part: Any, vllms: Any, asks: AskTensors) -> Compute:
     """As `CPUUnquantizedExperts.apply`, whose kernel writes into a given buffer: no copy, no allocation."""
     call = torch.ops._C.cpu_fused_moe
     w13, w2 = part.w13_weight.data, part.w2_weight.data
@@ -79,7 +79,7 @@ def _unquantized(part: Any, vllms: Any, asks: Asks) -> Compute:
     return compute
 
 
-def _ours(part: Any, vllms: Any, library: KernelLibrary, asks: Asks) -> Compute:
+def _ours(part: Any, vllms: Any, library: KernelLibrary, asks: AskTensors) -> Compute:
     packed = packed_experts(vllms, part.w13_weight.data, part.w2_weight.data)
 
     def compute(rows: int) -> None:
@@ -89,7 +89,7 @@ def _ours(part: Any, vllms: Any, library: KernelLibrary, asks: Asks) -> Compute:
     return compute
 
 
-def _any_experts(part: Any, asks: Asks) -> Compute:
+def _any_experts(part: Any, asks: AskTensors) -> Compute:
     method = part.quant_method
 
     def compute(rows: int) -> None:
@@ -109,7 +109,7 @@ def _any_experts(part: Any, asks: Asks) -> Compute:
     return compute
 
 
-def _mlp(part: Any, asks: Asks) -> Compute:
+def _mlp(part: Any, asks: AskTensors) -> Compute:
     def compute(rows: int) -> None:
         x, _, _, y = asks.of(rows)
         y.copy_(part(x))

@@ -18,11 +18,13 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model.weights import is_of_encoder
 from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
 
 EXPERTS_CLASSES = (RoutedExperts, GptOssRoutedExperts)
@@ -146,7 +148,7 @@ def replacing(layers: frozenset[int]) -> Iterator[RemoteParts]:
             layer = layer_of(prefix)
             if layer not in layers or layer is None:
                 return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
-            found.experts.add(layer)
+            found.add_experts(layer)
             return RemoteMethod(moe_config, layer)
 
     set_offloader(_Swapping(layers, found))
@@ -203,6 +205,9 @@ def mlp_name(layer: torch.nn.Module) -> str:
     for name in MLP_NAMES:
         mlp = getattr(layer, name, None)
         if not isinstance(mlp, torch.nn.Module) or any(isinstance(m, RoutedExperts) for m in mlp.modules()):
+            continue
+        # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0).
+        if any(is_of_encoder(m.prefix) for m in mlp.modules() if isinstance(m, LinearBase)):
             continue
         needed = [
             parameter

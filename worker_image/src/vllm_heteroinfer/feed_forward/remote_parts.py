@@ -32,6 +32,15 @@ class RemoteParts:
     experts: set[int] = field(default_factory=set)
     mlps: dict[int, str] = field(default_factory=dict)
 
+    def add_experts(self, layer: int) -> None:
+        """Notes a layer's routed experts; raises ContractError if others are noted, since either may ask."""
+        if layer in self.experts:
+            raise ContractError(
+                f"layer {layer}: got two sets of routed experts, expected one; leave it to the GPU, or use "
+                "spec.parallelism.mode: Pipeline"
+            )
+        self.experts.add(layer)
+
     def has(self, tensor: str) -> bool:
         """Returns whether a tensor of the checkpoint belongs to a part that is elsewhere."""
         found = _LAYER.search(tensor)
@@ -40,7 +49,8 @@ class RemoteParts:
         layer, rest = int(found[1]), found[2]
         if layer in self.experts:
             return EXPERT.search(tensor) is not None
-        return layer in self.mlps and rest.startswith(f"{self.mlps[layer]}.")
+        # Mistral's own files call an MLP feed_forward, whatever the module's name.
+        return layer in self.mlps and rest.startswith(tuple(f"{name}." for name in MLP_NAMES))
 
 
 def check_found(remote: RemoteParts, wanted: Iterable[int], model: str) -> None:

@@ -92,6 +92,7 @@ class SkeletonBuilder:
         self._totals: dict[int, Columns] = {}
         self._parts: dict[int, Any] = {}
         self._loaded_bytes = 0
+        self._loaded: set[int] = set()
         self._memory = WeightMemory()
 
     def build(self) -> Skeleton:
@@ -169,7 +170,7 @@ class SkeletonBuilder:
 
     def take(self, layer: int, part: Any) -> None:
         """Notes a layer's experts."""
-        self._found.experts.add(layer)
+        self._found.add_experts(layer)
         self._parts[layer] = part
 
     def materialize(self, layer: int, module: torch.nn.Module) -> None:
@@ -243,6 +244,12 @@ class SkeletonBuilder:
                 "FeedForward; leave --load-format out"
             )
         model.load_weights(self._own(loader.get_all_weights(config, model)))
+        missing = sorted(set(self._parts) - self._loaded)
+        if missing:
+            raise ContractError(
+                f"{config.model}: got no weights of the experts or MLPs of layers {missing} under the "
+                "names that are known; use spec.parallelism.mode: Pipeline"
+            )
 
     def _own(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields this rank's part of each tensor that it has a part of."""
@@ -251,6 +258,7 @@ class SkeletonBuilder:
                 continue
             layer = layer_of(name)
             assert layer is not None
+            self._loaded.add(layer)
             part = columns.part_of(name, tuple(tensor.shape), self._totals[layer])
             own = _cut(tensor, part)
             if part.zero:
