@@ -6,7 +6,7 @@ from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward.remote_parts import RemoteParts, check_found, layer_of
 
 EXPERTS = RemoteParts(experts={1, 2})
-MLPS = RemoteParts(mlps={0: "mlp", 2: "mlp"})
+MLPS = RemoteParts(mlps={0, 2})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, state_bytes, token_bytes
 
-REFUSED_ARGUMENT_REASON: Final = "RefusedArgument"
 STATE_DTYPE_OPTION: Final = "--mamba-ssm-cache-dtype"
 FOUR_BITS: Final = frozenset({SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4})
 _LATENT_ALIGNMENT: Final = 128
@@ -21,6 +20,12 @@ BLOCK_SIZE: Final = 32
 """Tokens of a KV block: the least that both devices take (vllm/platforms/cpu.py wants a multiple of 32)."""
 _DEFAULT_MAX_MODEL_LEN: Final = 8192
 """KV headroom must hold one such sequence at least, which long-context models would not fit into."""
+
+
+def refused_argument(spec: HeteroInferenceSpec) -> PlanError | None:
+    """Returns why no plan takes the arguments for vLLM, whatever the model; None if one may."""
+    refused = find_refused(spec.engine.args)
+    return None if refused is None else PlanError(str(refused), reason="RefusedArgument")
 
 
 def engine_settings(
@@ -47,9 +52,9 @@ def engine_settings(
     Raises:
         PlanError: an argument belongs to the plan or isn't supported, or a setting doesn't fit the model.
     """
-    refused = find_refused(spec.engine.args)
+    refused = refused_argument(spec)
     if refused is not None:
-        raise PlanError(str(refused), reason=REFUSED_ARGUMENT_REASON)
+        raise refused
     settings = EngineSettings(
         model=model_path,
         served_name=served_name,

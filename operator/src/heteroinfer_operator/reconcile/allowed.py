@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from heteroinfer_contract.refused_args import find_refused
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.engine_settings import REFUSED_ARGUMENT_REASON
+from heteroinfer_operator.planning.engine_settings import refused_argument
 from heteroinfer_operator.reconcile.allowed_args import find_unlisted
 
 ANNOTATIONS: Final = (
@@ -42,11 +41,9 @@ class Allowed:
         return self._forbidden_argument(spec) or self._forbidden_annotation(spec)
 
     def _forbidden_argument(self, spec: HeteroInferenceSpec) -> PlanError | None:
-        refused = find_refused(spec.engine.args)
-        if refused is not None:
-            return PlanError(str(refused), reason=REFUSED_ARGUMENT_REASON)
-        if self.arguments is None:
-            return None
+        refused = refused_argument(spec)
+        if refused is not None or self.arguments is None:
+            return refused
         found = find_unlisted(spec.engine.args, more=self.arguments, remote_code=self.remote_code)
         if found is None:
             return None

@@ -85,7 +85,7 @@ class ExpertsInput:
         tokens = 1 if self._few else rows * self.turns
         self._x = torch.randn((tokens, HIDDEN), dtype=torch.bfloat16)
         self._y = torch.empty_like(self._x)
-        self._ids = self._chosen.repeat(-(-tokens // self.turns), 1)
+        self._ids = self._chosen.repeat(rows, 1)
         self._weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.float32)
 
     @property

@@ -195,7 +195,7 @@ class _Swapping(NoopOffloader):
             has_experts = index in self._found.experts
             if index in self._layers and not has_experts and (name := mlp_name(layer)):
                 setattr(layer, name, RemoteMlp(index))
-                self._found.mlps[index] = name
+                self._found.mlps.add(index)
             built.append(layer)
         return built
 

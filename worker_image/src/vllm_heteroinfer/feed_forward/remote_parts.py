@@ -26,11 +26,11 @@ class RemoteParts:
 
     Attributes:
         experts: layers whose routed experts are elsewhere.
-        mlps: layer -> name of its MLP, for dense layers whose MLP is elsewhere.
+        mlps: dense layers whose MLP is elsewhere.
     """
 
     experts: set[int] = field(default_factory=set)
-    mlps: dict[int, str] = field(default_factory=dict)
+    mlps: set[int] = field(default_factory=set)
 
     def add_experts(self, layer: int) -> None:
         """Notes a layer's routed experts; raises ContractError if others are noted, since either may ask."""
@@ -55,7 +55,7 @@ class RemoteParts:
 
 def check_found(remote: RemoteParts, wanted: Iterable[int], model: str) -> None:
     """Raises ContractError unless every layer of the plan has a part that can be elsewhere."""
-    missing = sorted(set(wanted) - remote.experts - set(remote.mlps))
+    missing = sorted(set(wanted) - remote.experts - remote.mlps)
     if missing:
         raise ContractError(
             f"{model}: got feed-forward ranks for layers {missing}, expected layers with routed experts of "

@@ -182,7 +182,7 @@ class SkeletonBuilder:
             raise ContractError(
                 f"layer {layer}: got an MLP in a model with experts, expected experts: leave it to the GPU"
             )
-        self._found.mlps[layer] = name
+        self._found.mlps.add(layer)
         self._totals[layer] = self._dense
         mlp = getattr(module, name)
         with torch.device("cpu"):
