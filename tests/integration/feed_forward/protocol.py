@@ -179,12 +179,18 @@ def gave_up(count: int, lanes: int) -> dict[str, Any]:
     failures: queue.Queue[BaseException] = queue.Queue()
     watch = Watch(slab, ranks(lanes), [READY] * lanes, failures.put)
     time.sleep(3 * WATCH_INTERVAL_S)
+    watch.check_steps()
     before = failures.qsize()
     ctypes.c_uint32.from_address(slab.address + END_OFFSET + 4).value = 1
-    failure = failures.get(timeout=10)
+    refused = ""
+    try:
+        watch.check_steps()
+    except RuntimeError as error:
+        refused = str(error)
+    failure = failures.get_nowait()
     watch.close()
     assert isinstance(failure, LaneError)
-    return {"before": before, "rank": failure.rank, "words": str(failure)}
+    return {"before": before, "rank": failure.rank, "words": str(failure), "refused": refused}
 
 
 def misfits(count: int, lanes: int) -> dict[str, Any]:

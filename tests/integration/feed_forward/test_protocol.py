@@ -51,6 +51,7 @@ def test_a_device_that_gave_up_ends_the_group_though_the_lane_answered_since() -
     got = play("gave up")
     assert (got["before"], got["rank"]) == (0, 1)
     assert "no answer" in got["words"]
+    assert "given up" in got["refused"]  # no token of that step is answered
 
 
 def test_an_ask_that_does_not_fit_is_refused() -> None:

@@ -86,6 +86,11 @@ class Asking:
         if self._exchange is not None:
             self._exchange.begin_step()
 
+    def check_steps(self) -> None:
+        """Returns if the steps so far gave what may be used; see `Watch.check_steps`."""
+        if self._watch is not None:
+            self._watch.check_steps()
+
     def _shape(self, model: torch.nn.Module, config: Any) -> Shape:
         hidden, topk = {int(config.model_config.get_hidden_size())}, {0}
         parts = [

@@ -32,6 +32,8 @@ STALL_BASE_S: Final = 1.5
 STALL_TIMES: Final = 20.0
 """A lane that takes so many times what it took in its warm-up is stuck, and not before the base."""
 WATCH_INTERVAL_S: Final = 0.1
+NAMING_LIMIT_S: Final = 2.0
+"""Within which the watch names a lane, and ends this process, once the device has given up an ask."""
 
 
 def offer_key(rank: int) -> str:
@@ -218,6 +220,16 @@ class Watch:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heteroinfer-feed-forward", daemon=True)
         self._thread.start()
+
+    def check_steps(self) -> None:
+        """Returns if the device gave up no ask so far: what a step gave may be used then.
+
+        Raises:
+            RuntimeError: it gave up one, and `fail` has returned, or was not called in time.
+        """
+        if self._slab.failed:
+            self._thread.join(NAMING_LIMIT_S)
+            raise RuntimeError("an ask of feed-forward ranks was given up: what the step gave is wrong")
 
     def close(self) -> None:
         """Ends the thread."""

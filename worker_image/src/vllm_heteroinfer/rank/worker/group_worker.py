@@ -38,12 +38,15 @@ _logger = logging.getLogger(__name__)
 class TimedOutput(AsyncModelRunnerOutput):
     """A step's answer that is still on its way from the device; its step ends when it is there."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, done: Callable[[], None]) -> None:
-        self._output, self._done = output, done
+    def __init__(
+        self, output: AsyncModelRunnerOutput, check: Callable[[], None], done: Callable[[], None]
+    ) -> None:
+        self._output, self._check, self._done = output, check, done
 
     def get_output(self) -> Any:
-        """Returns the answer, waiting for it."""
+        """Returns the answer, waiting for it; raises what the check of the step raises."""
         answer = self._output.get_output()
+        self._check()
         self._done()
         return answer
 
@@ -220,9 +223,15 @@ class GroupWorkerMixin:
             if group is not None and meets_again:
                 group.end_step()
             if isinstance(output, AsyncModelRunnerOutput):
-                output = TimedOutput(output, self.context.metrics.runs_ahead())
+                output = TimedOutput(output, self._check_steps, self.context.metrics.runs_ahead())
+            else:
+                self._check_steps()
         self._finish_step()
         return output
+
+    def _check_steps(self) -> None:
+        if self._asking is not None:
+            self._asking.check_steps()
 
     @contextmanager
     def _call_of_step(self) -> Iterator[None]:
