@@ -71,11 +71,74 @@ def test_layers_of_transformers_classes_have_no_part_for_feed_forward_ranks(name
     assert e.value.reason == "UnsupportedParallelism"
 
 
-@pytest.mark.parametrize("name", ["Ernie4_5_VLMoeForConditionalGeneration", "Gemma3nForCausalLM"])
-def test_layers_with_two_sets_of_experts_or_uneven_mlps_are_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=rf"layers of {name} have two sets of experts, or MLPs") as e:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Ernie4_5_VLMoeForConditionalGeneration", "its layers have two sets of experts"),
+        ("Gemma3nForCausalLM", "its MLPs choose what is active over all of their columns"),
+        ("Zamba2ForCausalLM", "several of its layers share an MLP"),
+    ],
+)
+def test_layers_whose_part_cannot_be_elsewhere_are_refused(name: str, why: str) -> None:
+    with pytest.raises(PlanError, match=rf"with {name}, but {why}; use mode Pipeline") as e:
         plan(feed_forward(), replace(mixture(), architecture=name))
     assert e.value.reason == "UnsupportedParallelism"
+
+
+def with_args(*args: str) -> HeteroInferenceSpec:
+    own = {"cpu": "14", "memory": "64Gi"}
+    role = gpu(feedForward=own, deviceMemory="24Gi")
+    engine = {"maxModelLen": 4096, "args": list(args)}
+    return spec(role, parallelism={"mode": "FeedForward"}, engine=engine)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--cpu-offload-gb", "4"),
+        ("--offload-group-size=8",),
+        ("--load-format", "tensorizer"),
+        ("--model-impl", "transformers"),
+    ],
+)
+def test_arguments_that_end_the_load_of_this_mode_are_refused(args: tuple[str, ...]) -> None:
+    with pytest.raises(
+        PlanError, match=rf"got feedForward with engine.args {args[0].split('=')[0]} .* expected"
+    ) as e:
+        plan(with_args(*args), mixture())
+    assert e.value.reason == "UnsupportedParallelism"
+
+
+def test_arguments_as_vllm_has_them_anyway_are_taken() -> None:
+    args = (
+        "--cpu-offload-gb",
+        "0",
+        "--load-format",
+        "dummy",
+        "--model-impl",
+        "auto",
+        "--moe-backend",
+        "auto",
+    )
+    assert plan(with_args(*args), mixture()).plan.ranks
+
+
+def test_kernels_of_gpus_for_experts_are_refused_where_cpus_have_some() -> None:
+    with pytest.raises(PlanError, match=r"--moe-backend triton with experts, .*; leave it out"):
+        plan(with_args("--moe-backend", "triton"), mixture())
+
+
+@pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "MiniMaxM3SparseForCausalLM"])
+def test_classes_that_cpus_do_not_build_have_no_feed_forward_ranks(name: str) -> None:
+    with pytest.raises(PlanError, match=rf"got {name}, which CPU ranks cannot run"):
+        plan(feed_forward(), replace(mixture(), architecture=name))
+
+
+def test_sparse_attention_has_no_feed_forward_ranks() -> None:
+    model = mixture()
+    sparse = replace(model, kinds=tuple(replace(k, attention=AttentionKind.SPARSE) for k in model.kinds))
+    with pytest.raises(PlanError, match="with sparse attention, which CPU ranks cannot run"):
+        plan(feed_forward(), sparse)
 
 
 def test_experts_whose_gates_are_in_one_tensor_are_of_one_rank() -> None:

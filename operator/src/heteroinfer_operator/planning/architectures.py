@@ -3,6 +3,8 @@
 `tests.shapes` compares what follows from it with vLLM's own classes.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 TABLES_ON_EVERY_STAGE: Final = frozenset(
@@ -43,7 +45,16 @@ TABLES_ON_EVERY_STAGE: Final = frozenset(
     }
 )
 """Whose classes make embedding and head without asking for the stage (vllm/model_executor/models@v0.32.0)."""
-UNGATED_EXPERTS: Final = frozenset({"NemotronHForCausalLM"})
+UNGATED_EXPERTS: Final = frozenset(
+    {
+        "NemotronHForCausalLM",
+        "NemotronHPuzzleForCausalLM",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+    }
+)
 """Whose experts have one matrix before the activation, which vLLM's CPU kernels do not take
 (vllm/.../fused_moe/experts/cpu_moe.py::_supports_no_act_and_mul@v0.32.0)."""
 ZERO_EXPERTS: Final = frozenset({"LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"})
@@ -117,11 +128,20 @@ NO_PIPELINE: Final = frozenset(
 BROKEN_PIPELINE: Final = frozenset({"GraniteMoeHybridForCausalLM"})
 """Whose classes are SupportsPP, and end at the first tensor of another stage, whose layers they call too
 (vllm/.../granitemoehybrid.py::GraniteMoeHybridModel.load_weights, .forward@v0.32.0; vLLM's issue 50961)."""
-NO_FEED_FORWARD: Final = frozenset(
-    {"Ernie4_5_VLMoeForConditionalGeneration", "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"}
+_TWO_SETS: Final = "its layers have two sets of experts"
+_ALL_COLUMNS: Final = "its MLPs choose what is active over all of their columns"
+NO_FEED_FORWARD: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "ApertusForCausalLM": "its activation has parameters, which its MLPs read while they are built",
+        "DbrxForCausalLM": "vLLM has its experts in a class of their own",
+        "Ernie4_5_VLMoeForConditionalGeneration": _TWO_SETS,
+        "Gemma3nForCausalLM": _ALL_COLUMNS,
+        "Gemma3nForConditionalGeneration": _ALL_COLUMNS,
+        "HrmTextForCausalLM": "it has two stacks of layers, each of which runs several times in a step",
+        "Zamba2ForCausalLM": "several of its layers share an MLP",
+    }
 )
-"""Whose layers have two sets of routed experts (vllm/.../ernie45_vl_moe.py@v0.32.0), or MLPs that choose what
-is active over all columns, and are of several widths (…/gemma3n.py)."""
+"""Architecture -> why no feed-forward rank has its experts or MLPs (vllm/model_executor/models@v0.32.0)."""
 GPU_CLASSES: Final = frozenset(
     {
         "DeepseekV41ForCausalLM",

@@ -5,6 +5,7 @@ The GPU then has a model without them, which the rest of the planner sees as any
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from heteroinfer_contract.calibration import Calibration, HopPath
 from heteroinfer_contract.model import LayerKind
@@ -20,6 +21,7 @@ from heteroinfer_contract.plan import (
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.architectures import NO_FEED_FORWARD
+from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
 from heteroinfer_operator.planning.prediction import Load, count_reads
@@ -30,6 +32,19 @@ from heteroinfer_operator.quantity import format_bytes, parse_bytes
 
 _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""
+
+_OFFLOADS: Final = "its CPU ranks have what vLLM would offload; leave it out"
+_ARGS: Final = (
+    ("--cpu-offload-gb", ("0",), _OFFLOADS),
+    ("--offload-group-size", ("0",), _OFFLOADS),
+    (
+        "--load-format",
+        ("auto", "safetensors", "hf", "mistral", "dummy"),
+        "its ranks read files of the checkpoint",
+    ),
+    ("--model-impl", ("auto", "vllm"), "its ranks take experts and MLPs from vLLM's own classes"),
+)
+"""Option of vLLM, values that this mode takes (besides none), and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +86,14 @@ def choose_remote(
             "class, whose experts and MLPs feed-forward ranks cannot take; use mode Pipeline for this model",
             reason="UnsupportedParallelism",
         )
-    if profile.architecture in NO_FEED_FORWARD:
+    why = NO_FEED_FORWARD.get(profile.architecture)
+    if why is not None:
         raise PlanError(
-            f"role {role.name}: got feedForward, but layers of {profile.architecture} have two sets of "
-            "experts, or MLPs that need all of their columns; use mode Pipeline for this model",
+            f"role {role.name}: got feedForward with {profile.architecture}, but {why}; use mode Pipeline "
+            "for this model",
             reason="UnsupportedParallelism",
         )
+    _check_args(role.name, engine)
     order = _cheapest_first(profile)
     if not order:
         raise PlanError(
@@ -112,6 +129,18 @@ def choose_remote(
         "or lower engine.maxModelLen",
         reason="InsufficientMemory",
     )
+
+
+def _check_args(role: str, engine: EngineSettings) -> None:
+    """Raises PlanError for arguments that other modes take, and that end the load in this one."""
+    for option, allowed, remedy in _ARGS:
+        value = option_value(engine.extra_args, option)
+        if value is not None and value not in allowed:
+            raise PlanError(
+                f"role {role}: got feedForward with engine.args {option} {value}, "
+                f"expected {' or '.join(allowed)}: {remedy}",
+                reason="UnsupportedParallelism",
+            )
 
 
 def _cheapest_first(profile: ModelProfile) -> list[int]:

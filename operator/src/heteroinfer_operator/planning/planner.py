@@ -124,7 +124,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     remote = choose_remote(topology, profile, engine, inventory)
     if remote is not None and not topology.has_cpu:
         role_name = topology.stages[0][0].placed.role.name
-        warnings += check_remote_support(remote.profile, engine, role_name, inventory)
+        warnings += check_remote_support(profile, remote.profile, engine, role_name, inventory)
     kept = profile if remote is None else remote.kept
     first = topology.stages[0][0].placed.device
     batches = batches_at_once(spec.parallelism.mode, len(topology.stages), first)

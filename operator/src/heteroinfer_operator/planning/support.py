@@ -159,12 +159,13 @@ def check_support(
 
 
 def check_remote_support(
-    profile: ModelProfile, engine: EngineSettings, role: str, inventory: Inventory
+    profile: ModelProfile, moved: ModelProfile, engine: EngineSettings, role: str, inventory: Inventory
 ) -> tuple[str, ...]:
     """Returns what users should know of feed-forward ranks beside a GPU, one line each.
 
     Args:
-        profile: of what they have of the model.
+        profile: of the model, whose layers they build without memory.
+        moved: of what they have of it.
         engine: the group's settings.
         role: whose pod they are in.
         inventory: what there is to plan with.
@@ -172,8 +173,10 @@ def check_remote_support(
     Raises:
         PlanError: they cannot compute it; the message says what can be done.
     """
-    warnings = (*_check_linear(profile, engine), *_check_experts(profile, engine, route=False))
-    return (*warnings, *_check_instructions(_weights_need(profile), {role}, inventory))
+    _check_classes(profile)
+    _check_sparse(profile)
+    warnings = (*_check_linear(moved, engine), *_check_experts(moved, engine, route=False))
+    return (*warnings, *_check_instructions(_weights_need(moved), {role}, inventory))
 
 
 def _refuse(what: str, why: str, remedy: str) -> PlanError:
@@ -204,13 +207,17 @@ def _check_classes(profile: ModelProfile) -> None:
         raise _refuse(profile.architecture, why, gpus)
 
 
-def _check_attention(profile: ModelProfile) -> None:
+def _check_sparse(profile: ModelProfile) -> None:
     if any(kind.attention is AttentionKind.SPARSE for kind in profile.layers):
         raise _refuse(
             f"{profile.architecture} with sparse attention",
             "vLLM has it on GPUs only",
             "use GPU roles only, or a model of the family without it (DeepSeek-V3, V3.1)",
         )
+
+
+def _check_attention(profile: ModelProfile) -> None:
+    _check_sparse(profile)
     # A profile of version 0.1.0 says nothing of its layers, and what started with it starts again.
     for size in sorted(_head_sizes(profile) - CPU_HEAD_SIZES) if profile.kinds else ():
         raise _refuse(
@@ -342,11 +349,22 @@ def _other_format(scheme: Scheme) -> str:
     return "take the same model in 4 bits (AWQ, GPTQ) or in bf16, or use GPU roles only"
 
 
+def _check_moe_backend(engine: EngineSettings) -> None:
+    chosen = option_value(engine.extra_args, "--moe-backend")
+    if chosen not in (None, "auto"):
+        raise _refuse(
+            f"engine.args --moe-backend {chosen} with experts",
+            "it is for GPUs, and vLLM takes one for all devices",
+            "leave it out, so that each device has its own kernels",
+        )
+
+
 def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool = True) -> tuple[str, ...]:
     """Returns what users should know; `route`: whether the same rank chooses the experts."""
     kinds = [kind for kind in profile.layers if kind.experts]
     if not kinds:
         return ()
+    _check_moe_backend(engine)
     if profile.architecture in UNGATED_EXPERTS:
         raise _refuse(
             f"{profile.architecture} with experts",
