@@ -72,9 +72,13 @@ def choose(
     Returns:
         Each (tokens, count), contiguous.
     """
-    corrected = scores if bias is None else scores + bias
-    ids = torch.topk(corrected, count, dim=-1, sorted=False).indices
-    weights = scores.gather(-1, ids)
+    if bias is None:
+        weights, ids = torch.topk(scores, count, dim=-1, sorted=False)
+    else:
+        ids = torch.topk(scores + bias, count, dim=-1, sorted=False).indices
+        weights = scores.gather(-1, ids)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return (weights * factor).contiguous(), ids.to(torch.int32).contiguous()
+    if factor != 1.0:
+        weights = weights * factor
+    return weights.contiguous(), ids.to(torch.int32).contiguous()

@@ -57,6 +57,20 @@ class HeteroCpuPlatform(CpuPlatform):
         ours = [PROVIDER, "native"]
         return IrOpPriorityConfig.with_default(["native"], rms_norm=ours, fused_add_rms_norm=ours)
 
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        """Returns False in eager models: torch's dispatcher takes as long as attention of few rows.
+
+        Latent attention has another way without it, that vLLM tests on GPUs alone: there, and where the model
+        is compiled, vLLM's choice stays.
+        """
+        from vllm.config import CompilationMode, get_current_vllm_config_or_none
+
+        config = get_current_vllm_config_or_none()
+        if config is None or config.model_config is None or config.model_config.use_mla:
+            return super().opaque_attention_op()
+        return config.compilation_config.mode != CompilationMode.NONE
+
     def is_sleep_mode_available(self) -> bool:
         """Returns True: our worker gives back the KV cache, where vLLM's CPU worker only logs."""
         return True
