@@ -33,6 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.calibration import Calibration, KernelPart, KernelRate
 from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.model import SchemeName
@@ -45,6 +46,7 @@ from tests.bench.feed_forward_cells import CAPTURE, ROUTING
 from tests.bench.kernel_rates import KernelRates, kernel_rates, mean_of, rate_of, with_kernel
 from tests.bench.model_shapes import make_shape
 from tests.bench.offload import counters, explain
+from tests.gpu.scrape import scrape
 from tests.integration.worker.groups import WORKER_PYTHON, Group, start_group
 from tests.shapes.corpus import Shape, write_shape
 
@@ -57,7 +59,11 @@ LONGEST: Final = 17408
 KV_TOKENS: Final = 40960
 WITHIN: Final = 0.15
 TURNS: Final = 3
-"""Of a cell's steps, in turns with looks at the kernel."""
+"""Of a cell's steps or prompts, in turns with looks at the kernel."""
+PROMPTS: Final = 2
+"""Of a turn."""
+SHORT_PROMPT: Final = 4096
+"""Tokens of prompts that are measured several times; longer ones last through what a host does."""
 SETTLE_S: Final = 0.5
 """After which threads that have measured a kernel sleep."""
 _TINY: Final[Mapping[str, Any]] = {
@@ -299,6 +305,46 @@ def measure_steps(
     return summary(found), parts
 
 
+def measure_first_tokens(
+    group: Group, length: int, look: Callable[[], None]
+) -> tuple[float, list[float], list[dict[str, float]]]:
+    """Returns the median time to the first token of a prompt, all of them, and ranks' parts, of the mean one.
+
+    Args:
+        group: that is ready.
+        length: of the prompts, in tokens.
+        look: called before each turn, and after the last one.
+    """
+    found: list[float] = []
+    spent = [dict.fromkeys(prompt_seconds(group, rank), 0.0) for rank in range(len(group.plan.ranks))]
+    for turn in range(TURNS):
+        look()
+        before = [prompt_seconds(group, rank) for rank in range(len(group.plan.ranks))]
+        for number in range(PROMPTS):
+            start, times = stream(group, prompt(4000 + turn * PROMPTS + number + length, length), 1)
+            found.append(times[0] - start)
+        time.sleep(SETTLE_S)  # ranks for feed-forward layers count now and then
+        for rank, then in enumerate(before):
+            for part, seconds in prompt_seconds(group, rank).items():
+                spent[rank][part] += (seconds - then[part]) / (TURNS * PROMPTS)
+    look()
+    parts = [{part: round(seconds, 6) for part, seconds in each.items()} for each in spent]
+    return statistics.median(found), [round(each, 6) for each in found], parts
+
+
+def prompt_seconds(group: Group, rank: int) -> dict[str, float]:
+    """Returns a rank's sums over prompts' steps, and over all asks that it has answered, in seconds."""
+    total = scrape(group, rank).total
+    prefill = {"phase": names.PHASE_PREFILL}
+    return {
+        "step": total(names.STEP_SECONDS + "_sum", **prefill),
+        "compute": total(names.COMPUTE_SECONDS + "_sum", **prefill),
+        "wait": total(names.WAIT_SECONDS + "_sum", **prefill),
+        "device": total(names.DEVICE_SECONDS + "_sum", **prefill),
+        "asks": total(names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL),
+    }
+
+
 @dataclass(slots=True, kw_only=True)
 class Predictor:
     """What is planned of a group, by the calibration and by what its kernel does while a cell is measured.
@@ -390,15 +436,19 @@ def measure_group(
         rounded = [{key: round(value, 6) for key, value in each.items()} for each in parts]
         results.add(name, cell, predictor, found.pop("step_s"), **found, ranks=rounded)
     for length in options.contexts:
-        if length <= 4096:
+        if length <= SHORT_PROMPT:
             stream(group, prompt(2000 + length, length), 2)  # warms up
+            first_s, prompts, parts = measure_first_tokens(group, length, predictor.look)
+            cell = Cell(what="first token", requests=1, context=length)
+            results.add(name, cell, predictor, first_s, prompts=prompts, ranks=parts)
         predictor.look()
         start, times = stream(group, prompt(3000 + length, length), options.steps + WARM_STEPS + 1)
         predictor.look()
-        looks = list(predictor.looks)
-        cell = Cell(what="first token", requests=1, context=length)
-        results.add(name, cell, predictor, times[0] - start)
-        predictor.looks += looks
+        if length > SHORT_PROMPT:
+            looks = list(predictor.looks)
+            cell = Cell(what="first token", requests=1, context=length)
+            results.add(name, cell, predictor, times[0] - start)
+            predictor.looks += looks
         found = summary(steps_of(times[WARM_STEPS:]))
         cell = Cell(what="step", requests=1, context=length + WARM_STEPS + options.steps // 2)
         results.add(name, cell, predictor, found.pop("step_s"), **found)

@@ -70,7 +70,8 @@ class Input:
 class ExpertsInput:
     """What the calls of a kernel for experts compute with, as a feed-forward rank finds it in its slab.
 
-    One row takes another half of the experts each time; more rows take all of them, in turns.
+    One row takes another half of the experts each time. With more rows tokens choose at random, so that
+    experts have more and fewer than the mean, as in a model: kernels take 32 rows at once, and a rest.
     """
 
     turns: Final = EXPERTS // TOP_K
@@ -80,12 +81,12 @@ class ExpertsInput:
         self.turn = 0
 
     def prepare(self, rows: int) -> None:
-        """Has each expert compute so many rows from now on; with one row, those of the turn do."""
+        """Has experts compute so many rows each on average; with one row, those of the turn do."""
         self._few = rows == 1
         tokens = 1 if self._few else rows * self.turns
         self._x = torch.randn((tokens, HIDDEN), dtype=torch.bfloat16)
         self._y = torch.empty_like(self._x)
-        self._ids = self._chosen.repeat(rows, 1)
+        self._ids = self._chosen if self._few else _choose(tokens)
         self._weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.float32)
 
     @property
@@ -97,6 +98,10 @@ class ExpertsInput:
         """Returns x, ids, weights and y of a call."""
         ids = self._ids[self.turn : self.turn + 1] if self._few else self._ids
         return self._x, ids, self._weights, self._y
+
+
+def _choose(tokens: int) -> torch.Tensor:
+    return torch.rand((tokens, EXPERTS)).topk(TOP_K).indices.to(torch.int32)
 
 
 def main(argv: list[str]) -> None:
