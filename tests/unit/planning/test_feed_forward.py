@@ -16,7 +16,13 @@ from heteroinfer_operator.planning.choices import describe_choices
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
-from heteroinfer_operator.planning.prediction import Load, predict
+from heteroinfer_operator.planning.prediction import (
+    MIXTURE_LAUNCH_S,
+    Load,
+    forecast_first_token,
+    predict,
+)
+from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S
 from heteroinfer_operator.quantity import format_bytes
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
@@ -314,3 +320,29 @@ def test_what_cpus_cannot_compute_is_refused_beside_a_gpu_too(
 def test_nodes_without_amx_get_no_experts_in_fp8() -> None:
     without = Inventory(cpu_features={"gpu": frozenset()})
     assert "role gpu: AMX is needed on CPUs for experts in FP8" in on_cpus("Qwen3-235B-A22B-FP8", without)
+
+
+def test_beyond_its_graphs_a_gpu_takes_a_mixture_the_launches_of_its_kernels_at_least() -> None:
+    known = Inventory(gpu_product={"gpu": "NVIDIA-H200"})
+    later = []
+    for model in (mixture(), profile()):
+        planned = plan(spec(gpu(deviceMemory="140Gi")), model, known)
+        captured = 2 * planned.plan.engine.max_num_seqs
+        within, beyond = (
+            forecast_first_token(planned.plan, planned.sizes, planned.rates, tokens).step_s
+            for tokens in (captured, captured + 1)
+        )
+        later.append(beyond - within)
+    assert later[0] > 0.5 * 24 * MIXTURE_LAUNCH_S
+    assert later[1] < 1e-3
+
+
+def test_rows_of_a_prompt_take_their_time_to_feed_forward_ranks_and_back() -> None:
+    planned = plan(feed_forward(own={"layers": 4}, device_memory="140Gi"), mixture())
+    remote, engine = planned.remote, planned.plan.engine
+    assert remote is not None
+    fast = replace(planned.rates[-1], plain=1e18, quantized=1e18, experts=1e18, operations=1e30)
+    fast = replace(fast, plain_kernel=None, quantized_kernel=None, experts_kernel=None)
+    one, many = (feed_forward_seconds(remote, engine, fast, Load(tokens=tokens)) for tokens in (1, 1025))
+    assert one == pytest.approx(4 * fast.exchange_s, rel=0.05)
+    assert many - one == pytest.approx(4 * 1024 * 2 * 2048 * 2 / EXCHANGE_BYTES_PER_S, rel=0.01)

@@ -23,9 +23,10 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.architectures import NO_FEED_FORWARD
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
 from heteroinfer_operator.planning.prediction import Load, count_reads
-from heteroinfer_operator.planning.rates import Rates, cpu_rates
+from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu_rates
 from heteroinfer_operator.planning.served_architectures import is_by_transformers
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.quantity import format_bytes, parse_bytes
@@ -316,7 +317,10 @@ def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, l
     sizes = Sizes.of(remote.profile, engine, 1, batches=1)
     reads = count_reads(sizes, 0, remote.profile.num_layers, load, last=False, engine=engine)
     share = reads.times(1 / remote.spec.ranks)
-    return share.seconds(rates) + len(remote.layers) * rates.exchange_s
+    rows = load.requests * load.tokens
+    there_and_back = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
+    exchange_s = rates.exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
+    return share.seconds(rates) + len(remote.layers) * exchange_s
 
 
 def feed_forward_notes(

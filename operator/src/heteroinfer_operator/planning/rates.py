@@ -156,6 +156,8 @@ _COMPUTING_ROWS: Final = 512
 """Of MORE_ROWS, those from which on a kernel computes for longer than it reads."""
 EXCHANGE_S: Final = 20e-6
 """What a layer's exchange between GPU and CPU takes besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
+EXCHANGE_BYTES_PER_S: Final = 14e9
+"""Of rows to a feed-forward rank and back: 12 to 16 GB/s beyond the first row (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
