@@ -60,10 +60,6 @@ KV_TOKENS: Final = 40960
 WITHIN: Final = 0.15
 TURNS: Final = 3
 """Of a cell's steps or prompts, in turns with looks at the kernel."""
-PROMPTS: Final = 2
-"""Of a turn."""
-SHORT_PROMPT: Final = 4096
-"""Tokens of prompts that are measured several times; longer ones last through what a host does."""
 SETTLE_S: Final = 0.5
 """After which threads that have measured a kernel sleep."""
 _TINY: Final[Mapping[str, Any]] = {
@@ -305,35 +301,39 @@ def measure_steps(
     return summary(found), parts
 
 
-def measure_first_tokens(
-    group: Group, length: int, look: Callable[[], None]
-) -> tuple[float, list[float], list[dict[str, float]]]:
-    """Returns the median time to the first token of a prompt, all of them, and ranks' parts, of the mean one.
+def measure_prompts(
+    group: Group, length: int, steps: int, look: Callable[[], None]
+) -> tuple[list[float], list[float], list[dict[str, float]]]:
+    """Returns times to the first token of prompts, of steps after them, and ranks' parts of the mean prompt.
 
     Args:
         group: that is ready.
         length: of the prompts, in tokens.
+        steps: to be measured, in TURNS turns.
         look: called before each turn, and after the last one.
     """
+    first: list[float] = []
     found: list[float] = []
-    spent = [dict.fromkeys(prompt_seconds(group, rank), 0.0) for rank in range(len(group.plan.ranks))]
+    ranks = range(len(group.plan.ranks))
+    before = [prompt_seconds(group, rank) for rank in ranks]
     for turn in range(TURNS):
         look()
-        before = [prompt_seconds(group, rank) for rank in range(len(group.plan.ranks))]
-        for number in range(PROMPTS):
-            start, times = stream(group, prompt(4000 + turn * PROMPTS + number + length, length), 1)
-            found.append(times[0] - start)
-        time.sleep(SETTLE_S)  # ranks for feed-forward layers count now and then
-        for rank, then in enumerate(before):
-            for part, seconds in prompt_seconds(group, rank).items():
-                spent[rank][part] += (seconds - then[part]) / (TURNS * PROMPTS)
-    look()
-    parts = [{part: round(seconds, 6) for part, seconds in each.items()} for each in spent]
-    return statistics.median(found), [round(each, 6) for each in found], parts
+        start, times = stream(group, prompt(3000 + turn + length, length), WARM_STEPS + steps // TURNS + 1)
+        first.append(times[0] - start)
+        found += steps_of(times[WARM_STEPS:])
+    look()  # after it ranks have counted all
+    parts = [
+        {part: round((now - then[part]) / TURNS, 6) for part, now in prompt_seconds(group, rank).items()}
+        for rank, then in zip(ranks, before, strict=True)
+    ]
+    return first, found, parts
 
 
 def prompt_seconds(group: Group, rank: int) -> dict[str, float]:
-    """Returns a rank's sums over prompts' steps, and over all asks that it has answered, in seconds."""
+    """Returns a rank's sums over prompts' steps, and over all asks that it has answered, in seconds.
+
+    Asks are those of decode steps, too.
+    """
     total = scrape(group, rank).total
     prefill = {"phase": names.PHASE_PREFILL}
     return {
@@ -436,21 +436,14 @@ def measure_group(
         rounded = [{key: round(value, 6) for key, value in each.items()} for each in parts]
         results.add(name, cell, predictor, found.pop("step_s"), **found, ranks=rounded)
     for length in options.contexts:
-        if length <= SHORT_PROMPT:
-            stream(group, prompt(2000 + length, length), 2)  # warms up
-            first_s, prompts, parts = measure_first_tokens(group, length, predictor.look)
-            cell = Cell(what="first token", requests=1, context=length)
-            results.add(name, cell, predictor, first_s, prompts=prompts, ranks=parts)
-        predictor.look()
-        start, times = stream(group, prompt(3000 + length, length), options.steps + WARM_STEPS + 1)
-        predictor.look()
-        if length > SHORT_PROMPT:
-            looks = list(predictor.looks)
-            cell = Cell(what="first token", requests=1, context=length)
-            results.add(name, cell, predictor, times[0] - start)
-            predictor.looks += looks
-        found = summary(steps_of(times[WARM_STEPS:]))
-        cell = Cell(what="step", requests=1, context=length + WARM_STEPS + options.steps // 2)
+        stream(group, prompt(2000 + length, min(length, 4096)), 2)  # warms up
+        first, steps, parts = measure_prompts(group, length, options.steps, predictor.look)
+        looks = list(predictor.looks)
+        cell = Cell(what="first token", requests=1, context=length)
+        results.add(name, cell, predictor, statistics.median(first), prompts=first, ranks=parts)
+        predictor.looks += looks
+        found = summary(steps)
+        cell = Cell(what="step", requests=1, context=length + WARM_STEPS + options.steps // TURNS // 2)
         results.add(name, cell, predictor, found.pop("step_s"), **found)
 
 

@@ -26,13 +26,13 @@ STEP_OVERHEAD_S: Final = 2.1e-3
 """Between a step's answer and the next call, with scheduling, sampling and messages (docs/benchmarks.md)."""
 AHEAD_OVERHEAD_S: Final = 0.6e-3
 """The same where a step is scheduled while one runs: 0.4 to 0.8 ms, mode FeedForward (H200, 2026-11-22)."""
-REQUEST_OVERHEAD_S: Final = 6e-3
-"""From a request to its first step, and from that step's answer to the client: 7 ms with a prompt of 1,024
-tokens (H200 host, 2026-11-24)."""
-MIXTURE_LAUNCH_S: Final = 1.4e-3
+REQUEST_OVERHEAD_S: Final = 9e-3
+"""From a request to its first step, and from that step's answer to the client: 7 and 9 ms with a prompt of
+1,024 tokens (two H200 hosts, 2026-11-24), up to 20 where stages hand rows on."""
+MIXTURE_LAUNCH_S: Final = 1.5e-3
 """A mixture's layer on a GPU takes that at least where a step has more tokens than CUDA graphs were captured
 for, whatever their number: its kernels are launched one by one. 24 layers took 45 ms for 512 tokens and 39
-for 2,048 (stock vLLM, H200, 2026-11-22; docs/benchmarks.md); 16, four of them without any, 22 for 1,024."""
+for 2,048 (stock vLLM, H200, 2026-11-22; docs/benchmarks.md); 16, four of them without any, 24 for 1,024."""
 _MOST_CAPTURED: Final = 512
 """Tokens of the largest graph (vllm/config/compilation.py@v0.32.0: twice max_num_seqs, at most that)."""
 
@@ -335,5 +335,6 @@ def _launch_s(plan: Plan, sizes: Sizes, rank: RankAssignment, load: Load) -> flo
     captured = min(2 * plan.engine.max_num_seqs, _MOST_CAPTURED)
     if rank.device is not Device.GPU or load.requests * load.tokens <= captured:
         return 0.0
-    mixed = sum(sizes.profile.layer(index).experts > 0 for index in range(rank.first_layer, rank.end_layer))
-    return mixed * MIXTURE_LAUNCH_S
+    # Where experts of other layers are on feed-forward ranks, theirs are launched but for the experts'.
+    is_mixture = any(kind.experts for kind in sizes.profile.layers)
+    return rank.num_layers * MIXTURE_LAUNCH_S if is_mixture else 0.0
