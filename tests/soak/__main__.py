@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, site(Path(folder), real=options.real) as cluster:
         result = asyncio.run(soak_on(cluster, Path(folder), options))
         said = (Path(folder) / "operator.log").read_text()
-    table, faults = build_table(result), find_faults(result)
+    table, faults = build_table(result), find_faults(result, has_real_ranks=options.real)
     print(table)
     for fault in faults:
         print(f"FAULT: {fault}")

@@ -7,7 +7,6 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import names
@@ -22,6 +21,7 @@ from tests.integration.operator.running_operator import end_rank
 from tests.worker_processes import is_rank
 
 AWAY_MOST_S = 20.0
+REAL_RANK_KILLED = "real rank killed"
 GONE = 404
 REFUSED = 429
 
@@ -83,7 +83,7 @@ class Chaos:
         ranks = real_ranks(cluster)
         if ranks:
             os.kill(self.chance.choice(ranks), signal.SIGKILL)
-            self.done["real rank killed"] += 1
+            self.done[REAL_RANK_KILLED] += 1
 
     def start_ended_scheduler(self, cluster: Cluster) -> None:
         """Starts kube-scheduler if it has ended, as its kubelet would.
@@ -109,13 +109,4 @@ class Chaos:
 
 def real_ranks(cluster: Cluster) -> list[int]:
     """Returns the processes of ranks on the node; none on a cluster without one."""
-    mark = f"{names.ENV_RANK}=".encode()
-    found = []
-    for pid in cluster_cgroup.pids(node_cgroup(cluster.state)):
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if is_rank(pid) and any(entry.startswith(mark) for entry in environment):
-            found.append(pid)
-    return found
+    return [pid for pid in cluster_cgroup.pids(node_cgroup(cluster.state)) if is_rank(pid)]

@@ -1,5 +1,6 @@
 """The verdict on a soak, and its table."""
 
+from tests.soak.chaos import REAL_RANK_KILLED
 from tests.soak.observing import GROWTH_MIB, growth_mib
 from tests.soak.soak import Result
 
@@ -7,7 +8,7 @@ LEAST_SAMPLES = 16
 """Below this a growth would be noise."""
 
 
-def find_faults(result: Result) -> list[str]:
+def find_faults(result: Result, *, has_real_ranks: bool) -> list[str]:
     """Returns what is wrong with a result, in words; nothing for one that is fine."""
     found = [f"not Ready at the end: {words}" for words in result.not_ready]
     found += [f"two epochs at once: {words}" for words in result.mixed]
@@ -16,6 +17,8 @@ def find_faults(result: Result) -> list[str]:
     if result.left:
         found.append(f"left after their resources: {dict(result.left)}")
     found += [f"the operator's log: {line}" for line in result.errors]
+    if has_real_ranks and not result.done[REAL_RANK_KILLED]:
+        found.append("no real rank was killed, expected some: none was found on the node")
     if len(result.samples) < LEAST_SAMPLES:
         found.append(f"got {len(result.samples)} samples, expected at least {LEAST_SAMPLES}: make it longer")
     elif (growth := growth_mib(result.samples)) > GROWTH_MIB:

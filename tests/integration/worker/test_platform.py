@@ -179,12 +179,16 @@ def make(name):
     with set_current_vllm_config(config):
         return Attention(8, 32, 0.2, num_kv_heads=4, cache_config=config.cache_config, prefix=name)
 first = make("model.layers.0")
-type(current_platform).opaque_attention_op = classmethod(lambda cls: False)
+type(current_platform).opaque_attention_op = classmethod(lambda cls: True)
 second = make("model.layers.1")
 print(json.dumps([first.attn_backend.get_name(), first.use_direct_call, second.use_direct_call]))
 """
     )
-    assert see(script, environment(plan, 0), tmp_path) == ["CPU_ATTN", False, True]
+    assert see(script, environment(plan, 0), tmp_path) == [
+        "CPU_ATTN",
+        True,
+        False,
+    ]  # eager: called without the dispatcher
 
 
 @pytest.mark.unhurried

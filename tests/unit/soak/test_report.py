@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from heteroinfer_contract import names
+from tests.soak.chaos import REAL_RANK_KILLED
 from tests.soak.observing import Sample, growth_mib, mixed_epochs
 from tests.soak.report import build_table, find_faults
 from tests.soak.soak import Result
@@ -23,7 +24,7 @@ def good() -> Result:
 
 
 def test_a_good_one_has_no_fault_and_a_table(good: Result) -> None:
-    assert find_faults(good) == []
+    assert find_faults(good, has_real_ranks=False) == []
     table = build_table(good)
     assert "| all Ready again | after 2 s |" in table
     assert "| growth from the second quarter to the last | +0.0 MiB |" in table
@@ -37,14 +38,22 @@ def test_each_fault_is_named(good: Result) -> None:
     good.errors = ["reconcile failed; this is a defect of the operator"]
     good.samples = samples(*[70.0] * 8, *[90.0] * 8)
     words = ("not Ready", "two epochs", "objects: got", "left after", "log: reconcile failed", "grew by 20.0")
-    found = find_faults(good)
+    found = find_faults(good, has_real_ranks=False)
     assert len(found) == len(words)
     assert all(expected in fault for expected, fault in zip(words, found, strict=True))
 
 
 def test_too_few_samples_are_no_proof(good: Result) -> None:
     good.samples = good.samples[:15]
-    assert find_faults(good) == ["got 15 samples, expected at least 16: make it longer"]
+    assert find_faults(good, has_real_ranks=False) == ["got 15 samples, expected at least 16: make it longer"]
+
+
+def test_a_soak_with_real_ranks_of_which_none_was_killed_shows_nothing_of_them(good: Result) -> None:
+    assert find_faults(good, has_real_ranks=True) == [
+        "no real rank was killed, expected some: none was found on the node"
+    ]
+    good.done[REAL_RANK_KILLED] += 1
+    assert find_faults(good, has_real_ranks=True) == []
 
 
 def test_growth_leaves_the_first_quarter_out() -> None:
