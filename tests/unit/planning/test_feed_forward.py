@@ -108,24 +108,14 @@ def with_args(*args: str) -> HeteroInferenceSpec:
     ],
 )
 def test_arguments_that_end_the_load_of_this_mode_are_refused(args: tuple[str, ...]) -> None:
-    with pytest.raises(
-        PlanError, match=rf"got feedForward with engine.args {args[0].split('=')[0]} .* expected"
-    ) as e:
+    option = args[0].split("=")[0]
+    with pytest.raises(PlanError, match=rf"got feedForward with engine.args {option} .* expected") as e:
         plan(with_args(*args), mixture())
     assert e.value.reason == "UnsupportedParallelism"
 
 
 def test_arguments_as_vllm_has_them_anyway_are_taken() -> None:
-    args = (
-        "--cpu-offload-gb",
-        "0",
-        "--load-format",
-        "dummy",
-        "--model-impl",
-        "auto",
-        "--moe-backend",
-        "auto",
-    )
+    args = ("--cpu-offload-gb", "0", "--load-format=dummy", "--model-impl=auto", "--moe-backend=auto")
     assert plan(with_args(*args), mixture()).plan.ranks
 
 

@@ -160,13 +160,6 @@ class HostExchange:
         """Wakes the lanes before a step."""
         self.slab.ring()
 
-    def check(self) -> None:
-        """Does nothing: `ask` has raised already."""
-
-    def close(self) -> None:
-        """Ends every wait on the slab."""
-        self.slab.stop()
-
 
 def describe(rank: int, layer: int, rows: int, late_s: float | None) -> str:
     """Returns what is wrong with a lane; `late_s` is how long it was waited for, None if it failed."""
