@@ -42,11 +42,14 @@ def _check_tokens(up: RunningUp, url: str, references: dict[str, Any]) -> None:
 
 
 def _report_with_steps(up: RunningUp) -> GroupReport:
-    """Returns what the leader says once every rank has reported steps, which takes 2 s at most."""
+    """Returns what the leader says once every rank has reported decode steps, which takes 2 s at most.
+
+    A first report may be of the prompt's step alone, which no average counts.
+    """
     deadline = time.monotonic() + 2.0
     while True:
         report = up.group_report()
-        if all(rank.steps for rank in report.ranks):
+        if all(rank.steps > 1 and rank.step_s > 0 for rank in report.ranks):
             return report
         assert time.monotonic() < deadline, report
         time.sleep(0.05)
