@@ -1,6 +1,7 @@
 """Starts and stops tiny groups of two ranks, again and again, and looks for what is left of each.
 
     python -m tests.bench.churn --groups 200 --parallel 5 --modes Pipeline,Tensor [--gpu]
+    python -m tests.bench.churn --groups 100 --modes FeedForward --endings TERM,RANK_1,TERM,LEADER,TERM,RANK_0
 
 Each group starts, answers one request as transformers does, and ends: every second one by SIGTERM of
 all pods, the others by SIGKILL of a rank or of a supervisor. Then no process, no listening port, no
@@ -34,6 +35,7 @@ from pathlib import Path
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device, Mode, Plan
 from tests.bench.leftovers import SHARED_MEMORY, Holdings, observe, shared_memory_of_nobody, wait_gone
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.worker.conftest import Reference, make
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON, Group, build_plan, start_group
 
@@ -41,6 +43,7 @@ END_TIMEOUT_S = 20.0
 """From the signal until nothing is left; a supervisor gives its API server 3 s, and the kernel time to take
 memory back."""
 TOKENS = 16
+LAYERS = 8
 
 
 class Ending(StrEnum):
@@ -99,12 +102,16 @@ class Site:
 
 
 def plan_of(mode: Mode, site: Site) -> Plan:
-    """Returns a plan of two ranks in two pods."""
+    """Returns a plan of two ranks: in two pods, or in mode FeedForward in one."""
+    if mode is Mode.FEED_FORWARD:
+        layers = range(LAYERS)
+        device = Device.GPU if site.gpu else Device.CPU
+        return feed_forward_plan(site.model, num_layers=LAYERS, remote=layers, device=device, eager_gpu=True)
     # A stage is led by its GPU rank; a pipeline ends with its GPU stage, which has the head.
     devices = [Device.GPU, Device.CPU] if mode is Mode.TENSOR else [Device.CPU, Device.GPU]
     return build_plan(
         site.model,
-        layers=[8] if mode is Mode.TENSOR else [4, 4],
+        layers=[LAYERS] if mode is Mode.TENSOR else [LAYERS // 2] * 2,
         pods=[1, 1],
         tensor=2 if mode is Mode.TENSOR else 1,
         mode=mode,
@@ -174,8 +181,10 @@ def hold(group: Group) -> Holdings:
     ports = set(held.ports.values())
     api, health = group.addresses[0].api_port, {address.health_port for address in group.addresses}
     assert {api, *health} <= ports, f"expected ports {api} and {health} among the listening {ports}"
-    # Two supervisors, two ranks, the API server and its engine.
-    assert len(held.processes) >= 6, f"found {len(held.processes)} processes, expected at least 6"
+    # Supervisors, ranks, the API server and its engine.
+    expected = len(group.children) + len(group.plan.ranks) + 2
+    found = len(held.processes)
+    assert found >= expected, f"found {found} processes, expected at least {expected}"
     return held
 
 
@@ -290,6 +299,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="add to these results, and report all of them")
     parser.add_argument("--logs", type=Path, help="of groups that failed; default: a new folder")
     options = parser.parse_args()
+    if Mode.FEED_FORWARD.value in options.modes and Ending.FOLLOWER.name in options.endings:
+        parser.error(f"mode FeedForward has one pod: give --endings without {Ending.FOLLOWER.name}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="churn-"))
     before = frozenset(SHARED_MEMORY.iterdir())
