@@ -138,14 +138,14 @@ def _print_ranks(up: RunningUp) -> None:
         table.add_column(heading)
     for heading in ("step ms", "compute ms", "wait ms", "transfer ms", "compute s in all", "wait s in all"):
         table.add_column(heading, justify="right")
-    places, metrics = up.places(), up.metrics()
+    seats, metrics = up.seats(), up.metrics()
     for rank in up.group_report().ranks:
         text = metrics[rank.rank]
         totals = (_sum(text, name) for name in (metric_names.COMPUTE_SECONDS, metric_names.WAIT_SECONDS))
         times = (rank.step_s, rank.compute_s, rank.wait_s, rank.transfer_s)
         table.add_row(
             str(rank.rank),
-            *places[rank.rank],
+            *seats[rank.rank],
             str(rank.steps),
             *(f"{1e3 * seconds:.2f}" for seconds in times),
             *(f"{seconds:.2f}" for seconds in totals),

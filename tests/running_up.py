@@ -129,7 +129,7 @@ class RunningUp:
         urls = {int(found["rank"]): found["url"] for line in self.lines if (found := METRICS.search(line))}
         return {rank: _get(url) for rank, url in urls.items()}
 
-    def places(self) -> dict[int, tuple[str, str, str]]:
+    def seats(self) -> dict[int, tuple[str, str, str]]:
         """Returns each rank's role, device and layers, by rank."""
         found = filter(None, map(RANK.search, self.lines))
         return {int(match["rank"]): (match["role"], match["device"], match["layers"]) for match in found}

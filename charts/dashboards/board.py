@@ -1,6 +1,6 @@
 """Dashboards as values, and the JSON that Grafana reads.
 
-A panel says what it shows and how wide it is; places are counted from that, row by row.
+A panel says what it shows and how wide it is; positions are counted from that, row by row.
 """
 
 import json
@@ -101,7 +101,7 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Position:
     """Where a panel is in the grid: columns and rows from the top left."""
 
     x: int
@@ -133,16 +133,16 @@ class Board:
         """Returns the panels of all rows."""
         return tuple(panel for row in self.rows for panel in row.panels)
 
-    def places(self) -> Iterator[tuple[Row | Panel, Place]]:
+    def positions(self) -> Iterator[tuple[Row | Panel, Position]]:
         """Yields each row's heading and each panel with its position, from the top."""
         top = 0
         for row in self.rows:
-            yield row, Place(x=0, y=top, width=GRID, height=1)
+            yield row, Position(x=0, y=top, width=GRID, height=1)
             left, top, below = 0, top + 1, top + 1
             for panel in row.panels:
                 if left + panel.width > GRID:
                     left, top = 0, below
-                yield panel, Place(x=left, y=top, width=panel.width, height=panel.height)
+                yield panel, Position(x=left, y=top, width=panel.width, height=panel.height)
                 left += panel.width
                 below = max(below, top + panel.height)
             top = below
@@ -174,8 +174,8 @@ def render(board: Board) -> str:
         "templating": {"list": [_datasource(), *(_variable(variable) for variable in board.variables)]},
         "annotations": {"list": []},
         "panels": [
-            _heading(number, item, place) if isinstance(item, Row) else _panel(number, item, place)
-            for number, (item, place) in enumerate(board.places(), start=1)
+            _heading(number, item, position) if isinstance(item, Row) else _panel(number, item, position)
+            for number, (item, position) in enumerate(board.positions(), start=1)
         ],
     }
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
@@ -202,22 +202,22 @@ def _variable(variable: Variable) -> dict[str, Any]:
     }
 
 
-def _at(place: Place) -> dict[str, int]:
-    return {"x": place.x, "y": place.y, "w": place.width, "h": place.height}
+def _at(position: Position) -> dict[str, int]:
+    return {"x": position.x, "y": position.y, "w": position.width, "h": position.height}
 
 
-def _heading(number: int, row: Row, place: Place) -> dict[str, Any]:
+def _heading(number: int, row: Row, position: Position) -> dict[str, Any]:
     return {
         "id": number,
         "type": "row",
         "title": row.title,
-        "gridPos": _at(place),
+        "gridPos": _at(position),
         "collapsed": False,
         "panels": [],
     }
 
 
-def _panel(number: int, panel: Panel, place: Place) -> dict[str, Any]:
+def _panel(number: int, panel: Panel, position: Position) -> dict[str, Any]:
     instant = panel.kind is not Kind.TIME
     transformations = _transformations(panel)
     return {
@@ -225,7 +225,7 @@ def _panel(number: int, panel: Panel, place: Place) -> dict[str, Any]:
         "type": panel.kind.value,
         "title": panel.title,
         "description": panel.text,
-        "gridPos": _at(place),
+        "gridPos": _at(position),
         "datasource": _DATASOURCE,
         "targets": [_target(query, index, panel, instant) for index, query in enumerate(panel.queries)],
         "fieldConfig": {"defaults": _field(panel), "overrides": []},

@@ -3,8 +3,8 @@
     python -m tests.bench.metrics_overhead [--shape 8b|tiny] [--rounds 20] [--write FILE]
 
 Two groups of one shape are up at once, and idle but for the one that is asked; rounds alternate, so that
-whatever else the machine does meets both. A step is the time of one long answer by its tokens. Passes
-are repeated with new groups, the other one started first, since two processes of one program differ in
+whatever else the machine does meets both. A step is the time of one long answer by its tokens. All this
+is repeated with new groups, the other one started first, since two processes of one program differ in
 where their memory lies. Where the machine's noise is larger than the bar, this says little; so what is done
 only with metrics on, the counting of a step and the answer to a scrape, is also timed by itself in one
 process, and taken as a share of the step. Exits 1 if that share is 1 % or more, or if the whole interval
@@ -241,7 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.metrics_overhead")
     parser.add_argument("--shape", choices=["8b", "tiny"], default="8b" if visible_gpus() else "tiny")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=2, help="passes with new groups")
+    parser.add_argument("--repeats", type=int, default=2, help="of all that, with new groups")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--threads", type=int, help="of each CPU rank; default: the supervisor's choice")
     parser.add_argument("--write", type=Path, help="write the table here")
@@ -254,7 +254,7 @@ def main() -> int:
         plan = plan_of(options.shape, Path(scratch))
         orders = itertools.cycle([(ON, OFF), (OFF, ON)])
         for number, order in zip(range(options.repeats), orders, strict=False):
-            pairs += run_of_actions(plan, Path(scratch) / f"pass-{number}", order, options)
+            pairs += run_of_actions(plan, Path(scratch) / f"repeat-{number}", order, options)
         cost = own_cost(plan)
     table = to_markdown(pairs, cost, options)
     print(table)

@@ -92,11 +92,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         config.stash[LEFT_OUT] = [item.nodeid for item in left_out]
-    place = {topology.name: index for index, topology in enumerate(TOPOLOGIES)}
+    position = {topology.name: index for index, topology in enumerate(TOPOLOGIES)}
 
     def order(item: pytest.Item) -> int:
         topology = topology_of(item)
-        return -1 if topology is None else place[topology.name]
+        return -1 if topology is None else position[topology.name]
 
     items[:] = sorted((item for item in items if runs(item)), key=order)
 

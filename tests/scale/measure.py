@@ -80,7 +80,7 @@ async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
                 say(f"creating {resources} resources on {nodes} nodes …")
                 made = await _create(server, process, resources)
                 writes = await _settle(process)
-                passes = await process.metric(f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count")
+                reconciles = await process.metric(f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count")
                 usage = _Usage.of(process.process.pid)
                 before = await fleet.list_stored(server)
                 _check_whole(before, resources)
@@ -101,7 +101,7 @@ async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
         created_s=made.created_s,
         ready_s=made.ready_s,
         writes=writes,
-        passes=passes,
+        reconciles=reconciles,
         create_cpu_s=usage.cpu_s,
         idle_s=idle_s,
         idle_writes=int(idle_writes),

@@ -55,7 +55,7 @@ class Figures:
         created_s: from the first resource's creation until the last pod was created.
         ready_s: until the last group served.
         writes: of the operator until then, by verb and kind as its metric has them.
-        passes: reconciles of the operator until then.
+        reconciles: of the operator until then.
         create_cpu_s: the operator's CPU time until then.
         idle_s: how long nothing was asked of it.
         idle_writes: that it made meanwhile.
@@ -74,7 +74,7 @@ class Figures:
     created_s: float
     ready_s: float
     writes: Mapping[str, float]
-    passes: float
+    reconciles: float
     create_cpu_s: float
     idle_s: float
     idle_writes: int
@@ -135,7 +135,7 @@ def build_table(figures: Figures) -> list[str]:
         ("writes until then", f"{writes:.0f}, {writes / figures.resources:.1f} a resource", "", ""),
         (
             "reconciles until then",
-            f"{figures.passes:.0f}, {figures.passes / figures.resources:.1f} a resource",
+            f"{figures.reconciles:.0f}, {figures.reconciles / figures.resources:.1f} a resource",
             "",
             "",
         ),

@@ -1,7 +1,8 @@
-"""What the documents name is there: links, targets of make, options, fields, values, metrics, variables.
+"""What the documents name is there: links, fields, values, metrics, variables.
 
-Files, modules and tests that they name are in test_names.py, reasons in test_reasons.py, alerts, and metrics
-that must be explained, in watching/test_boards.py.
+Targets of make, options, tests and markers that they name are in test_commands.py, files and modules in
+test_names.py, reasons in test_reasons.py, alerts, and metrics that must be
+explained, in watching/test_boards.py.
 """
 
 import ast
@@ -14,25 +15,15 @@ from typing import Any
 import yaml
 
 from heteroinfer_contract import metric_names
-from heteroinfer_operator.cli import COMMANDS
+from tests.unit.pages import CODE, PAGES, ROOT, TODAY, name_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/cluster/README.md"])
-TODAY = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "decisions"]
-"""Those that say what is, not what was."""
 OF_KUBERNETES = {"fsGroup", "minReplicas", "workloadRef"}
 """Fields that stand in the documents and in no resource or value of ours."""
 PACKAGES = {"heteroinfer_operator", "heteroinfer_contract"}
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MENTIONED_ANCHOR = re.compile(r"\bdocs/([\w.-]+\.md)#([\w-]+)")
-_CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.M | re.S)
 _PATH = re.compile(r"(?<![\w./-])[a-z]\w*(?:\[\])?(?:\.[a-z]\w*(?:\[\])?)+(?![\w/(.-])")
 _FILES = {"json", "yaml", "py", "md", "txt", "safetensors"}
-_OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]*)")
-
-
-def name_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
 
 
 @cache
@@ -43,19 +34,6 @@ def anchors(page: Path) -> frozenset[str]:
     return frozenset(
         re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings
     )
-
-
-def code(page: Path) -> Iterator[str]:
-    """Yields each line of code of a page, in fences and in sentences, without its comment."""
-    for fence, span in _CODE.findall(page.read_text()):
-        for line in (fence or span).splitlines():
-            yield line.partition(" #")[0]
-
-
-def all_code() -> Iterator[tuple[str, str]]:
-    for page in TODAY:
-        for line in code(page):
-            yield name_of(page), line
 
 
 def test_every_link_leads_somewhere() -> None:
@@ -81,53 +59,6 @@ def test_every_anchor_that_a_file_mentions_is_there() -> None:
     ]
     assert found
     assert not [(name_of(f), p, a) for f, p, a in found if a not in anchors(ROOT / "docs" / p)]
-
-
-def test_every_target_of_make_is_there() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = {word for line in re.findall(r"^([a-z][\w -]*):(?!=)", makefile, re.M) for word in line.split()}
-    assert {"test", "cluster-down"} <= targets
-    named = [
-        (page, target)
-        for page, line in all_code()
-        for words in re.findall(r"(?:^|\bsudo |\b[A-Z_]+=\S+ )make ([^;&|]*)", line)
-        for target in re.sub(r"[A-Z_]+=(?:\"[^\"]*\"|'[^']*'|\S+)", "", words).split()
-    ]
-    assert len(named) > 40
-    assert not [(page, target) for page, target in named if target not in targets]
-
-
-def test_every_option_of_the_command_line_is_there() -> None:
-    named = [
-        (page, command, set(_OPTION.findall(rest)))
-        for page, line in all_code()
-        for command, rest in re.findall(r"(?:^|[ /(])heteroinfer ([a-z]+)(?![\w/])([^|;&]*)", line)
-    ]
-    assert {command for _, command, _ in named} <= set(COMMANDS)
-    commands = ROOT / "operator/src/heteroinfer_operator/commands"
-    known = {
-        name: set(re.findall(r'"(--?[\w-]+)"', (commands / f"{name}_command.py").read_text()))
-        for name in COMMANDS
-    }
-    assert sum(len(options) for _, _, options in named) > 15
-    assert not [(page, command, odd) for page, command, options in named if (odd := options - known[command])]
-
-
-def source_of(module: str) -> str:
-    path = ROOT / module.replace(".", "/")
-    files = path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
-    return "".join(file.read_text() for file in files)
-
-
-def test_every_option_of_a_module_of_tests_is_there() -> None:
-    named = [
-        (page, module, option)
-        for page, line in all_code()
-        for module, rest in re.findall(r"python3? -m (tests(?:\.\w+)+)([^|;&]*)", line)
-        for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)
-    ]
-    assert len(named) > 20
-    assert not [each for each in named if f'"{each[2]}"' not in source_of(each[1])]
 
 
 def fields(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -173,7 +104,7 @@ def test_every_field_and_value_is_there() -> None:
     words: list[tuple[str, str]] = []
     count = 0
     for page in TODAY:
-        for _, span in _CODE.findall(page.read_text()):
+        for _, span in CODE.findall(page.read_text()):
             odd, more = wrong_paths(span)
             wrong += [(name_of(page), path) for path in odd]
             count += more

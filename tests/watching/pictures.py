@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from charts.dashboards.board import GRID, Board, Kind, Panel, Place, Query, Row
+from charts.dashboards.board import GRID, Board, Kind, Panel, Position, Query, Row
 from tests.watching.watched import Series, Watched
 
 _WIDTH_IN: Final = 15.0
@@ -36,37 +36,37 @@ Shown = list[tuple[Query, list[Series]]]
 
 def draw(board: Board, watched: Watched, target: Path) -> None:
     """Writes a picture of a dashboard, with the data of a group that was watched."""
-    places = list(board.places())
-    height = max(place.y + place.height for _, place in places)
+    positions = list(board.positions())
+    height = max(position.y + position.height for _, position in positions)
     figure = Figure(figsize=(_WIDTH_IN, (height + 1) * _ROW_IN), facecolor="white")
     figure.text(0.008, 1 - 0.8 / (height + 1), board.title, fontsize=13, weight="bold", color=_INK)
-    for item, place in places:
+    for item, position in positions:
         if isinstance(item, Row):
-            y = 1 - (place.y + 1.75) / (height + 1)
+            y = 1 - (position.y + 1.75) / (height + 1)
             figure.text(0.008, y, item.title, fontsize=10, weight="bold", color=_QUIET)
         else:
             shown = [(query, watched.samples(query, item)) for query in item.queries]
-            _DRAWN[item.kind](_axes(figure, item, place, height + 1), item, shown)
+            _DRAWN[item.kind](_axes(figure, item, position, height + 1), item, shown)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=_DPI)
     # Few colours are enough, and make a third of the file.
     Image.open(drawn).convert("RGB").quantize(64).save(target, optimize=True)
 
 
-def _axes(figure: Figure, panel: Panel, place: Place, height: int) -> Axes:
+def _axes(figure: Figure, panel: Panel, position: Position, height: int) -> Axes:
     """Returns the axes of a panel with its title, within its bounds."""
     wide, high = 1 / GRID, 1 / height
     left = 0.045 if panel.kind is Kind.TIME else 0.012
     if panel.kind in {Kind.BARS, Kind.STACK}:
         left = 0.12 if panel.kind is Kind.BARS else 0.03
-    x, y = place.x * wide + left, 1 - (place.y + 1 + place.height) * high
+    x, y = position.x * wide + left, 1 - (position.y + 1 + position.height) * high
     below = (1.9 if panel.kind is Kind.TIME else 1.1 if panel.kind is Kind.STACK else 0.3) * high
     axes = figure.add_axes(
-        (x, y + below, place.width * wide - left - 0.012, (place.height - 1.3) * high - below)
+        (x, y + below, position.width * wide - left - 0.012, (position.height - 1.3) * high - below)
     )
     figure.text(
-        place.x * wide + 0.008,
-        y + (place.height - 0.8) * high,
+        position.x * wide + 0.008,
+        y + (position.height - 0.8) * high,
         panel.title,
         fontsize=8.5,
         color=_INK,

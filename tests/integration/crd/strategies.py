@@ -219,20 +219,20 @@ def changed(draw: st.DrawFn) -> Json:
     random = draw(st.randoms(use_true_random=True))
     path = random.choice(paths(resource["spec"]))
     *parents, last = path
-    place: Any = resource["spec"]
+    parent: Any = resource["spec"]
     for key in parents:
-        place = place[key]
+        parent = parent[key]
     (change,) = random.choices(["odd", "other", "remove", "add", "twice"], [5, 6, 2, 1, 2])
     if change == "remove":
-        del place[last]
-    elif change == "add" and isinstance(place, dict):
-        place["noSuchField"] = random.choice([1, None, {}])
-    elif change == "twice" and isinstance(place, list):
-        place.append(copy.deepcopy(place[last if isinstance(last, int) else 0]))
+        del parent[last]
+    elif change == "add" and isinstance(parent, dict):
+        parent["noSuchField"] = random.choice([1, None, {}])
+    elif change == "twice" and isinstance(parent, list):
+        parent.append(copy.deepcopy(parent[last if isinstance(last, int) else 0]))
     elif change == "odd":
-        place[last] = copy.deepcopy(random.choice(ODD_VALUES))
+        parent[last] = copy.deepcopy(random.choice(ODD_VALUES))
     else:
-        place[last] = draw(_field("spec", *("[]" if isinstance(key, int) else key for key in path)))
+        parent[last] = draw(_field("spec", *("[]" if isinstance(key, int) else key for key in path)))
     return resource
 
 

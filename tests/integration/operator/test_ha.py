@@ -211,7 +211,7 @@ async def test_a_watch_that_goes_silent_is_found(
         await until("the spec's change is seen", suspended)
         assert await process.http("/healthz") == (200, "ok")
 
-        # Lists of pods as well: passes go on, over a past that only the age of the copy tells.
+        # Lists of pods as well: reconciles go on, over a past that only the age of the copy tells.
         proxy.silence(lambda asked: asked.watch or about_pods(asked))
 
         async def unhealthy() -> bool:

@@ -95,15 +95,15 @@ async def test_from_apply_to_ready_through_a_failure_to_delete(
 
 
 async def idle_writes_nothing(server: ApiServer, namespace: str, process: OperatorProcess) -> None:
-    """Asserts that, once the way up has settled, six passes in a row write nothing at all."""
+    """Asserts that, once the way up has settled, six reconciles in a row write nothing at all."""
 
     async def quiet() -> bool:
         before, written = await versions(server, namespace), await process.writes()
-        passes = await process.metric(f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count") + 6
-        await until("more passes", lambda: passed(process, passes))
+        reconciles = await process.metric(f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count") + 6
+        await until("more reconciles", lambda: passed(process, reconciles))
         return await process.writes() == written and await versions(server, namespace) == before
 
-    await until("passes that write nothing", quiet, timeout_s=40)
+    await until("reconciles that write nothing", quiet, timeout_s=40)
 
 
 async def passed(process: OperatorProcess, count: float) -> bool:
@@ -124,7 +124,7 @@ async def test_a_restarted_operator_writes_nothing_where_all_is_right(
         assert await first.ended() == -signal.SIGKILL
     async with operator(installed.kubeconfig, tmp_path / "second", resync_seconds="1") as second:
         await second.working()
-        await until("passes", lambda: passed(second, 5))
+        await until("reconciles", lambda: passed(second, 5))
         assert await second.metric(metric_names.OPERATOR_RECONCILE_ERRORS_TOTAL) == 0, second.said
         assert await second.writes() == {}
         assert await versions(server, namespace) == before

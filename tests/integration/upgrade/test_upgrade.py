@@ -115,15 +115,15 @@ async def settled(process: OperatorProcess) -> None:
     async def quiet() -> bool:
         written = await process.writes()
         count = f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count"
-        passes = await process.metric(count) + 9
+        enough = await process.metric(count) + 9
 
         async def more() -> bool:
-            return await process.metric(count) >= passes
+            return await process.metric(count) >= enough
 
         await until("three reconciles of three resources", more, said=lambda: process.said)
         return await process.writes() == written
 
-    await until("passes that write nothing", quiet, timeout_s=40, said=lambda: process.said)
+    await until("reconciles that write nothing", quiet, timeout_s=40, said=lambda: process.said)
 
 
 def account_kubeconfig(plane: Cluster, folder: Path) -> Path:

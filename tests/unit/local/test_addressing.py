@@ -1,4 +1,4 @@
-"""Loopback addresses: stable for an epoch, never shared, and refused when there is no such place."""
+"""Loopback addresses: stable for an epoch, never shared, and refused when there is none."""
 
 import random
 import socket

@@ -74,16 +74,16 @@ async def test_one_key_is_never_processed_twice_at_once_and_others_are_not_held_
         assert key not in at_work
         at_work.add(key)
         most = max(most, len(at_work))
-        queue.add(key) if passes[key] else None
-        passes[key] -= 1
+        queue.add(key) if more[key] else None
+        more[key] -= 1
         await asyncio.sleep(0)
         at_work.remove(key)
 
-    passes = {A: 20, B: 20}
+    more = {A: 20, B: 20}
     async with working(process, workers=8) as queue:
         queue.add(A)
         queue.add(B)
-        await until(lambda: passes == {A: -1, B: -1})
+        await until(lambda: more == {A: -1, B: -1})
         assert most == 2
 
 

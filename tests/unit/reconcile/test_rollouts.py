@@ -49,9 +49,9 @@ class Fleet(World):
             if self.image(name) == BROKEN and self.pods[name].termination is None:
                 self.end_pod(name, message="no such file")
 
-    def roll(self, passes: int = 40) -> None:
+    def roll(self, rounds: int = 40) -> None:
         """Lets time pass and pods run until nothing changes any more."""
-        for _ in range(passes):
+        for _ in range(rounds):
             self.settle()
             self.answer_inspection()
             self.pods_run()

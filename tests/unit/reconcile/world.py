@@ -252,13 +252,13 @@ class World:
             isinstance(action, CreateObject) and action.may_exist and subject(action, "demo") in self.objects
         )
 
-    def settle(self, passes: int = 10) -> None:
+    def settle(self, reconciles: int = 10) -> None:
         """Runs reconciles until one writes nothing."""
-        for _ in range(passes):
+        for _ in range(reconciles):
             self.step()
             if not self.writes:
                 return
-        raise AssertionError(f"still writing after {passes} passes: {self.writes}")
+        raise AssertionError(f"still writing after {reconciles} reconciles: {self.writes}")
 
     def serve(self) -> None:
         """Brings a resource from nothing to Ready, with pods that do what they should."""

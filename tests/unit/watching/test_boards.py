@@ -30,13 +30,13 @@ def test_the_chart_has_the_dashboards_as_they_are_defined() -> None:
 @of_each_board
 def test_panels_fill_the_grid_and_none_lies_on_another(board: Board) -> None:
     taken: set[tuple[int, int]] = set()
-    for _, place in board.places():
+    for _, position in board.positions():
         cells = {
             (x, y)
-            for x in range(place.x, place.x + place.width)
-            for y in range(place.y, place.y + place.height)
+            for x in range(position.x, position.x + position.width)
+            for y in range(position.y, position.y + position.height)
         }
-        assert place.x + place.width <= GRID
+        assert position.x + position.width <= GRID
         assert not cells & taken
         taken |= cells
 

@@ -223,7 +223,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     TENSOR_CPU_FIRST,
     MIXED_STAGE_IN_PIPELINE,
 )
-"""What is refused in words; the only place where that is decided."""
+"""What is refused in words; decided here alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,7 +111,7 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
 def can_be_forked(rank: Mapping[str, str], first: Mapping[str, str]) -> bool:
     """Returns whether a rank with one environment can be forked from one with another, once that has loaded.
 
-    Ranks that are bound to cores cannot: each has places of its own, which OpenMP reads only once.
+    Ranks that are bound to cores cannot: each has an OMP_PLACES of its own, which OpenMP reads only once.
     """
     return all(
         rank.get(name) == first.get(name) for name in {*rank, *first} if name.startswith(READ_WHEN_LOADED)

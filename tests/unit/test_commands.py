@@ -1,0 +1,307 @@
+"""What a text says to type is there: targets of make, options, modules, tests, markers.
+
+Each kind has a function that finds what a text names, and a test that it finds what is wrong.
+"""
+
+import contextlib
+import io
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_operator.cli import COMMANDS
+from tests.unit.pages import ROOT, TODAY, code, name_of, without_what_was
+from vllm_heteroinfer.calibration import __main__ as calibration
+from vllm_heteroinfer.launch import cli
+
+FOLDERS = ("charts", "crds", "examples", "operator", "tests", "worker_image")
+AFTER_THE_VERB = (
+    "a|all|an|another|each|embedding|environments|float32|good|in|is|it|its|none|no|of|one|only|others?|ranks|side"
+    "|the|them|up|us|views|zeros"
+)
+"""Words that sentences of ours have after the verb make."""
+OF_PYTEST = {"asyncio", "filterwarnings", "parametrize", "skip", "skipif", "timeout", "usefixtures", "xfail"}
+_MAKE = re.compile(
+    r"(?:\bmake |(?<!import )(?<!, )(?<!-recommends )\bmake\n[\s#>]*)(?:[A-Z_]+=\S+ )*"
+    rf"(?!(?:{AFTER_THE_VERB})\b)([a-z][a-z0-9-]*+)(?![\w(]|\.\w)"
+)
+_MAKE_IN_CODE = re.compile(r"(?:^|[;&|(] ?|\bsudo |\b[A-Z_]+=\S+ )make ([^;&|)]*)")
+_OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]*)")
+_WORKER = re.compile(r"\bheteroinfer-worker ([a-z]+)\b([^|;&`\n]*)")
+_TEST = re.compile(r"(?:([\w./-]+\.py)::(?:\w+::)?)?\b(test_\w+)(?![\w/])(\.py)?(?:\[([^]`]*)\])?")
+_MARKER = re.compile(
+    r"\bpytest\.mark\.(\w+)|\bmarked\s+`(\w+)`"
+    r"|(?:\bpytest|\$\(PYTEST\)|\$\(TESTS\))(?:[^\n|;&`]|\\\n)* -m[ =](\"[^\"]*\"|'[^']*'|\w+)"
+    r"|`-m (\"[^\"]*\"|'[^']*'|\w+)`"
+)
+
+
+@cache
+def texts() -> dict[str, str]:
+    """Returns what people write here, by file: pages of today, and sources with their comments."""
+    files = [
+        file
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.*")
+        if file.suffix in {".py", ".yaml", ".tpl", ".txt", ".toml", ".h", ".cpp"} and file.is_file()
+        if "versions" not in file.parts and file != Path(__file__)
+    ]
+    files += [
+        *TODAY,
+        *(ROOT / ".ci").iterdir(),
+        *(ROOT / name for name in ("Makefile", "Dockerfile", "pyproject.toml")),
+    ]
+    return {name_of(file): file.read_text() for file in files}
+
+
+def wrong(find: Callable[[str], Iterable[str]], files: Iterable[str] | None = None) -> list[str]:
+    """Returns what is wrong in files, or in all."""
+    return [f"{name}: {odd}" for name in files or texts() for odd in find(texts()[name])]
+
+
+def pages() -> list[str]:
+    return [name_of(page) for page in TODAY]
+
+
+@cache
+def targets() -> frozenset[str]:
+    makefile = (ROOT / "Makefile").read_text()
+    return frozenset(
+        word for line in re.findall(r"^([a-z][\w -]*):(?!=)", makefile, re.M) for word in line.split()
+    )
+
+
+def targets_named(text: str) -> Iterator[str]:
+    """Yields what follows `make`: each word of it in code, elsewhere one that is none of a sentence."""
+    if "make" not in text:
+        return
+    for line in code(text):
+        for words in _MAKE_IN_CODE.findall(line):
+            without_values = re.sub(r"[A-Z_]+=(?:\"[^\"]*\"|'[^']*'|\S+)", "", words)
+            yield from (word.strip("\\") for word in without_values.split())
+    yield from _MAKE.findall(text)
+
+
+def wrong_targets(text: str) -> list[str]:
+    return [target for target in targets_named(text) if target not in targets()]
+
+
+def test_every_target_of_make_is_there() -> None:
+    assert {"test", "cluster-down"} <= targets()
+    assert not [target for target in targets() if re.fullmatch(AFTER_THE_VERB, target)]
+    assert sum(len(list(targets_named(text))) for text in texts().values()) > 100
+    assert wrong(wrong_targets) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`make tset`",
+        "`make check tset`",
+        "```\nsudo make tset OUT=DIR\n```",
+        "run make tset before each commit",
+        "as `LANES=1 make tset` does",
+        "OUT=DIR make tset, as root",
+        "run make\n  tset",
+        "# what make\n# tset does",
+        "| make tset | an hour |",
+        '"""Run by make tset."""',
+        'f"missing: {name}; make tset builds it"',
+        "tset: setup  ## what `make tset-all` has\n",
+        'echo "run it as root, or: make tset" >&2',
+    ],
+)
+def test_a_target_that_is_not_there_is_found(text: str) -> None:
+    assert set(wrong_targets(text)) in ({"tset"}, {"tset-all"})
+
+
+@pytest.mark.parametrize(
+    "text", ["make a rank wait", "others make\nit", "from tests import make\nfrom x import y", "make check"]
+)
+def test_the_verb_names_no_target(text: str) -> None:
+    assert wrong_targets(text) == []
+
+
+def test_every_option_of_the_command_line_is_there() -> None:
+    named = [
+        (page, command, set(_OPTION.findall(rest)))
+        for page in pages()
+        for line in code(texts()[page])
+        for command, rest in re.findall(r"(?:^|[ /(])heteroinfer ([a-z]+)(?![\w/])([^|;&]*)", line)
+    ]
+    assert {command for _, command, _ in named} <= set(COMMANDS)
+    commands = ROOT / "operator/src/heteroinfer_operator/commands"
+    known = {
+        name: set(re.findall(r'"(--?[\w-]+)"', (commands / f"{name}_command.py").read_text()))
+        for name in COMMANDS
+    }
+    assert sum(len(options) for _, _, options in named) > 15
+    assert not [(page, command, odd) for page, command, options in named if (odd := options - known[command])]
+
+
+@cache
+def worker_options(command: str) -> frozenset[str]:
+    """Returns what `heteroinfer-worker COMMAND --help` lists; nothing for a command that there is not."""
+    output = io.StringIO()
+    silent = contextlib.redirect_stderr(io.StringIO())
+    with contextlib.redirect_stdout(output), silent, contextlib.suppress(SystemExit):
+        calibration.main(["--help"]) if command == "calibrate" else cli.main([command, "--help"])
+    rows = (line.strip().partition("  ")[0] for line in output.getvalue().splitlines())
+    return frozenset(option for row in rows if row.startswith("-") for option in _OPTION.findall(row))
+
+
+def wrong_worker_options(text: str) -> Iterator[str]:
+    for command, rest in _WORKER.findall(text):
+        known = worker_options(command)
+        if not known:
+            yield command
+        yield from (f"{command} {option}" for option in _OPTION.findall(rest) if option not in known)
+
+
+def test_every_option_of_the_worker_is_there() -> None:
+    assert "--repository" in worker_options("fetch")
+    assert worker_options("calibrate") >= {"-o", "--limit", "--termination-message-path", "--help"}
+    assert worker_options("run")
+    assert sum(len(_WORKER.findall(text)) for text in texts().values()) > 15
+    assert wrong(wrong_worker_options) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("`heteroinfer-worker calibrat`", ["calibrat"]),
+        ("heteroinfer-worker calibrate -o FILE --limits 5", ["calibrate --limits"]),
+        ("`heteroinfer-worker fetch --repo ORG/MODEL`", ["fetch --repo"]),
+        ("```\nheteroinfer-worker inspect --model DIR -v\n```", ["inspect -v"]),
+        ("heteroinfer-worker run --limit 5", ["run --limit"]),
+        ("`heteroinfer-worker` starts; heteroinfer-worker fetch --cache DIR | jq -r .x", []),
+    ],
+)
+def test_an_option_of_the_worker_that_is_not_there_is_found(text: str, odd: list[str]) -> None:
+    assert list(wrong_worker_options(text)) == odd
+
+
+def source_of(module: str) -> str:
+    path = ROOT / module.replace(".", "/")
+    files = path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    return "".join(file.read_text() for file in files)
+
+
+def test_every_option_of_a_module_of_tests_is_there() -> None:
+    named = [
+        (page, module, option)
+        for page in pages()
+        for line in code(texts()[page])
+        for module, rest in re.findall(r"python3? -m (tests(?:\.\w+)+)([^|;&]*)", line)
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)
+    ]
+    assert len(named) > 20
+    assert not [each for each in named if f'"{each[2]}"' not in source_of(each[1])]
+
+
+@cache
+def known_tests() -> dict[str, frozenset[str]]:
+    """Returns the functions of each file of tests, by its path."""
+    return {
+        name: frozenset(re.findall(r"^ *(?:async )?def (test_\w+)", text, re.M))
+        for name, text in texts().items()
+        if Path(name).name.startswith("test_")
+    } | {name_of(Path(__file__)): frozenset()}
+
+
+@cache
+def all_tests() -> str:
+    return "".join(
+        text for name, text in texts().items() if name.startswith("tests/") and name.endswith(".py")
+    )
+
+
+def wrong_tests(page: str) -> Iterator[str]:
+    """Yields each test that a page names and that is not there, but for what its tables call before."""
+    for match in _TEST.finditer(without_what_was(page)):
+        file, name, suffix, parameters = match.groups()
+        if suffix:
+            there = any(path.endswith(f"/{name}.py") for path in known_tests())
+        else:
+            end = f"/{file}" if file else ""
+            there = any(name in tests for path, tests in known_tests().items() if f"/{path}".endswith(end))
+        parts = re.split(r"[-…]+", parameters or "")
+        if not there or not all(part.isdecimal() or part in all_tests() for part in parts):
+            yield match[0]
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    assert sum(len(_TEST.findall(texts()[page])) for page in pages()) > 200
+    assert wrong(wrong_tests, pages()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`test_nothing_of_this_name`",
+        "test_nothing_of_this_name keeps it",
+        "| 61 | `worker/test_tensor.py::test_compiled_rank` |",
+        "`worker/test_two_stages.py::test_compiled_ranks`, which is in another file",
+        "`tests/unit/test_word.py`",
+        "`test_nothing_of_this_name[gloo]`",
+        "`test_two_pods_split_every_layer[by-pigeon]`",
+        "| before | after |\n|---|---|\n| `test_was` | `test_is_not` |",
+    ],
+)
+def test_a_test_that_is_not_there_is_found(text: str) -> None:
+    assert len(list(wrong_tests(text))) == 1
+
+
+def test_what_a_table_calls_before_may_be_gone() -> None:
+    page = "| shown before by | shown now by |\n|---|---|\n| `test_was` | `test_compiled_ranks` |"
+    assert list(wrong_tests(page)) == []
+    assert list(wrong_tests(f"{page}\n\n| a |\n|---|\n| `test_was` |")) == ["test_was"]
+
+
+@cache
+def markers() -> frozenset[str]:
+    """Returns the markers that pyproject.toml registers, and the suites that have some of their own."""
+    options = tomllib.loads(texts()["pyproject.toml"])["tool"]["pytest"]["ini_options"]
+    own = (
+        re.findall(r'addinivalue_line\(\s*"markers", "(\w+):', text)
+        for name, text in texts().items()
+        if name.endswith("conftest.py")
+    )
+    registered = (line.partition(":")[0] for line in options["markers"])
+    return frozenset({*registered, *OF_PYTEST, *(name for names in own for name in names)})
+
+
+def markers_named(text: str) -> Iterator[str]:
+    for groups in _MARKER.findall(text):
+        yield from (word for word in re.findall(r"\w+", "".join(groups)) if word not in {"and", "or", "not"})
+
+
+def wrong_markers(text: str) -> list[str]:
+    return [name for name in markers_named(text) if name not in markers()]
+
+
+def test_every_marker_is_registered() -> None:
+    assert {"unhurried", "gpus2"} <= markers()
+    files = [*pages(), "Makefile", "pyproject.toml", *(name for name in texts() if name.startswith(".ci/"))]
+    assert {"gang_schedulers", "unhurried", "gpus2"} <= {n for f in files for n in markers_named(texts()[f])}
+    assert wrong(wrong_markers, files) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`pytest tests/e2e -m every_fold`",
+        "python -m pytest tests -m every_fold",
+        '\t$(TESTS) tests/e2e -m "not unhurried and not every_fold"',
+        "\t$(PYTEST) tests/e2e \\\n\t  -m every_fold",
+        "`@pytest.mark.every_fold` is for it",
+        "what is long is marked `every_fold`",
+        "leave it out by `-m 'not every_fold'`",
+    ],
+)
+def test_a_marker_that_is_not_registered_is_found(text: str) -> None:
+    assert wrong_markers(text) == ["every_fold"]
