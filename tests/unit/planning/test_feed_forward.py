@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
@@ -23,7 +24,6 @@ from heteroinfer_operator.planning.prediction import (
     predict,
 )
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S
-from heteroinfer_operator.quantity import format_bytes
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
 

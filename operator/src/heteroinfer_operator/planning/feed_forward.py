@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.calibration import Calibration, HopPath
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
@@ -29,7 +30,7 @@ from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu_rates
 from heteroinfer_operator.planning.served_architectures import is_by_transformers
 from heteroinfer_operator.planning.topology import Topology
-from heteroinfer_operator.quantity import format_bytes, parse_bytes
+from heteroinfer_operator.quantity import parse_bytes
 
 _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""

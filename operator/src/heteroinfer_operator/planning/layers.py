@@ -6,12 +6,12 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.memory import Sizes, StageBudget
 from heteroinfer_operator.planning.topology import Topology
-from heteroinfer_operator.quantity import format_bytes
 
 _CPU_LAYER_COST = 2**40
 """Above any sum of squares of layers, so that no split with more CPU layers is better."""

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
@@ -25,7 +26,6 @@ from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
-from heteroinfer_operator.quantity import format_bytes
 from heteroinfer_operator.reconcile.lost_labels import find_lost
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.startup import describe_wait, waits_in_vain

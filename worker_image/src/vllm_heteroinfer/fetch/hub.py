@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedFile
 from vllm_heteroinfer.fetch.errors import FetchError
@@ -96,9 +97,9 @@ class HubModel:
         if file.size_bytes > self._most_http_bytes:
             raise FetchError(
                 FailureReason.MODEL_NOT_READABLE,
-                f"{HUB_SCHEME}{self._repository}: {file.path} has {file.size_bytes / 1e9:.0f} GB, expected "
-                f"at most {self._most_http_bytes / 1e9:.0f}: a hub serves larger files by its own protocol, "
-                "which cannot go on where it stopped. Put the model into a volume "
+                f"{HUB_SCHEME}{self._repository}: {file.path} has {format_bytes(file.size_bytes)}, expected "
+                f"at most {format_bytes(self._most_http_bytes)}: a hub serves larger files by its own "
+                "protocol, which cannot go on where it stopped. Put the model into a volume "
                 "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",
             )
         with self._in_words(), into.open("r+b") as target:
