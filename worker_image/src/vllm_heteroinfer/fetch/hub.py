@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final
 from heteroinfer_contract import names
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedFile
+from heteroinfer_contract.model_fetch import COMMIT, HUB_SCHEME, FetchedFile
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import can_be_a_file
 
@@ -27,7 +27,6 @@ PIECE_BYTES: Final = 2**20
 _BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUERY: Final = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 """Of a URL: a content network's holds a signature that is as good as a token for a while."""
-_COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 _HASH: Final = re.compile(r"git:[0-9a-f]{40}|(git|sha256):[0-9a-f]{64}")
 _HOW_TO_GIVE_A_TOKEN: Final = (
     "set spec.model.tokenSecretRef to a Secret with a token of an account that may read it "
@@ -74,7 +73,7 @@ class HubModel:
             raise self._no_hub(f"its listing cannot be read: {self._clean(error)}") from error
         if not found.sha or not found.siblings:
             raise self._no_hub("its answer names no commit or no files")
-        if not _COMMIT.fullmatch(str(found.sha)):  # it becomes part of a path
+        if not COMMIT.fullmatch(str(found.sha)):
             raise self._no_hub(f"got {reprlib.repr(found.sha)} for a commit")
         # Names that no file can have here are of no model.
         return str(found.sha), [self._file(each) for each in found.siblings if can_be_a_file(each.rfilename)]
