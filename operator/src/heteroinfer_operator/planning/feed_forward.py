@@ -20,7 +20,7 @@ from heteroinfer_contract.plan import (
     batches_at_once,
 )
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.architectures import NO_FEED_FORWARD
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.inventory import Inventory
@@ -86,14 +86,14 @@ def choose_remote(
         raise PlanError(
             f"role {role.name}: got feedForward, but vLLM serves {profile.architecture} by transformers' "
             "class, whose experts and MLPs feed-forward ranks cannot take; use mode Pipeline for this model",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     why = NO_FEED_FORWARD.get(profile.architecture)
     if why is not None:
         raise PlanError(
             f"role {role.name}: got feedForward with {profile.architecture}, but {why}; use mode Pipeline "
             "for this model",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     _check_args(role.name, engine)
     order = _cheapest_first(profile)
@@ -101,20 +101,20 @@ def choose_remote(
         raise PlanError(
             f"role {role.name}: got feedForward, but nothing is known of experts or MLPs in the layers of "
             f"{profile.architecture}; use mode Pipeline for this model",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     if own.layers is not None and own.layers > len(order):
         raise PlanError(
             f"role {role.name}: got feedForward.layers {own.layers}, the model has {len(order)} layers with "
             f"experts or an MLP; set {len(order)} or less",
-            reason="LayersMismatch",
+            reason=PlanReason.LAYERS_MISMATCH,
         )
     if own.ranks > 1 and any(profile.layer(index).gates_together for index in order):
         raise PlanError(
             f"role {role.name}: got feedForward.ranks {own.ranks}, but the checkpoint of "
             f"{profile.architecture} has the gate and up columns of its experts in one tensor, which ranks "
             "cannot split; set feedForward.ranks: 1, with the cores and memory of all",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     counts = range(1, len(order) + 1) if own.layers is None else (own.layers,)
     missing = 0
@@ -129,7 +129,7 @@ def choose_remote(
         f"{engine.max_model_len} tokens still miss {format_bytes(missing)} of memory of its rank; "
         f"{'set feedForward.layers higher, ' if counts[-1] < len(order) else ''}give it a larger device, "
         "or lower engine.maxModelLen",
-        reason="InsufficientMemory",
+        reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
@@ -141,7 +141,7 @@ def _check_args(role: str, engine: EngineSettings) -> None:
             raise PlanError(
                 f"role {role}: got feedForward with engine.args {option} {value}, "
                 f"expected {' or '.join(allowed)}: {remedy}",
-                reason="UnsupportedParallelism",
+                reason=PlanReason.UNSUPPORTED_PARALLELISM,
             )
 
 
@@ -263,7 +263,7 @@ def _check_memory(role: str, remote: Remote, profile: ModelProfile, engine: Engi
             f"role {role}: each of {remote.spec.ranks} feed-forward ranks needs {format_bytes(need)} for its "
             f"part of {len(remote.layers)} layers, got feedForward.memory {format_bytes(have)}: "
             f"{format_bytes(need - have)} missing; raise it, or use more ranks",
-            reason="InsufficientMemory",
+            reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 
 

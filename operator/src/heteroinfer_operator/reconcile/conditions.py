@@ -24,7 +24,7 @@ from heteroinfer_operator.api import (
     Summary,
 )
 from heteroinfer_operator.cluster import PatchStatus, PodView, Refusal, ResourceObservation
-from heteroinfer_operator.errors import HeteroInferError, Shortage
+from heteroinfer_operator.errors import HeteroInferError, PlanReason, Shortage
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.planning.prediction_again import PredictedPlan
@@ -279,7 +279,7 @@ def plan_conditions(life: Life, before: HeteroInferenceStatus) -> tuple[Conditio
             f"the plan of group {', '.join(lost)} is not kept any more, or cannot be read; it serves on, and "
             "its next epoch gets a new plan"
         )
-        return (life.make(planned, None, "PlanLost", words), capacity_condition)
+        return (life.make(planned, None, PlanReason.PLAN_LOST.value, words), capacity_condition)
     return (life.make(planned, True, "PlanReady", _notes(running, before)), capacity_condition)
 
 

@@ -29,7 +29,7 @@ from heteroinfer_operator.cluster import (
     RecordEvent,
     Refusal,
 )
-from heteroinfer_operator.errors import HeteroInferError, PlanError, SpecError
+from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, SpecError
 from heteroinfer_operator.manifests.group_key_secret import KIND as SECRET
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.quantity import parse_duration_s
@@ -278,7 +278,7 @@ def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: _Made
         return None
     what = f"the container of pod {waiting}" if waiting else f"a pod of epoch {status.epoch}"
     return EpochEnd(
-        reason="PlanLost",
+        reason=PlanReason.PLAN_LOST.value,
         message=f"{what} is to be made, and what it is made with is not kept any more; a new epoch gets a "
         "new plan",
     )
