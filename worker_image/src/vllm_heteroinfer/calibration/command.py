@@ -256,7 +256,7 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"], others: Set[int]) -> No
 
 def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[bytes]":
     env = {name: value for name, value in os.environ.items() if name != names.ENV_PLAN}
-    threads = {"OMP_NUM_THREADS": str(len(measurement.cpus))} if measurement.cpus else {}
+    threads = {names.ENV_OMP_THREADS: str(len(measurement.cpus))} if measurement.cpus else {}
     cpus = measurement.cpus
     code = f"import os, sys; from {parent_death.__name__} import die_with_parent; "
     code += f"die_with_parent({os.getpid()}); {f'os.sched_setaffinity(0, {set(cpus)}); ' if cpus else ''}"
