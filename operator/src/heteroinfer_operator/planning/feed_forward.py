@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from heteroinfer_contract import load_formats
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.calibration import Calibration, HopPath
 from heteroinfer_contract.model import LayerKind
@@ -39,11 +40,7 @@ _OFFLOADS: Final = "its CPU ranks have what vLLM would offload; leave it out"
 _ARGS: Final = (
     ("--cpu-offload-gb", ("0",), _OFFLOADS),
     ("--offload-group-size", ("0",), _OFFLOADS),
-    (
-        "--load-format",
-        ("auto", "safetensors", "hf", "mistral", "dummy"),
-        "its ranks read files of the checkpoint",
-    ),
+    ("--load-format", load_formats.FEED_FORWARD, load_formats.FEED_FORWARD_WHY),
     ("--model-impl", ("auto", "vllm"), "its ranks take experts and MLPs from vLLM's own classes"),
 )
 """Option of vLLM, values that this mode takes (besides none), and why."""

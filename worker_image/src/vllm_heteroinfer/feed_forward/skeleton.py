@@ -17,7 +17,6 @@ from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -238,11 +237,6 @@ class SkeletonBuilder:
             for part in self._parts.values():
                 _fill(part)
             return
-        if not isinstance(loader, DefaultModelLoader):
-            raise ContractError(
-                f"engine.args: got the loader {type(loader).__name__}, expected safetensors or dummy in mode "
-                "FeedForward; leave --load-format out"
-            )
         model.load_weights(self._own(loader.get_all_weights(config, model)))
         missing = sorted(set(self._parts) - self._loaded)
         if missing:
