@@ -32,7 +32,7 @@ from vllm_heteroinfer.pod import termination_message
 
 LIMIT_S: Final = 55.0
 """Of all measurements together; what is not done then is left out, and said."""
-_MODULE: Final = "vllm_heteroinfer.calibration"
+_MODULE: Final = __name__.rpartition(".")[0]
 _MOST_NODES: Final = 8
 """NUMA nodes that are measured each by itself, the first ones."""
 _NODE_POINTS: Final = 3

@@ -26,7 +26,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward import columns, remote
 from vllm_heteroinfer.feed_forward.columns import Columns, Part
-from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
+from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, check_one_size, layer_of
 from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, WeightMemory
@@ -268,11 +268,7 @@ class SkeletonBuilder:
         stored = sum(weight_bytes(part) for part in self._parts.values())
         hidden = {int(self._hidden(part)) for part in self._parts.values()}
         topk = {int(part.top_k) if isinstance(part, RoutedExperts) else 0 for part in self._parts.values()}
-        if len(hidden) > 1 or len(topk) > 1:
-            raise ContractError(
-                f"got layers with rows of {sorted(hidden)} elements and {sorted(topk)} experts a row, "
-                "expected one size of both; give feed-forward ranks layers of one kind"
-            )
+        check_one_size(hidden, topk)
         methods = {_method(part) for part in self._parts.values()}
         self._check_format(methods, stored)
         return Skeleton(
