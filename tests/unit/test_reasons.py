@@ -20,7 +20,7 @@ OF_KUBERNETES = {"CreateContainerConfigError", "ImagePullBackOff"}
 """Passed on as the kubelet says them; it has more, which are not listed."""
 _WORD = re.compile(r"[A-Z][a-z]+(?:[A-Z]+[a-z]*)*|[A-Z]{2,}[A-Z][a-z]+")
 _NAMES = re.compile(
-    r"(?:\w*_)?reason|OBJECT_REFUSED|NAME_\w+|CHANGED_\w+|(?:DELETED|MADE)_BY_OTHERS|NOT_ANSWERED"
+    r"(?:\w*_)?reason|OBJECT_REFUSED|NAME_\w+|CHANGED_\w+|(?:DELETED|MADE)_BY_OTHERS|NOT_ANSWERED|OOM_KILLED"
     r"|UNSCHEDULABLE|WAITING_\w+",
     re.I,
 )

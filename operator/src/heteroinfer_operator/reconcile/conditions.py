@@ -37,6 +37,7 @@ from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE
 from heteroinfer_operator.reconcile.rollout import Rollout
 
 _MEASURE_EVERY = timedelta(seconds=60)
+ENDING: Final = "pods answer the requests that they have, and end"
 HELD: Final = "HeldByFinalizer"
 """Reason of Progressing where a pod that shall go is kept by a finalizer, which none of ours is."""
 _MOVED = 0.10
@@ -177,7 +178,7 @@ def _at_rest(life: Life) -> tuple[Condition, ...]:
     """Returns the conditions of a resource of which nothing shall run."""
     reason = "Suspended" if life.suspended else "ScaledToZero"
     refused = life.refusals[0] if life.refusals else None
-    going = life.held or ("pods answer the requests that they have, and end" if life.draining else "")
+    going = life.held or (ENDING if life.draining else "")
     progress = (life.draining, reason, going)
     if refused is not None or life.held:
         progress = (False, *((refused.reason, refused.message) if refused else (HELD, life.held)))

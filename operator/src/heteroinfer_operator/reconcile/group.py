@@ -41,6 +41,7 @@ from heteroinfer_operator.reconcile.epoch_pods import (
     find_changed_images,
     find_lost_key,
     gang_object,
+    name_epoch,
     start_events,
 )
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan, gang_of
@@ -376,7 +377,7 @@ def _end_epoch(
     who = "" if epoch_end.rank is None else f"rank {epoch_end.rank}: "
     event = RecordEvent(
         reason=epoch_end.reason,
-        message=f"group {status.index} epoch {status.epoch} ended: {who}{epoch_end.message}"[:1000],
+        message=f"{name_epoch(status)} ended: {who}{epoch_end.message}"[:1000],
         warning=True,
     )
     ending = [pod for pod in pods if not (failed and _has_logs(pod))]
@@ -670,7 +671,7 @@ def _replace_after_s(context: Context, status: GroupStatus) -> float:
 def _events(
     before: GroupStatus, after: GroupStatus, pods: Sequence[PodView], spare: Sequence[PodView]
 ) -> tuple[RecordEvent, ...]:
-    who = f"group {after.index} epoch {after.epoch}"
+    who = name_epoch(after)
     if after.phase is GroupPhase.READY and before.phase is not GroupPhase.READY:
         return (RecordEvent(reason="GroupReady", message=f"{who} serves"),)
     reported = [

@@ -133,8 +133,8 @@ def describe(
 
 
 def describe_wait(pod: PodView) -> str:
-    """Returns what a placed pod that has not run yet waits for."""
-    return f"pod {pod.name} waits: {pod.waiting or 'its container is not made yet'}"
+    """Returns what a pod that has not run yet waits for."""
+    return f"pod {pod.name} waits: {pod.unschedulable or pod.waiting or 'its container is not made yet'}"
 
 
 def waits_in_vain(pod: PodView) -> bool:
