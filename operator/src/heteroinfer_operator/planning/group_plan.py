@@ -17,7 +17,7 @@ from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
 from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.planning.inventory import AMX, AVX512, Inventory
+from heteroinfer_operator.planning.inventory import AMX, AVX512, CPUID_LABEL, CPUID_OF, Inventory
 from heteroinfer_operator.planning.memory import GPU_USABLE
 from heteroinfer_operator.planning.placement import (
     FreeNode,
@@ -32,8 +32,6 @@ from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.role_demand import role_demand
 
-_CPUID: Final = "feature.node.kubernetes.io/cpu-cpuid."
-_CPUID_OF: Final[Mapping[str, tuple[str, ...]]] = {AMX: ("AMXTILE", "AMXBF16"), AVX512: ("AVX512F",)}
 _WAITS: Final = "the group waits, and nothing of it is created until all its pods fit"
 
 
@@ -256,15 +254,15 @@ def _measured_features(calibration: Calibration) -> frozenset[str]:
 
 
 def _has_cpu_labels(node: NodeView) -> bool:
-    return any(label.startswith(_CPUID) for label in node.labels)
+    return any(label.startswith(CPUID_LABEL) for label in node.labels)
 
 
 def _cpu_features(node: NodeView) -> frozenset[str]:
     """Returns what a node's labels say of its CPUs, as node-feature-discovery writes them."""
     return frozenset(
         feature
-        for feature, needed in _CPUID_OF.items()
-        if all(node.labels.get(f"{_CPUID}{name}") == "true" for name in needed)
+        for feature, needed in CPUID_OF.items()
+        if all(node.labels.get(f"{CPUID_LABEL}{name}") == "true" for name in needed)
     )
 
 

@@ -27,12 +27,11 @@ from heteroinfer_operator.planning.architectures import (
 )
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
-from heteroinfer_operator.planning.inventory import AMX, AVX512, Inventory
+from heteroinfer_operator.planning.inventory import AMX, AVX512, CPUID_LABEL, CPUID_OF, Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
 from heteroinfer_operator.planning.memory import serves_text_only
 from heteroinfer_operator.planning.topology import Topology
 
-_LABELS: Final = MappingProxyType({AMX: "AMXTILE", AVX512: "AVX512F"})
 _WHO_HAS_IT: Final = MappingProxyType(
     {
         AMX: "Intel Xeon of the 4th generation or later",
@@ -442,7 +441,7 @@ def _check_instructions(need: tuple[str, str], roles: Set[str], inventory: Inven
         return ()
     nodes = (
         "put CPU roles on nodes that have it (roles[].template.nodeSelector: "
-        f"feature.node.kubernetes.io/cpu-cpuid.{_LABELS[needs]}: 'true')"
+        f"{CPUID_LABEL}{CPUID_OF[needs][0]}: 'true')"
     )
     for role in sorted(roles):
         features = inventory.cpu_features.get(role)

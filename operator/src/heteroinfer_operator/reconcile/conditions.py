@@ -23,6 +23,7 @@ from heteroinfer_operator.api import (
     RankPlan,
     Summary,
 )
+from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import PatchStatus, PodView, Refusal, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanReason, Shortage
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
@@ -305,9 +306,9 @@ def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatu
     return PlanStatus(
         hash=plan.hash,
         predicted_step_ms=round(step.step_s * 1e3, 2),
-        calibration=None if predicted is None else str(predicted)[:1024],
+        calibration=None if predicted is None else str(predicted)[:MAX_TEXT],
         world_size=plan.world_size,
-        eager_reason=(eager_reason(plan) or "")[:1024] or None,
+        eager_reason=(eager_reason(plan) or "")[:MAX_TEXT] or None,
         ranks=tuple(
             RankPlan(
                 rank=rank.rank,

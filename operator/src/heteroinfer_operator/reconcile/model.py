@@ -20,6 +20,7 @@ from heteroinfer_operator.api import (
     ModelStatus,
     is_reason,
 )
+from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
@@ -239,7 +240,7 @@ def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDec
         status=kept.model_copy(update={"phase": context.phase, "profile": None, "checked_time": None}),
         holds=False,
         reason=reason,
-        message=f"pod {pod.name} cannot start: {message or reason}"[:1024],
+        message=f"pod {pod.name} cannot start: {message or reason}"[:MAX_TEXT],
     )
 
 
@@ -314,7 +315,7 @@ def _failed(
         "profile": None,
         "checked_time": None,
         "reason": reason[:64],
-        "message": message[:1024],
+        "message": message[:MAX_TEXT],
         "failures": failures + again or None,
     }
     return ModelDecision(
