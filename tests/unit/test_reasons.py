@@ -7,7 +7,7 @@ from pathlib import Path
 
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_operator.api import ConditionType, GroupPhase, StartupPhase
-from heteroinfer_operator.errors import Shortage, SpecError
+from heteroinfer_operator.errors import PlanReason, SpecError
 
 ROOT = Path(__file__).parents[2]
 OPERATOR = ROOT / "operator" / "src" / "heteroinfer_operator"
@@ -20,8 +20,8 @@ OF_KUBERNETES = {"CreateContainerConfigError", "ImagePullBackOff"}
 """Passed on as the kubelet says them; it has more, which are not listed."""
 _WORD = re.compile(r"[A-Z][a-z]+(?:[A-Z]+[a-z]*)*|[A-Z]{2,}[A-Z][a-z]+")
 _NAMES = re.compile(
-    r"(?:\w*_)?reason|OBJECT_REFUSED|NAME_\w+|CHANGED_\w+|(?:DELETED|MADE)_BY_OTHERS|NOT_ANSWERED"
-    r"|INSUFFICIENT_\w+|UNSCHEDULABLE|WAITING_\w+",
+    r"(?:\w*_)?reason|OBJECT_REFUSED|NAME_\w+|CHANGED_\w+|(?:DELETED|MADE)_BY_OTHERS|NOT_ANSWERED|OOM_KILLED"
+    r"|UNSCHEDULABLE|WAITING_\w+",
     re.I,
 )
 
@@ -45,8 +45,8 @@ def given(module: ast.Module) -> Iterator[str]:
 
 
 def in_code() -> set[str]:
-    found = {str(word) for kind in (FailureReason, GroupPhase, StartupPhase) for word in kind}
-    found |= {SpecError.reason, Shortage.reason}
+    found = {str(word) for kind in (FailureReason, GroupPhase, PlanReason, StartupPhase) for word in kind}
+    found.add(SpecError.reason)
     for glob in SAYING:
         for file in OPERATOR.glob(glob):
             found |= set(given(ast.parse(file.read_text())))

@@ -6,11 +6,13 @@ only when it is the one that is asked for: `plan` must not wait for kopf's impor
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.signal_exit import exit_code_of
 from heteroinfer_operator.errors import HeteroInferError
 
 COMMANDS: Final = MappingProxyType(
@@ -27,8 +29,7 @@ COMMANDS: Final = MappingProxyType(
 """Name of each sub-command, whose module is NAME_command, and what it does."""
 
 EXIT_REFUSED: Final = 1
-EXIT_INTERRUPTED: Final = 130
-"""128 + SIGINT, as shells count."""
+EXIT_INTERRUPTED: Final = exit_code_of(signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.demand import Manifest as Manifest  # noqa: PLC0414 - part of the port's face
 from heteroinfer_operator.demand import PodDemand, Taint
+
+OVER_PHASES: Final = frozenset({"Succeeded", "Failed"})
+"""Of a pod none of whose containers runs again."""
 
 
 class Gang(StrEnum):
@@ -134,7 +137,7 @@ class PodView:
     @property
     def ended(self) -> bool:
         """Returns whether it will never serve again."""
-        return self.deleting or self.termination is not None or self.phase in {"Succeeded", "Failed"}
+        return self.deleting or self.termination is not None or self.phase in OVER_PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

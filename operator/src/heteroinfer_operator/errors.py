@@ -4,6 +4,7 @@ Standard library only.
 """
 
 from collections.abc import Iterable
+from enum import StrEnum
 
 
 class HeteroInferError(Exception):
@@ -19,7 +20,7 @@ class HeteroInferError(Exception):
     def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message)
         self.message = message
-        self.reason = reason or type(self).reason
+        self.reason = str(reason) or type(self).reason
 
 
 class SpecError(HeteroInferError):
@@ -42,6 +43,24 @@ class ModelError(HeteroInferError):
     reason = "ModelNotReadable"
 
 
+class PlanReason(StrEnum):
+    """Why there is no plan: the reason of a condition and of an event."""
+
+    INSUFFICIENT_CAPACITY = "InsufficientCapacity"
+    """Anything but GPUs is missing."""
+    INSUFFICIENT_GPU = "InsufficientGPU"
+    INSUFFICIENT_MEMORY = "InsufficientMemory"
+    LAYERS_MISMATCH = "LayersMismatch"
+    MAX_MODEL_LEN_TOO_LONG = "MaxModelLenTooLong"
+    PLAN_LOST = "PlanLost"
+    REFUSED_ARGUMENT = "RefusedArgument"
+    TOO_MANY_STAGES = "TooManyStages"
+    UNSUPPORTED_DTYPE = "UnsupportedDType"
+    UNSUPPORTED_MODEL = "UnsupportedModel"
+    UNSUPPORTED_PARALLELISM = "UnsupportedParallelism"
+    WORLD_SIZE_MISMATCH = "WorldSizeMismatch"
+
+
 class PlanError(HeteroInferError):
     """There is no plan for this spec and model; permanent until one of them changes."""
 
@@ -49,4 +68,4 @@ class PlanError(HeteroInferError):
 class Shortage(PlanError):  # noqa: N818 - the word of the resource: planning.onGPUShortage
     """There is no plan now, since GPUs or other capacity is missing; temporary, look again when nodes do."""
 
-    reason = "InsufficientGPU"
+    reason = PlanReason.INSUFFICIENT_GPU.value

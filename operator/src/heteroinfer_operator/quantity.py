@@ -84,8 +84,3 @@ def format_quantity(value: Fraction) -> str:
 def mebibytes(size: int) -> str:
     """Returns a size as a quantity in Mi, rounded up: what a person compares with a limit."""
     return f"{-(-size // 2**20)}Mi"
-
-
-def format_bytes(size: float) -> str:
-    """Returns a size for people: GiB with two digits, MiB below 0.1 GiB."""
-    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from heteroinfer_contract import load_formats
 from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON
 
@@ -24,6 +25,24 @@ with counted(runner, lambda done, total: said.append((done, total))):
             read += tensor.nbytes
 print(json.dumps({"said": said, "read": read, "restored": runner.load_config is config,
     "seen": loader.load_config is config, "loader": type(loader).__mro__[1].__name__}))
+"""
+
+
+READERS = """
+import json, sys
+from types import SimpleNamespace as Values
+from vllm.config.load import LoadConfig
+from vllm.model_executor import model_loader
+from heteroinfer_contract.load_formats import OF_GPUS
+loaders = {name: loader.__name__ for name, loader in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.items()}
+refused = []
+for name in OF_GPUS:
+    loader = model_loader.get_model_loader(LoadConfig(load_format=name))
+    try:
+        list(loader.get_all_weights(Values(model=sys.argv[1], revision=None), Values()))
+    except Exception:
+        refused.append(name)
+print(json.dumps({"loaders": loaders, "refused": refused}))
 """
 
 
@@ -50,3 +69,11 @@ def test_each_tensor_is_counted_and_the_whole_is_the_files(model: Path) -> None:
 def test_a_format_with_a_loader_of_its_own_is_left_alone(model: Path) -> None:
     found = load(model, "dummy")
     assert (found["said"], found["restored"], found["seen"]) == ([], True, True)
+
+
+def test_feed_forward_ranks_take_every_format_of_the_loader_of_checkpoints(model: Path) -> None:
+    said = run_script(WORKER_PYTHON, READERS, str(model)).answer()
+    read = {name for name, loader in said["loaders"].items() if loader == "DefaultModelLoader"}
+    assert read | {"dummy"} == set(load_formats.FEED_FORWARD)
+    assert said["loaders"]["dummy"] == "DummyModelLoader"
+    assert said["refused"] == list(load_formats.OF_GPUS), "vLLM reads them on CPUs now"

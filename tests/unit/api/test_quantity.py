@@ -80,11 +80,3 @@ def test_schema_and_parser_take_the_same_durations(text: str) -> None:
 @given(st.integers(0, 2**50))
 def test_a_size_as_a_quantity_is_rounded_up(size: int) -> None:
     assert 0 <= quantity.parse_bytes(quantity.mebibytes(size)) - size < 2**20
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0.0 MiB"), (60 * 2**20, "60.0 MiB"), (2**30 // 10, "0.10 GiB"), (5 * 2**29, "2.50 GiB")],
-)
-def test_a_size_for_people(size: int, text: str) -> None:
-    assert quantity.format_bytes(size) == text

@@ -92,10 +92,10 @@ def test_threads_that_the_user_chose_stay() -> None:
         readiness_path="",
     )
     shared = cores.share_cores(process, cores=16, groups=2, env={})
-    assert shared.env[cores.ENV_THREADS] == "3"
+    assert shared.env[names.ENV_OMP_THREADS] == "3"
     assert shared.env[names.ENV_CPU_BINDING] == "Never"  # both groups would take the same cores
-    kept = cores.share_cores(process, cores=16, groups=2, env={cores.ENV_THREADS: "3"})
-    assert cores.ENV_THREADS not in kept.env
+    kept = cores.share_cores(process, cores=16, groups=2, env={names.ENV_OMP_THREADS: "3"})
+    assert names.ENV_OMP_THREADS not in kept.env
     assert cores.share_cores(process, cores=16, groups=1, env={}) is process  # its supervisor knows
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.account import (
     describe_bounds,
@@ -17,7 +18,6 @@ from heteroinfer_operator.planning.account import (
 from heteroinfer_operator.planning.choices import describe_choices
 from heteroinfer_operator.planning.planner import Planned
 from heteroinfer_operator.planning.prediction import predict
-from heteroinfer_operator.quantity import format_bytes
 from tests.shapes.page import ask
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from heteroinfer_contract import load_formats
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
@@ -23,7 +25,6 @@ from heteroinfer_operator.planning.prediction import (
     predict,
 )
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S
-from heteroinfer_operator.quantity import format_bytes
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
 
@@ -104,6 +105,8 @@ def with_args(*args: str) -> HeteroInferenceSpec:
         ("--cpu-offload-gb", "4"),
         ("--offload-group-size=8",),
         ("--load-format", "tensorizer"),
+        ("--load-format", "runai_streamer"),
+        ("--load-format", "sharded_state"),
         ("--model-impl", "transformers"),
     ],
 )
@@ -117,6 +120,11 @@ def test_arguments_that_end_the_load_of_this_mode_are_refused(args: tuple[str, .
 def test_arguments_as_vllm_has_them_anyway_are_taken() -> None:
     args = ("--cpu-offload-gb", "0", "--load-format=dummy", "--model-impl=auto", "--moe-backend=auto")
     assert plan(with_args(*args), mixture()).plan.ranks
+
+
+@pytest.mark.parametrize("load_format", load_formats.FEED_FORWARD)
+def test_every_format_of_the_loader_of_checkpoints_is_taken(load_format: str) -> None:
+    assert plan(with_args("--load-format", load_format), mixture()).plan.ranks
 
 
 def test_kernels_of_gpus_for_experts_are_refused_where_cpus_have_some() -> None:

@@ -1,5 +1,6 @@
 """Which arguments a user may give, and what a plan makes of them."""
 
+import argparse
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -9,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heteroinfer_contract import load_formats
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, Mode, Plan, eager_reason
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.worker.groups import build_plan
 from vllm_heteroinfer.engine import arguments
 
@@ -165,3 +168,24 @@ def test_gpu_ranks_beside_cpu_ranks_do_not_tune_with_the_whole_world() -> None:
 def test_mixed_stages_that_cannot_work_are_refused(mixed: Plan, remedy: str) -> None:
     with pytest.raises(ContractError, match=remedy):
         arguments.arguments(mixed, LAUNCH, mixed.ranks[0])
+
+
+def test_cpu_ranks_of_mode_feed_forward_read_by_themselves_what_gpus_read_in_their_own_way() -> None:
+    plan = feed_forward_plan(Path("/model"), num_layers=4, remote=[2, 3], device=Device.GPU)
+    for asked in load_formats.FEED_FORWARD:
+        read = []
+        for rank in plan.ranks:
+            args = argparse.Namespace(load_format=asked)
+            arguments.choose_reader(plan, rank, args)
+            read.append(args.load_format)
+        assert read == [asked, "safetensors" if asked in load_formats.OF_GPUS else asked]
+
+
+def test_a_loader_of_other_files_is_refused_where_there_are_feed_forward_ranks() -> None:
+    plan = feed_forward_plan(Path("/model"), num_layers=4, remote=[2, 3])
+    args = argparse.Namespace(load_format="tensorizer")
+    with pytest.raises(ContractError, match="--load-format tensorizer in mode FeedForward, expected auto or"):
+        arguments.choose_reader(plan, plan.ranks[1], args)
+    alone = build_plan(Path("/model"), layers=[4], pods=[1])
+    arguments.choose_reader(alone, alone.ranks[0], args)
+    assert args.load_format == "tensorizer"

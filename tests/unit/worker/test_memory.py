@@ -70,7 +70,7 @@ def test_host_headroom() -> None:
     )
     assert measured_headroom.size_bytes == 220 * MIB
     assert measured_headroom.words == (
-        "1000.0 MiB available shared with other ranks (25% of it), less 30.0 MiB that the largest batch takes"
+        "0.98 GiB available shared with other ranks (25% of it), less 30.0 MiB that the largest batch takes"
     )
 
 
@@ -79,7 +79,7 @@ def test_gpu_headroom() -> None:
         free_bytes=5000 * MIB, allocated_bytes=900 * MIB, peak_bytes=1400 * MIB, graphs_bytes=1000 * MIB
     )
     assert measured_headroom.size_bytes == 3500 * MIB
-    assert "500.0 MiB that the largest batch takes and 1000.0 MiB for CUDA graphs" in measured_headroom.words
+    assert "0.49 GiB that the largest batch takes and 0.98 GiB for CUDA graphs" in measured_headroom.words
 
 
 @pytest.mark.parametrize(

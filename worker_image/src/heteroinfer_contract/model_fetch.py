@@ -19,7 +19,8 @@ PARTS_FOLDER: Final = ".parts"
 """Of files that are still fetched; goes with the marker."""
 LOCK_FILE: Final = ".lock"
 HUB_SCHEME: Final = "hf://"
-_COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
+COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
+"""A hub's name of a commit, whole: it becomes part of a path."""
 
 
 def model_folder(repository: str, commit: str) -> str:
@@ -172,7 +173,7 @@ class FetchedModel:
         """Returns the answer that `text` holds; raises ContractError naming the field."""
         fetched = codec.from_json(cls, text, tolerant=True)
         codec.at_least(0, "FetchedModel", size_bytes=fetched.size_bytes)
-        if not _COMMIT.fullmatch(fetched.commit):  # it becomes part of a path
+        if not COMMIT.fullmatch(fetched.commit):
             raise ContractError(f"FetchedModel.commit: got {fetched.commit[:80]!r}, expected a commit's hash")
         fetched.profile.check()
         return fetched

@@ -117,6 +117,8 @@ ENV_FORK_FD: Final = "HETEROINFER_FORK_FD"
 ENV_HETEROGENEOUS_DEVICE: Final = "VLLM_HETEROGENEOUS_DEVICE"
 """`cpu` or `cuda`: the device of this process; honoured by the platform plugin."""
 
+ENV_OMP_THREADS: Final = "OMP_NUM_THREADS"
+"""Threads of a CPU rank; OpenMP's own name."""
 ENV_MODEL_FETCHED: Final = "HETEROINFER_MODEL_FETCHED"
 """`1`: the model was fetched from a hub; the supervisor checks that it is complete before it starts ranks."""
 ENV_HUB_TOKEN: Final = "HF_TOKEN"  # noqa: S105 - the name of a variable

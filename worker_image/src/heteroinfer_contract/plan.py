@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from heteroinfer_contract import codec, names
-from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.errors import ContractError, not_set
 
 
 class Device(StrEnum):
@@ -268,9 +268,7 @@ class Plan:
             ContractError: there is none, or it is malformed; the message names the field.
         """
         if names.ENV_PLAN not in env:
-            raise ContractError(
-                f"{names.ENV_PLAN} is not set; workers are started by the operator or `heteroinfer up`"
-            )
+            raise not_set(names.ENV_PLAN)
         return _parsed(env[names.ENV_PLAN])
 
     def _check_pods(self) -> None:

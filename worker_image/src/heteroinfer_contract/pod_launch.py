@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from heteroinfer_contract import codec, names
-from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.errors import ContractError, not_set
 
 MAX_SECONDS = 7 * 86400.0
 """Of any duration of a launch."""
@@ -151,7 +151,7 @@ class PodLaunch:
 
 def _variable(env: Mapping[str, str], name: str, parse: Callable[[str], Any]) -> Any:
     if name not in env:
-        raise ContractError(f"{name} is not set; workers are started by the operator or `heteroinfer up`")
+        raise not_set(name)
     try:
         return parse(env[name])
     except ValueError as error:

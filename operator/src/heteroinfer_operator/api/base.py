@@ -236,7 +236,8 @@ Time = Annotated[
 """A moment in UTC, in whole seconds as Kubernetes writes it, so that it equals itself when read back."""
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
 """Name of a Kubernetes object."""
-Text = Annotated[str, Field(max_length=1024)]
+MAX_TEXT: Final = 1024
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
 """A short text."""
 Port = Annotated[int, Field(ge=1024, le=65535)]
 """A TCP port that a process without privileges may open."""

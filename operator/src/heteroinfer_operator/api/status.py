@@ -128,7 +128,7 @@ class PlanStatus(StatusModel):
     """Why GPU ranks run without CUDA graphs, where the plan's layout forbids them."""
     predicted_step_ms: Milliseconds | None = None
     """Predicted decode step of one request, in milliseconds: to be compared with stepMs of ranks."""
-    calibration: Annotated[str, Field(max_length=1024)] | None = None
+    calibration: Text | None = None
     """What the predictions were made of, by role: which calibration of its nodes, or defaults."""
     ranks: Annotated[tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Rank table."""

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from heteroinfer_contract.calibration import ALL_NODES, Calibration
 from heteroinfer_operator.calibrations import describe
-from heteroinfer_operator.local import calibration_file
-from heteroinfer_operator.local.worker_python import find_worker_python
+from heteroinfer_operator.local import calibration_file, worker_python
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to keep it; default: heteroinfer/calibration.json of the user's cache folder, which "
         "plan and up read",
     )
-    parser.add_argument(
-        "--worker-python",
-        type=Path,
-        metavar="PYTHON",
-        help="the Python that has vLLM; default: HETEROINFER_WORKER_PYTHON, or .venv-worker/bin/python",
-    )
+    parser.add_argument("--worker-python", type=Path, metavar="PYTHON", help=worker_python.HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,8 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         HeteroInferError: there is no Python with vLLM, it measured nothing, or the file cannot be written.
     """
-    python = find_worker_python(arguments.worker_python)
-    sys.stderr.write("measuring this machine, which takes under a minute\n")
+    python = worker_python.find_worker_python(arguments.worker_python)
+    sys.stderr.write(calibration_file.MEASURING)
     calibration = calibration_file.measure(python)
     file = arguments.output or calibration_file.cache_folder() / calibration_file.FILE
     calibration_file.write(calibration, file)

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from heteroinfer_contract import names
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.model_files import read_profile
@@ -32,7 +33,7 @@ from heteroinfer_operator.planning.account import (
 from heteroinfer_operator.planning.choices import describe_choices
 from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction import overhead_s, predict
-from heteroinfer_operator.quantity import format_bytes, parse_bytes
+from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.resource_file import load_resource
 

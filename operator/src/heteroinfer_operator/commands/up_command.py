@@ -25,6 +25,7 @@ from heteroinfer_operator.local import (
     observe_node,
 )
 from heteroinfer_operator.local.calibration_file import cache_folder
+from heteroinfer_operator.local.worker_python import HELP as WORKER_PYTHON_HELP
 from heteroinfer_operator.resource_file import read_resource
 from heteroinfer_operator.up import Session, SessionOptions
 from heteroinfer_operator.up.console import Display
@@ -54,12 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=_port, help="of the OpenAI API on 127.0.0.1, instead of the file's engine.port"
     )
-    parser.add_argument(
-        "--worker-python",
-        type=Path,
-        metavar="PYTHON",
-        help="the Python that has vLLM; default: HETEROINFER_WORKER_PYTHON, or .venv-worker/bin/python",
-    )
+    parser.add_argument("--worker-python", type=Path, metavar="PYTHON", help=WORKER_PYTHON_HELP)
     parser.add_argument(
         "--log-dir",
         type=Path,
@@ -120,7 +116,7 @@ def _calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
     """Returns what was measured of this machine; measures it first if that is wanted."""
     folder = cache_folder()
     if measure:
-        sys.stderr.write("measuring this machine, which takes under a minute\n")
+        sys.stderr.write(calibration_file.MEASURING)
         calibration_file.write(calibration_file.measure(worker_python), folder / calibration_file.FILE)
     own, missing = calibration_file.read_own(folder)
     return Calibrations(this_machine=own, missing=missing)

@@ -17,6 +17,7 @@ import aiohttp
 from kubernetes.aio import client, config
 from kubernetes.aio.config import ConfigException, kube_config
 
+from heteroinfer_contract import names
 from heteroinfer_operator.errors import HeteroInferError
 
 JSON: Final = "application/json"
@@ -190,7 +191,7 @@ class ApiServer:
         self.configuration = configuration
         self.watch_silence_s = watch_silence_s
         self._client: Any = client.ApiClient(configuration)
-        self._client.user_agent = "heteroinfer-operator"
+        self._client.user_agent = names.MANAGER
         self._on_write = on_write
         self._before_write = before_write
         self._requests = asyncio.Semaphore(REQUESTS_AT_ONCE)

@@ -11,6 +11,7 @@ from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import (
+    OVER_PHASES,
     ContainerTermination,
     Manifest,
     NodeView,
@@ -302,7 +303,7 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
     A pod that is over takes nothing. Nor does one without a node, unless it is ours: a group is
     created when all of it fits, and what it takes is promised.
     """
-    if (stored.get("status") or {}).get("phase") in {"Succeeded", "Failed"}:
+    if (stored.get("status") or {}).get("phase") in OVER_PHASES:
         return None
     spec, metadata = stored["spec"], stored["metadata"]
     node = spec.get("nodeName", "")

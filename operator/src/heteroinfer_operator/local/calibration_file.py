@@ -16,6 +16,7 @@ from heteroinfer_operator.version import own_version
 FILE: Final = "calibration.json"
 TIMEOUT_S: Final = 120.0
 """Twice what the worker's command takes at most; it ends by itself."""
+MEASURING: Final = "measuring this machine, which takes under a minute\n"
 HOW: Final = "run `heteroinfer calibrate`, which takes under a minute"
 _CPUINFO: Final = Path("/proc/cpuinfo")
 

@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_contract.pod_launch import CpuBinding
 from heteroinfer_operator.local.pod_process import PodProcess
-
-ENV_THREADS: Final = "OMP_NUM_THREADS"
 
 
 def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str, str]) -> PodProcess:
@@ -30,8 +27,8 @@ def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str,
         return pod
     plan = Plan.from_json(pod.env[names.ENV_PLAN])
     added = {names.ENV_CPU_BINDING: CpuBinding.NEVER.value}
-    if ENV_THREADS not in {**env, **pod.env}:
-        added[ENV_THREADS] = str(threads_per_rank(plan, cores=cores, groups=groups))
+    if names.ENV_OMP_THREADS not in {**env, **pod.env}:
+        added[names.ENV_OMP_THREADS] = str(threads_per_rank(plan, cores=cores, groups=groups))
     return replace(pod, env={**pod.env, **added})
 
 

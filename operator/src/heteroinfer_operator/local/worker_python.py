@@ -13,6 +13,8 @@ ENV_WORKER_PYTHON: Final = "HETEROINFER_WORKER_PYTHON"
 """Of the command line only: never in a pod, so not in the contract."""
 WORKER_ENVIRONMENT: Final = ".venv-worker"
 """Made by `make setup` beside the command's own environment."""
+HELP: Final = f"the Python that has vLLM; default: {ENV_WORKER_PYTHON}, or {WORKER_ENVIRONMENT}/bin/python"
+"""Of the option `--worker-python`."""
 
 
 class WorkerPythonError(HeteroInferError):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.errors import PlanError
@@ -10,7 +11,6 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import split_by_memory
 from heteroinfer_operator.planning.memory import Sizes, longest_sequence_tokens, rank_budget, stage_budgets
 from heteroinfer_operator.planning.topology import Seat, Topology
-from heteroinfer_operator.quantity import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.account import sequences_at_once
 from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
-from heteroinfer_operator.quantity import format_bytes
 
 _FASTER: Final = 0.97
 """Of a step, at most, where another choice is called faster."""

@@ -9,7 +9,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_contract.refused_args import find_refused
 from heteroinfer_operator.api import DType, HeteroInferenceSpec, When
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, state_bytes, token_bytes
 
@@ -25,7 +25,7 @@ _DEFAULT_MAX_MODEL_LEN: Final = 8192
 def refused_argument(spec: HeteroInferenceSpec) -> PlanError | None:
     """Returns why no plan takes the arguments for vLLM, whatever the model; None if one may."""
     refused = find_refused(spec.engine.args)
-    return None if refused is None else PlanError(str(refused), reason="RefusedArgument")
+    return None if refused is None else PlanError(str(refused), reason=PlanReason.REFUSED_ARGUMENT)
 
 
 def engine_settings(
@@ -113,7 +113,7 @@ def _dtype(spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: bool) -
         raise PlanError(
             f"engine.dtype: the checkpoint's own is {dtype}, expected one of {', '.join(ELEMENT_BYTES)}; "
             "set engine.dtype to one of these",
-            reason="UnsupportedDType",
+            reason=PlanReason.UNSUPPORTED_DTYPE,
         )
     return dtype
 
@@ -125,6 +125,6 @@ def _max_model_len(spec: HeteroInferenceSpec, profile: ModelProfile) -> int:
     if asked > longest:
         raise PlanError(
             f"engine.maxModelLen: got {asked}, the model was made for {longest}; set {longest} or less",
-            reason="MaxModelLenTooLong",
+            reason=PlanReason.MAX_MODEL_LEN_TOO_LONG,
         )
     return asked

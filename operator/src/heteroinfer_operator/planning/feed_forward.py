@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from heteroinfer_contract import load_formats
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.calibration import Calibration, HopPath
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
@@ -19,7 +21,7 @@ from heteroinfer_contract.plan import (
     batches_at_once,
 )
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.architectures import NO_FEED_FORWARD
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.inventory import Inventory
@@ -29,7 +31,7 @@ from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu_rates
 from heteroinfer_operator.planning.served_architectures import is_by_transformers
 from heteroinfer_operator.planning.topology import Topology
-from heteroinfer_operator.quantity import format_bytes, parse_bytes
+from heteroinfer_operator.quantity import parse_bytes
 
 _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""
@@ -38,11 +40,7 @@ _OFFLOADS: Final = "its CPU ranks have what vLLM would offload; leave it out"
 _ARGS: Final = (
     ("--cpu-offload-gb", ("0",), _OFFLOADS),
     ("--offload-group-size", ("0",), _OFFLOADS),
-    (
-        "--load-format",
-        ("auto", "safetensors", "hf", "mistral", "dummy"),
-        "its ranks read files of the checkpoint",
-    ),
+    ("--load-format", load_formats.FEED_FORWARD, load_formats.FEED_FORWARD_WHY),
     ("--model-impl", ("auto", "vllm"), "its ranks take experts and MLPs from vLLM's own classes"),
 )
 """Option of vLLM, values that this mode takes (besides none), and why."""
@@ -85,14 +83,14 @@ def choose_remote(
         raise PlanError(
             f"role {role.name}: got feedForward, but vLLM serves {profile.architecture} by transformers' "
             "class, whose experts and MLPs feed-forward ranks cannot take; use mode Pipeline for this model",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     why = NO_FEED_FORWARD.get(profile.architecture)
     if why is not None:
         raise PlanError(
             f"role {role.name}: got feedForward with {profile.architecture}, but {why}; use mode Pipeline "
             "for this model",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     _check_args(role.name, engine)
     order = _cheapest_first(profile)
@@ -100,20 +98,20 @@ def choose_remote(
         raise PlanError(
             f"role {role.name}: got feedForward, but nothing is known of experts or MLPs in the layers of "
             f"{profile.architecture}; use mode Pipeline for this model",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     if own.layers is not None and own.layers > len(order):
         raise PlanError(
             f"role {role.name}: got feedForward.layers {own.layers}, the model has {len(order)} layers with "
             f"experts or an MLP; set {len(order)} or less",
-            reason="LayersMismatch",
+            reason=PlanReason.LAYERS_MISMATCH,
         )
     if own.ranks > 1 and any(profile.layer(index).gates_together for index in order):
         raise PlanError(
             f"role {role.name}: got feedForward.ranks {own.ranks}, but the checkpoint of "
             f"{profile.architecture} has the gate and up columns of its experts in one tensor, which ranks "
             "cannot split; set feedForward.ranks: 1, with the cores and memory of all",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     counts = range(1, len(order) + 1) if own.layers is None else (own.layers,)
     missing = 0
@@ -128,7 +126,7 @@ def choose_remote(
         f"{engine.max_model_len} tokens still miss {format_bytes(missing)} of memory of its rank; "
         f"{'set feedForward.layers higher, ' if counts[-1] < len(order) else ''}give it a larger device, "
         "or lower engine.maxModelLen",
-        reason="InsufficientMemory",
+        reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
@@ -140,7 +138,7 @@ def _check_args(role: str, engine: EngineSettings) -> None:
             raise PlanError(
                 f"role {role}: got feedForward with engine.args {option} {value}, "
                 f"expected {' or '.join(allowed)}: {remedy}",
-                reason="UnsupportedParallelism",
+                reason=PlanReason.UNSUPPORTED_PARALLELISM,
             )
 
 
@@ -262,7 +260,7 @@ def _check_memory(role: str, remote: Remote, profile: ModelProfile, engine: Engi
             f"role {role}: each of {remote.spec.ranks} feed-forward ranks needs {format_bytes(need)} for its "
             f"part of {len(remote.layers)} layers, got feedForward.memory {format_bytes(have)}: "
             f"{format_bytes(need - have)} missing; raise it, or use more ranks",
-            reason="InsufficientMemory",
+            reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 
 

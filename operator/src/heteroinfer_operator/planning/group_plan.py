@@ -15,9 +15,9 @@ from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageActi
 from heteroinfer_operator.calibrations import Calibrations, slowest
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand
-from heteroinfer_operator.errors import PlanError, Shortage
+from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
 from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.planning.inventory import AMX, AVX512, Inventory
+from heteroinfer_operator.planning.inventory import AMX, AVX512, CPUID_LABEL, CPUID_OF, Inventory
 from heteroinfer_operator.planning.memory import GPU_USABLE
 from heteroinfer_operator.planning.placement import (
     FreeNode,
@@ -32,10 +32,6 @@ from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.role_demand import role_demand
 
-_CPUID: Final = "feature.node.kubernetes.io/cpu-cpuid."
-_CPUID_OF: Final[Mapping[str, tuple[str, ...]]] = {AMX: ("AMXTILE", "AMXBF16"), AVX512: ("AVX512F",)}
-INSUFFICIENT_CAPACITY: Final = "InsufficientCapacity"
-"""Reason of a Shortage of anything but GPUs."""
 _WAITS: Final = "the group waits, and nothing of it is created until all its pods fit"
 
 
@@ -95,7 +91,7 @@ def _placed(
         make_plan(request, _inventory(spec, capacity, demands, None, on_cpus))
         raise Shortage(
             f"{explain(asked, free_nodes, key)}; {_WAITS}",
-            reason=INSUFFICIENT_CAPACITY,
+            reason=PlanReason.INSUFFICIENT_CAPACITY,
         )
     inventory = _inventory(spec, capacity, demands, found, on_cpus)
     planned = make_plan(request, inventory)
@@ -128,7 +124,7 @@ def assign_again(spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity) -> t
     roles = {role.name: role for role in spec.roles}
     lost = next((pod.role for pod in plan.pods if pod.role not in roles), None)
     if lost is not None:
-        raise PlanError(f"the plan is of another spec: it has role {lost}", reason="PlanLost")
+        raise PlanError(f"the plan is of another spec: it has role {lost}", reason=PlanReason.PLAN_LOST)
     if capacity.free_nodes is None:
         return NodeAssignment(), ""
     asked = [role_demand(spec, roles[pod.role], pod.device) for pod in plan.pods]
@@ -139,7 +135,7 @@ def assign_again(spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity) -> t
     if found is None:
         missing = explain(asked, capacity.free_nodes, key)
         if not capacity.others_wait:
-            raise Shortage(f"{missing}; {_WAITS}", reason=INSUFFICIENT_CAPACITY)
+            raise Shortage(f"{missing}; {_WAITS}", reason=PlanReason.INSUFFICIENT_CAPACITY)
         return assignment, missing
     _take(found, asked, capacity.free_nodes)
     if capacity.others_wait:
@@ -258,15 +254,15 @@ def _measured_features(calibration: Calibration) -> frozenset[str]:
 
 
 def _has_cpu_labels(node: NodeView) -> bool:
-    return any(label.startswith(_CPUID) for label in node.labels)
+    return any(label.startswith(CPUID_LABEL) for label in node.labels)
 
 
 def _cpu_features(node: NodeView) -> frozenset[str]:
     """Returns what a node's labels say of its CPUs, as node-feature-discovery writes them."""
     return frozenset(
         feature
-        for feature, needed in _CPUID_OF.items()
-        if all(node.labels.get(f"{_CPUID}{name}") == "true" for name in needed)
+        for feature, needed in CPUID_OF.items()
+        if all(node.labels.get(f"{CPUID_LABEL}{name}") == "true" for name in needed)
     )
 
 

@@ -6,12 +6,12 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.memory import Sizes, StageBudget
 from heteroinfer_operator.planning.topology import Topology
-from heteroinfer_operator.quantity import format_bytes
 
 _CPU_LAYER_COST = 2**40
 """Above any sum of squares of layers, so that no split with more CPU layers is better."""
@@ -45,19 +45,19 @@ def check_explicit(
         raise PlanError(
             f"roles: the first stage has {layers[0]} layers, expected at least {least}: the model adds to "
             "that many what its encoder sees; give the first stage more",
-            reason="LayersMismatch",
+            reason=PlanReason.LAYERS_MISMATCH,
         )
     least = sizes.profile.last_stage_layers
     if len(layers) > 1 and layers[-1] < least:
         raise PlanError(
             f"roles: the last stage has {layers[-1]} layers, expected at least {least}: they share keys and "
             "values, which are on one rank; give the last stage more",
-            reason="LayersMismatch",
+            reason=PlanReason.LAYERS_MISMATCH,
         )
     if have != want:
         change = f"add {want - have}" if have < want else f"remove {have - want}"
         raise PlanError(
-            f"roles: layers sum to {have}, the model has {want}: {change}", reason="LayersMismatch"
+            f"roles: layers sum to {have}, the model has {want}: {change}", reason=PlanReason.LAYERS_MISMATCH
         )
     ends = list(accumulate(layers))
     for index, (stage, count, end) in enumerate(zip(budgets, layers, ends, strict=True)):
@@ -68,7 +68,7 @@ def check_explicit(
                 f"with KV cache for {min_tokens} tokens, its ranks have {format_bytes(stage.budget or 0)}: "
                 f"{format_bytes(need - stage.free_bytes)} missing; "
                 "move layers to another stage, give the role more memory, or lower engine.maxModelLen",
-                reason="InsufficientMemory",
+                reason=PlanReason.INSUFFICIENT_MEMORY,
             )
 
 
@@ -92,7 +92,7 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
         raise PlanError(
             f"roles: got {num_stages} stages, the model has {num_layers} layers and a stage needs one; "
             "use fewer pods or ranksPerPod, or set parallelism.tensor",
-            reason="TooManyStages",
+            reason=PlanReason.TOO_MANY_STAGES,
         )
     prefer_gpu = any(stage.budget is not None for stage in budgets)
     # best[n]: cost and layers of the cheapest split of the first n layers over the stages so far.
@@ -161,7 +161,7 @@ def _shared_too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError
         f"are on one rank, and need {format_bytes(need + last.tables)}; its ranks have "
         f"{format_bytes(last.budget or 0)}: {format_bytes(need - last.free_bytes)} missing; "
         f"{_MORE_MEMORY[last.device]}",
-        reason="InsufficientMemory",
+        reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
@@ -181,7 +181,7 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
                 f"or head and KV cache for {min_tokens} tokens, its ranks have "
                 f"{format_bytes(stage.budget or 0)}: {format_bytes(need - (stage.budget or 0))} missing; "
                 f"{_MORE_MEMORY[stage.device]}{shorter}",
-                reason="InsufficientMemory",
+                reason=PlanReason.INSUFFICIENT_MEMORY,
             )
         held.append(f"{count} in stage {index} (role {stage.role})")
         first += count
@@ -192,7 +192,7 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
         f"the model does not fit: it has {sizes.profile.num_layers} layers, and with KV cache for "
         f"{min_tokens} tokens {first} fit, {', '.join(held)}: {missing} layers ({format_bytes(size)}) "
         f"don't; add pods for them, or memory ({_where_memory_is(budgets)}){_fewer_bits(sizes)}{shorter}",
-        reason="InsufficientMemory",
+        reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.architectures import TABLES_ON_EVERY_STAGE
 from heteroinfer_operator.planning.engine_options import has_flag, option_value
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, KvCache, build_kv_cache
 from heteroinfer_operator.planning.topology import Seat
-from heteroinfer_operator.quantity import format_bytes, parse_bytes
+from heteroinfer_operator.quantity import parse_bytes
 
 GPU_USABLE: Final = Fraction(9, 10)
 """Share of a GPU's memory for weights and KV cache; the rest: activations, CUDA graphs, the driver."""
@@ -49,7 +50,7 @@ def rank_budget(seat: Seat, inventory: Inventory) -> int | None:
             f"{format_bytes(overhead)} that {role.ranks_per_pod} rank{'s' * (role.ranks_per_pod > 1)}"
             f"{' and the API server' if seat.pod == 0 else ''} need before a model is "
             "loaded; raise resources.limits.memory",
-            reason="InsufficientMemory",
+            reason=PlanReason.INSUFFICIENT_MEMORY,
         )
     return (pod - overhead) // role.ranks_per_pod
 

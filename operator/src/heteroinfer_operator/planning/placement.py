@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand, selects_node, selects_pod, tolerates
-from heteroinfer_operator.quantity import format_bytes
 
 MOST_TRIES: Final = 5000
 """Pods put onto a node before the search gives up: about 20 ms of one core (2026-11-21)."""

@@ -16,7 +16,7 @@ from heteroinfer_contract.plan import (
     batches_at_once,
 )
 from heteroinfer_operator.api import HeteroInferenceSpec
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.engine_settings import engine_settings
@@ -191,7 +191,7 @@ def _check_tensor(tensor: int, profile: ModelProfile) -> None:
         raise PlanError(
             f"parallelism.tensor: got {tensor} ranks a stage, the model has {what}, which cannot be split "
             f"by it; set one of {', '.join(good)}",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 
 

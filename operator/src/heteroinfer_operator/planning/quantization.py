@@ -9,7 +9,7 @@ from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.engine_options import has_flag, option_value
 
 _SIXTEEN_BITS: Final = frozenset({"bfloat16", "float16"})
@@ -95,4 +95,4 @@ def _check_method(where: str, method: str, engine: EngineSettings) -> None:
 
 
 def _refuse(message: str) -> PlanError:
-    return PlanError(message, reason="UnsupportedModel")
+    return PlanError(message, reason=PlanReason.UNSUPPORTED_MODEL)

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 
 
 def check_architecture(profile: ModelProfile) -> tuple[str, ...]:
@@ -57,4 +57,4 @@ def _table() -> Mapping[str, Any]:
 
 
 def _refuse(message: str) -> PlanError:
-    return PlanError(message, reason="UnsupportedModel")
+    return PlanError(message, reason=PlanReason.UNSUPPORTED_MODEL)

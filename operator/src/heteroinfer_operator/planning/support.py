@@ -13,7 +13,7 @@ from heteroinfer_contract.model import AttentionKind, Routing, Scheme, SchemeNam
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.architectures import (
     BROKEN_PIPELINE,
     GATED_DELTA_NETS,
@@ -27,13 +27,11 @@ from heteroinfer_operator.planning.architectures import (
 )
 from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
-from heteroinfer_operator.planning.inventory import AMX, AVX512, Inventory
+from heteroinfer_operator.planning.inventory import AMX, AVX512, CPUID_LABEL, CPUID_OF, Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
 from heteroinfer_operator.planning.memory import serves_text_only
 from heteroinfer_operator.planning.topology import Topology
 
-REASON: Final = "UnsupportedModel"
-_LABELS: Final = MappingProxyType({AMX: "AMXTILE", AVX512: "AVX512F"})
 _WHO_HAS_IT: Final = MappingProxyType(
     {
         AMX: "Intel Xeon of the 4th generation or later",
@@ -180,7 +178,9 @@ def check_remote_support(
 
 
 def _refuse(what: str, why: str, remedy: str) -> PlanError:
-    return PlanError(f"model: got {what}, which CPU ranks cannot run: {why}; {remedy}", reason=REASON)
+    return PlanError(
+        f"model: got {what}, which CPU ranks cannot run: {why}; {remedy}", reason=PlanReason.UNSUPPORTED_MODEL
+    )
 
 
 def _check_pipeline(profile: ModelProfile, stages: int) -> None:
@@ -194,7 +194,7 @@ def _check_pipeline(profile: ModelProfile, stages: int) -> None:
             f"model: got {profile.architecture} in {stages} stages, but {why}; use one "
             "stage: the GPUs of one pod (parallelism.tensor), mode Tensor, whose ranks split each layer, or "
             "mode FeedForward, whose CPU ranks are in no stage",
-            reason=REASON,
+            reason=PlanReason.UNSUPPORTED_MODEL,
         )
 
 
@@ -304,7 +304,7 @@ def _check_encoder(profile: ModelProfile, engine: EngineSettings, topology: Topo
             f"model: got {MULTIMODAL_CPU_FIRST.feature} ({profile.architecture}, {profile.encoder}), but "
             f"{MULTIMODAL_CPU_FIRST.why}; list a GPU role first and set parallelism.stageOrder: AsListed, "
             f"{text_only}",
-            reason=REASON,
+            reason=PlanReason.UNSUPPORTED_MODEL,
         )
 
 
@@ -441,7 +441,7 @@ def _check_instructions(need: tuple[str, str], roles: Set[str], inventory: Inven
         return ()
     nodes = (
         "put CPU roles on nodes that have it (roles[].template.nodeSelector: "
-        f"feature.node.kubernetes.io/cpu-cpuid.{_LABELS[needs]}: 'true')"
+        f"{CPUID_LABEL}{CPUID_OF[needs][0]}: 'true')"
     )
     for role in sorted(roles):
         features = inventory.cpu_features.get(role)
@@ -449,7 +449,7 @@ def _check_instructions(need: tuple[str, str], roles: Set[str], inventory: Inven
             raise PlanError(
                 f"role {role}: {needs} is needed on CPUs for {what}, and its nodes do not have it; "
                 f"{nodes}, or use GPU roles only",
-                reason=REASON,
+                reason=PlanReason.UNSUPPORTED_MODEL,
             )
     if all(role in inventory.cpu_features for role in roles):
         return ()

@@ -11,7 +11,7 @@ from heteroinfer_operator.api import (
     RoleSpec,
     StageOrder,
 )
-from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.inventory import Inventory
 
 
@@ -96,7 +96,7 @@ def lay_out(spec: HeteroInferenceSpec, inventory: Inventory) -> Topology:
         refused = TENSOR_CPU_FIRST
         raise PlanError(
             f"roles: got {refused.feature}, but {refused.why}; {refused.remedy}",
-            reason="UnsupportedParallelism",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     return topology
 
@@ -144,7 +144,7 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
             f"roles: got {world} ranks for {stages or 'any number of'} stages"
             f"{f' of {sizes.tensor} ranks' if sizes.tensor else ''}, expected stages x ranks a stage to be "
             "the sum of pods x ranksPerPod; change roles, parallelism or the number of entries of layers",
-            reason="WorldSizeMismatch",
+            reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     for role in spec.roles:
         _check_role(role, int(tensor), sizes.mode)
@@ -157,14 +157,14 @@ def _check_role(role: RoleSpec, tensor: int, mode: Mode) -> None:
             f"role {role.name}: got ranksPerPod {role.ranks_per_pod} with {tensor} ranks a stage, "
             "expected a multiple, since the ranks of a stage are in one pod; "
             "change ranksPerPod or parallelism.tensor",
-            reason="WorldSizeMismatch",
+            reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     if role.layers is not None and len(role.layers) * tensor != role.num_ranks:
         raise PlanError(
             f"role {role.name}: got {len(role.layers)} entries of layers, "
             f"expected {Fraction(role.num_ranks, tensor)}, one for each stage "
             f"(pods x ranksPerPod / {tensor}); add or remove entries",
-            reason="LayersMismatch",
+            reason=PlanReason.LAYERS_MISMATCH,
         )
 
 

@@ -23,8 +23,9 @@ from heteroinfer_operator.api import (
     RankPlan,
     Summary,
 )
+from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import PatchStatus, PodView, Refusal, ResourceObservation
-from heteroinfer_operator.errors import HeteroInferError, Shortage
+from heteroinfer_operator.errors import HeteroInferError, PlanReason, Shortage
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.planning.prediction_again import PredictedPlan
@@ -37,6 +38,7 @@ from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE
 from heteroinfer_operator.reconcile.rollout import Rollout
 
 _MEASURE_EVERY = timedelta(seconds=60)
+ENDING: Final = "pods answer the requests that they have, and end"
 HELD: Final = "HeldByFinalizer"
 """Reason of Progressing where a pod that shall go is kept by a finalizer, which none of ours is."""
 _MOVED = 0.10
@@ -177,7 +179,7 @@ def _at_rest(life: Life) -> tuple[Condition, ...]:
     """Returns the conditions of a resource of which nothing shall run."""
     reason = "Suspended" if life.suspended else "ScaledToZero"
     refused = life.refusals[0] if life.refusals else None
-    going = life.held or ("pods answer the requests that they have, and end" if life.draining else "")
+    going = life.held or (ENDING if life.draining else "")
     progress = (life.draining, reason, going)
     if refused is not None or life.held:
         progress = (False, *((refused.reason, refused.message) if refused else (HELD, life.held)))
@@ -279,7 +281,7 @@ def plan_conditions(life: Life, before: HeteroInferenceStatus) -> tuple[Conditio
             f"the plan of group {', '.join(lost)} is not kept any more, or cannot be read; it serves on, and "
             "its next epoch gets a new plan"
         )
-        return (life.make(planned, None, "PlanLost", words), capacity_condition)
+        return (life.make(planned, None, PlanReason.PLAN_LOST.value, words), capacity_condition)
     return (life.make(planned, True, "PlanReady", _notes(running, before)), capacity_condition)
 
 
@@ -304,9 +306,9 @@ def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatu
     return PlanStatus(
         hash=plan.hash,
         predicted_step_ms=round(step.step_s * 1e3, 2),
-        calibration=None if predicted is None else str(predicted)[:1024],
+        calibration=None if predicted is None else str(predicted)[:MAX_TEXT],
         world_size=plan.world_size,
-        eager_reason=(eager_reason(plan) or "")[:1024] or None,
+        eager_reason=(eager_reason(plan) or "")[:MAX_TEXT] or None,
         ranks=tuple(
             RankPlan(
                 rank=rank.rank,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.api.status import MOST_EXIT_CODE
-from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.cluster import ContainerTermination, PodView
 
-_OOM_KILLED = "OOMKilled"
+OOM_KILLED = "OOMKilled"
 """The kubelet's reason of a container in which the kernel ended a process for want of memory."""
 _LONGEST_WORD, _LONGEST_LOG = 370, 160
 """Characters of a failure's message and log line together, and of the log line: a kept failure has 400."""
@@ -85,11 +85,11 @@ def _own_word(pod: PodView) -> EpochEnd | None:
         return None
     epoch_end = _from_failure(failure)
     assert pod.termination is not None  # it is where the word was
-    if pod.termination.reason != _OOM_KILLED or failure.reason is not FailureReason.RANK_EXITED:
+    if pod.termination.reason != OOM_KILLED or failure.reason is not FailureReason.RANK_EXITED:
         return epoch_end
     # The kernel killed the rank, not the supervisor, which knows only that it was a SIGKILL.
     return replace(
-        epoch_end, reason=_OOM_KILLED, message=f"pod {pod.name} reached its memory limit: {epoch_end.message}"
+        epoch_end, reason=OOM_KILLED, message=f"pod {pod.name} reached its memory limit: {epoch_end.message}"
     )
 
 
@@ -128,11 +128,16 @@ def _termination(pod: PodView) -> EpochEnd | None:
         return None
     ended = pod.termination
     return EpochEnd(
-        reason=_OOM_KILLED if ended.reason == _OOM_KILLED else "PodFailed",
-        message=f"pod {pod.name} ended with exit code {ended.exit_code} {ended.message[:300]}".strip(),
+        reason=OOM_KILLED if ended.reason == OOM_KILLED else "PodFailed",
+        message=describe_exit(pod.name, ended),
         # Some runtimes give numbers that Linux has not; the status has no field for them.
         exit_code=ended.exit_code if abs(ended.exit_code) <= MOST_EXIT_CODE else None,
     )
+
+
+def describe_exit(pod: str, ended: ContainerTermination) -> str:
+    """Returns how a pod's container ended, in words."""
+    return f"pod {pod} ended with exit code {ended.exit_code} {ended.message[:300]}".strip()
 
 
 def _deletion(pod: PodView) -> EpochEnd | None:

@@ -18,9 +18,14 @@ from heteroinfer_operator.reconcile.reconcile_context import Context, group_scop
 from heteroinfer_operator.reconcile.revisions import Revision
 
 
+def name_epoch(status: GroupStatus) -> str:
+    """Returns a group's epoch, as events name it."""
+    return f"group {status.index} epoch {status.epoch}"
+
+
 def start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordEvent, ...]:
     """Returns what people should know when an epoch starts."""
-    who = f"group {status.index} epoch {status.epoch}"
+    who = name_epoch(status)
     plan = planned.plan
     reported = [
         RecordEvent(

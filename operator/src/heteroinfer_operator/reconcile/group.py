@@ -20,6 +20,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus, StartupPhase
+from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import (
     CreateObject,
     DeleteObject,
@@ -29,7 +30,7 @@ from heteroinfer_operator.cluster import (
     RecordEvent,
     Refusal,
 )
-from heteroinfer_operator.errors import HeteroInferError, PlanError, SpecError
+from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, SpecError
 from heteroinfer_operator.manifests.group_key_secret import KIND as SECRET
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.quantity import parse_duration_s
@@ -41,6 +42,7 @@ from heteroinfer_operator.reconcile.epoch_pods import (
     find_changed_images,
     find_lost_key,
     gang_object,
+    name_epoch,
     start_events,
 )
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan, gang_of
@@ -278,7 +280,7 @@ def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: _Made
         return None
     what = f"the container of pod {waiting}" if waiting else f"a pod of epoch {status.epoch}"
     return EpochEnd(
-        reason="PlanLost",
+        reason=PlanReason.PLAN_LOST.value,
         message=f"{what} is to be made, and what it is made with is not kept any more; a new epoch gets a "
         "new plan",
     )
@@ -356,7 +358,7 @@ def _end_epoch(
         epoch=status.epoch,
         time=context.now,
         reason=epoch_end.reason,
-        message=epoch_end.message[:1024],
+        message=epoch_end.message[:MAX_TEXT],
         rank=epoch_end.rank,
         exit_code=epoch_end.exit_code,
         counted=epoch_end.counted,
@@ -376,7 +378,7 @@ def _end_epoch(
     who = "" if epoch_end.rank is None else f"rank {epoch_end.rank}: "
     event = RecordEvent(
         reason=epoch_end.reason,
-        message=f"group {status.index} epoch {status.epoch} ended: {who}{epoch_end.message}"[:1000],
+        message=f"{name_epoch(status)} ended: {who}{epoch_end.message}"[:1000],
         warning=True,
     )
     ending = [pod for pod in pods if not (failed and _has_logs(pod))]
@@ -405,7 +407,7 @@ def _has_logs(pod: PodView) -> bool:
 
 def _culprit(failure: FailureStatus) -> str:
     who = "" if failure.rank is None else f"rank {failure.rank}: "
-    return f"{failure.reason}: {who}{failure.message}"[:1024]
+    return f"{failure.reason}: {who}{failure.message}"[:MAX_TEXT]
 
 
 def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
@@ -463,7 +465,7 @@ def _refused(context: Context, status: GroupStatus, refusal: Refusal) -> dict[st
     return {
         **_NOTHING_RUNS,
         "phase": GroupPhase.PENDING,
-        "message": refusal.message[:1024],
+        "message": refusal.message[:MAX_TEXT],
         "startup": startup.begin(StartupPhase.SCHEDULING, status.startup, context.now),
     }
 
@@ -559,7 +561,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         phase = StartupPhase.MODEL if problem.reason == WAITING_FOR_MODEL else StartupPhase.SCHEDULING
         update: dict[str, Any] = {
             "phase": GroupPhase.PENDING,
-            "message": problem.message[:1024],
+            "message": problem.message[:MAX_TEXT],
             "startup": startup.begin(phase, status.startup, context.now),
         }
         return GroupDecision(status=status.model_copy(update=update), refusal=problem)
@@ -573,7 +575,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         "revision": revision.name,
         "plan_hash": plan_hash,
         "phase": GroupPhase.STARTING if refusal is None else GroupPhase.PENDING,
-        "message": f"creating {len(plan.pods)} pods" if refusal is None else refusal.message[:1024],
+        "message": f"creating {len(plan.pods)} pods" if refusal is None else refusal.message[:MAX_TEXT],
         "epoch_start_time": None if waits else context.now,
         "next_epoch_time": None,
         **_NOTHING_RUNS,
@@ -621,7 +623,7 @@ def _living(
     rejected = {index_of(pod) for pod in spare if startup.is_rejected(pod)} - counted
     update = {
         "phase": phase,
-        "message": message[:1024] if message else None,
+        "message": message[:MAX_TEXT] if message else None,
         "plan_hash": made.plan_hash,
         "revision": made.revision_name,
         "epoch_start_time": status.epoch_start_time or (None if missing else context.now),
@@ -670,7 +672,7 @@ def _replace_after_s(context: Context, status: GroupStatus) -> float:
 def _events(
     before: GroupStatus, after: GroupStatus, pods: Sequence[PodView], spare: Sequence[PodView]
 ) -> tuple[RecordEvent, ...]:
-    who = f"group {after.index} epoch {after.epoch}"
+    who = name_epoch(after)
     if after.phase is GroupPhase.READY and before.phase is not GroupPhase.READY:
         return (RecordEvent(reason="GroupReady", message=f"{who} serves"),)
     reported = [
@@ -694,5 +696,10 @@ def _how_to_wake(pods: Sequence[PodView]) -> str:
 
 def _unplaced(pods: Sequence[PodView]) -> str:
     return next(
-        (f"pod {pod.name} is not placed: {pod.unschedulable}"[:1024] for pod in pods if pod.unschedulable), ""
+        (
+            f"pod {pod.name} is not placed: {pod.unschedulable}"[:MAX_TEXT]
+            for pod in pods
+            if pod.unschedulable
+        ),
+        "",
     )

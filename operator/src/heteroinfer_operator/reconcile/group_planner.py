@@ -20,7 +20,7 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.calibrations import slowest
 from heteroinfer_operator.cluster import Gang, PodView, ResourceObservation
-from heteroinfer_operator.errors import HeteroInferError, PlanError, Shortage
+from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
 from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.planning import (
@@ -32,7 +32,7 @@ from heteroinfer_operator.planning import (
     make_plan,
     plan_group,
 )
-from heteroinfer_operator.planning.group_plan import INSUFFICIENT_CAPACITY, gpu_memory_mib, labelled_roles
+from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles
 from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction_again import PredictedPlan, predict_again
 
@@ -41,7 +41,7 @@ UNSCHEDULABLE: Final = "Unschedulable"
 """Reason of CapacityAvailable where pods exist and have no node."""
 _MOST_ANSWERS: Final = 2000
 """Remembered of specs and models, a few KB each."""
-CAPACITY_REASONS: Final = frozenset({Shortage.reason, INSUFFICIENT_CAPACITY, UNSCHEDULABLE})
+CAPACITY_REASONS: Final = frozenset({Shortage.reason, PlanReason.INSUFFICIENT_CAPACITY.value, UNSCHEDULABLE})
 """Reasons of missing capacity."""
 
 

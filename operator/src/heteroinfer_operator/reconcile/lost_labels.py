@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile.group import GroupDecision, epoch_of, index_of
@@ -18,7 +19,6 @@ _OF_CLIENTS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, nam
 """What the Service of clients selects leaders by."""
 _OF_GROUPS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_GROUP})
 """What the NetworkPolicy, the headless Service and the budget of a group select its pods by."""
-_MESSAGE: Final = 1024
 """Characters of a group's message."""
 
 
@@ -50,10 +50,10 @@ def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodVi
     if not words:
         return decision
     before = decision.status.message
-    message = f"{before[: _MESSAGE - len(words) - 2]}; {words}" if before else words
+    message = f"{before[: MAX_TEXT - len(words) - 2]}; {words}" if before else words
     return replace(
         decision,
-        status=decision.status.model_copy(update={"message": message[:_MESSAGE]}),
+        status=decision.status.model_copy(update={"message": message[:MAX_TEXT]}),
         lost_labels=words,
         cut_off=is_cut_off(current),
     )

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
@@ -19,13 +20,14 @@ from heteroinfer_operator.api import (
     ModelStatus,
     is_reason,
 )
+from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
-from heteroinfer_operator.quantity import format_bytes
+from heteroinfer_operator.reconcile.epoch_end import OOM_KILLED, describe_exit
 from heteroinfer_operator.reconcile.lost_labels import find_lost
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.startup import describe_wait, waits_in_vain
@@ -186,9 +188,7 @@ def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecisi
         return _failed(context, kept, pod, "ModelPodEnded", f"pod {pod.name} ended: {why or pod.phase}")
     if waits_in_vain(pod):
         return _blocked(context, kept, pod)
-    waits = f"pod {pod.name} waits: {pod.unschedulable}" if pod.unschedulable else ""
-    if not waits and not pod.started and pod.waiting:
-        waits = describe_wait(pod)
+    waits = describe_wait(pod) if pod.unschedulable or (pod.waiting and not pod.started) else ""
     lost = find_lost(context.owner, [pod])
     decision = replace(_on_its_way(context, kept, "; ".join(filter(None, (waits, lost)))), lost_labels=lost)
     if context.fetches and pod.started:
@@ -240,7 +240,7 @@ def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDec
         status=kept.model_copy(update={"phase": context.phase, "profile": None, "checked_time": None}),
         holds=False,
         reason=reason,
-        message=f"pod {pod.name} cannot start: {message or reason}"[:1024],
+        message=f"pod {pod.name} cannot start: {message or reason}"[:MAX_TEXT],
     )
 
 
@@ -259,9 +259,8 @@ def _ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecis
     failure = Failure.from_json(ended.message)
     if failure is not None:
         return _failed(context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}")
-    reason = ended.reason if ended.reason == "OOMKilled" else "ModelPodEnded"
-    message = f"pod {pod.name} ended with exit code {ended.exit_code} {ended.message[:300]}".strip()
-    return _failed(context, kept, pod, reason, message)
+    reason = ended.reason if ended.reason == OOM_KILLED else "ModelPodEnded"
+    return _failed(context, kept, pod, reason, describe_exit(pod.name, ended))
 
 
 def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
@@ -316,7 +315,7 @@ def _failed(
         "profile": None,
         "checked_time": None,
         "reason": reason[:64],
-        "message": message[:1024],
+        "message": message[:MAX_TEXT],
         "failures": failures + again or None,
     }
     return ModelDecision(

@@ -8,11 +8,11 @@ move; here is what it cannot see, since a pod that never speaks may as well be p
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_operator.api import StartupPhase, StartupStatus
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.quantity import format_bytes
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run
 
 LOOK_EVERY_S = 15.0
@@ -133,8 +133,8 @@ def describe(
 
 
 def describe_wait(pod: PodView) -> str:
-    """Returns what a placed pod that has not run yet waits for."""
-    return f"pod {pod.name} waits: {pod.waiting or 'its container is not made yet'}"
+    """Returns what a pod that has not run yet waits for."""
+    return f"pod {pod.name} waits: {pod.unschedulable or pod.waiting or 'its container is not made yet'}"
 
 
 def waits_in_vain(pod: PodView) -> bool:

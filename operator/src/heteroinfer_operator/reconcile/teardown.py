@@ -50,7 +50,7 @@ def _ending(
         node_loss.now,
         node_loss.find_held(observation.pods),
     )
-    words = held or "pods answer the requests that they have, and end"
+    words = held or conditions.ENDING
     reported = {
         ConditionType.AVAILABLE: False,
         ConditionType.READY: False,

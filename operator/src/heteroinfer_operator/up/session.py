@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.group_key import new_key
 from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_operator.api import (
@@ -26,7 +27,6 @@ from heteroinfer_operator.cluster import RecordEvent, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError, Shortage
 from heteroinfer_operator.local import LocalAddressing, LocalCluster, LocalOptions
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, termination_grace_s
-from heteroinfer_operator.quantity import format_bytes
 from heteroinfer_operator.reconcile import Allowed, Options, reconcile
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.up.console import Display

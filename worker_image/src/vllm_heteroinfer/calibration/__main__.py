@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from heteroinfer_contract.parent_death import adopt_orphans
+from heteroinfer_contract.signal_exit import exit_code_of
 from vllm_heteroinfer.calibration.command import LIMIT_S, calibrate
 
 LEAST_LIMIT_S, MOST_LIMIT_S = 5.0, 3600.0
@@ -42,7 +43,7 @@ def _end_when_asked() -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # once is enough
-    raise SystemExit(128 + number)
+    raise SystemExit(exit_code_of(number))
 
 
 def _limit(text: str) -> float:

@@ -32,7 +32,7 @@ from vllm_heteroinfer.pod import termination_message
 
 LIMIT_S: Final = 55.0
 """Of all measurements together; what is not done then is left out, and said."""
-_MODULE: Final = "vllm_heteroinfer.calibration"
+_MODULE: Final = __name__.rpartition(".")[0]
 _MOST_NODES: Final = 8
 """NUMA nodes that are measured each by itself, the first ones."""
 _NODE_POINTS: Final = 3
@@ -256,7 +256,7 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"], others: Set[int]) -> No
 
 def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[bytes]":
     env = {name: value for name, value in os.environ.items() if name != names.ENV_PLAN}
-    threads = {"OMP_NUM_THREADS": str(len(measurement.cpus))} if measurement.cpus else {}
+    threads = {names.ENV_OMP_THREADS: str(len(measurement.cpus))} if measurement.cpus else {}
     cpus = measurement.cpus
     code = f"import os, sys; from {parent_death.__name__} import die_with_parent; "
     code += f"die_with_parent({os.getpid()}); {f'os.sched_setaffinity(0, {set(cpus)}); ' if cpus else ''}"

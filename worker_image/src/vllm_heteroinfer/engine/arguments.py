@@ -5,9 +5,10 @@ device. Imports vLLM inside functions only: `arguments` is used without it.
 """
 
 import argparse
+import logging
 from typing import TYPE_CHECKING, Any
 
-from heteroinfer_contract import names
+from heteroinfer_contract import load_formats, names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, Mode, Plan, RankAssignment, eager_reason
 from heteroinfer_contract.pod_launch import PodLaunch
@@ -23,6 +24,8 @@ from vllm_heteroinfer.pod import addresses
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+_logger = logging.getLogger(__name__)
 
 SCHEDULER = "vllm_heteroinfer.engine.scheduler.PipelineScheduler"
 
@@ -101,7 +104,8 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
     """Returns vLLM's parsed arguments for `rank`, with our executor class in them.
 
     Raises:
-        ContractError: as `arguments`; or vLLM's parser refused an argument.
+        ContractError: as `arguments`; or vLLM's parser refused an argument; or no feed-forward rank
+            can load what `--load-format` names.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -115,11 +119,31 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
             f"engine.args: got the bare word {args.model_tag!r}, expected options and their values; "
             "the model is set by spec.model.uri"
         )
+    choose_reader(plan, rank, args)
     # `parse_args` takes a name only; a class passes the check of pipeline parallelism.
     # Source: vllm/engine/arg_utils.py::EngineArgs._check_feature_supported@v0.32.0.
     args.distributed_executor_backend = GroupExecutor
     validate_parsed_serve_args(args)
     return args
+
+
+def choose_reader(plan: Plan, rank: RankAssignment, args: argparse.Namespace) -> None:
+    """Has CPU ranks of mode FeedForward read by themselves what a GPU reads in a way of its own.
+
+    Raises:
+        ContractError: feed-forward ranks cannot load what the user's format names.
+    """
+    if plan.mode is not Mode.FEED_FORWARD:
+        return
+    asked = args.load_format
+    if asked not in load_formats.FEED_FORWARD:
+        raise ContractError(
+            f"engine.args: got --load-format {asked} in mode {plan.mode}, expected "
+            f"{' or '.join(load_formats.FEED_FORWARD)}: {load_formats.FEED_FORWARD_WHY}"
+        )
+    if rank.device is Device.CPU and asked in load_formats.OF_GPUS:
+        _logger.info("rank %d reads %s by itself: %s is for GPUs", rank.rank, load_formats.SAFETENSORS, asked)
+        args.load_format = load_formats.SAFETENSORS
 
 
 def build_config(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> "VllmConfig":

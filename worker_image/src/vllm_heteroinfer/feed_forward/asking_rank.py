@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Mode
 from vllm_heteroinfer.feed_forward import remote, remote_parts
 from vllm_heteroinfer.feed_forward.exchange import HostExchange, Watch, open_slab, probe
-from vllm_heteroinfer.feed_forward.remote_parts import RemoteParts
+from vllm_heteroinfer.feed_forward.remote_parts import RemoteParts, check_one_size
 from vllm_heteroinfer.feed_forward.slab import Shape
 
 if TYPE_CHECKING:
@@ -100,11 +99,7 @@ class Asking:
         ]
         if parts:
             hidden, topk = {int(p.hidden_size) for p in parts}, {int(p.top_k) for p in parts}
-        if len(hidden) > 1 or len(topk) > 1:
-            raise ContractError(
-                f"got layers with rows of {sorted(hidden)} elements and {sorted(topk)} experts a row, "
-                "expected one size of both; give feed-forward ranks layers of one kind"
-            )
+        check_one_size(hidden, topk)
         return Shape(
             epoch=self._context.launch.epoch,
             hidden=hidden.pop(),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from heteroinfer_contract import names
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.feed_forward import slab_library
@@ -59,11 +60,11 @@ def serve(context: "RankPort", config: Any) -> NoReturn:
     context.metrics.weight_bytes.set(skeleton.stored_bytes)
     reporter.phase(RankPhase.WARMING_UP, skeleton.stored_bytes, skeleton.stored_bytes)
     _logger.info(
-        "feed-forward rank %d: %d layers by %s, %.2f GiB",
+        "feed-forward rank %d: %d layers by %s, %s",
         context.rank.rank,
         len(skeleton.parts),
         skeleton.method,
-        skeleton.stored_bytes / 2**30,
+        format_bytes(skeleton.stored_bytes),
     )
     Lane(context, config, skeleton, lanes=len(lanes)).run()
 

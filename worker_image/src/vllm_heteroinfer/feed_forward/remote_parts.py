@@ -1,7 +1,7 @@
 """Which layers' feed-forward parts are computed elsewhere, and which checkpoint tensors those are. PURE."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -73,6 +73,15 @@ def check_plan(plan: Plan) -> None:
             f"got {plan.tensor_parallel_size} x {plan.pipeline_parallel_size} ranks with attention in mode "
             f"{Mode.FEED_FORWARD}, expected one: several GPUs with feed-forward ranks are not built yet; use "
             "one GPU rank, or spec.parallelism.mode: Pipeline"
+        )
+
+
+def check_one_size(hidden: Collection[int], topk: Collection[int]) -> None:
+    """Raises ContractError if layers differ in a row's elements or experts: a slab has rows of one kind."""
+    if len(hidden) > 1 or len(topk) > 1:
+        raise ContractError(
+            f"got layers with rows of {sorted(hidden)} elements and {sorted(topk)} experts a row, "
+            "expected one size of both; give feed-forward ranks layers of one kind"
         )
 
 

@@ -17,7 +17,6 @@ from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -27,7 +26,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward import columns, remote
 from vllm_heteroinfer.feed_forward.columns import Columns, Part
-from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
+from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, check_one_size, layer_of
 from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, WeightMemory
@@ -238,11 +237,6 @@ class SkeletonBuilder:
             for part in self._parts.values():
                 _fill(part)
             return
-        if not isinstance(loader, DefaultModelLoader):
-            raise ContractError(
-                f"engine.args: got the loader {type(loader).__name__}, expected safetensors or dummy in mode "
-                "FeedForward; leave --load-format out"
-            )
         model.load_weights(self._own(loader.get_all_weights(config, model)))
         missing = sorted(set(self._parts) - self._loaded)
         if missing:
@@ -274,11 +268,7 @@ class SkeletonBuilder:
         stored = sum(weight_bytes(part) for part in self._parts.values())
         hidden = {int(self._hidden(part)) for part in self._parts.values()}
         topk = {int(part.top_k) if isinstance(part, RoutedExperts) else 0 for part in self._parts.values()}
-        if len(hidden) > 1 or len(topk) > 1:
-            raise ContractError(
-                f"got layers with rows of {sorted(hidden)} elements and {sorted(topk)} experts a row, "
-                "expected one size of both; give feed-forward ranks layers of one kind"
-            )
+        check_one_size(hidden, topk)
         methods = {_method(part) for part in self._parts.values()}
         self._check_format(methods, stored)
         return Skeleton(

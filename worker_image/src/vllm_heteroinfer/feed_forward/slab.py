@@ -20,6 +20,7 @@ import torch
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward import slab_library
+from vllm_heteroinfer.group.fingerprint import SAME_MODEL
 
 MAGIC: Final = 0x464F_4657_4545_4446
 VERSION: Final = 1
@@ -297,8 +298,7 @@ def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
     ours = dataclasses.replace(expected, topk=offer.shape.topk)
     if offer.shape != ours or offer.shape.topk < expected.topk:
         raise ContractError(
-            f"feed-forward lane {lane}: got a slab of {offer.shape}, expected {expected}; "
-            "mount the same model in every pod"
+            f"feed-forward lane {lane}: got a slab of {offer.shape}, expected {expected}; {SAME_MODEL}"
         )
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     try:

@@ -5,6 +5,7 @@ import functools
 from typing import Any, Final
 
 from vllm_heteroinfer.kernels.build import library_path
+from vllm_heteroinfer.kernels.library import load_functions
 
 ASKED: Final = 1
 NOTHING: Final = 0
@@ -48,13 +49,6 @@ def load() -> Any:
     """Returns the library's functions, loaded once; each lets go of Python's lock while it waits.
 
     Raises:
-        RuntimeError: it was not compiled.
+        KernelsUnavailableError: it was not compiled.
     """
-    path = library_path()
-    if not path.exists():
-        raise RuntimeError(f"{path.name} was not compiled; run: python -m vllm_heteroinfer.kernels.build")
-    calls = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(calls, name)
-        function.restype, function.argtypes = result, arguments
-    return calls
+    return load_functions(library_path(), _SIGNATURES)

@@ -14,6 +14,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import HUB_SCHEME
+from heteroinfer_contract.signal_exit import exit_code_of
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob
@@ -26,7 +27,6 @@ LOG_EVERY_S = 10.0
 WATCH_EVERY_S = 1.0
 _READABLE_BY_ALL = 0o022
 """The umask: readers are other pods, which may run as another user: files 0644, folders 0755."""
-_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,9 @@ def _leave(options: FetchOptions, text: str) -> None:
 
 async def _run(job: FetchJob, options: FetchOptions) -> str:
     # A process that is PID 1 has no default for SIGTERM; what was fetched is kept as it is.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os._exit(_TERMINATED))
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, lambda: os._exit(exit_code_of(signal.SIGTERM))
+    )
     server = HealthServer(lambda request: _answer(job, request.path))
     await server.start(options.health_host, options.health_port)
     beside = [asyncio.ensure_future(_tell(job)), asyncio.ensure_future(_watch(job, options))]

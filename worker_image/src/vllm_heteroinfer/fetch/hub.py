@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedFile
+from heteroinfer_contract.model_fetch import COMMIT, HUB_SCHEME, FetchedFile
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import can_be_a_file
 
@@ -26,7 +27,6 @@ PIECE_BYTES: Final = 2**20
 _BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUERY: Final = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 """Of a URL: a content network's holds a signature that is as good as a token for a while."""
-_COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 _HASH: Final = re.compile(r"git:[0-9a-f]{40}|(git|sha256):[0-9a-f]{64}")
 _HOW_TO_GIVE_A_TOKEN: Final = (
     "set spec.model.tokenSecretRef to a Secret with a token of an account that may read it "
@@ -73,7 +73,7 @@ class HubModel:
             raise self._no_hub(f"its listing cannot be read: {self._clean(error)}") from error
         if not found.sha or not found.siblings:
             raise self._no_hub("its answer names no commit or no files")
-        if not _COMMIT.fullmatch(str(found.sha)):  # it becomes part of a path
+        if not COMMIT.fullmatch(str(found.sha)):
             raise self._no_hub(f"got {reprlib.repr(found.sha)} for a commit")
         # Names that no file can have here are of no model.
         return str(found.sha), [self._file(each) for each in found.siblings if can_be_a_file(each.rfilename)]
@@ -96,9 +96,9 @@ class HubModel:
         if file.size_bytes > self._most_http_bytes:
             raise FetchError(
                 FailureReason.MODEL_NOT_READABLE,
-                f"{HUB_SCHEME}{self._repository}: {file.path} has {file.size_bytes / 1e9:.0f} GB, expected "
-                f"at most {self._most_http_bytes / 1e9:.0f}: a hub serves larger files by its own protocol, "
-                "which cannot go on where it stopped. Put the model into a volume "
+                f"{HUB_SCHEME}{self._repository}: {file.path} has {format_bytes(file.size_bytes)}, expected "
+                f"at most {format_bytes(self._most_http_bytes)}: a hub serves larger files by its own "
+                "protocol, which cannot go on where it stopped. Put the model into a volume "
                 "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",
             )
         with self._in_words(), into.open("r+b") as target:

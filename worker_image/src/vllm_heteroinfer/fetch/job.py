@@ -22,7 +22,7 @@ FILES_AT_ONCE: Final = 4
 _PAUSES_S: Final = (2.0, 5.0, 15.0, 30.0)
 _LOCK_POLL_S: Final = 1.0
 _WRONG_HASHES: Final = 3
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_WHOLE_HASH: Final = re.compile(r"[0-9a-f]{40}")
 
 
 class Source(Protocol):
@@ -124,7 +124,7 @@ class FetchJob:
 
     def _known_complete(self) -> CompleteModel | None:
         """Returns the model if the revision is a commit, and the cache has all of it."""
-        return self._open(self._revision).complete() if _COMMIT.fullmatch(self._revision) else None
+        return self._open(self._revision).complete() if _WHOLE_HASH.fullmatch(self._revision) else None
 
     def _open(self, commit: str) -> ModelStore:
         if self._store is None or self._commit != commit:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import (
     LOCK_FILE,
@@ -130,7 +131,7 @@ class ModelStore:
         if needed_bytes > free_bytes:
             raise FetchError(
                 FailureReason.MODEL_CACHE_FULL,
-                f"the cache has {free_bytes / 2**30:.2f} GiB free, and {needed_bytes / 2**30:.2f} GiB are "
+                f"the cache has {format_bytes(free_bytes)} free, and {format_bytes(needed_bytes)} are "
                 f"still to come: {_FREE_SPACE}",
             )
 

@@ -32,8 +32,9 @@ _SMALL_FILES = (
 
 _OF_A_DEVICE = frozenset({"enforce_eager", "async_scheduling"})
 """Settings that ranks of different devices may differ in: a GPU rank alone may schedule a step ahead."""
+SAME_MODEL = "mount the same files at spec.model in every pod"
 _REMEDIES = {
-    "model": "mount the same files at spec.model in every pod",
+    "model": SAME_MODEL,
     "vllm": "use one worker image for every role",
 }
 _FORMATS = {

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.plan import Plan
 
 
@@ -39,6 +40,6 @@ def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_b
     return (
         f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank; rank {tightest.rank} "
         f"(role {tightest.role}, {tightest.device}) limits it: "
-        f"{headrooms_bytes[tightest.rank] / 2**20:.0f} MiB hold {headroom} blocks{by_plan}; "
+        f"{format_bytes(headrooms_bytes[tightest.rank])} hold {headroom} blocks{by_plan}; "
         f"headroom in blocks: {each}"
     )

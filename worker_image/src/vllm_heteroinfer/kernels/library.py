@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -76,6 +77,27 @@ class KernelLibrary:
             )
 
 
+def load_functions(path: Path, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> Any:
+    """Returns functions of the library, by name: what each returns, and its arguments.
+
+    Raises:
+        KernelsUnavailableError: it was not compiled, or torch is not imported.
+    """
+    if not path.exists():
+        raise KernelsUnavailableError(
+            f"{path.name} was not compiled; run: python -m vllm_heteroinfer.kernels.build"
+        )
+    try:
+        # RTLD_NOW: without torch's OpenMP in the process this fails here, not in the first call.
+        calls = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelsUnavailableError(f"{error}; torch must be imported first") from error
+    for name, (result, arguments) in signatures.items():
+        function = getattr(calls, name)
+        function.restype, function.argtypes = result, arguments
+    return calls
+
+
 @functools.cache
 def load(path: Path | None = None) -> KernelLibrary:
     """Returns the kernels, loaded once.
@@ -87,18 +109,7 @@ def load(path: Path | None = None) -> KernelLibrary:
         KernelsUnavailableError: they were not compiled, or this CPU has no AVX-512.
     """
     path = path or library_path()
-    if not path.exists():
-        raise KernelsUnavailableError(
-            f"{path.name} was not compiled; run: python -m vllm_heteroinfer.kernels.build"
-        )
-    try:
-        # RTLD_NOW: without torch's OpenMP in the process this fails here, not in the first call.
-        calls = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise KernelsUnavailableError(f"{error}; torch must be imported first") from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(calls, name)
-        function.restype, function.argtypes = result, arguments
+    calls = load_functions(path, _SIGNATURES)
     bits = calls.heteroinfer_init()
     if not bits:
         raise KernelsUnavailableError("this CPU has no AVX512F")

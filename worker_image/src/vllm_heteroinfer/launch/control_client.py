@@ -1,6 +1,7 @@
 """A follower's side of the control port: one link to the leader. Stdlib and the contract only."""
 
 import asyncio
+import contextlib
 import logging
 
 from heteroinfer_contract.errors import ContractError
@@ -11,7 +12,7 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.control import HELLO_TIMEOUT_S, REFUSALS, RETURN_POLL_S, Handlers, pod_lost
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.loop_clock import LoopClock
-from vllm_heteroinfer.launch.supervisor_link import Hello, Message, SupervisorLink
+from vllm_heteroinfer.launch.supervisor_link import NO_ANSWER, Hello, Message, SupervisorLink
 from vllm_heteroinfer.pod.addresses import look_up
 
 CONNECT_TIMEOUT_S = 2.0
@@ -110,25 +111,23 @@ class ControlClient:
         link.close()
         if answer is not None and answer.refused is not None:
             raise Refused(answer.refused)
-        raise OSError("the leader closed the connection without an answer")
+        raise OSError(NO_ANSWER)
 
     async def listen(self) -> None:
         """Handles what the leader says until the group ends or the leader is lost."""
         assert self._link is not None
         while True:
-            link, how = self._link, ""
-            try:
+            link = self._link
+            with contextlib.suppress(ContractError):
                 while (message := await link.receive()) is not None:
                     if message.verdict is not None:
                         self._handlers.on_verdict(message.verdict)
                         return
                     self._take(message)
-            except ContractError as error:
-                how = f"spoke another protocol: {error}"
             left = self._leader_stopping and not link.broke_off
             self._connecting_again = True
             if left or not await self._connect_again(link):
-                self._lost(how or link.how_it_ended)
+                self._lost(link.how_it_ended)
                 return
             self._connecting_again = False
 

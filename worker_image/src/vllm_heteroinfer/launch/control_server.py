@@ -1,6 +1,7 @@
 """The leader's side of the control port: one link for each other pod. Stdlib and the contract only."""
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -224,8 +225,7 @@ class ControlServer:
 
     async def _follow(self, pod: int, link: SupervisorLink) -> None:
         """Handles what a follower says; once it is cut off, waits for it to come again."""
-        how = ""
-        try:
+        with contextlib.suppress(ContractError):
             while (message := await link.receive()) is not None:
                 if message.ranks is not None:
                     self._ranks[pod] = message.ranks
@@ -234,13 +234,11 @@ class ControlServer:
                     self._handlers.on_stopping(pod)
                 if message.evidence is not None:
                     self._handlers.on_evidence(message.evidence)
-        except ContractError as error:
-            how = f"spoke another protocol: {error}"
         if self._links.get(pod) is link:
             self._away.add(pod)
             left = pod in self._stopping and not link.broke_off
             if left or not await self._comes_again(pod, link):
-                self._lost(pod, how or link.how_it_ended)
+                self._lost(pod, link.how_it_ended)
 
     async def _comes_again(self, pod: int, link: SupervisorLink) -> bool:
         """Returns whether a follower connects again while its last news is young enough.

@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 
+from heteroinfer_contract.signal_exit import exit_code_of
+
 _STOPPED = 0
-_TERMINATED = 128 + signal.SIGTERM
 
 
 def main() -> int:
@@ -22,7 +23,7 @@ def main() -> int:
 
 def _leave(*_: object) -> None:
     """Ends a process that has started nothing; a supervisor has its own handler by the time it has."""
-    os._exit(_STOPPED if sys.argv[1:2] in ([], ["run"]) else _TERMINATED)
+    os._exit(_STOPPED if sys.argv[1:2] in ([], ["run"]) else exit_code_of(signal.SIGTERM))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
 from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
 from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.pod.addresses import ENV_OWN_ADDRESS
-from vllm_heteroinfer.pod.open_mp import OMP_NUM_THREADS, first_level
+from vllm_heteroinfer.pod.open_mp import first_level
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIDE_GPUS = "-1"
@@ -104,7 +104,7 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
     env.pop(names.ENV_RANK, None)
     if device is Device.CPU:
         env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
-    env.setdefault(OMP_NUM_THREADS, "1")
+    env.setdefault(names.ENV_OMP_THREADS, "1")
     return env
 
 
@@ -164,7 +164,7 @@ def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
     return {
         names.ENV_HETEROGENEOUS_DEVICE: "cuda" if device is Device.GPU else "cpu",
         # The model is on disk; a name that looks like one of the hub's must not be fetched.
-        "HF_HUB_OFFLINE": "1",
+        names.ENV_HUB_OFFLINE: "1",
         "VLLM_NO_USAGE_STATS": "1",
         # Its default differs by device, and the two runners exchange different tensors.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -182,7 +182,7 @@ def _without_blank_threads(base_env: Mapping[str, str]) -> Mapping[str, str]:
     """
     if first_level(base_env) is not None:
         return base_env
-    return {name: value for name, value in base_env.items() if name != OMP_NUM_THREADS}
+    return {name: value for name, value in base_env.items() if name != names.ENV_OMP_THREADS}
 
 
 def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
@@ -206,7 +206,7 @@ def _more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
 def _thread_settings(plan: Plan, launch: PodLaunch, cpu_set: CpuSet | None, host: Host) -> dict[str, str]:
     threads = threads_per_rank(plan, launch, host) if cpu_set is None else len(cpu_set.cpus)
     settings = {
-        OMP_NUM_THREADS: str(threads),
+        names.ENV_OMP_THREADS: str(threads),
         # vLLM's own binding follows affinity only, never the quota, and refuses more
         # ranks than NUMA nodes (vllm/utils/ompmultiprocessing.py::OMPProcessManager@v0.32.0).
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from heteroinfer_contract import codec
+from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.group_key import EpochKey
 from heteroinfer_contract.group_report import RankStatus
@@ -23,6 +24,7 @@ UNANSWERED = 2
 """So many times in a row the kernel sent a beat again and got no acknowledgement, for 0.6 s at least."""
 _RETRANSMITS = 2
 """Of linux/tcp.h::tcp_info, tcpi_retransmits: the offset in bytes."""
+NO_ANSWER = "the leader closed the connection without an answer"
 FLUSH_TIMEOUT_S = 0.5
 """For the last word to leave; a peer that takes nothing for so long is lost itself."""
 
@@ -110,7 +112,7 @@ class SupervisorLink:
         clock: of this process's loop.
 
     Attributes:
-        how_it_ended: in words, once receive() has returned None.
+        how_it_ended: in words, once receive() has returned None or raised.
         broke_off: whether it ended as a network ends one, not by the peer's or its kernel's order.
     """
 
@@ -153,7 +155,7 @@ class SupervisorLink:
         self._send_line(codec.to_json(opening))
         line = await self._receive_line()
         if line is None:
-            raise OSError("the leader closed the connection without an answer")
+            raise OSError(NO_ANSWER)
         self._seal = check_reply(key, opening, line)
 
     def send(self, message: Message) -> None:
@@ -171,10 +173,14 @@ class SupervisorLink:
         Raises:
             ContractError: what came is not of this protocol.
         """
-        line = await self._receive_line()
-        if line is None:
-            return None
-        message = codec.from_json(Message, line if self._seal is None else self._seal.open(line))
+        try:
+            line = await self._receive_line()
+            if line is None:
+                return None
+            message = codec.from_json(Message, line if self._seal is None else self._seal.open(line))
+        except ContractError as error:
+            self.how_it_ended = f"spoke another protocol: {error}"
+            raise
         if message.late_s is not None:
             self._peer_late_s = message.late_s
         return message

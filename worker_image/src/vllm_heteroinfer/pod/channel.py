@@ -26,6 +26,14 @@ MAX_LINE_BYTES = 64 * 1024
 """Longest line of the channel; a Failure fits 4096 bytes, a report is shorter."""
 
 
+def no_channel(got: str, error: Exception) -> ContractError:
+    """Returns the error of a process that no supervisor has started, of the variables that it got."""
+    return ContractError(
+        f"got {got}, expected the open channel of a supervisor ({error}); ranks are started by "
+        "`heteroinfer-worker`"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """What a rank says of itself; the fields are those of RankStatus, in its units.
@@ -110,10 +118,8 @@ class RankReporter:
             os.set_inheritable(fd, False)
             channel = socket.socket(fileno=fd)
         except (ValueError, OSError) as error:
-            raise ContractError(
-                f"got {names.ENV_RANK_CHANNEL_FD}={text!r} and {names.ENV_RANK}={rank!r}, expected the open "
-                f"channel of a supervisor ({error}); ranks are started by `heteroinfer-worker`"
-            ) from error
+            got = f"{names.ENV_RANK_CHANNEL_FD}={text!r} and {names.ENV_RANK}={rank!r}"
+            raise no_channel(got, error) from error
         return cls(channel, number)
 
     def phase(self, phase: RankPhase, loaded_bytes: int = 0, total_bytes: int = 0) -> None:

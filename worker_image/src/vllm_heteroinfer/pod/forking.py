@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from heteroinfer_contract import codec, names
-from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.parent_death import die_with_parent
+from vllm_heteroinfer.pod.channel import no_channel
 
 MAX_MESSAGE_BYTES = 64 * 1024
 """A request has only the variables that differ from the first process's; they fit the socket's buffer."""
@@ -159,10 +159,7 @@ class ForkServer:
         try:
             channel = socket.socket(fileno=int(text))
         except (ValueError, OSError) as error:
-            raise ContractError(
-                f"got {names.ENV_FORK_FD}={text!r}, expected the open channel of a supervisor ({error}); "
-                "ranks are started by `heteroinfer-worker`"
-            ) from error
+            raise no_channel(f"{names.ENV_FORK_FD}={text!r}", error) from error
         return cls(channel, os.getppid())
 
     def serve(self) -> str | None:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 
-OMP_NUM_THREADS: Final = "OMP_NUM_THREADS"
 _NUMBERS: Final = re.compile(r"\s*0*([1-9][0-9]{0,5})\s*(,\s*0*[1-9][0-9]{0,5}\s*)*")
 
 
@@ -19,13 +19,13 @@ def first_level(env: Mapping[str, str]) -> int | None:
     Raises:
         ContractError: what is said is no number of threads; the message names the variable.
     """
-    text = env.get(OMP_NUM_THREADS, "")
+    text = env.get(names.ENV_OMP_THREADS, "")
     if not text.strip():
         return None
     numbers = _NUMBERS.fullmatch(text)
     if numbers is None:
         raise ContractError(
-            f"{OMP_NUM_THREADS}: got {text[:80]!r}, expected a number above 0, or several with commas "
+            f"{names.ENV_OMP_THREADS}: got {text[:80]!r}, expected a number above 0, or several with commas "
             "between them; correct it in spec.engine.env"
         )
     return int(numbers[1])

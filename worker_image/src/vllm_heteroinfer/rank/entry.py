@@ -17,6 +17,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import RankPhase
 from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_contract.signal_exit import exit_code_of
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
 from vllm_heteroinfer.pod.channel import RankReporter
 from vllm_heteroinfer.pod.forking import run_or_fork
@@ -55,7 +56,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
     reporter = RankReporter.from_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # A supervisor stops its pod by SIGTERM; nothing here is worth a long good-bye.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code_of(signal.SIGTERM)))
 
     def fail(error: BaseException) -> NoReturn:
         traceback.print_exception(error)

@@ -13,6 +13,8 @@ PART_BYTES = 4 << 20
 """Most bytes of a tensor that go at once; a larger one goes in parts, so that copies overlap."""
 MESSAGE_BYTES = 4096
 """Most bytes of an announcement."""
+AN_ANNOUNCEMENT, READING = "an announcement", "the reading of announcements"
+"""What a rank waits for, in the words of an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

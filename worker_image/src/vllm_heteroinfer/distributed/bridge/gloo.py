@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from vllm_heteroinfer.distributed.bridge.bridge_link import (
+    AN_ANNOUNCEMENT,
     MESSAGE_BYTES,
     PART_BYTES,
+    READING,
     Buffer,
     ProcessGroupRanks,
 )
@@ -142,7 +144,7 @@ class GlooLink:
         self._announced += 1
         slot = self._announced % _RING
         for peer, work in self._ring_works[slot]:
-            self._finish(work, peer, "the reading of announcements", self.timeout_s)
+            self._finish(work, peer, READING, self.timeout_s)
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         row = self._ring[slot, : len(framed)]
         row.copy_(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
@@ -153,7 +155,7 @@ class GlooLink:
     def listen(self, deadline_s: float) -> bytes:
         """Returns the next message of the first rank."""
         row = self._ring[0]
-        self._wait(self._post_receive(row, 0, _ANNOUNCE_TAG), 0, "an announcement", deadline_s)
+        self._wait(self._post_receive(row, 0, _ANNOUNCE_TAG), 0, AN_ANNOUNCEMENT, deadline_s)
         framed = bytes(row.numpy())
         return framed[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(framed[:_LENGTH_BYTES], "little")]
 

@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Literal
 
-from vllm_heteroinfer.distributed.bridge.bridge_link import Buffer, ProcessGroupRanks
+from vllm_heteroinfer.distributed.bridge.bridge_link import (
+    AN_ANNOUNCEMENT,
+    READING,
+    Buffer,
+    ProcessGroupRanks,
+)
 from vllm_heteroinfer.distributed.bridge.bridge_slab import (
     ANNOUNCED,
     CLOSED,
@@ -141,9 +146,7 @@ class SharedMemoryLink:
         for peer in self._process_group.listeners:
             word = peer * WORDS + READ
             if words[word] <= announced - 1 - RING:
-                self._wait(
-                    partial(_exceeds, words, word, announced - 1 - RING), peer, "the reading of announcements"
-                )
+                self._wait(partial(_exceeds, words, word, announced - 1 - RING), peer, READING)
         entry = self._slab.ring[announced % RING]
         entry[:8] = len(message).to_bytes(8, "little")
         entry[8 : 8 + len(message)] = message
@@ -154,11 +157,11 @@ class SharedMemoryLink:
         words, wanted = self._slab.words, self._read + 1
         if words[ANNOUNCED] < wanted:
             self._wait(
-                lambda: words[ANNOUNCED] >= wanted or bool(words[CLOSED]), 0, "an announcement", deadline_s
+                lambda: words[ANNOUNCED] >= wanted or bool(words[CLOSED]), 0, AN_ANNOUNCEMENT, deadline_s
             )
             if words[ANNOUNCED] < wanted:
                 raise PeerLostError(
-                    self._process_group.ranks[0], 0.0, "it has closed its bridge", awaited="an announcement"
+                    self._process_group.ranks[0], 0.0, "it has closed its bridge", awaited=AN_ANNOUNCEMENT
                 )
         entry = self._slab.ring[wanted % RING]
         message = bytes(entry[8 : 8 + int.from_bytes(entry[:8], "little")])

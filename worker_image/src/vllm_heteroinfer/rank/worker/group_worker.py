@@ -21,6 +21,7 @@ from heteroinfer_contract.plan import Device, Mode
 from vllm_heteroinfer.distributed import communicators
 from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
 from vllm_heteroinfer.group import kv_blocks
+from vllm_heteroinfer.group.fingerprint import SAME_MODEL
 from vllm_heteroinfer.group.steps import count_tokens
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.rank.context import RankContext
@@ -288,5 +289,5 @@ class GroupWorkerMixin:
         if theirs != ours:
             raise RuntimeError(
                 f"rank {context.rank.rank} expects hidden states {ours}, but rank {peer} sends {theirs}; "
-                "mount the same model in every pod"
+                f"{SAME_MODEL}"
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.cgroups import kernel_bytes
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
@@ -42,8 +43,9 @@ def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tup
     if headroom.size_bytes >= planned_bytes:
         return planned_bytes, ""
     got = (
-        f"rank {rank.rank} (role {rank.role}, {rank.device}): got memory for {_mib(headroom.size_bytes)} of "
-        f"KV cache, expected {_mib(planned_bytes)} as planned: {headroom.words}; {_remedy(rank.device)}"
+        f"rank {rank.rank} (role {rank.role}, {rank.device}): got memory for "
+        f"{format_bytes(headroom.size_bytes)} of KV cache, expected "
+        f"{format_bytes(planned_bytes)} as planned: {headroom.words}; {_remedy(rank.device)}"
     )
     if headroom.size_bytes <= 0:
         raise MemoryError(got)
@@ -68,8 +70,8 @@ def gpu_headroom(*, free_bytes: int, allocated_bytes: int, peak_bytes: int, grap
     activations = max(0, peak_bytes - allocated_bytes)
     return KvHeadroom(
         size_bytes=free_bytes - activations - graphs_bytes,
-        words=f"{_mib(free_bytes)} free, less {_mib(activations)} that the largest batch takes and "
-        f"{_mib(graphs_bytes)} for CUDA graphs",
+        words=f"{format_bytes(free_bytes)} free, less {format_bytes(activations)} that the largest batch "
+        f"takes and {format_bytes(graphs_bytes)} for CUDA graphs",
     )
 
 
@@ -84,8 +86,8 @@ def host_headroom(*, available_bytes: int, share: Fraction, activations_bytes: i
     others = "" if share == 1 else f" shared with other ranks ({float(share):.0%} of it)"
     return KvHeadroom(
         size_bytes=int(available_bytes * share) - activations_bytes,
-        words=f"{_mib(available_bytes)} available{others}, less {_mib(activations_bytes)} that the largest "
-        "batch takes",
+        words=f"{format_bytes(available_bytes)} available{others}, less {format_bytes(activations_bytes)} "
+        "that the largest batch takes",
     )
 
 
@@ -113,7 +115,3 @@ class PeakOfRun:
         """Returns the peak of the resident set since, less what is resident now."""
         status = (self._process / "status").read_text()
         return max(0, kernel_bytes(status, "VmHWM") - kernel_bytes(status, "VmRSS"))
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"

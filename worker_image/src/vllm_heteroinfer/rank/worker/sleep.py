@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.v1.executor.abstract import SLEEP_TAGS
 
+from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.group.sleep_levels import check_level
 from vllm_heteroinfer.rank.context import RankContext
@@ -66,7 +67,7 @@ class CpuSleepMixin:
     def sleep(self, level: int = 1) -> None:
         """Gives back the KV cache, at once."""
         freed = release_pages(self.model_runner.kv_caches)
-        _logger.info("asleep at level %d: %.1f MiB of KV cache given back", level, freed / 2**20)
+        _logger.info("asleep at level %d: %s of KV cache given back", level, format_bytes(freed))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Does nothing: pages come back, as zeros, when they are used."""
