@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.group_key import new_key
+from heteroinfer_contract.fresh_keys import new_key
 from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_operator.api import (
     Condition,
