@@ -66,7 +66,7 @@ WRONG = (
     (ACROSS, "vllm_heteroinfer.launch.supervisor", "heteroinfer_operator.quantity"),
     (ACROSS, "heteroinfer_contract.plan", "heteroinfer_operator.api"),
     (ACROSS, "heteroinfer_contract.names", "vllm_heteroinfer.pod.channel"),
-    (OPERATOR, "heteroinfer_operator.reconcile.group", "heteroinfer_operator.kube.server"),
+    (OPERATOR, "heteroinfer_operator.reconcile.group_decision", "heteroinfer_operator.kube.server"),
     (OPERATOR, "heteroinfer_operator.planning.planner", "heteroinfer_operator.manifests.service"),
     (OPERATOR, "heteroinfer_operator.kube.adapter", "heteroinfer_operator.local.adapter"),
     (OPERATOR, "heteroinfer_operator.api.spec", "heteroinfer_operator.reconcile.options"),
