@@ -91,7 +91,7 @@ def main(threads: int) -> None:
     """Measures what each line of stdin asks for, [part, format], and writes it as `calibrate` does."""
     import torch
 
-    from vllm_heteroinfer.calibration.kernels import KernelBench, measure_ours
+    from vllm_heteroinfer.calibration.kernel_reading import KernelBench, measure_ours
     from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 
     torch.set_num_threads(threads)

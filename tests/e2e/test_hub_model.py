@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from heteroinfer_contract import names
-from heteroinfer_contract.model_fetch import model_folder, read_marker
+from heteroinfer_contract.model_cache import read_marker
+from heteroinfer_contract.model_fetch import model_folder
 from tests.cluster import processes
 from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster

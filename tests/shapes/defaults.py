@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).parents[2] / "worker_image/src/heteroinfer_contract/model/config_defaults.json"
+TABLE = Path(__file__).parents[2] / "worker_image/src/heteroinfer_contract/model/config_defaults.py"
 FIELDS = (
     "attention_chunk_size",
     "attention_k_eq_v",
@@ -88,8 +88,8 @@ def build_table() -> dict[str, Any]:
         if "num_hidden_layers" in found:
             defaults[model_type] = found
     return {
-        "source": f"transformers {transformers.__version__}, by tests/shapes/defaults.py",
-        "text_types": text_types,
+        "source": f"transformers {transformers.__version__}",
+        "text_types": dict(sorted(text_types.items())),
         "defaults": defaults,
     }
 
@@ -107,17 +107,45 @@ def _defaults(config_class: Any) -> dict[str, Any]:
     return found
 
 
+_MODULE = '''\
+"""What config.json files leave out: the defaults of {source}'s config classes. Pure; data.
+
+Written by `python -m tests.shapes.defaults`.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+# fmt: off
+TEXT_TYPES: Final[Mapping[str, str]] = {{
+{text_types}
+}}
+"""Type of the language model in a model with an encoder, by that model's type."""
+DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {{
+{defaults}
+}}
+"""By type of model."""
+'''
+
+
 def render(table: dict[str, Any]) -> str:
-    """Returns the table as its file has it: a line a model type."""
-    defaults = ",\n".join(
-        f"    {json.dumps(name)}: {json.dumps(value, sort_keys=True)}"
-        for name, value in table["defaults"].items()
+    """Returns the table as its module has it: a line a model type."""
+    return _MODULE.format(
+        source=table["source"],
+        text_types=_lines(table["text_types"]),
+        defaults=_lines(table["defaults"]),
     )
-    texts = json.dumps(table["text_types"], sort_keys=True)
-    return (
-        f'{{\n  "source": {json.dumps(table["source"])},\n  "text_types": {texts},\n'
-        f'  "defaults": {{\n{defaults}\n  }}\n}}\n'
-    )
+
+
+def _lines(values: dict[str, Any]) -> str:
+    return "\n".join(f"    {literal(name)}: {literal(value)}," for name, value in values.items())
+
+
+def literal(value: Any) -> str:
+    """Returns Python for a text, a number or a table of them, whose quotes are double as in all code."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(key)}: {literal(value[key])}" for key in sorted(value)) + "}"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def main() -> int:

@@ -1,6 +1,13 @@
-"""Each contract of import-linter holds, and fails for one wrong import or for a module without a layer."""
+"""Each contract of import-linter holds, and fails for one wrong import or for a module without a layer.
+
+Beside them: that they see every module, what needs no more than the standard library, and what packages that
+are in no layer import.
+"""
 
 import copy
+import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +16,18 @@ import pytest
 from importlinter.application import use_cases
 from importlinter.configuration import configure
 from importlinter.contracts.acyclic_siblings import AcyclicSiblingsContract
-from importlinter.contracts.forbidden import ForbiddenContract
-from importlinter.contracts.independence import IndependenceContract
 from importlinter.contracts.layers import LayersContract
 
+from tests.unit.product import ROOT, SOURCES, above, modules_below
+
 ACROSS = "operator -> contract <- worker, never across"
-CONTRACT = "the contract imports neither side, and the standard library only"
 OPERATOR = "layers of the operator"
-PURE = "what says that it is pure has no client, clock, file or chance"
 WORKER = "layers of the worker: a package for each process, and what several of them share below"
 CIRCLES = "no circle between the packages of the worker, at any depth"
-SUPERVISOR = "the supervisor needs neither torch nor vLLM"
 
-TYPES = {
-    kind.type_name: kind
-    for kind in (AcyclicSiblingsContract, ForbiddenContract, IndependenceContract, LayersContract)
-}
+TYPES = {kind.type_name: kind for kind in (AcyclicSiblingsContract, LayersContract)}
 configure()
-OPTIONS = use_cases.read_user_options(str(Path(__file__).parents[2] / "pyproject.toml"))
+OPTIONS = use_cases.read_user_options(str(ROOT / "pyproject.toml"))
 CONTRACTS = {options["name"]: options for options in OPTIONS.contracts_options}
 
 
@@ -46,6 +47,15 @@ def holds(name: str, imports: grimp.ImportGraph) -> bool:
     return contract.check(copy.deepcopy(imports), verbose=False).kept
 
 
+def with_import(imports: grimp.ImportGraph, importer: str, imported: str) -> grimp.ImportGraph:
+    """Returns the imports and one more."""
+    more = copy.deepcopy(imports)
+    if imported not in more.modules:
+        more.add_module(imported, is_squashed=True)
+    more.add_import(importer=importer, imported=imported)
+    return more
+
+
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_contract_holds(imports: grimp.ImportGraph, name: str) -> None:
     assert holds(name, imports)
@@ -54,24 +64,17 @@ def test_contract_holds(imports: grimp.ImportGraph, name: str) -> None:
 WRONG = (
     (ACROSS, "heteroinfer_operator.local.process", "vllm_heteroinfer.pod.addresses"),
     (ACROSS, "vllm_heteroinfer.launch.supervisor", "heteroinfer_operator.quantity"),
-    (CONTRACT, "heteroinfer_contract.plan", "pydantic"),
-    (CONTRACT, "heteroinfer_contract.plan", "heteroinfer_operator.api"),
-    (CONTRACT, "heteroinfer_contract.names", "vllm_heteroinfer.pod.channel"),
-    (OPERATOR, "heteroinfer_operator.reconcile.group", "heteroinfer_operator.kube.server"),
+    (ACROSS, "heteroinfer_contract.plan", "heteroinfer_operator.api"),
+    (ACROSS, "heteroinfer_contract.names", "vllm_heteroinfer.pod.channel"),
+    (OPERATOR, "heteroinfer_operator.reconcile.group_decision", "heteroinfer_operator.kube.server"),
     (OPERATOR, "heteroinfer_operator.planning.planner", "heteroinfer_operator.manifests.service"),
     (OPERATOR, "heteroinfer_operator.kube.adapter", "heteroinfer_operator.local.adapter"),
     (OPERATOR, "heteroinfer_operator.api.spec", "heteroinfer_operator.reconcile.options"),
-    (PURE, "heteroinfer_operator.reconcile.group", "time"),
-    (PURE, "heteroinfer_operator.manifests.service", "kubernetes"),
-    (PURE, "vllm_heteroinfer.launch.culprit", "os"),
     (WORKER, "vllm_heteroinfer.pod.channel", "vllm_heteroinfer.group.queues"),
     (WORKER, "vllm_heteroinfer.group.rendezvous", "vllm_heteroinfer.rank.context"),
     (WORKER, "vllm_heteroinfer.distributed.transport", "vllm_heteroinfer.engine.executor"),
     (CIRCLES, "vllm_heteroinfer.group.rendezvous", "vllm_heteroinfer.rank.context"),
     (CIRCLES, "heteroinfer_contract.plan", "heteroinfer_contract.group_report"),
-    (SUPERVISOR, "vllm_heteroinfer.launch.supervisor", "torch"),
-    (SUPERVISOR, "vllm_heteroinfer.pod.channel", "vllm"),
-    (SUPERVISOR, "vllm_heteroinfer.launch.cli", "vllm_heteroinfer.group.rendezvous"),
 )
 
 
@@ -79,13 +82,8 @@ WRONG = (
 def test_contract_fails_for_one_wrong_import(
     imports: grimp.ImportGraph, name: str, importer: str, imported: str
 ) -> None:
-    wrong = copy.deepcopy(imports)
-    assert importer in wrong.modules
-    if imported not in wrong.modules:
-        assert imported in CONTRACTS[name]["forbidden_modules"], "nothing imports it: must be named"
-        wrong.add_module(imported, is_squashed=True)
-    wrong.add_import(importer=importer, imported=imported)
-    assert not holds(name, wrong)
+    assert {importer, imported} <= imports.modules
+    assert not holds(name, with_import(imports, importer, imported))
 
 
 @pytest.mark.parametrize(
@@ -99,3 +97,119 @@ def test_a_module_without_a_layer_is_refused(imports: grimp.ImportGraph, name: s
 
 def test_every_contract_is_tried() -> None:
     assert {name for name, _, _ in WRONG} == CONTRACTS.keys()
+
+
+def unseen(sources: Iterable[Path], imports: grimp.ImportGraph) -> set[str]:
+    """Returns the modules that no contract sees: grimp takes a folder only with `__init__.py`."""
+    return modules_below(sources).keys() - imports.modules
+
+
+def test_the_contracts_see_every_module(imports: grimp.ImportGraph) -> None:
+    assert len(modules_below(SOURCES)) > 300
+    assert unseen(SOURCES, imports) == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "module"),
+    [
+        ("seen/folder/module.py", "seen.folder.module"),
+        ("seen/folder/inner/__init__.py", "seen.folder.inner"),
+        ("root/__init__.py", "root"),
+        ("loose.py", "loose"),
+    ],
+)
+def test_a_module_that_no_contract_sees_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, module: str
+) -> None:
+    for each in ("seen/__init__.py", "seen/module.py", file):
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / each).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert unseen([tmp_path], grimp.build_graph("seen", cache_dir=None)) == {module}
+
+
+_SAYS_STDLIB = re.compile(r'\A"""(?:(?!""").)*\bstdlib (?:and the contract )?only\b', re.S | re.I)
+STDLIB = sys.stdlib_module_names - {"importlib", "pkgutil", "runpy"}
+"""Less what imports by a name that no graph sees."""
+MORE = {
+    ("vllm_heteroinfer.launch.cli", "vllm_heteroinfer.fetch.fetch_pod"): "`heteroinfer-worker fetch`",
+    ("vllm_heteroinfer.launch.cli", "vllm_heteroinfer.fetch.headers"): "`inspect` of a hub's model",
+    ("vllm_heteroinfer.launch.cli", "vllm_heteroinfer.fetch.hub"): "`inspect` of a hub's model",
+    ("vllm_heteroinfer.pod.forking", "runpy"): "a fork becomes what it was asked for",
+    ("vllm_heteroinfer.rank.preload", "importlib"): "where a package is, which is not imported",
+    ("vllm_heteroinfer.calibration.hardware", "importlib"): "which versions are installed",
+}
+"""What is imported all the same, and for what: where nothing is supervised, or nothing imported by it."""
+
+
+def not_of_stdlib(imports: grimp.ImportGraph) -> dict[str, set[str]]:
+    """Returns what modules need beside the standard library that say `Stdlib only`, or whose package does.
+
+    Through modules of ours, too, and where it is imported in a function.
+    """
+    less = copy.deepcopy(imports)
+    for importer, imported in MORE:
+        less.remove_import(importer=importer, imported=imported)
+    modules = modules_below(SOURCES)
+    says = {name for name, file in modules.items() if _SAYS_STDLIB.match(file.read_text())}
+    assert {"heteroinfer_contract", "vllm_heteroinfer.launch", "vllm_heteroinfer.pod"} <= says
+    needs = {
+        name: less.find_upstream_modules(name) - modules.keys() - STDLIB
+        for name in modules
+        if above(name) & says
+    }
+    return {name: others for name, others in needs.items() if others}
+
+
+def test_what_says_stdlib_only_needs_nothing_else(imports: grimp.ImportGraph) -> None:
+    assert not_of_stdlib(imports) == {}
+    assert [
+        pair for pair in MORE if not imports.direct_import_exists(importer=pair[0], imported=pair[1])
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("heteroinfer_contract.plan", "pydantic"),
+        ("heteroinfer_contract.model.config", "importlib"),
+        ("vllm_heteroinfer.launch.supervisor", "torch"),
+        ("vllm_heteroinfer.launch.supervisor", "psutil"),
+        ("vllm_heteroinfer.launch.cli", "vllm_heteroinfer.group.rendezvous"),
+        ("vllm_heteroinfer.pod.channel", "vllm"),
+        ("vllm_heteroinfer.pod.channel", "numpy"),
+        ("vllm_heteroinfer.pod.addresses", "transformers"),
+        ("vllm_heteroinfer.calibration.command", "torch"),
+    ],
+)
+def test_more_than_stdlib_is_refused(imports: grimp.ImportGraph, importer: str, imported: str) -> None:
+    assert importer in not_of_stdlib(with_import(imports, importer, imported))
+
+
+IN_NO_LAYER = {
+    "heteroinfer_contract": set[str](),
+    "heteroinfer_operator": set[str](),
+    "vllm_heteroinfer": {"heteroinfer_contract.names", "os"},
+}
+"""What the packages themselves import, whose modules the layers hold."""
+
+
+def imported_by_roots(imports: grimp.ImportGraph) -> dict[str, set[str]]:
+    return {root: imports.find_modules_directly_imported_by(root) for root in IN_NO_LAYER}
+
+
+def test_a_root_package_imports_what_it_does_today(imports: grimp.ImportGraph) -> None:
+    assert set(OPTIONS.session_options["root_packages"]) == IN_NO_LAYER.keys()
+    assert imported_by_roots(imports) == IN_NO_LAYER
+
+
+@pytest.mark.parametrize(
+    ("root", "imported"),
+    [
+        ("heteroinfer_operator", "heteroinfer_operator.kube.server"),
+        ("vllm_heteroinfer", "vllm"),
+        ("heteroinfer_contract", "heteroinfer_contract.plan"),
+    ],
+)
+def test_more_in_a_root_package_is_refused(imports: grimp.ImportGraph, root: str, imported: str) -> None:
+    assert imported_by_roots(with_import(imports, root, imported)) != IN_NO_LAYER

@@ -3,17 +3,21 @@
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-SOURCES = (ROOT / "operator" / "src", ROOT / "worker_image" / "src")
+import pytest
+
+from tests.unit.product import ROOT, SOURCES, modules_below
+
 SAME_IN_EACH_PACKAGE = {
-    "__init__.py": "of a package",
-    "adapter.py": "of the port in cluster.py: on Kubernetes, on this machine",
-    "cli.py": "a distribution's command line",
-    "entry.py": "where a process begins",
-    "errors.py": "of a package",
+    "adapter": "of the port in cluster.py: on Kubernetes, on this machine",
+    "calibration": "of a machine: as a value, and measured",
+    "cli": "a distribution's command line",
+    "engine": "vLLM's: as users set it, and as it runs",
+    "entry": "where a process begins",
+    "errors": "of a package",
+    "feed_forward": "the mode: as it is planned, and as it runs",
 }
 FOLDERS = ("charts", "docs", "examples", "operator", "tests", "worker_image")
 OF_OTHERS = ("asyncio", "huggingface_hub", "kopf", "torch", "vllm")
@@ -36,29 +40,42 @@ _DOCSTRING = re.compile(r'(?:\A|:\n) *r?"""(.*?)"""', re.S)
 """Of modules, classes and functions. To parse each file took 3 s."""
 
 
-def product() -> Iterator[tuple[str, str]]:
-    """Yields each module of the product: its path and its text."""
-    for source in SOURCES:
-        for file in sorted(source.rglob("*.py")):
-            yield str(file.relative_to(ROOT)), file.read_text()
-
-
 def test_a_class_name_is_one_class() -> None:
     found = defaultdict(list)
-    for path, module in product():
-        for name in _CLASS.findall(module):
-            found[name].append(path)
+    for module, file in modules_below(SOURCES).items():
+        for name in _CLASS.findall(file.read_text()):
+            found[name].append(module)
     assert len(found) > 300
     assert not {name: at for name, at in found.items() if len(at) > 1}
 
 
+def said_twice(modules: Iterable[str]) -> set[str]:
+    """Returns the names that several modules or packages have; a module that is its package's own may."""
+    found = defaultdict(set)
+    for module in modules:
+        *packages, name = module.split(".")
+        found[name].add(tuple(packages[:-1] if packages[-1:] == [name] else packages))
+    return {name for name, at in found.items() if len(at) > 1}
+
+
 def test_a_module_name_is_one_meaning() -> None:
-    found = defaultdict(list)
-    for path, _ in product():
-        found[Path(path).name].append(path)
-    twice = {name: at for name, at in found.items() if len(at) > 1}
-    assert {name: at for name, at in twice.items() if name not in SAME_IN_EACH_PACKAGE} == {}
-    assert set(SAME_IN_EACH_PACKAGE) == set(twice), "names that stand once need no reason"
+    twice = said_twice(modules_below(SOURCES))
+    assert twice - SAME_IN_EACH_PACKAGE.keys() == set()
+    assert twice == SAME_IN_EACH_PACKAGE.keys(), "names that stand once need no reason"
+
+
+@pytest.mark.parametrize(
+    ("module", "twice"),
+    [
+        ("a.measuring.kernels", {"kernels"}),
+        ("a.measuring.bridge", {"bridge"}),
+        ("a.plan", {"plan"}),
+        ("a.bridge.bridge", set()),
+        ("a.kernels.linear", set()),
+    ],
+)
+def test_a_name_of_a_package_is_taken(module: str, twice: set[str]) -> None:
+    assert said_twice(["a", "a.kernels", "a.bridge", "a.bridge.slab", "b.plan", module]) == twice
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The port between decisions and the world: what is observed, and which actions exist.
 
 Pure: values and a Protocol. `kube.py` implements the port on Kubernetes, `local.py` on
-this machine's processes. Must not import kopf, a client, os, time, random or logging.
+this machine's processes.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Errors of the operator and the command line; the class of an error chooses whether to try again.
 
-Standard library only.
+Stdlib only; pure.
 """
 
 from collections.abc import Iterable

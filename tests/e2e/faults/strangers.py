@@ -16,7 +16,7 @@ from heteroinfer_contract.group_key import GroupKey
 from tests.cluster import processes
 from tests.e2e.faults.scene import Scene
 from vllm_heteroinfer.launch.handshake import build_opening
-from vllm_heteroinfer.launch.supervisor_link import Hello, Message
+from vllm_heteroinfer.launch.supervisor_messages import Hello, Message
 
 OURS = (
     names.DEFAULT_CONTROL_PORT,

@@ -16,14 +16,10 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model_fetch import (
-    MARKER_FILE,
-    CompleteModel,
-    damaged_files,
-    model_folder,
-    read_marker,
-)
-from heteroinfer_contract.model_files import INDEX_FILE, read_profile
+from heteroinfer_contract.model.weights import INDEX_FILE
+from heteroinfer_contract.model_cache import damaged_files, read_marker
+from heteroinfer_contract.model_fetch import MARKER_FILE, CompleteModel, model_folder
+from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.pod_launch import PodLaunch
 from tests.cluster.folders import REPOSITORY
 from tests.hub_server import SIGNATURE, HubServer, Repository

@@ -19,7 +19,7 @@ from tests.integration.launch.groups import (
 from tests.integration.launch.wire import wired
 from tests.ports import free_port
 from vllm_heteroinfer.launch.handshake import build_opening
-from vllm_heteroinfer.launch.supervisor_link import Hello, Message
+from vllm_heteroinfer.launch.supervisor_messages import Hello, Message
 from vllm_heteroinfer.pod.health_server import MOST_CONNECTIONS, REQUEST_TIMEOUT_S, HealthAnswer, HealthServer
 
 IDLE = 300

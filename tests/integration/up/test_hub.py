@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract.model_fetch import model_folder, read_marker
+from heteroinfer_contract.model_cache import read_marker
+from heteroinfer_contract.model_fetch import model_folder
 from tests.hub_server import HubServer, Repository
 from tests.integration.up.resources import resource, write
 from tests.running_up import RunningUp

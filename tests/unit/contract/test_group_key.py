@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.group_key import EpochKey, GroupKey, new_key, new_nonce
+from heteroinfer_contract.fresh_keys import new_key, new_nonce
+from heteroinfer_contract.group_key import EpochKey, GroupKey
 
 KEY = GroupKey.of_group(b"o" * 32, "uid-1/0")
 texts = st.text(max_size=8)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.model import SchemeName
-from heteroinfer_contract.model_files import INDEX_FILE, ModelFilesError, read_profile
+from heteroinfer_contract.model.weights import INDEX_FILE
+from heteroinfer_contract.model_files import ModelFilesError, read_profile
 
 LAYERS, HIDDEN, VOCAB = 3, 8, 16
 CONFIG: dict[str, Any] = {

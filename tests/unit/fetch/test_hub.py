@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile, damaged_files
+from heteroinfer_contract.model_cache import damaged_files
+from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile
 from vllm_heteroinfer.fetch.hub import BoundedFile, EnoughError, FrontOfFile
 from vllm_heteroinfer.fetch.selection import can_be_a_file, parse_index
 

@@ -9,14 +9,13 @@ import pytest
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model_cache import check_complete, read_marker
 from heteroinfer_contract.model_fetch import (
     MARKER_FILE,
     CompleteModel,
     FetchedFile,
     FetchProgress,
-    check_complete,
     model_folder,
-    read_marker,
 )
 from vllm_heteroinfer.fetch.store import ModelStore
 

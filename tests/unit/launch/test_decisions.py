@@ -9,7 +9,7 @@ from tests.unit.launch.test_environment import FOLLOWER, LEADER, PLAN
 from vllm_heteroinfer.launch.child_process import ProcessObservation, ProcessState, parse_stat
 from vllm_heteroinfer.launch.pod_processes import describe_exit
 from vllm_heteroinfer.launch.readiness import GroupView
-from vllm_heteroinfer.launch.supervisor_link import Hello, RankBeat, check_hello
+from vllm_heteroinfer.launch.supervisor_messages import Hello, RankBeat, check_hello
 from vllm_heteroinfer.pod.addresses import bind_host
 
 HELLO = Hello(group_uid="u", epoch=1, plan_hash=PLAN.hash, pod=1)

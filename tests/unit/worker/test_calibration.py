@@ -126,7 +126,7 @@ def test_each_numa_node_is_measured_with_its_own_cpus_and_the_kernels_last() -> 
         (("memory_reading", "1,2,4"), (0, 1, 2, 3)),
         (("memory_reading", "1,2,4"), (4, 5, 6, 7)),
     ]
-    assert planned[-1].commands == (("kernels", "8"),)
+    assert planned[-1].commands == (("kernel_reading", "8"),)
     assert {"hops", "GPU"} <= {each.what for each in planned}
 
 
@@ -186,7 +186,7 @@ for what in "abc":
     say(kind="hops", path="gloo", message_bytes=ord(what), seconds=1)
 """
     monkeypatch.setattr(subprocess, "Popen", functools.partial(_popen_code, subprocess.Popen, code))
-    several = Measurement(what="kernels", commands=(("kernels", "2"),), of_several=True)
+    several = Measurement(what="kernels", commands=(("kernel_reading", "2"),), of_several=True)
     found = measure([several], limit_s)
     assert [chr(hop["message_bytes"]) for hop in found.lists["hops"]] == measured
     assert [(each["what"], each["why"]) for each in found.lists["skipped"]] == skipped

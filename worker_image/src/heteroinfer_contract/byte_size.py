@@ -1,4 +1,4 @@
-"""A size in bytes as every message, log line and table says it. Stdlib only."""
+"""A size in bytes as every message, log line and table says it. Stdlib only; pure."""
 
 
 def format_bytes(size: float) -> str:

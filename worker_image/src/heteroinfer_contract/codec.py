@@ -1,6 +1,6 @@
 """Frozen dataclasses to JSON and back, checked field by field.
 
-Stdlib only. Covers what the contract uses: str, int, float, bool, enums, optional
+Stdlib only; pure. Covers what the contract uses: str, int, float, bool, enums, optional
 values, tuples of one type, and nested dataclasses. What is read was written by others: a number
 that JSON or Kubernetes cannot hold is refused, and a text always can be written again.
 """

@@ -1,7 +1,4 @@
-"""How many CPUs the engine keeps for itself where it shares them with ranks. Pure.
-
-Stdlib only.
-"""
+"""How many CPUs the engine keeps for itself where it shares them with ranks. Stdlib only; pure."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Errors of the contract. Stdlib only."""
+"""Errors of the contract. Stdlib only; pure."""
 
 
 class ContractError(ValueError):

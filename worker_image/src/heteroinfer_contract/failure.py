@@ -1,6 +1,6 @@
 """Why a group ended: the value that a supervisor leaves as its termination message.
 
-Stdlib only.
+Stdlib only; pure.
 """
 
 import json

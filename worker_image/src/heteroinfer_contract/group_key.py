@@ -1,4 +1,4 @@
-"""The key of a group: who has it is of the group. Codes by HMAC-SHA256 (RFC 2104); stdlib only.
+"""The key of a group: who has it is of the group. Codes by HMAC-SHA256 (RFC 2104). Stdlib only; pure.
 
 The operator makes a group's key of its own and the group's uid, and keeps it in a Secret that the
 group's pods get; each epoch uses a key of its own, made of that. Nothing is encrypted: a code
@@ -7,7 +7,6 @@ proves who wrote a text, when (by the reader's nonce), and that nobody changed i
 
 import hashlib
 import hmac
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,18 +15,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 
 KEY_BYTES: Final = 32
-NONCE_BYTES: Final = 16
 _FINGERPRINT_CHARS: Final = 10
-
-
-def new_key() -> bytes:
-    """Returns a random key."""
-    return os.urandom(KEY_BYTES)
-
-
-def new_nonce() -> str:
-    """Returns a number that was never used before, as hex."""
-    return os.urandom(NONCE_BYTES).hex()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What the leader's supervisor knows of its group now; served as JSON on /group.
 
-Stdlib only.
+Stdlib only; pure.
 """
 
 import dataclasses

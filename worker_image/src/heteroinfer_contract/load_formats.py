@@ -1,4 +1,4 @@
-"""Which values of vLLM's `--load-format` mode FeedForward takes. Stdlib only.
+"""Which values of vLLM's `--load-format` mode FeedForward takes. Stdlib only; pure.
 
 vllm/model_executor/model_loader/__init__.py@v0.32.0 says which loader each one names; feed-forward ranks take
 their columns from what `DefaultModelLoader` reads, or have dummies. tests/integration/worker/test_loading.py

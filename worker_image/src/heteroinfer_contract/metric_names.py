@@ -1,6 +1,6 @@
 """Names of the metrics that ranks and the operator export; dashboards and rules use these.
 
-Stdlib only, constants only.
+Stdlib only; pure: constants.
 """
 
 from typing import Final

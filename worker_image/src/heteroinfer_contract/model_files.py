@@ -19,13 +19,17 @@ from typing import Any, BinaryIO
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind, Routing, Scheme
 from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
-from heteroinfer_contract.model.config import from_params, is_empty_block, text_config, whole_model
+from heteroinfer_contract.model.config import (
+    CONFIG_FILE,
+    from_params,
+    is_empty_block,
+    text_config,
+    whole_model,
+)
 from heteroinfer_contract.model.scheme import has_limited_experts, read_method, read_routing, read_scheme
-from heteroinfer_contract.model.weights import LayerBytes, Tensor, Weights, sum_weights
+from heteroinfer_contract.model.weights import INDEX_FILE, LayerBytes, Tensor, Weights, sum_weights
 from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
 
-CONFIG_FILE = "config.json"
-INDEX_FILE = "model.safetensors.index.json"
 PARAMS_FILE = "params.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
 """Of checkpoints by ModelOpt whose config.json does not say how they are quantized."""

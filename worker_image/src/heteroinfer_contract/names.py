@@ -1,6 +1,6 @@
 """Names that stand in Kubernetes objects, environments and URLs; each stands here once.
 
-Stdlib only, constants only.
+Stdlib only; pure: constants.
 """
 
 from typing import Final
@@ -114,6 +114,8 @@ ENV_GROUP_KEY: Final = "HETEROINFER_GROUP_KEY"
 """Key of the group as hex (GroupKey), from its Secret; unset in pods of versions that had none."""
 ENV_FORK_FD: Final = "HETEROINFER_FORK_FD"
 """File descriptor on which a pod's first rank is asked for the pod's other processes."""
+ENV_OWN_ADDRESS: Final = "VLLM_HOST_IP"
+"""vLLM's own name; set by the supervisor for each process that it starts."""
 ENV_HETEROGENEOUS_DEVICE: Final = "VLLM_HETEROGENEOUS_DEVICE"
 """`cpu` or `cuda`: the device of this process; honoured by the platform plugin."""
 

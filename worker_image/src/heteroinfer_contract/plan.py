@@ -1,6 +1,6 @@
 """The plan of a group: who is which rank, on which device, with which layers and settings.
 
-Stdlib only. A plan is a value: computed before any pod exists, kept in an immutable
+Stdlib only; pure. A plan is a value: computed before any pod exists, kept in an immutable
 ConfigMap, and compared by its hash in the supervisors' first hand-shake.
 """
 

@@ -1,6 +1,6 @@
 """What a pod of a group knows besides the plan: its identity and where its peers are.
 
-Stdlib only.
+Stdlib only; pure.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Which of vLLM's options a user may not give in `engine.args`, and what to do instead.
 
-Stdlib only; data and one pure function. The operator refuses such options while planning,
+Stdlib only; pure: data and one function. The operator refuses such options while planning,
 the worker once more before it builds its configuration.
 """
 

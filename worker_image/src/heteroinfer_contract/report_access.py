@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.group_key import EpochKey, new_key, new_nonce
+from heteroinfer_contract.fresh_keys import new_key, new_nonce
+from heteroinfer_contract.group_key import EpochKey
 
 CHALLENGE_HEADER: Final = "WWW-Authenticate"
 CREDENTIALS_HEADER: Final = "Authorization"

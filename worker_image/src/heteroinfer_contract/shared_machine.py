@@ -1,4 +1,4 @@
-"""Which pods of a group are on one machine, and which ranks. Pure. Stdlib only.
+"""Which pods of a group are on one machine, and which ranks. Stdlib only; pure.
 
 Pods with one address share a machine: in a cluster each pod has an address of its own, under
 `heteroinfer up` all have one.

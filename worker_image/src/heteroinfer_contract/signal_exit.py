@@ -1,6 +1,6 @@
 """The exit code of a process that ends since a signal asked it to.
 
-Stdlib only, and as little of it as can be: a pod's first process imports it before anything else.
+Stdlib only; pure, and as little of it as can be: a pod's first process imports it before anything else.
 """
 
 

@@ -6,7 +6,8 @@ import binascii
 import logging
 from typing import Final
 
-from heteroinfer_contract.group_key import KEY_BYTES, new_key
+from heteroinfer_contract.fresh_keys import new_key
+from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.paths import SECRET
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer

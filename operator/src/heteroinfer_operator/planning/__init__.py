@@ -3,7 +3,7 @@
     request = GroupRequest(spec=spec, profile=profile, served_name="llama", model_path="/model")
     planned = plan_group(request, Capacity(free_nodes=build_free_nodes(nodes)))
 
-PURE: imports the contract, the api and the pods' demands only; no os, time, random or logging.
+Pure: imports the contract, the api and the pods' demands only.
 """
 
 from heteroinfer_operator.planning.group_plan import Capacity, assign_again, plan_group

@@ -1,7 +1,6 @@
 """Level-triggered decisions: (observation, now, options) to actions and the next status.
 
-One function serves create, update, resume and timer. Pure: must not import kopf, a
-client, os, time, random or logging.
+One function serves create, update, resume and timer. Pure.
 """
 
 from heteroinfer_operator.reconcile.allowed import Allowed

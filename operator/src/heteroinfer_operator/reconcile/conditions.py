@@ -31,7 +31,7 @@ from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.planning.prediction_again import PredictedPlan
 from heteroinfer_operator.quantity import mebibytes
 from heteroinfer_operator.reconcile.epoch_end import has_run
-from heteroinfer_operator.reconcile.group import GroupDecision
+from heteroinfer_operator.reconcile.group_decision import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
 from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE

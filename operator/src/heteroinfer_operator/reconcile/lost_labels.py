@@ -12,7 +12,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.reconcile.group import GroupDecision, epoch_of, index_of
+from heteroinfer_operator.reconcile.group_decision import GroupDecision, epoch_of, index_of
 
 REASON: Final = "PodLabelLost"
 _OF_CLIENTS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER})

@@ -16,9 +16,9 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.service import client_ports
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.conditions import Life
-from heteroinfer_operator.reconcile.group import GroupDecision
+from heteroinfer_operator.reconcile.group_decision import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
-from heteroinfer_operator.reconcile.model import ModelDecision
+from heteroinfer_operator.reconcile.model_decision import ModelDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.retired import retire
 from heteroinfer_operator.reconcile.rollout import find_rollout

@@ -38,12 +38,12 @@ from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import conditions, restarts
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
-from heteroinfer_operator.reconcile.group import GroupDecision, epoch_of, stop_group
+from heteroinfer_operator.reconcile.group_decision import GroupDecision, epoch_of, stop_group
 from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS, GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
 from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
-from heteroinfer_operator.reconcile.model import COMPONENTS as MODEL_COMPONENTS
-from heteroinfer_operator.reconcile.model import (
+from heteroinfer_operator.reconcile.model_decision import COMPONENTS as MODEL_COMPONENTS
+from heteroinfer_operator.reconcile.model_decision import (
     ModelContext,
     ModelDecision,
     decide_model,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.byte_size import format_bytes
-from heteroinfer_contract.group_key import new_key
+from heteroinfer_contract.fresh_keys import new_key
 from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_operator.api import (
     Condition,

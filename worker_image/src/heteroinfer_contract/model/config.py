@@ -1,14 +1,14 @@
 """The language model's part of a config.json, with what it leaves out. Stdlib only; pure.
 
-Defaults are those of transformers' config classes, as vLLM reads them too; the table beside this module is
-made by `python -m tests.shapes.defaults`, and a test keeps it current.
+Defaults are those of transformers' config classes, as vLLM reads them too; a test keeps their table current.
 """
 
-import json
 from collections.abc import Mapping
-from functools import cache
-from importlib import resources
 from typing import Any, Final
+
+from heteroinfer_contract.model.config_defaults import DEFAULTS, TEXT_TYPES
+
+CONFIG_FILE: Final = "config.json"
 
 _TEXT_KEYS: Final = ("text_config", "llm_config", "language_config")
 """Under which models with an encoder keep their language model's config."""
@@ -93,7 +93,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     whole = whole_model(config)
     nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
     own = whole if nested is None else nested
-    defaults = _defaults().get(str(own.get("model_type") or _text_type(whole)), {})
+    defaults = DEFAULTS.get(str(own.get("model_type") or _text_type(whole)), {})
     # A default is for what no name says; `null` is an answer, too: no window.
     parts = [_under_usual_names(own[key]) for key in _PART_KEYS if isinstance(own.get(key), Mapping)]
     of_parts = {name: value for part in parts for name, value in part.items()}
@@ -192,24 +192,7 @@ def _of_block(text: Mapping[str, Any], index: int, part: str) -> Mapping[str, An
 
 def _text_type(whole: Mapping[str, Any]) -> str:
     """Returns the type of a nested config that names none."""
-    return str(_text_types().get(str(whole.get("model_type")), whole.get("model_type", "")))
-
-
-@cache
-def _table() -> dict[str, Any]:
-    text = resources.files("heteroinfer_contract.model").joinpath("config_defaults.json").read_text()
-    table: dict[str, Any] = json.loads(text)
-    return table
-
-
-def _defaults() -> dict[str, dict[str, Any]]:
-    defaults: dict[str, dict[str, Any]] = _table()["defaults"]
-    return defaults
-
-
-def _text_types() -> dict[str, str]:
-    types: dict[str, str] = _table()["text_types"]
-    return types
+    return str(TEXT_TYPES.get(str(whole.get("model_type")), whole.get("model_type", "")))
 
 
 def from_params(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
 from typing import Final
 
+INDEX_FILE: Final = "model.safetensors.index.json"
+"""Says in which file each tensor is."""
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _ENCODERS: Final = frozenset(
     {

@@ -149,7 +149,7 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
         )
     )
     found.append(Measurement(what="GPU", commands=(("gpu",),)))
-    kernels = ("kernels", str(len(own)))
+    kernels = ("kernel_reading", str(len(own)))
     found.append(Measurement(what="kernels", commands=(kernels,), cpus=own, env=_cpu(), of_several=True))
     return found
 

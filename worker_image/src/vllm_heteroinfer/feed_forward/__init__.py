@@ -2,9 +2,9 @@
 
 | module | what is in it |
 |---|---|
-| `remote_parts`, `columns` | pure: which layers and tensors are a feed-forward rank's, and which part |
+| `remote_parts`, `columns` | which layers and tensors are a feed-forward rank's, and which part |
 | `slab_library`, `slab` | the shared memory that both sides map, and who proves it |
 | `kernels.cu`, `cuda_exchange` | asking from a CUDA graph |
 | `exchange`, `remote` | the asking side: what stands in for a layer's experts or MLP |
-| `skeleton`, `compute`, `rank` | the answering side: a model that is its experts only, and the loop |
+| `skeleton`, `compute`, `answering_rank` | the answering side: a model of its experts only, and the loop |
 """

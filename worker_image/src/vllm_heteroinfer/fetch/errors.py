@@ -1,4 +1,4 @@
-"""Why a fetch cannot go on."""
+"""Why a fetch cannot go on. Pure."""
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import FailureReason

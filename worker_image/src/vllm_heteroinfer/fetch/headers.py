@@ -8,10 +8,10 @@ from types import FrameType
 from typing import Final
 
 from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model.config import CONFIG_FILE
+from heteroinfer_contract.model.weights import INDEX_FILE
 from heteroinfer_contract.model_fetch import FetchedFile
 from heteroinfer_contract.model_files import (
-    CONFIG_FILE,
-    INDEX_FILE,
     MAX_HEADER_BYTES,
     QUANTIZATION_FILE,
     read_profile,

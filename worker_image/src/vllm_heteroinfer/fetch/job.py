@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile, FetchedModel, FetchProgress
-from heteroinfer_contract.model_files import INDEX_FILE, read_profile
+from heteroinfer_contract.model.weights import INDEX_FILE
+from heteroinfer_contract.model_fetch import (
+    CompleteModel,
+    FetchedFile,
+    FetchedModel,
+    FetchProgress,
+)
+from heteroinfer_contract.model_files import read_profile
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 from vllm_heteroinfer.fetch.store import ModelStore

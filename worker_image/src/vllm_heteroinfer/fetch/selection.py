@@ -12,8 +12,9 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model.config import CONFIG_FILE
+from heteroinfer_contract.model.weights import INDEX_FILE
 from heteroinfer_contract.model_fetch import LOCK_FILE, MARKER_FILE, PARTS_FOLDER, FetchedFile
-from heteroinfer_contract.model_files import CONFIG_FILE, INDEX_FILE
 from vllm_heteroinfer.fetch.errors import FetchError
 
 SINGLE_FILE: Final = "model.safetensors"

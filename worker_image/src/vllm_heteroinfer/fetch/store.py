@@ -18,15 +18,14 @@ from typing import Final
 
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model_cache import damaged_files, read_marker
 from heteroinfer_contract.model_fetch import (
     LOCK_FILE,
     MARKER_FILE,
     PARTS_FOLDER,
     CompleteModel,
     FetchedFile,
-    damaged_files,
     model_folder,
-    read_marker,
 )
 from vllm_heteroinfer.fetch.errors import FetchError
 

@@ -213,7 +213,7 @@ def supervise(env: Mapping[str, str], commands: Commands) -> int:
         )
         _check(plan, launch)
         if env.get(names.ENV_MODEL_FETCHED) == "1":
-            from heteroinfer_contract.model_fetch import check_complete
+            from heteroinfer_contract.model_cache import check_complete
 
             check_complete(Path(plan.engine.model))
     except ContractError as error:

@@ -6,13 +6,15 @@ import logging
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure
-from heteroinfer_contract.group_key import EpochKey, new_nonce
+from heteroinfer_contract.fresh_keys import new_nonce
+from heteroinfer_contract.group_key import EpochKey
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.control import HELLO_TIMEOUT_S, REFUSALS, RETURN_POLL_S, Handlers, pod_lost
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.loop_clock import LoopClock
-from vllm_heteroinfer.launch.supervisor_link import NO_ANSWER, Hello, Message, SupervisorLink
+from vllm_heteroinfer.launch.supervisor_link import NO_ANSWER, SupervisorLink
+from vllm_heteroinfer.launch.supervisor_messages import Hello, Message
 from vllm_heteroinfer.pod.addresses import look_up
 
 CONNECT_TIMEOUT_S = 2.0

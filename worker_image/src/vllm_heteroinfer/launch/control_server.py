@@ -21,7 +21,8 @@ from vllm_heteroinfer.launch.control import (
 )
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.loop_clock import LoopClock
-from vllm_heteroinfer.launch.supervisor_link import Hello, Message, RankBeat, SupervisorLink, check_hello
+from vllm_heteroinfer.launch.supervisor_link import SupervisorLink
+from vllm_heteroinfer.launch.supervisor_messages import Hello, Message, RankBeat, check_hello
 from vllm_heteroinfer.pod.addresses import bind_host, look_up
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.connection_limit import ConnectionLimit

@@ -4,10 +4,10 @@ When a rank dies, its peers raise within milliseconds, since their connections c
 Those errors are true and beside the point; this module tells them from the cause.
 """
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from signal import Signals
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
@@ -42,13 +42,13 @@ class Evidence:
 
 _NEVER_A_CONSEQUENCE = frozenset(
     {
-        signal.SIGKILL,
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGSEGV,
-        signal.SIGBUS,
-        signal.SIGILL,
-        signal.SIGFPE,
+        Signals.SIGKILL,
+        Signals.SIGTERM,
+        Signals.SIGINT,
+        Signals.SIGSEGV,
+        Signals.SIGBUS,
+        Signals.SIGILL,
+        Signals.SIGFPE,
     }
 )
 """SIGABRT is not here: C++ raises it for an uncaught error of a connection, too."""

@@ -14,7 +14,6 @@ from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
 from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
 from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
-from vllm_heteroinfer.pod.addresses import ENV_OWN_ADDRESS
 from vllm_heteroinfer.pod.open_mp import first_level
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -168,7 +167,7 @@ def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         # Its default differs by device, and the two runners exchange different tensors.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        ENV_OWN_ADDRESS: host.address,
+        names.ENV_OWN_ADDRESS: host.address,
         "GLOO_SOCKET_IFNAME": host.interface,
         "VLLM_PP_LAYER_PARTITION": ",".join(str(layers) for layers in plan.layers_by_stage),
     }

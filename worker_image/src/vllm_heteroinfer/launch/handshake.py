@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.group_key import EpochKey, new_nonce
+from heteroinfer_contract.fresh_keys import new_nonce
+from heteroinfer_contract.group_key import EpochKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from vllm_heteroinfer.launch.child_process import (
 )
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.environment import Host, api_environment, can_be_forked, rank_environment
-from vllm_heteroinfer.launch.supervisor_link import RankBeat
+from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 from vllm_heteroinfer.pod.channel import RankChannel, RankReport, SupervisorMessage
 from vllm_heteroinfer.pod.forking import ForkClient, ForkRequest, difference
 

@@ -6,7 +6,7 @@ from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.culprit import Stuck
-from vllm_heteroinfer.launch.supervisor_link import RankBeat
+from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
 from vllm_heteroinfer.launch.start_clock import StartClock
-from vllm_heteroinfer.launch.supervisor_link import Message
+from vllm_heteroinfer.launch.supervisor_messages import Message
 from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer

@@ -1,4 +1,4 @@
 """What every process of a worker pod has, whoever it is: addresses, cgroups, the channel to its supervisor.
 
-Imports the standard library and heteroinfer_contract only; the supervisor lives on when torch or vLLM break.
+Stdlib and the contract only: the supervisor lives on when torch or vLLM break.
 """

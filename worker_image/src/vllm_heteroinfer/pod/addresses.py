@@ -6,12 +6,9 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Mapping
-from typing import Final
 
+from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-
-ENV_OWN_ADDRESS: Final = "VLLM_HOST_IP"
-"""vLLM's own name; set by the supervisor for each process that it starts."""
 
 
 def resolve(host: str) -> str:
@@ -60,9 +57,9 @@ def own_address(env: Mapping[str, str]) -> str:
     Raises:
         ContractError: this process was not started by a supervisor.
     """
-    if not env.get(ENV_OWN_ADDRESS):
-        raise ContractError(f"{ENV_OWN_ADDRESS} is not set; ranks are started by `heteroinfer-worker`")
-    return env[ENV_OWN_ADDRESS]
+    if not env.get(names.ENV_OWN_ADDRESS):
+        raise ContractError(f"{names.ENV_OWN_ADDRESS} is not set; ranks are started by `heteroinfer-worker`")
+    return env[names.ENV_OWN_ADDRESS]
 
 
 def bind_host(host: str) -> str | None:

@@ -135,7 +135,7 @@ def run(
         memory_nodes=memory_nodes(os.environ),
     )
     if rank.feed_forward is not None:
-        from vllm_heteroinfer.feed_forward.rank import serve
+        from vllm_heteroinfer.feed_forward.answering_rank import serve
         from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
 
         prefer_nodes_or_warn(context.memory_nodes)

@@ -1,4 +1,4 @@
-"""How fast vLLM's and our CPU kernels read weights: `python -m vllm_heteroinfer.calibration.kernels ...`.
+"""How fast vLLM's and our kernels read weights: `python -m vllm_heteroinfer.calibration.kernel_reading ...`.
 
 Layers are built and packed as vLLM builds them for a model in each format, with random weights; experts are
 called as a feed-forward rank calls them. Imports vLLM.

@@ -1,0 +1,45 @@
+"""Whether a model that was fetched is complete in its cache. Reads its files; stdlib only."""
+
+from pathlib import Path
+
+from heteroinfer_contract.errors import ContractError, ModelIncompleteError
+from heteroinfer_contract.model_fetch import MARKER_FILE, CompleteModel, FetchedFile
+
+
+def read_marker(directory: Path) -> CompleteModel | None:
+    """Returns the marker of a model's folder; None without one, or with one that cannot be read."""
+    try:
+        return CompleteModel.from_json((directory / MARKER_FILE).read_text())
+    except (OSError, UnicodeDecodeError, ContractError):
+        return None
+
+
+def damaged_files(directory: Path, complete: CompleteModel) -> list[FetchedFile]:
+    """Returns the files of a complete model that are missing or of another size."""
+    return [file for file in complete.files if _size_bytes(directory / file.path) != file.size_bytes]
+
+
+def check_complete(directory: Path) -> None:
+    """Checks that a model that was fetched is still there, by the sizes of its files.
+
+    Raises:
+        ModelIncompleteError: it is not.
+    """
+    complete = read_marker(directory)
+    if complete is None:
+        raise ModelIncompleteError(
+            f"{directory}: expected a complete model, got no readable {MARKER_FILE}: it was removed from the "
+            "cache, or this volume is another one; the operator fetches it again"
+        )
+    if damaged := damaged_files(directory, complete):
+        raise ModelIncompleteError(
+            f"{directory}: {len(damaged)} of {len(complete.files)} files are missing or cut short, the first "
+            f"{damaged[0].path}, expected {damaged[0].size_bytes} bytes; the operator fetches them again"
+        )
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):  # a name that no file can have
+        return -1
