@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from heteroinfer_contract.errors import ContractError
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
+from tests.integration.kernels.mixture_probe import choice, mixture
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8
@@ -449,7 +450,10 @@ def mlp_names() -> dict[str, str]:
 
 QUESTIONS = {
     f.__name__: f
-    for f in (linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms, mlp_names)
+    for f in (
+        *(linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms, mlp_names),
+        *(choice, mixture),
+    )
 }
 
 

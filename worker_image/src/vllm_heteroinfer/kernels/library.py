@@ -33,6 +33,14 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
             *(_LONG, _LONG, _LONG, _LONG, _LONG),
         ),
     ),
+    "heteroinfer_choose_experts": (
+        None,
+        (_POINTER, _POINTER, _POINTER, ctypes.c_int, _POINTER, _LONG),
+    ),
+    "heteroinfer_mixture": (
+        None,
+        (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, ctypes.c_int, _LONG),
+    ),
 }
 
 

@@ -121,6 +121,69 @@ void weighted_sum(uint16_t* y, const float* const* parts, const float* weights, 
   }
 }
 
+void choose_experts(float* weights, int32_t* ids, const void* logits, bool bf16, const Routing& routing, float* scratch) {
+  const float kInfinity = __builtin_inff();
+  const long count = routing.experts, padded = (count + 15) / 16 * 16;
+  float *scores = scratch, *keys = scratch + padded;
+  Floats highest = Floats{} - kInfinity;
+  for (long e = 0; e < count; e++) {
+    if (bf16) {
+      const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(logits)[e]) << 16;
+      __builtin_memcpy(scores + e, &bits, 4);
+    } else {
+      scores[e] = static_cast<const float*>(logits)[e];
+    }
+  }
+  for (long e = count; e < padded; e++) scores[e] = -kInfinity;
+  for (long e = 0; e < padded; e += 16) {
+    const Floats x = load(scores + e);
+    highest = x > highest ? x : highest;
+  }
+  float top = -kInfinity, sum = 0;
+  for (int i = 0; i < 16; i++) top = highest[i] > top ? highest[i] : top;
+  Floats sums = {};
+  for (long e = 0; e < padded; e += 16) {
+    const Floats x = load(scores + e);
+    // Between NaN's bits and what is shifted in there may be a number.
+    Floats score = routing.sigmoid ? 1.0f / (1.0f + exponential(-x)) : exponential(x - top);
+    const Floats inner = routing.sigmoid ? x : x - top;
+    score = inner != inner ? inner : score;
+    if (e + 16 > count)
+      for (long i = count - e; i < 16; i++) score[i] = 0;
+    sums += score;
+    _mm512_storeu_ps(scores + e, (__m512)score);
+  }
+  if (!routing.sigmoid) {
+    for (int i = 0; i < 16; i++) sum += sums[i];
+    for (long e = 0; e < padded; e += 16) _mm512_storeu_ps(scores + e, (__m512)(load(scores + e) / sum));
+  }
+  for (long e = 0; e < padded; e++) {
+    const float key = routing.bias && e < count ? scores[e] + routing.bias[e] : scores[e];
+    keys[e] = e >= count ? -kInfinity : key != key ? kInfinity : key < -3e38f ? -3e38f : key;
+  }
+  float total = 0;
+  for (long j = 0; j < routing.topk; j++) {
+    Floats best = Floats{} - kInfinity;
+    Ints at = {};
+    for (long e = 0; e < padded; e += 16) {
+      const Floats key = load(keys + e);
+      at = key > best ? Ints{} + static_cast<int32_t>(e) : at;
+      best = key > best ? key : best;
+    }
+    int lane = 0;
+    for (int i = 1; i < 16; i++)
+      if (best[i] > best[lane] || (best[i] == best[lane] && at[i] + i < at[lane] + lane)) lane = i;
+    ids[j] = at[lane] + lane;
+    weights[j] = scores[ids[j]];
+    total += weights[j];
+    keys[ids[j]] = -kInfinity;
+  }
+  for (long j = 0; j < routing.topk; j++) {
+    if (routing.normalize) weights[j] /= total;
+    weights[j] *= routing.factor;
+  }
+}
+
 void add_scaled(float* c, const float* part, float scale, long count) {
   for (long i = 0; i < count; i += 16)
     _mm512_storeu_ps(c + i, _mm512_fmadd_ps(_mm512_loadu_ps(part + i), _mm512_set1_ps(scale), _mm512_loadu_ps(c + i)));
