@@ -113,6 +113,21 @@ CPU_MIXTURE: Final = Patch(
     remove_when="vLLM lets a platform or a plugin choose the runner of experts, or is as quick itself",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
+CPU_NORM: Final = Patch(
+    id="cpu_norm",
+    target="vllm.model_executor.layers.layernorm:RMSNorm.forward_native",
+    parameters=("self", "x", "residual"),
+    processes="CPU ranks of a group",
+    why=(
+        "eager CPU ranks compute a bf16 norm by one call; vLLM's registry of operations, torch's dispatcher "
+        "and threads that wake up for a few rows take several times as long as the norm; a class registered "
+        "out of tree would stand for every class of that name"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="vLLM's norm of CPUs is as quick for few rows",
+    otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
+)
 CPU_ROPE: Final = Patch(
     id="cpu_rope",
     target="vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",
@@ -148,6 +163,7 @@ PATCHES: Final = (
     CPU_FP8_EXPERTS_APPLY,
     CPU_ROUTER,
     CPU_MIXTURE,
+    CPU_NORM,
     CPU_ROPE,
     ENGINE_PAUSE,
 )

@@ -134,6 +134,12 @@ inline long choosing_floats(long experts) { return 2 * ((experts + 15) / 16 * 16
 // first; from the logits of a row, bf16 or float32. NaN counts as the highest. `scratch` as above.
 void choose_experts(float* weights, int32_t* ids, const void* logits, bool bf16, const Routing& routing, float* scratch);
 
+// y[n] = x[n] / sqrt(mean(x^2) + epsilon) * weight[n], rounded to nearest even; n is a multiple of 32.
+void norm_row(uint16_t* y, const uint16_t* x, const uint16_t* weight, long n, float epsilon);
+
+// residual[n] = x + residual, rounded, and x its norm as above, of the sum before it is rounded where that is squared.
+void add_and_norm_row(uint16_t* x, uint16_t* residual, const uint16_t* weight, long n, float epsilon);
+
 // c[count] += scale * part[count]; count is a multiple of 16.
 void add_scaled(float* c, const float* part, float scale, long count);
 

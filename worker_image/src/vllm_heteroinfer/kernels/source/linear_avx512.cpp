@@ -121,6 +121,49 @@ void weighted_sum(uint16_t* y, const float* const* parts, const float* weights, 
   }
 }
 
+namespace {
+
+inline Floats widen(const uint16_t* from) {
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  Halves halves;
+  __builtin_memcpy(&halves, from, sizeof(halves));
+  return (Floats)(__builtin_convertvector(halves, Bits) << 16);
+}
+
+inline void store_rounded(uint16_t* to, Floats value) {
+  const Bits bits = (Bits)value;
+  Bits rounded = (bits + ((bits >> 16 & 1) + 0x7fff)) >> 16;
+  rounded = (Ints)(value != value) ? Bits{} + 0x7fc0 : rounded;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)rounded));
+}
+
+// 1 / sqrt of the mean of n squares, of which each lane has every 16th.
+inline float inverse_root(Floats squares, long n, float epsilon) {
+  return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps((__m512)squares) / static_cast<float>(n) + epsilon);
+}
+
+inline void scale_row(uint16_t* y, const uint16_t* x, const uint16_t* weight, long n, float scale) {
+  for (long i = 0; i < n; i += 16) store_rounded(y + i, widen(x + i) * scale * widen(weight + i));
+}
+
+}  // namespace
+
+void norm_row(uint16_t* y, const uint16_t* x, const uint16_t* weight, long n, float epsilon) {
+  Floats squares = {};
+  for (long i = 0; i < n; i += 16) squares += widen(x + i) * widen(x + i);
+  scale_row(y, x, weight, n, inverse_root(squares, n, epsilon));
+}
+
+void add_and_norm_row(uint16_t* x, uint16_t* residual, const uint16_t* weight, long n, float epsilon) {
+  Floats squares = {};
+  for (long i = 0; i < n; i += 16) {
+    const Floats sum = widen(x + i) + widen(residual + i);
+    squares += sum * sum;
+    store_rounded(residual + i, sum);
+  }
+  scale_row(x, residual, weight, n, inverse_root(squares, n, epsilon));
+}
+
 void choose_experts(float* weights, int32_t* ids, const void* logits, bool bf16, const Routing& routing, float* scratch) {
   const float kInfinity = __builtin_inff();
   const long count = routing.experts, padded = (count + 15) / 16 * 16;
