@@ -30,6 +30,7 @@ def patched_norms() -> Any:
         taken[f"added {rows} {width}"] = compared(drawn(rows, width), drawn(rows, width))
         wide = drawn(rows, 6 * width)
         taken[f"heads {rows} {width}"] = compared(wide[:, width : 5 * width].view(rows, 4, width))
+        taken[f"heads apart {rows} {width}"] = compared(wide.view(rows, 3, 2 * width)[..., :width])
         taken[f"a view {rows} {width}"] = compared(wide[:, width : 2 * width])
     left["float32"] = compared(drawn(5, 64).float())
     left["added float32"] = compared(drawn(5, 64).float(), drawn(5, 64).float())

@@ -123,7 +123,7 @@ def test_norms_in_one_call_round_as_the_operation_that_they_stand_for(usable: li
     answer = ask_forked(PROBE, "patched_norms", *usable)
     assert answer["applied"]
     assert answer["reverted"]
-    assert len(answer["taken"]) == 20
+    assert len(answer["taken"]) == 25
     for what, (calls, share, steps) in answer["taken"].items():
         assert calls == 1, what
         assert share < 1e-3, (what, share)  # squares are added up in another order
