@@ -21,6 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from heteroinfer_contract.errors import ContractError
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
+from tests.integration.kernels.mixture_probe import choice, mixture
+from tests.integration.kernels.norms_probe import patched_norms
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8
@@ -366,8 +368,9 @@ def norms() -> Any:
     from vllm import ir
     from vllm.config import CompilationMode
 
+    import vllm_heteroinfer.platform.cpu_norms  # noqa: F401 - registers the operations
+    from vllm_heteroinfer.kernels.norms import PROVIDER
     from vllm_heteroinfer.platform.cpu import HeteroCpuPlatform
-    from vllm_heteroinfer.platform.cpu_norms import PROVIDER
 
     def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.double()
@@ -449,7 +452,10 @@ def mlp_names() -> dict[str, str]:
 
 QUESTIONS = {
     f.__name__: f
-    for f in (linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms, mlp_names)
+    for f in (
+        *(linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms, mlp_names),
+        *(choice, mixture, patched_norms),
+    )
 }
 
 

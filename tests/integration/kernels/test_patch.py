@@ -119,5 +119,18 @@ def test_norms_of_eager_ranks_are_sums_written_out() -> None:
     assert asked == ["vllm_cpu", "native"]
 
 
+def test_norms_in_one_call_round_as_the_operation_that_they_stand_for(usable: list[str]) -> None:
+    answer = ask_forked(PROBE, "patched_norms", *usable)
+    assert answer["applied"]
+    assert answer["reverted"]
+    assert len(answer["taken"]) == 25
+    for what, (calls, share, steps) in answer["taken"].items():
+        assert calls == 1, what
+        assert share < 1e-3, (what, share)  # squares are added up in another order
+        assert steps <= 1.0, (what, steps)
+    assert len(answer["left"]) == 9
+    assert set(map(tuple, answer["left"].values())) == {(0, 0.0, 0.0)}, answer["left"]
+
+
 def test_registry_is_of_the_pinned_version() -> None:
     assert all(VLLM_VERSION in patch.verified for patch in PATCHES)

@@ -34,6 +34,19 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
             *(_LONG, _LONG, _LONG, _LONG, _LONG),
         ),
     ),
+    "heteroinfer_norm": (
+        None,
+        (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, ctypes.c_float),
+    ),
+    "heteroinfer_add_and_norm": (None, (_POINTER, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float)),
+    "heteroinfer_choose_experts": (
+        None,
+        (_POINTER, _POINTER, _POINTER, ctypes.c_int, _POINTER, _LONG),
+    ),
+    "heteroinfer_mixture": (
+        None,
+        (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, ctypes.c_int, _LONG),
+    ),
 }
 
 

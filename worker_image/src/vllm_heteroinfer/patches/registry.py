@@ -98,6 +98,36 @@ CPU_ROUTER: Final = Patch(
     verified=("0.32.0",),
     remove_when="vLLM's router of CPUs chooses as its routers of GPUs do",
 )
+CPU_MIXTURE: Final = Patch(
+    id="cpu_mixture",
+    target="vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner.forward",
+    parameters=("self", "hidden_states", "router_logits", "input_ids", "shared_experts_input"),
+    processes="CPU ranks of a group",
+    why=(
+        "eager CPU ranks compute router, choice and packed experts in one call; vLLM's way through a dozen "
+        "functions and as many small tensors takes longer than few rows of small experts do, and no option "
+        "chooses another runner"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="vLLM lets a platform or a plugin choose the runner of experts, or is as quick itself",
+    otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
+)
+CPU_NORM: Final = Patch(
+    id="cpu_norm",
+    target="vllm.model_executor.layers.layernorm:RMSNorm.forward_native",
+    parameters=("self", "x", "residual"),
+    processes="CPU ranks of a group",
+    why=(
+        "eager CPU ranks compute a bf16 norm by one call; vLLM's registry of operations, torch's dispatcher "
+        "and threads that wake up for a few rows take several times as long as the norm; a class registered "
+        "out of tree would stand for every class of that name"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="vLLM's norm of CPUs is as quick for few rows",
+    otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
+)
 CPU_ROPE: Final = Patch(
     id="cpu_rope",
     target="vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",
@@ -132,6 +162,8 @@ PATCHES: Final = (
     CPU_FP8_EXPERTS_PACKING,
     CPU_FP8_EXPERTS_APPLY,
     CPU_ROUTER,
+    CPU_MIXTURE,
+    CPU_NORM,
     CPU_ROPE,
     ENGINE_PAUSE,
 )

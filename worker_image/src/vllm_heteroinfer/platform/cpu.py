@@ -52,7 +52,7 @@ class HeteroCpuPlatform(CpuPlatform):
 
         if vllm_config.compilation_config.mode != CompilationMode.NONE or not is_wanted(os.environ):
             return super().get_default_ir_op_priority(vllm_config)
-        from vllm_heteroinfer.platform.cpu_norms import PROVIDER
+        from vllm_heteroinfer.kernels.norms import PROVIDER
 
         ours = [PROVIDER, "native"]
         return IrOpPriorityConfig.with_default(["native"], rms_norm=ours, fused_add_rms_norm=ours)

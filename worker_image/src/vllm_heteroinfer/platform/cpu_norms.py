@@ -9,7 +9,8 @@ from typing import Final
 import torch
 from vllm import ir
 
-PROVIDER: Final = "vllm_cpu"
+from vllm_heteroinfer.kernels.norms import PROVIDER
+
 _VECTOR: Final = 32
 """Elements: rows of the operations are whole vectors, of 8 or 16."""
 

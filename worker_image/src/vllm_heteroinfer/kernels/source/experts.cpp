@@ -22,6 +22,8 @@ namespace {
 constexpr long kRowsOfABlock = 64;  // of one expert, that make its units cost about twice as much as one row does
 constexpr long kInputBytes = 4;    // at most, of a packed input
 
+constexpr long kSerialLogits = 4096;  // that one thread chooses from sooner than others wake up
+
 constexpr int kWideBlocks = 2;  // that are widened into the first cache in turn, where they prefetch a unit of scales each
 
 thread_local Buffer plan_buffer, inputs_buffer, hidden_buffer, gates_buffer, downs_buffer, rows_buffer, sums_buffer;
@@ -266,10 +268,42 @@ T* take(char*& memory, long count) {
   return taken;
 }
 
+// What a layer does with a row, but for the logits.
+struct Layer {
+  const void *w13, *w2;                   // as `heteroinfer_experts` takes them
+  const float *scales13, *scales2;
+  const uint16_t* gate;  // packed weight [experts][hidden] of the router; null where logits are given
+  long hidden, inner;
+  Routing routing;
+};
+
+thread_local Buffer logits_buffer, weights_buffer, ids_buffer, scores_buffer;
+
 }  // namespace
 
 #pragma GCC visibility push(default)
 extern "C" {
+
+void heteroinfer_linear(uint16_t* y, long ldy, const uint16_t* x, long ldx, const uint16_t* w, const uint16_t* bias,
+                        long m, long n, long k);
+
+// weights[m][topk] and ids[m][topk] of the experts chosen for each row, by logits[m][experts], bf16 or float32.
+void heteroinfer_choose_experts(float* weights, int32_t* ids, const void* logits, int bf16, const Routing* routing,
+                                long m) {
+  const long row_bytes = routing->experts * (bf16 ? 2 : 4);
+  const auto choose = [&](long row) {
+    auto* scratch = static_cast<float*>(
+        scores_buffer.reserve(static_cast<size_t>(choosing_floats(routing->experts)) * sizeof(float)));
+    choose_experts(weights + row * routing->topk, ids + row * routing->topk,
+                   static_cast<const char*>(logits) + row * row_bytes, bf16, *routing, scratch);
+  };
+  if (m * routing->experts <= kSerialLogits) {
+    for (long row = 0; row < m; row++) choose(row);
+    return;
+  }
+#pragma omp parallel for
+  for (long row = 0; row < m; row++) choose(row);
+}
 
 // y[m][hidden] (row stride ldy) from x[m][hidden] (row stride ldx); ids[m][topk] of `experts`, others count nothing;
 // weights[m][topk]. w13: for each expert a packed weight of 2 * inner columns, gate and up in turn by blocks of 32;
@@ -353,6 +387,26 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
       weighted_sum(y + r * ldy + column, parts, shares, count, std::min<long>(256, hidden - column));
     }
   }
+}
+
+// A layer's routed experts from the hidden states on: logits, choice, sum; by the functions above, in turn. `logits` are
+// [m][experts], bf16 or float32, or null where the layer has a gate.
+void heteroinfer_mixture(const Layer* layer, uint16_t* y, long ldy, const uint16_t* x, long ldx, const void* logits,
+                         int bf16, long m) {
+  if (m <= 0) return;
+  const Routing& routing = layer->routing;
+  if (layer->gate) {
+    auto* made = static_cast<uint16_t*>(logits_buffer.reserve(static_cast<size_t>(m * routing.experts) * 2));
+    heteroinfer_linear(made, routing.experts, x, ldx, layer->gate, nullptr, m, routing.experts, layer->hidden);
+    logits = made;
+    bf16 = 1;
+  }
+  const size_t choices = static_cast<size_t>(m * routing.topk);
+  auto* weights = static_cast<float*>(weights_buffer.reserve(choices * sizeof(float)));
+  auto* ids = static_cast<int32_t*>(ids_buffer.reserve(choices * sizeof(int32_t)));
+  heteroinfer_choose_experts(weights, ids, logits, bf16, &routing, m);
+  heteroinfer_experts(y, ldy, x, ldx, layer->w13, layer->w2, layer->scales13, layer->scales2, weights, ids, m,
+                      routing.topk, routing.experts, layer->hidden, layer->inner);
 }
 
 }  // extern "C"

@@ -118,6 +118,28 @@ void silu_and_multiply(uint16_t* h, long ldh, const float* sums, long ld, int ro
 // y[n] = sum over i of weights[i] * parts[i][n], in their order, rounded to nearest even; n is a multiple of 16.
 void weighted_sum(uint16_t* y, const float* const* parts, const float* weights, long count, long n);
 
+// How a layer chooses experts for a row, as patches/cpu_router.py says.
+struct Routing {
+  long experts, topk;
+  const float* bias;   // [experts], that corrects which are chosen but not what they weigh; or null
+  long sigmoid;        // scores are sigmoids of the logits; else their softmax
+  long normalize;      // weights add up to `factor`
+  float factor;
+};
+
+// Floats that `choose_experts` needs.
+inline long choosing_floats(long experts) { return 2 * ((experts + 15) / 16 * 16); }
+
+// weights[topk] and ids[topk] of the experts with the highest corrected scores, the highest first, of equal ones the
+// first; from the logits of a row, bf16 or float32. NaN counts as the highest. `scratch` as above.
+void choose_experts(float* weights, int32_t* ids, const void* logits, bool bf16, const Routing& routing, float* scratch);
+
+// y[n] = x[n] / sqrt(mean(x^2) + epsilon) * weight[n], rounded to nearest even; n is a multiple of 32.
+void norm_row(uint16_t* y, const uint16_t* x, const uint16_t* weight, long n, float epsilon);
+
+// residual[n] = x + residual, rounded, and x its norm as above, of the sum before it is rounded where that is squared.
+void add_and_norm_row(uint16_t* x, uint16_t* residual, const uint16_t* weight, long n, float epsilon);
+
 // c[count] += scale * part[count]; count is a multiple of 16.
 void add_scaled(float* c, const float* part, float scale, long count);
 

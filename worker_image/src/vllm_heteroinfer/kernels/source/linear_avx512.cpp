@@ -121,6 +121,112 @@ void weighted_sum(uint16_t* y, const float* const* parts, const float* weights, 
   }
 }
 
+namespace {
+
+inline Floats widen(const uint16_t* from) {
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  Halves halves;
+  __builtin_memcpy(&halves, from, sizeof(halves));
+  return (Floats)(__builtin_convertvector(halves, Bits) << 16);
+}
+
+inline void store_rounded(uint16_t* to, Floats value) {
+  const Bits bits = (Bits)value;
+  Bits rounded = (bits + ((bits >> 16 & 1) + 0x7fff)) >> 16;
+  rounded = (Ints)(value != value) ? Bits{} + 0x7fc0 : rounded;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)rounded));
+}
+
+// 1 / sqrt of the mean of n squares, of which each lane has every 16th.
+inline float inverse_root(Floats squares, long n, float epsilon) {
+  return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps((__m512)squares) / static_cast<float>(n) + epsilon);
+}
+
+inline void scale_row(uint16_t* y, const uint16_t* x, const uint16_t* weight, long n, float scale) {
+  for (long i = 0; i < n; i += 16) store_rounded(y + i, widen(x + i) * scale * widen(weight + i));
+}
+
+}  // namespace
+
+void norm_row(uint16_t* y, const uint16_t* x, const uint16_t* weight, long n, float epsilon) {
+  Floats squares = {};
+  for (long i = 0; i < n; i += 16) squares += widen(x + i) * widen(x + i);
+  scale_row(y, x, weight, n, inverse_root(squares, n, epsilon));
+}
+
+void add_and_norm_row(uint16_t* x, uint16_t* residual, const uint16_t* weight, long n, float epsilon) {
+  Floats squares = {};
+  for (long i = 0; i < n; i += 16) {
+    const Floats sum = widen(x + i) + widen(residual + i);
+    squares += sum * sum;
+    store_rounded(residual + i, sum);
+  }
+  scale_row(x, residual, weight, n, inverse_root(squares, n, epsilon));
+}
+
+void choose_experts(float* weights, int32_t* ids, const void* logits, bool bf16, const Routing& routing, float* scratch) {
+  const float kInfinity = __builtin_inff();
+  const long count = routing.experts, padded = (count + 15) / 16 * 16;
+  float *scores = scratch, *keys = scratch + padded;
+  Floats highest = Floats{} - kInfinity;
+  for (long e = 0; e < count; e++) {
+    if (bf16) {
+      const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(logits)[e]) << 16;
+      __builtin_memcpy(scores + e, &bits, 4);
+    } else {
+      scores[e] = static_cast<const float*>(logits)[e];
+    }
+  }
+  for (long e = count; e < padded; e++) scores[e] = -kInfinity;
+  for (long e = 0; e < padded; e += 16) {
+    const Floats x = load(scores + e);
+    highest = x > highest ? x : highest;
+  }
+  float top = -kInfinity, sum = 0;
+  for (int i = 0; i < 16; i++) top = highest[i] > top ? highest[i] : top;
+  Floats sums = {};
+  for (long e = 0; e < padded; e += 16) {
+    const Floats x = load(scores + e);
+    // Between NaN's bits and what is shifted in there may be a number.
+    Floats score = routing.sigmoid ? 1.0f / (1.0f + exponential(-x)) : exponential(x - top);
+    const Floats inner = routing.sigmoid ? x : x - top;
+    score = inner != inner ? inner : score;
+    if (e + 16 > count)
+      for (long i = count - e; i < 16; i++) score[i] = 0;
+    sums += score;
+    _mm512_storeu_ps(scores + e, (__m512)score);
+  }
+  if (!routing.sigmoid) {
+    for (int i = 0; i < 16; i++) sum += sums[i];
+    for (long e = 0; e < padded; e += 16) _mm512_storeu_ps(scores + e, (__m512)(load(scores + e) / sum));
+  }
+  for (long e = 0; e < padded; e++) {
+    const float key = routing.bias && e < count ? scores[e] + routing.bias[e] : scores[e];
+    keys[e] = e >= count ? -kInfinity : key != key ? kInfinity : key < -3e38f ? -3e38f : key;
+  }
+  float total = 0;
+  for (long j = 0; j < routing.topk; j++) {
+    Floats best = Floats{} - kInfinity;
+    Ints at = {};
+    for (long e = 0; e < padded; e += 16) {
+      const Floats key = load(keys + e);
+      at = key > best ? Ints{} + static_cast<int32_t>(e) : at;
+      best = key > best ? key : best;
+    }
+    int lane = 0;
+    for (int i = 1; i < 16; i++)
+      if (best[i] > best[lane] || (best[i] == best[lane] && at[i] + i < at[lane] + lane)) lane = i;
+    ids[j] = at[lane] + lane;
+    weights[j] = scores[ids[j]];
+    total += weights[j];
+    keys[ids[j]] = -kInfinity;
+  }
+  for (long j = 0; j < routing.topk; j++) {
+    if (routing.normalize) weights[j] /= total;
+    weights[j] *= routing.factor;
+  }
+}
+
 void add_scaled(float* c, const float* part, float scale, long count) {
   for (long i = 0; i < count; i += 16)
     _mm512_storeu_ps(c + i, _mm512_fmadd_ps(_mm512_loadu_ps(part + i), _mm512_set1_ps(scale), _mm512_loadu_ps(c + i)));

@@ -8,7 +8,7 @@ from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from heteroinfer_contract.cgroups import available_memory
-from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_rope, cpu_router
+from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_mixture, cpu_norm, cpu_rope, cpu_router
 from vllm_heteroinfer.rank.worker import headroom
 from vllm_heteroinfer.rank.worker.group_worker import GroupWorkerMixin
 from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
@@ -32,6 +32,8 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         cpu_linear.install()
         cpu_experts.install()
         cpu_router.install()
+        cpu_mixture.install()
+        cpu_norm.install()
         cpu_rope.install()
         super().load_model(**kwargs)
 

@@ -1,0 +1,274 @@
+"""What the patch `cpu_mixture` makes of vLLM's mixtures, beside vLLM's way; asked by `layers_probe`."""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales
+from tests.shapes.kernels import cpu_with
+from vllm_heteroinfer.kernels import linear
+from vllm_heteroinfer.kernels.experts import PackedExperts
+from vllm_heteroinfer.kernels.library import KernelLibrary
+from vllm_heteroinfer.kernels.routing import SCORES, Chooser, ExpertChoice, Mixture
+from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_mixture, cpu_router
+
+HIDDEN, INNER, EXPERTS, TOPK = 64, 64, 20, 3
+ROWS = (1, 5, 40, 300)
+
+
+def build(
+    name: str, *, weights: str = "bfloat16", gate: str = "", biased: bool = False, **options: Any
+) -> Any:
+    """Returns a loaded mixture as vLLM builds it, with random weights.
+
+    Args:
+        name: of the layer.
+        weights: of experts, bfloat16, float32 or fp8.
+        gate: dtype of its logits; empty where the model gives logits.
+        biased: whether a bias corrects the choice.
+        options: of vLLM's factory.
+    """
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    fp8 = weights == "fp8"
+    inner = 256 if fp8 else INNER
+    dtype = torch.bfloat16 if fp8 else getattr(torch, weights)
+    with set_default_torch_dtype(dtype), cpu_with(amx=True) if fp8 else contextlib.nullcontext():
+        runner = FusedMoEFactory(
+            num_experts=EXPERTS,
+            top_k=TOPK,
+            hidden_size=HIDDEN,
+            intermediate_size=inner,
+            quant_config=Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if fp8 else None,
+            prefix=name,
+            params_dtype=dtype,
+            gate=GateLinear(HIDDEN, EXPERTS, out_dtype=getattr(torch, gate)) if gate else None,
+            e_score_correction_bias=torch.nn.Parameter(torch.randn(EXPERTS).float()) if biased else None,
+            **options,
+        )
+    part, draw = runner.routed_experts, torch.Generator().manual_seed(1)
+    if fp8:
+        part.w13_weight.data, part.w2_weight.data = (
+            draw_fp8(draw, *weight.shape) for weight in (part.w13_weight, part.w2_weight)
+        )
+        halves = [draw_scales(draw, EXPERTS, inner, HIDDEN) for _ in range(2)]
+        part.w13_weight_scale_inv.data.copy_(torch.cat(halves, 1))
+        part.w2_weight_scale_inv.data.copy_(draw_scales(draw, EXPERTS, HIDDEN, inner))
+    else:
+        for parameter in part.parameters():
+            torch.nn.init.normal_(parameter, std=HIDDEN**-0.5)
+    part.quant_method.process_weights_after_loading(part)
+    if gate:
+        torch.nn.init.normal_(runner.gate.weight)
+        runner.gate.quant_method.process_weights_after_loading(runner.gate)
+    return runner
+
+
+def taken() -> dict[str, Any]:
+    """Whether each kind is computed in one call, and whether what comes of it is bit by bit vLLM's way."""
+    found: dict[str, Any] = {}
+    for gate, biased, scoring, normalize in product(
+        ("bfloat16", "float32", ""), (False, True), ("softmax", "sigmoid"), (False, True)
+    ):
+        name = f"{gate or 'given'}, {biased}, {scoring}, {normalize}"
+        kind: dict[str, Any] = {"scoring_func": scoring, "renormalize": normalize}
+        runner = build(f"m.{len(found)}", gate=gate, biased=biased, **kind)
+        for logits in ("",) if gate else ("bfloat16", "float32"):
+            found[f"{name} {logits}"] = compared(runner, logits)
+    found["fp8"] = compared(build("m.fp8", weights="fp8", gate="bfloat16"))
+    runner = build("m.factor", biased=True, gate="bfloat16")
+    runner.router.routed_scaling_factor = 2.5
+    found["a factor with a bias"] = compared(runner)
+    return found
+
+
+def left() -> dict[str, Any]:
+    """The same of kinds that go vLLM's way."""
+    found: dict[str, Any] = {"float32": compared(build("l.wide", weights="float32"))}
+    shared = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)
+    found["shared experts"] = compared(build("l.shared", gate="bfloat16", shared_experts=shared))
+    found["groups"] = compared(
+        build("l.groups", gate="bfloat16", use_grouped_topk=True, num_expert_group=4, topk_group=2)
+    )
+    found["activation"] = compared(build("l.gelu", gate="bfloat16", activation="gelu"))
+    runner = build("l.changed", gate="bfloat16")
+    for what, owner, name, value in (
+        ("captured", runner.router, "capture_fn", lambda ids: None),
+        ("factor", runner, "routed_scaling_factor", 2.0),
+        ("split", runner, "moe_config", split(runner.moe_config)),
+    ):
+        kept = getattr(owner, name)
+        runner.__dict__.pop("heteroinfer_mixture", None)
+        setattr(owner, name, value)
+        found[what] = compared(runner)
+        setattr(owner, name, kept)
+    runner.__dict__.pop("heteroinfer_mixture", None)
+    strided = torch.randn(EXPERTS, 5).bfloat16().t()
+    found["logits in a view"] = compared(build("l.view"), strided)
+    return found
+
+
+def split(config: Any) -> Any:
+    """Returns a configuration with experts split over two ranks, of which nobody adds up the parts."""
+    changed = copy.copy(config)
+    changed.skip_final_all_reduce = True
+    changed.moe_parallel_config = dataclasses.replace(config.moe_parallel_config, tp_size=2)
+    return changed
+
+
+def followed() -> list[bool]:
+    """Whether outputs are those of a layer's weights after they were replaced, by where these are."""
+    answer = []
+    for where in ("w13_weight", "w2_weight", "gate", "e_score_correction_bias", "quant_method"):
+        runner = build(f"f.{where}", gate="bfloat16", biased=True)
+        compared(runner)
+        part = runner.routed_experts
+        if where == "gate":
+            weight = torch.randn_like(runner.gate.weight)
+            runner.gate.weight = torch.nn.Parameter(weight, requires_grad=False)
+        elif where == "e_score_correction_bias":
+            runner.router.e_score_correction_bias.data = torch.randn(EXPERTS)
+        elif where == "quant_method":
+            part.quant_method = copy.copy(part.quant_method)
+        else:
+            getattr(part, where).data = torch.randn_like(getattr(part, where))
+        answer.append(compared(runner) == [len(ROWS), True])
+    return answer
+
+
+def compared(runner: Any, logits: str | torch.Tensor = "") -> list[Any]:
+    """Returns in how many of ROWS one call computed it, and whether its outputs were always vLLM's way's."""
+    gated = runner.gate is not None
+    same, calls, compute = [], [], Mixture.compute
+
+    def count(*given: Any) -> torch.Tensor:
+        calls.append(given)
+        return compute(*given)
+
+    dtype = runner.moe_config.in_dtype
+    for rows in ROWS:
+        x = torch.randn(rows, HIDDEN).to(dtype)
+        given = x
+        if isinstance(logits, torch.Tensor):
+            x, given = x[:5], logits[: len(x)]
+        elif not gated:
+            given = torch.randn(rows, EXPERTS).to(getattr(torch, logits) if logits else dtype)
+        cpu_mixture.revert()
+        expected = runner(hidden_states=x.clone(), router_logits=given)
+        cpu_mixture.install()
+        with mock.patch.object(Mixture, "compute", count):
+            got = runner(hidden_states=x.clone(), router_logits=given)
+        same.append(torch.equal(got, expected) and bool(got.isfinite().all()))
+    return [len(calls), all(same)]
+
+
+def choice() -> Any:
+    """How far weights of one call are from torch's, which experts differ, and what ties and NaN come to."""
+    library = linear.prepare()
+    gaps, others = {}, []
+    for experts, topk, dtype in product(
+        (1, 8, 16, 20, 128, 200, 512), (1, 3, 8, 22), ("bfloat16", "float32")
+    ):
+        if topk > experts:
+            continue
+        torch.manual_seed(experts)
+        for scoring, biased, normalize in product(SCORES, (False, True), (False, True)):
+            kind = f"{experts} {topk} {dtype} {scoring} {biased} {normalize}"
+            bias = torch.randn(experts) if biased else None
+            routing = ExpertChoice(
+                experts=experts, topk=topk, bias=bias, scoring=scoring, normalize=normalize, factor=2.5
+            )
+            logits = (3 * torch.randn(300, experts)).to(getattr(torch, dtype))
+            weights, ids = Chooser(library, routing).choose(logits)
+            wide = logits.double()
+            scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+            corrected = scores if bias is None else scores + bias
+            best = corrected.topk(topk, -1).values
+            found = corrected.gather(-1, ids.long())
+            if not (torch.allclose(found, best, rtol=1e-6, atol=1e-6) and all_differ(ids)):
+                others.append(kind)
+            expected = scores.gather(-1, ids.long())
+            if normalize:
+                expected = expected / expected.sum(-1, keepdim=True)
+            gaps[kind] = float((weights / (2.5 * expected) - 1).abs().max())
+    plain = ExpertChoice(experts=20, topk=3, bias=None, scoring="softmax", normalize=True, factor=1.0)
+    odd = torch.randn(4, 20)
+    odd[1, 7], odd[2], odd[3, 19] = float("nan"), 1.0, float("inf")
+    weights, ids = Chooser(library, plain).choose(odd)
+    return {
+        "gaps": gaps,
+        "others": others,
+        "finite": weights.isfinite().all(-1).tolist(),
+        "differ": all_differ(ids) and int(ids.min()) >= 0 and int(ids.max()) < 20,
+        "ties": ids[2].tolist(),
+        "refused": refused(library),
+    }
+
+
+def all_differ(ids: torch.Tensor) -> bool:
+    """Returns whether no row has an expert twice."""
+    return all(len(set(row)) == len(row) for row in ids.tolist())
+
+
+def refused(library: KernelLibrary) -> list[str]:
+    """What is said to arguments that raw pointers must not be made of."""
+    fits: dict[str, Any] = {
+        "experts": 4, "topk": 2, "bias": None, "scoring": "softmax", "normalize": True, "factor": 1.0
+    }  # fmt: skip
+    routing = ExpertChoice(**fits)
+    packed = PackedExperts(w13=torch.zeros(4, 64, 64).bfloat16(), w2=torch.zeros(4, 64, 32).bfloat16())
+    gate = torch.zeros(1, 32, 32, 2).bfloat16()
+    x, logits = torch.zeros(2, 64).bfloat16(), torch.zeros(2, 4)
+    gated, given = Mixture(library, routing, packed, gate), Mixture(library, routing, packed, None)
+    said = []
+    wrong_ones: tuple[Callable[[], Any], ...] = (
+        *(lambda changed=changed: ExpertChoice(**{**fits, **changed}) for changed in (
+            {"topk": 5}, {"scoring": "tanh"}, {"bias": torch.zeros(5)}, {"bias": torch.zeros(4).double()}
+        )),
+        lambda: Chooser(library, routing).choose(logits.double()),
+        lambda: Chooser(library, routing).choose(torch.zeros(2, 5)),
+        lambda: Chooser(library, routing).choose(torch.zeros(4, 2).t()),
+        lambda: Mixture(library, dataclasses.replace(routing, experts=5), packed, gate),
+        lambda: Mixture(library, routing, packed, gate.float()),
+        lambda: Mixture(library, routing, packed, gate[:, :16]),
+        lambda: gated.compute(x.float(), None),
+        lambda: gated.compute(x[:, :32], None),
+        lambda: gated.compute(torch.zeros(64, 2).bfloat16().t(), None),
+        lambda: given.compute(x, None),
+        lambda: given.compute(x, logits[:1]),
+        lambda: given.compute(x, logits.double()),
+    )  # fmt: skip
+    for wrong in wrong_ones:
+        try:
+            wrong()
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+    return said
+
+
+def mixture() -> Any:
+    """All of it, with the patches of a rank; and whether the patch goes."""
+    from vllm.config import get_current_vllm_config
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    torch.manual_seed(0)
+    original = MoERunner.forward
+    for patch in (cpu_linear, cpu_experts, cpu_router, cpu_mixture, cpu_mixture):
+        patch.install()
+    applied = MoERunner.forward is not original
+    with torch.inference_mode(), set_forward_context(None, get_current_vllm_config()):
+        answer = {"taken": taken(), "left": left(), "followed": followed()}
+    cpu_mixture.revert()
+    return {**answer, "applied": applied, "reverted": MoERunner.forward is original}

@@ -1,0 +1,34 @@
+"""The patch `cpu_mixture` and the choice of experts by our kernels, through vLLM's own layers."""
+
+import pytest
+
+from tests.integration.kernels.probe_answers import ask_forked
+
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
+
+PROBE = "tests.integration.kernels.layers_probe"
+ROUNDING = 2e-6
+"""Of a score in float32, of which the exponential is within 2e-7."""
+
+
+def test_a_mixture_in_one_call_is_bit_by_bit_what_it_was_in_many(usable: list[str]) -> None:
+    answer = ask_forked(PROBE, "mixture", *usable)
+    assert answer["applied"]
+    assert answer["reverted"]
+    assert len(answer["taken"]) == 34
+    assert set(map(tuple, answer["taken"].values())) == {(4, True)}, answer["taken"]
+    assert len(answer["left"]) == 8
+    assert set(map(tuple, answer["left"].values())) == {(0, True)}, "it has more to it, and goes vLLM's way"
+    assert answer["followed"] == [True] * 5, "weights that were replaced"
+
+
+def test_experts_are_chosen_in_one_call_as_by_torch(usable: list[str]) -> None:
+    answer = ask_forked(PROBE, "choice", *usable)
+    assert len(answer["gaps"]) == 352
+    assert max(answer["gaps"].values()) < ROUNDING, answer["gaps"]
+    assert not answer["others"]
+    assert answer["finite"] == [True, False, True, False], "NaN stays in its row"
+    assert answer["differ"]
+    assert answer["ties"] == [0, 1, 2], "of equal scores the first"
+    assert len(answer["refused"]) == 16
+    assert all(text.startswith("got ") for text in answer["refused"]), answer["refused"]

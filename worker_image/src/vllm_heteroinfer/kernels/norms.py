@@ -1,0 +1,82 @@
+"""RMS norms of bf16 rows in one call each, without torch's dispatcher. Imports torch, not vLLM."""
+
+from typing import Final
+
+import torch
+
+from vllm_heteroinfer.kernels.library import KernelLibrary
+
+PROVIDER: Final = "vllm_cpu"
+"""What computes norms in vLLM's registry where an eager rank's platform chose, and not the user."""
+_VECTOR: Final = 32
+"""Elements, of which rows are multiples."""
+_MOST_AXES: Final = 3
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Returns whether `norm` computes these: contiguous rows of bf16 on a CPU, a weight for each element."""
+    return (
+        x.dtype is torch.bfloat16
+        and weight.dtype is torch.bfloat16
+        and 1 < x.ndim <= _MOST_AXES
+        and x.device.type == "cpu"
+        and x.shape[-1] == weight.shape[0]
+        and x.shape[-1] % _VECTOR == 0
+        and x.stride(-1) == 1
+        and weight.is_contiguous()
+    )
+
+
+def norm(library: KernelLibrary, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, rounded once: as x, contiguous.
+
+    Args:
+        library: the kernels.
+        x: what `takes` does.
+        weight: as above.
+        epsilon: added to the mean of squares.
+    """
+    out = x.new_empty(x.shape)
+    tokens, *heads, size = x.shape
+    strides = x.stride()
+    library.calls.heteroinfer_norm(
+        *(out.data_ptr(), x.data_ptr(), weight.data_ptr(), tokens, strides[0]),
+        *(heads[0] if heads else 1, strides[1] if heads else 0, size, epsilon),
+    )
+    return out
+
+
+def takes_both(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Returns whether `add_and_norm` computes these."""
+    return (
+        residual.dtype is torch.bfloat16
+        and residual.shape == x.shape
+        and x.is_contiguous()
+        and residual.is_contiguous()
+        and takes(x, weight)
+    )
+
+
+def add_and_norm(
+    library: KernelLibrary, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> None:
+    """Adds x to the residual, and writes that sum's norm into x.
+
+    Args:
+        library: the kernels.
+        x: what `takes_both` does.
+        residual: as above.
+        weight: as above.
+        epsilon: added to the mean of squares.
+    """
+    size = x.shape[-1]
+    library.calls.heteroinfer_add_and_norm(
+        *(
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            x.numel() // size if size else 0,
+            size,
+            epsilon,
+        )
+    )

@@ -1,0 +1,204 @@
+"""Which experts a row goes to, and a mixture from hidden states on in one call. Imports torch, not vLLM."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from vllm_heteroinfer.kernels.experts import MOST_CHOICES, PackedExperts
+from vllm_heteroinfer.kernels.library import KernelLibrary
+
+SCORES: Final = ("softmax", "sigmoid")
+_LOGITS: Final = {torch.bfloat16: 1, torch.float32: 0}
+
+
+class _ExpertChoice(ctypes.Structure):
+    """`Routing` of source/linear.h."""
+
+    _fields_ = (
+        ("experts", ctypes.c_long),
+        ("topk", ctypes.c_long),
+        ("bias", ctypes.c_void_p),
+        ("sigmoid", ctypes.c_long),
+        ("normalize", ctypes.c_long),
+        ("factor", ctypes.c_float),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of source/experts.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("w13", "w2", "scales13", "scales2", "gate")),
+        ("hidden", ctypes.c_long),
+        ("inner", ctypes.c_long),
+        ("routing", _ExpertChoice),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertChoice:
+    """How experts are chosen by a row's logits.
+
+    Attributes:
+        experts: how many there are.
+        topk: of a row, at most `experts`.
+        bias: [experts], float32, contiguous, that corrects which are chosen but not what they weigh.
+        scoring: of SCORES, in float32.
+        normalize: whether a row's weights add up to `factor`.
+        factor: of the weights.
+
+    Raises:
+        ValueError: a number, shape or dtype is another.
+    """
+
+    experts: int
+    topk: int
+    bias: torch.Tensor | None
+    scoring: str
+    normalize: bool
+    factor: float
+
+    def __post_init__(self) -> None:
+        bias = self.bias
+        right = bias is None or (
+            bias.shape == (self.experts,) and bias.dtype == torch.float32 and bias.is_contiguous()
+        )
+        if not (right and self.scoring in SCORES and 0 < self.topk <= min(self.experts, MOST_CHOICES)):
+            raise ValueError(
+                f"got {self.topk} of {self.experts} experts by {self.scoring}, bias "
+                f"{None if bias is None else (tuple(bias.shape), bias.dtype)}; expected what it says"
+            )
+
+    def _build(self) -> _ExpertChoice:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        sigmoid = self.scoring == "sigmoid"
+        return _ExpertChoice(self.experts, self.topk, bias, sigmoid, self.normalize, self.factor)
+
+
+class Chooser:
+    """Chooses experts by logits; those of equal scores in the order of their numbers."""
+
+    def __init__(self, library: KernelLibrary, routing: ExpertChoice) -> None:
+        self._call, self._routing, self._built = (
+            library.calls.heteroinfer_choose_experts,
+            routing,
+            routing._build(),
+        )
+        self._address = ctypes.addressof(self._built)
+
+    def takes(self, logits: torch.Tensor) -> bool:
+        """Returns whether `choose` does."""
+        return takes_logits(logits, self._routing.experts)
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns weights (float32) and numbers (int32) of the chosen experts, the highest score first.
+
+        Args:
+            logits: [rows, experts], bf16 or float32, cpu, contiguous.
+
+        Returns:
+            Each [rows, topk], contiguous.
+
+        Raises:
+            ValueError: the logits are others.
+        """
+        rows = _check_logits(logits, self._routing.experts)
+        weights = logits.new_empty((rows, self._routing.topk), dtype=torch.float32)
+        ids = logits.new_empty((rows, self._routing.topk), dtype=torch.int32)
+        self._call(
+            *(weights.data_ptr(), ids.data_ptr(), logits.data_ptr(), _LOGITS[logits.dtype]),
+            *(self._address, rows),
+        )
+        return weights, ids
+
+
+class Mixture:
+    """A layer's routed experts from hidden states on: bit by bit the linear layer, `Chooser` and `experts`.
+
+    It holds what it was made of, so that it can be asked whether a layer still has that.
+    """
+
+    def __init__(
+        self, library: KernelLibrary, routing: ExpertChoice, packed: PackedExperts, gate: torch.Tensor | None
+    ) -> None:
+        """Checks what raw pointers are made of.
+
+        Args:
+            library: the kernels.
+            routing: of the layer.
+            packed: its experts.
+            gate: the router's weight as `linear.pack` returns it; None where logits are given.
+
+        Raises:
+            ValueError: the parts are not of one layer.
+        """
+        count, hidden, inner = packed.w2.shape
+        blocks, pairs = -(-count // 32), -(-hidden // 32) * 16
+        right = routing.experts == count and (
+            gate is None
+            or (
+                gate.shape == (blocks, pairs, 32, 2) and gate.dtype == torch.bfloat16 and gate.is_contiguous()
+            )
+        )
+        if not right:
+            raise ValueError(
+                f"got a gate {None if gate is None else tuple(gate.shape)} and routing to {routing.experts} "
+                f"experts, expected those of {count} experts of {hidden} inputs"
+            )
+        self._kept = (routing, packed, gate)
+        self._experts, self._hidden, self._gated = count, hidden, gate is not None
+        scales = [scale.data_ptr() for scale in packed.scales] if packed.scales else [None, None]
+        self._layer = _Layer(
+            *(packed.w13.data_ptr(), packed.w2.data_ptr(), *scales),
+            *(None if gate is None else gate.data_ptr(), hidden, inner, routing._build()),
+        )
+        self._call, self._address = library.calls.heteroinfer_mixture, ctypes.addressof(self._layer)
+
+    def compute(self, x: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
+        """Returns each row's weighted sum of its experts: as x, contiguous.
+
+        Args:
+            x: [rows, hidden], bf16, cpu, rows contiguous.
+            logits: [rows, experts], bf16 or float32, contiguous; not read where the layer has a gate.
+
+        Raises:
+            ValueError: a shape or dtype is another.
+        """
+        rows, bf16 = x.shape[0], 1
+        if x.dtype is not torch.bfloat16 or x.shape[1:] != (self._hidden,) or x.stride(1) != 1:
+            raise ValueError(
+                f"got x {tuple(x.shape)} {x.dtype}, strides {x.stride()}; "
+                f"expected [rows, {self._hidden}] bf16"
+            )
+        address = None
+        if not self._gated:
+            if logits is None or _check_logits(logits, self._experts) != rows:
+                raise ValueError(f"got logits {logits}, expected those of {rows} rows")
+            address, bf16 = logits.data_ptr(), _LOGITS[logits.dtype]
+        y = x.new_empty((rows, self._hidden))
+        self._call(
+            *(self._address, y.data_ptr(), self._hidden, x.data_ptr(), x.stride(0), address, bf16, rows)
+        )
+        return y
+
+
+def takes_logits(logits: torch.Tensor, experts: int) -> bool:
+    """Returns whether these are [rows, experts], bf16 or float32, cpu, contiguous."""
+    return (
+        logits.ndim == 2
+        and logits.shape[1] == experts
+        and logits.dtype in _LOGITS
+        and logits.device.type == "cpu"
+        and logits.is_contiguous()
+    )
+
+
+def _check_logits(logits: torch.Tensor, experts: int) -> int:
+    """Returns of how many rows they are; raises ValueError if they are others."""
+    if not takes_logits(logits, experts):
+        raise ValueError(
+            f"got logits {tuple(logits.shape)} {logits.dtype}, expected [rows, {experts}] bf16 or float32"
+        )
+    return logits.shape[0]

@@ -1,0 +1,195 @@
+"""The patch `cpu_mixture`: eager CPU ranks compute a layer's router, choice and routed experts in one call.
+
+It is bit by bit what the patches `cpu_linear`, `cpu_router` and `cpu_experts` compute one after another.
+Whatever has more to it goes vLLM's way: shared experts, transforms of inputs or outputs, experts split over
+ranks, other routers, weights that are not packed for our kernels, and compiled models. Imports vLLM.
+Source: vllm/model_executor/layers/fused_moe/runner/moe_runner.py::MoERunner.forward@v0.32.0.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+
+from vllm_heteroinfer.kernels.linear_layers import is_wanted
+from vllm_heteroinfer.kernels.routing import ExpertChoice, Mixture, takes_logits
+from vllm_heteroinfer.patches.cpu_experts import check_limit, library_of, packed_experts
+from vllm_heteroinfer.patches.cpu_router import routing_of
+from vllm_heteroinfer.patches.registry import CPU_MIXTURE
+from vllm_heteroinfer.patches.replacing import replace, restore
+
+_HELD: Final = "heteroinfer_mixture"
+"""Attribute of a runner."""
+_PACKED_AXES: Final = 4
+"""Of a weight that `linear.pack` made; vLLM's own have two, or none."""
+
+
+def install() -> None:
+    """Has this process's mixtures computed so from now on, unless the user chose vLLM's kernels.
+
+    To be called in a CPU rank; twice is a no-op.
+
+    Raises:
+        ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
+        PatchError: this vLLM is another one than the patch was written for.
+    """
+    if is_wanted(os.environ):
+        replace(CPU_MIXTURE, _forwarding)
+
+
+def revert() -> None:
+    """Puts vLLM's own function back; a no-op where the patch is not applied."""
+    restore(CPU_MIXTURE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What a runner was found to be, and what must still be so.
+
+    Attributes:
+        mixture: what computes it; None where vLLM does.
+        weights: the tensors of which raw pointers were taken, by where they are held and under which name.
+        methods: where the runner's part has its method, and the method.
+        hidden: inputs of the experts.
+        logits_of: experts whose logits the model gives; 0 where the runner has a gate.
+    """
+
+    mixture: Mixture | None
+    weights: tuple[tuple[Mapping[str, Any], str, int], ...] = ()
+    methods: Mapping[str, Any]
+    method: Any
+    hidden: int = 0
+    logits_of: int = 0
+
+    def holds(self) -> bool:
+        """Returns whether the runner has its weights where it had them."""
+        for owner, name, address in self.weights:
+            tensor = owner.get(name)
+            if tensor is None or tensor.data_ptr() != address:
+                return False
+        return self.methods.get("quant_method") is self.method
+
+
+def _forwarding(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return original(self, hidden_states, router_logits, input_ids, shared_experts_input)
+        held = self.__dict__.get(_HELD)
+        if held is None or not held.holds():
+            held = self.__dict__[_HELD] = _find(self)
+        mixture, router = held.mixture, self.router
+        if (
+            mixture is None
+            or shared_experts_input is not None
+            or router.capture_fn is not None
+            or router._routing_replay_out is not None
+            or not _takes(held, hidden_states, router_logits)
+        ):
+            return original(self, hidden_states, router_logits, input_ids, shared_experts_input)
+        return mixture.compute(hidden_states, router_logits)
+
+    return forward
+
+
+def _takes(held: _Held, x: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Returns whether these inputs are what the kernels read."""
+    return (
+        x.dtype is torch.bfloat16
+        and x.ndim == 2
+        and x.shape[0] > 0
+        and x.shape[1] == held.hidden
+        and x.stride(1) == 1
+        and (not held.logits_of or (len(logits) == len(x) and takes_logits(logits, held.logits_of)))
+    )
+
+
+def _find(runner: Any) -> _Held:
+    """Returns what a runner is, by the weights that it has now."""
+    part = runner.routed_experts
+    methods = part._modules if "quant_method" in part._modules else part.__dict__
+    method = part.quant_method
+    routing = _routing(runner) if _is_plain(runner) else None
+    library, gate = library_of(part), runner.gate
+    if library is None or routing is None or not (gate is None or _is_packed(gate)):
+        return _Held(mixture=None, methods=methods, method=method)
+    experts = packed_experts(method.moe_kernel.fused_experts, part.w13_weight.data, part.w2_weight.data)
+    mixture = Mixture(library, routing, experts, None if gate is None else gate.weight.data)
+    owners: list[tuple[Any, str]] = [(part._parameters, "w13_weight"), (part._parameters, "w2_weight")]
+    if gate is not None:
+        owners.append((gate._parameters, "weight"))
+    if routing.bias is not None:
+        owners.append((runner.router.__dict__, "e_score_correction_bias"))
+    return _Held(
+        mixture=mixture,
+        weights=tuple((owner, name, owner[name].data_ptr()) for owner, name in owners),
+        methods=methods,
+        method=method,
+        hidden=experts.w2.shape[1],
+        logits_of=0 if gate is not None else routing.experts,
+    )
+
+
+def _routing(runner: Any) -> ExpertChoice | None:
+    """Returns how a runner's router chooses; None if it is another router, or does more than to choose."""
+    router = runner.router
+    return routing_of(router) if type(router) is CPURouter and router.eplb_state is None else None
+
+
+def _is_plain(runner: Any) -> bool:
+    """Returns whether a runner has nothing but a router and experts that are packed for our kernels."""
+    part, config = runner.routed_experts, runner.moe_config
+    kernel = getattr(part.quant_method, "moe_kernel", None)
+    alone = all(
+        each is None
+        for each in (
+            *(runner._shared_experts, runner.shared_expert_gate),
+            *(runner.routed_input_transform, runner.routed_output_transform),
+            part.expert_map,
+        )
+    )
+    sizes = (config.tp_size, config.ep_size, config.dp_size, config.pcp_size)
+    if (
+        type(runner) is not MoERunner
+        or type(part) is not RoutedExperts
+        or not alone
+        or set(sizes) != {1}
+        or config.is_sequence_parallel
+        or runner.routed_scaling_factor != 1.0
+        or part.apply_router_weight_on_input
+        or kernel is None
+        or type(kernel.prepare_finalize) is not MoEPrepareAndFinalizeNoDPEPModular
+        or not isinstance(kernel.fused_experts, CPUUnquantizedExperts | CPUExpertsFp8)
+    ):
+        return False
+    check_limit(kernel.fused_experts)
+    return True
+
+
+def _is_packed(gate: Any) -> bool:
+    """Returns whether a router's layer is nothing but a product with a weight packed for our kernels.
+
+    Logits in float32 are those in bf16, widened: `GateLinear.forward` rounds them first.
+    """
+    return (
+        type(gate) in {GateLinear, ReplicatedLinear}
+        and type(gate.quant_method) is UnquantizedLinearMethod
+        and gate.bias is None
+        and gate.weight.ndim == _PACKED_AXES
+        and getattr(gate, "out_dtype", None) in {None, torch.bfloat16, torch.float32}
+        and hasattr(gate, "cpu_linear")
+    )

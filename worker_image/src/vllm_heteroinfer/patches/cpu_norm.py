@@ -1,0 +1,73 @@
+"""The patch `cpu_norm`: eager CPU ranks compute an RMS norm of bf16 rows in one call of our kernels.
+
+It rounds as vLLM's operation for CPUs does, and adds up squares in another order. Other types and shapes,
+norms without a weight or over part of a row, compiled models, and ranks whose user chose what computes norms
+(`--ir-op-priority`) go vLLM's way. Imports vLLM.
+Source: vllm/model_executor/layers/layernorm.py::RMSNorm.forward_native@v0.32.0.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from vllm import ir
+
+from vllm_heteroinfer.kernels import linear, norms
+from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError
+from vllm_heteroinfer.kernels.linear_layers import is_wanted
+from vllm_heteroinfer.patches.registry import CPU_NORM
+from vllm_heteroinfer.patches.replacing import replace, restore
+
+Normed: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def install() -> None:
+    """Has this process's norms computed so from now on, unless there are no kernels or the user chose vLLM's.
+
+    To be called in a CPU rank; twice is a no-op.
+
+    Raises:
+        ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
+        PatchError: this vLLM is another one than the patch was written for.
+    """
+    if not is_wanted(os.environ):
+        return
+    try:
+        library = linear.prepare()
+    except KernelsUnavailableError:
+        return  # said by the linear layers
+    replace(CPU_NORM, lambda original: _norming(original, library))
+
+
+def revert() -> None:
+    """Puts vLLM's own function back; a no-op where the patch is not applied."""
+    restore(CPU_NORM)
+
+
+def _norming(original: Callable[..., Normed], library: KernelLibrary) -> Callable[..., Normed]:
+    single, added = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
+
+    def forward_native(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+        if torch.compiler.is_compiling() or not _is_ours(self, single if residual is None else added):
+            return original(self, x, residual)
+        weight = self._parameters["weight"]
+        if residual is None:
+            if not norms.takes(x, weight):
+                return original(self, x)
+            return norms.norm(library, x, weight, self.variance_epsilon)
+        if not norms.takes_both(x, residual, weight):
+            return original(self, x, residual)
+        norms.add_and_norm(library, x, residual, weight, self.variance_epsilon)
+        return x, residual
+
+    return forward_native
+
+
+def _is_ours(norm: Any, operation: Any) -> bool:
+    """Returns whether a norm is over whole rows with a weight, by the operation that our platform chose."""
+    whole = norm.has_weight and norm.pass_weight and norm.pass_weight_add
+    if not whole or norm.variance_size_override is not None:
+        return False
+    chosen = operation._priority_impls
+    return bool(chosen) and chosen[0].provider == norms.PROVIDER
