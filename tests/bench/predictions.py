@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -255,8 +256,13 @@ def stream(group: Group, tokens_of_prompt: Sequence[int], tokens: int) -> tuple[
 
 
 def steps_of(times: Sequence[float]) -> list[float]:
-    """Returns the times between a stream's tokens."""
-    return [after - before for before, after in pairwise(times)]
+    """Returns the times between a stream's tokens; those that came at once share the time until then."""
+    arrivals = list(Counter(times).items())
+    return [
+        (after - before) / tokens
+        for (before, _), (after, tokens) in pairwise(arrivals)
+        for _ in range(tokens)
+    ]
 
 
 def summary(steps: Sequence[float]) -> dict[str, float]:
