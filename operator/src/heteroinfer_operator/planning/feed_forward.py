@@ -5,9 +5,13 @@ The GPU then has a model without them, which the rest of the planner sees as any
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
 from typing import Final
 
 from heteroinfer_contract.calibration import Calibration, HopPath
+from heteroinfer_contract.column_shares import share_out
+from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import (
@@ -121,7 +125,8 @@ def choose_remote(
         remote = remote_of(own, profile, order[:count])
         missing = _missing_bytes(topology, remote, engine, inventory)
         if missing <= 0:
-            _check_memory(role.name, remote, profile, engine)
+            _check_columns(role.name, remote)
+            _check_memory(role.name, remote, engine)
             return remote
     raise PlanError(
         f"role {role.name}: without experts or MLPs of {counts[-1]} layers the model and KV cache for "
@@ -197,6 +202,7 @@ def _without(kind: LayerKind) -> LayerKind:
         expert_bytes=0,
         experts_quantized=False,
         mlp_bytes=0,
+        columns=0,
         quantized_bytes=max(kind.quantized_bytes - mlp, 0),
     )
 
@@ -214,6 +220,7 @@ def _only(kind: LayerKind) -> LayerKind:
         experts_quantized=kind.experts_quantized,
         mlp_bytes=kind.mlp_bytes,
         quantized_bytes=kind.mlp_bytes if _mlp_is_quantized(kind) else 0,
+        columns=kind.columns,
     )
 
 
@@ -231,10 +238,63 @@ def _missing_bytes(topology: Topology, remote: Remote, engine: EngineSettings, i
     return 0 if free is None else sizes.layers(0, layers) + sizes.cache(0, layers) - free
 
 
-def _rank_bytes(remote: Remote, profile: ModelProfile, engine: EngineSettings) -> int:
-    """Returns the weights of one feed-forward rank, in bytes."""
-    sizes = Sizes.of(remote.profile, engine, 1, batches=1)
-    return -(-sizes.layers(0, profile.num_layers) // remote.spec.ranks)
+def _check_columns(role: str, remote: Remote) -> None:
+    """Raises PlanError where the ranks cannot share the intermediate columns of a layer."""
+    for index in remote.layers:
+        try:
+            _columns(remote, index)
+        except ContractError as error:
+            raise PlanError(
+                f"role {role}, layer {index}: {error}", reason="UnsupportedParallelism"
+            ) from error
+
+
+def _columns(remote: Remote, index: int) -> list[int]:
+    """Returns each rank's intermediate columns of a layer, in order of ranks; [] where none are known.
+
+    Raises:
+        ContractError: as share_out.
+    """
+    total = remote.profile.layer(index).columns
+    if not total or not remote.profile.column_unit:
+        return []
+    shares = share_out(total, (1,) * remote.spec.ranks, remote.profile.column_unit)
+    return [columns.width for columns in shares]
+
+
+def _parts(remote: Remote, index: int) -> list[Fraction]:
+    """Returns each rank's part of a layer, in order of ranks.
+
+    All the same where columns are not known, and where an earlier version planned what cannot be shared.
+    """
+    try:
+        columns = _columns(remote, index)
+    except ContractError:
+        columns = []
+    return [Fraction(each, sum(columns)) for each in columns] or [
+        Fraction(1, remote.spec.ranks)
+    ] * remote.spec.ranks
+
+
+def _sizes(remote: Remote, engine: EngineSettings, rank: int | None = None) -> Sizes:
+    """Returns the sizes of what one feed-forward rank has.
+
+    Args:
+        remote: what all of them have.
+        engine: the group's settings.
+        rank: which of them; None for the largest part of each layer, which the others wait for.
+    """
+    whole = Sizes.of(remote.profile, engine, 1, batches=1)
+    sizes = list(whole.layer_bytes)
+    for index in remote.layers:
+        parts = _parts(remote, index)
+        sizes[index] = ceil(sizes[index] * (max(parts) if rank is None else parts[rank]))
+    return replace(whole, layer_bytes=tuple(sizes))
+
+
+def _rank_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
+    """Returns the weights of a feed-forward rank, in bytes."""
+    return sum(_sizes(remote, engine, rank).layer_bytes)
 
 
 def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
@@ -243,19 +303,21 @@ def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
     While a layer is packed it lies there twice; afterwards the kernels keep inputs and sums of the longest
     batch's rows, once for each of a row's experts (kernels/source/experts.cpp).
     """
-    sizes = Sizes.of(remote.profile, engine, 1, batches=1)
-    packing = max(sizes.layer_bytes, default=0) // remote.spec.ranks
+    packing = max(_sizes(remote, engine).layer_bytes, default=0)
     hidden, scratch = remote.profile.hidden_size, 0
-    for kind in remote.profile.layers:
+    for index in remote.layers:
+        kind = remote.profile.layer(index)
         rows = engine.max_num_batched_tokens * kind.experts_per_token
         bits = remote.profile.scheme.bits if kind.experts_quantized else 0
-        columns = kind.expert_bytes * 8 // (3 * hidden * (bits or 16)) // remote.spec.ranks
+        total = kind.columns or kind.expert_bytes * 8 // (3 * hidden * (bits or 16))
+        columns = ceil(total * max(_parts(remote, index)))
         scratch = max(scratch, rows * (_SCRATCH_OF_HIDDEN * hidden + _SCRATCH_OF_COLUMN * columns))
     return RANK_OVERHEAD_BYTES + max(packing, scratch)
 
 
-def _check_memory(role: str, remote: Remote, profile: ModelProfile, engine: EngineSettings) -> None:
-    need = _rank_bytes(remote, profile, engine) + beside_weights_bytes(remote, engine)
+def _check_memory(role: str, remote: Remote, engine: EngineSettings) -> None:
+    weights = max(_rank_bytes(remote, engine, rank) for rank in range(remote.spec.ranks))
+    need = weights + beside_weights_bytes(remote, engine)
     have = parse_bytes(remote.spec.memory)
     if need > have:
         raise PlanError(
@@ -304,7 +366,7 @@ def feed_forward_ranks(
             first_layer=remote.layers[0],
             end_layer=remote.layers[-1] + 1,
             kv_cache_bytes=0,
-            weight_bytes=_rank_bytes(remote, remote.profile, engine),
+            weight_bytes=_rank_bytes(remote, engine, number),
             predicted_step_s=step_s,
             feed_forward=FeedForwardShare(layers=remote.layers),
         )
@@ -314,13 +376,12 @@ def feed_forward_ranks(
 
 def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, load: Load) -> float:
     """Returns how long feed-forward ranks take in a step of a load, exchanges included, in seconds."""
-    sizes = Sizes.of(remote.profile, engine, 1, batches=1)
+    sizes = _sizes(remote, engine)
     reads = count_reads(sizes, 0, remote.profile.num_layers, load, last=False, engine=engine)
-    share = reads.times(1 / remote.spec.ranks)
     rows = load.requests * load.tokens
     there_and_back = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
     exchange_s = rates.exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
-    return share.seconds(rates) + len(remote.layers) * exchange_s
+    return reads.seconds(rates) + len(remote.layers) * exchange_s
 
 
 def feed_forward_notes(
