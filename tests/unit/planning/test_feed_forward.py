@@ -2,18 +2,25 @@
 
 import re
 from dataclasses import replace
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 import pytest
 
-from heteroinfer_contract.model import AttentionKind, LayerKind
+from heteroinfer_contract.model import AttentionKind, LayerKind, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import EngineSpec, HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.account import describe_capacity, describe_memory, describe_speed
 from heteroinfer_operator.planning.choices import describe_choices
-from heteroinfer_operator.planning.feed_forward import beside_weights_bytes, feed_forward_seconds
+from heteroinfer_operator.planning.feed_forward import (
+    beside_weights_bytes,
+    feed_forward_seconds,
+    rank_weight_bytes,
+    remote_of,
+)
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.prediction import (
@@ -215,6 +222,31 @@ def test_the_largest_share_is_what_the_kernels_scratch_is_for() -> None:
     assert beside(in_units(32)) == GIB + rows * (8 * 2048 + 12 * 192)
     assert beside(in_units(128)) == GIB + rows * (8 * 2048 + 12 * 256)
     assert beside(mixture()) == beside(in_units(32))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "beside"),
+    [
+        (SchemeName.NONE, Fraction(1), 1),
+        (SchemeName.MXFP4, Fraction(1), 1),
+        (SchemeName.AWQ, Fraction(111, 100), 2),
+        (SchemeName.INT4, Fraction(111, 100), 2),
+        (SchemeName.GPTQ, Fraction(111, 100), 3),
+    ],
+)
+def test_four_bits_take_more_memory_packed_and_while_they_are(
+    scheme: SchemeName, weights: Fraction, beside: int
+) -> None:
+    model = mixture()
+    quantized = scheme is not SchemeName.NONE
+    kinds = tuple(replace(kind, experts_quantized=bool(kind.experts) and quantized) for kind in model.kinds)
+    model = replace(model, kinds=kinds, scheme=Scheme(name=scheme, bits=4 if quantized else 16, group=128))
+    own = feed_forward().roles[0].feed_forward
+    assert own is not None
+    remote = remote_of(own, model, range(6))
+    engine = plan(feed_forward(), mixture()).plan.engine
+    assert rank_weight_bytes(remote, engine, 0) == ceil(6 * 128 * EXPERT * weights)
+    assert beside_weights_bytes(remote, engine) == GIB + 128 * EXPERT * beside
 
 
 def test_a_step_waits_for_the_largest_share() -> None:

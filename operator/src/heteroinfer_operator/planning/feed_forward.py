@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from types import MappingProxyType
 from typing import Final
 
 from heteroinfer_contract.calibration import Calibration, HopPath
 from heteroinfer_contract.column_shares import share_out
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.model import LayerKind
+from heteroinfer_contract.model import LayerKind, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import (
     Device,
@@ -39,6 +40,14 @@ _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""
 
 _OFFLOADS: Final = "its CPU ranks have what vLLM would offload; leave it out"
+_PACKED_FOUR_BITS: Final = Fraction(111, 100)
+"""Bytes of 4-bit weights packed for AMX, of the checkpoint's: 1.095 to 1.106 with groups of 128 (sums of
+blocks, float32 scales, a byte a zero point; 2026-11-24)."""
+_PACKING_FOUR_BITS: Final = MappingProxyType(
+    {SchemeName.AWQ: 2, SchemeName.INT4: 2, SchemeName.GPTQ: 3},
+)
+"""Of a layer's bytes, what is beside it while it is packed: 1.2 to 1.9, of experts in GPTQ 2.3 to 2.9
+(patches/cpu_packing.py; 150 MiB a layer, 2 cores of an EPYC, 2026-11-24). In other formats one more copy."""
 _ARGS: Final = (
     ("--cpu-offload-gb", ("0",), _OFFLOADS),
     ("--offload-group-size", ("0",), _OFFLOADS),
@@ -292,18 +301,27 @@ def _sizes(remote: Remote, engine: EngineSettings, rank: int | None = None) -> S
     return replace(whole, layer_bytes=tuple(sizes))
 
 
-def _rank_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
-    """Returns the weights of a feed-forward rank, in bytes."""
-    return sum(_sizes(remote, engine, rank).layer_bytes)
+def rank_weight_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
+    """Returns the weights of a feed-forward rank as its kernels have them, in bytes."""
+    sizes = _sizes(remote, engine, rank).layer_bytes
+    return ceil(sum(sizes[index] * _packed(remote, index)[0] for index in remote.layers))
+
+
+def _packed(remote: Remote, index: int) -> tuple[Fraction, int]:
+    """Returns what a layer has when it is packed, of its bytes, and what lies beside it meanwhile."""
+    kind, scheme = remote.profile.layer(index), remote.profile.scheme
+    in_four_bits = scheme.name in _PACKING_FOUR_BITS and (kind.experts_quantized or kind.quantized_bytes)
+    return (_PACKED_FOUR_BITS, _PACKING_FOUR_BITS[scheme.name]) if in_four_bits else (Fraction(1), 1)
 
 
 def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
     """Returns what a feed-forward rank has beside its packed weights at most, in bytes.
 
-    While a layer is packed it lies there twice; afterwards the kernels keep inputs and sums of the longest
-    batch's rows, once for each of a row's experts (kernels/source/experts.cpp).
+    While a layer is packed it lies there twice, or in 4 bits up to four times; then the kernels keep
+    inputs and sums of the longest batch's rows, once for each expert of a row (kernels/source/experts.cpp).
     """
-    packing = max(_sizes(remote, engine).layer_bytes, default=0)
+    sizes = _sizes(remote, engine).layer_bytes
+    packing = max((sizes[index] * _packed(remote, index)[1] for index in remote.layers), default=0)
     hidden, scratch = remote.profile.hidden_size, 0
     for index in remote.layers:
         kind = remote.profile.layer(index)
@@ -316,7 +334,7 @@ def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
 
 
 def _check_memory(role: str, remote: Remote, engine: EngineSettings) -> None:
-    weights = max(_rank_bytes(remote, engine, rank) for rank in range(remote.spec.ranks))
+    weights = max(rank_weight_bytes(remote, engine, rank) for rank in range(remote.spec.ranks))
     need = weights + beside_weights_bytes(remote, engine)
     have = parse_bytes(remote.spec.memory)
     if need > have:
@@ -366,7 +384,7 @@ def feed_forward_ranks(
             first_layer=remote.layers[0],
             end_layer=remote.layers[-1] + 1,
             kv_cache_bytes=0,
-            weight_bytes=_rank_bytes(remote, engine, number),
+            weight_bytes=rank_weight_bytes(remote, engine, number),
             predicted_step_s=step_s,
             feed_forward=FeedForwardShare(layers=remote.layers),
         )
