@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -450,11 +451,84 @@ def mlp_names() -> dict[str, str]:
     return found
 
 
+def packing() -> dict[str, Any]:
+    """4-bit weights packed in slices are those packed at once, and take less memory meanwhile."""
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+    from vllm.model_executor.layers.fused_moe.oracle import int_wna16
+    from vllm.model_executor.layers.quantization import auto_awq
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+    from vllm.scalar_type import scalar_types
+
+    from vllm_heteroinfer.patches import cpu_packing
+
+    def words(*shape: int) -> torch.nn.Parameter:
+        values = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+        return torch.nn.Parameter(values, requires_grad=False)
+
+    def numbers(*shape: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.rand(shape).bfloat16(), requires_grad=False)
+
+    def linear_of(inputs: int, outputs: int, *, zeros: bool, amx: bool) -> list[torch.Tensor]:
+        groups = inputs // 128
+        layer = SimpleNamespace(q=words(inputs // 8, outputs), s=numbers(groups, outputs), bias=None)
+        layer.z = words(groups, outputs // 8) if zeros else None
+        kind = scalar_types.uint4 if zeros else scalar_types.uint4b8
+        config = SimpleNamespace(weight_type=kind, zero_points=zeros)
+        kernel = SimpleNamespace(w_q_name="q", w_s_name="s", w_zp_name="z", config=config)
+        pack = CPUWNA16LinearKernel
+        (pack._process_gptq_weights_w4a8 if amx else pack._process_gptq_weights_w4a16)(kernel, layer)
+        return [layer.q, layer.s, *([] if layer.z is None else [layer.z])]
+
+    def awq(inputs: int, outputs: int) -> list[torch.Tensor]:
+        layer = SimpleNamespace(q=words(inputs, outputs // 8), z=words(inputs // 128, outputs // 8))
+        auto_awq._convert_awq_to_standard_format(layer, "q", "z", 4)
+        return [layer.q, layer.z]
+
+    def experts_of(*, zeros: bool) -> list[torch.Tensor]:
+        config = object.__new__(auto_awq.AutoAWQConfig if zeros else AutoGPTQConfig)
+        config.desc_act = False
+        if zeros:
+            given = [words(8, 512, 64), words(8, 256, 64), numbers(8, 4, 512), numbers(8, 2, 512)]
+            given += [words(8, 4, 64), words(8, 2, 64)]
+        else:  # outputs first
+            given = [words(8, 512, 64), words(8, 512, 32), numbers(8, 512, 4), numbers(8, 512, 2)]
+        return [each for each in int_wna16._process_weights_cpu(config, *given) if each is not None]
+
+    def peak(pack: Callable[[], Any]) -> int:
+        def status(name: str) -> int:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        pack()
+        return status("VmHWM") - before
+
+    def everything() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        shapes = product(((2048, 4128), (4096, 1056), (128, 96)), (False, True), (False, True))
+        found = [each for shape, z, amx in shapes for each in linear_of(*shape, zeros=z, amx=amx)]
+        return [*found, *awq(2048, 4128), *awq(128, 96), *experts_of(zeros=False), *experts_of(zeros=True)]
+
+    at_once, large = everything(), (4096, 14336)
+    peaks = [peak(lambda: awq(*large))]
+    cpu_packing.install()
+    cpu_packing.install()
+    in_slices = everything()
+    peaks.append(peak(lambda: awq(*large)))
+    cpu_packing.revert()
+    same = [
+        a.dtype == b.dtype and torch.equal(a, b) and a.is_contiguous() == b.is_contiguous()
+        for a, b in zip(at_once, in_slices, strict=True)
+    ]
+    return {"same": same, "peaks": [each / (large[0] * large[1] // 2) for each in peaks]}
+
+
 QUESTIONS = {
     f.__name__: f
     for f in (
         *(linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms, mlp_names),
-        *(choice, mixture, patched_norms),
+        *(choice, mixture, patched_norms, packing),
     )
 }
 

@@ -109,6 +109,15 @@ def test_experts_are_chosen_and_weighed_as_by_sums_written_out() -> None:
     assert max(gaps.values()) < ROTARY, gaps
 
 
+def test_four_bits_are_packed_in_slices_to_the_same_bytes() -> None:
+    answer = ask_forked(PROBE, "packing")
+    assert len(answer["same"]) > 30
+    assert all(answer["same"]), answer
+    of_vllm, ours = answer["peaks"]
+    assert of_vllm > 10, "is the patch cpu_packing still needed?"
+    assert ours < of_vllm / 2, "of the layer's bytes; its tensors before and after are two of them"
+
+
 def test_norms_of_eager_ranks_are_sums_written_out() -> None:
     """By vLLM's operation for CPUs, or by torch for rows of no whole vectors; compiled ranks keep torch's."""
     gaps, asked = ask_forked(PROBE, "norms")

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from heteroinfer_contract.column_shares import unit_of
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme, SchemeName
+from heteroinfer_contract.model.config import from_params, text_config
 from heteroinfer_contract.model.scheme import has_limited_experts, read_routing
 from heteroinfer_contract.model_fetch import FetchedModel
 from heteroinfer_contract.model_files import ModelFilesError, read_profile
 from heteroinfer_contract.model_profile import ModelProfile
-from tests.shapes.corpus import SHAPES, shape
+from tests.shapes.corpus import SHAPES, Shape, shape
 from tests.shapes.profiles import read_shape, recorded_profiles
 from tests.unit.contract.test_model_files import CONFIG, LAYERS, TENSORS, write_model, write_safetensors
 
@@ -73,6 +75,17 @@ def test_a_profile_of_the_released_version_has_full_attention_in_every_layer() -
     assert not profile.is_latent
 
 
+def test_columns_are_unknown_in_a_profile_of_an_earlier_version() -> None:
+    now = json.loads(recorded_profiles()["Qwen3-30B-A3B"].to_json())
+    before = {name: value for name, value in now.items() if name != "column_unit"}
+    before["kinds"] = [
+        {name: value for name, value in kind.items() if name != "columns"} for kind in now["kinds"]
+    ]
+    profile = ModelProfile.from_json(json.dumps(before))
+    assert (profile.column_unit, profile.layer(0).columns) == (0, 0)
+    assert profile.layer(0).experts == 128
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -113,6 +126,18 @@ def test_kinds_of_published_layers() -> None:
     assert profiles["DeepSeek-V3.2"].layer(0).index_bytes == 132
     assert profiles["Qwen3-VL-8B-Instruct"].first_stage_layers == 3
     assert profiles["Qwen2.5-VL-7B-Instruct"].encoder == "images"
+
+
+@pytest.mark.parametrize("found", SHAPES, ids=lambda found: found.name)
+def test_columns_of_published_models_are_those_of_their_configs(found: Shape) -> None:
+    text = text_config(from_params(found.config) if found.params else found.config)
+    profile = recorded_profiles()[found.name]
+    dense = text.get("intermediate_size")
+    of_experts = text.get("moe_intermediate_size", dense)
+    for kind in profile.layers:
+        expected = of_experts if kind.experts else dense if kind.mlp_bytes else 0
+        assert kind.columns == expected
+    assert profile.column_unit == unit_of(found.config.get("quantization_config"))
 
 
 def test_what_a_step_reads_of_a_mixture_grows_with_its_tokens() -> None:
@@ -319,7 +344,8 @@ def test_two_attentions_a_layer(tmp_path: Path) -> None:
 def test_latents_that_are_kept_as_keys_and_values(tmp_path: Path) -> None:
     fields = {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
     assert set(_kinds(tmp_path, model_type="minicpm3", **fields)) == {
-        LayerKind(kv_heads=4, kv_width=192, mlp_bytes=kind.mlp_bytes) for kind in _kinds(tmp_path / "plain")
+        LayerKind(kv_heads=4, kv_width=192, mlp_bytes=kind.mlp_bytes, columns=kind.columns)
+        for kind in _kinds(tmp_path / "plain")
     }
 
 

@@ -2,20 +2,27 @@
 
 import re
 from dataclasses import replace
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 import pytest
 
 from heteroinfer_contract import load_formats
 from heteroinfer_contract.byte_size import format_bytes
-from heteroinfer_contract.model import AttentionKind, LayerKind
+from heteroinfer_contract.model import AttentionKind, LayerKind, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import EngineSpec, HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.account import describe_capacity, describe_memory, describe_speed
 from heteroinfer_operator.planning.choices import describe_choices
-from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
+from heteroinfer_operator.planning.feed_forward import (
+    beside_weights_bytes,
+    feed_forward_seconds,
+    rank_weight_bytes,
+    remote_of,
+)
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.prediction import (
@@ -182,6 +189,112 @@ def test_several_ranks_share_each_layer() -> None:
         (1, 1, 0),
         (2, 2, 1),
     ]
+
+
+def in_units(unit: int, columns: int = 768) -> ModelProfile:
+    """Returns the mixture with its experts' columns, of which so many stay together."""
+    model = mixture()
+    kinds = tuple(replace(kind, columns=columns if kind.experts else 0) for kind in model.kinds)
+    return replace(model, kinds=kinds, column_unit=unit)
+
+
+def of_ranks(ranks: int, **own: Any) -> HeteroInferenceSpec:
+    return feed_forward(own={"layers": 6, "ranks": ranks, **own}, device_memory="80Gi")
+
+
+def test_a_rank_has_whole_units_of_columns() -> None:
+    layers = 6 * 128 * EXPERT
+    shares = [rank.weight_bytes for rank in plan(of_ranks(4), in_units(128)).plan.ranks[1:]]
+    assert shares == [layers // 3, layers // 6, layers // 6, layers // 3]
+    even = [rank.weight_bytes for rank in plan(of_ranks(4), in_units(32)).plan.ranks[1:]]
+    assert even == [layers // 4] * 4
+    unknown = [rank.weight_bytes for rank in plan(of_ranks(4), mixture()).plan.ranks[1:]]
+    assert unknown == even
+
+
+def test_the_largest_share_is_what_memory_is_for() -> None:
+    # A third of 6 layers of 1.125 GiB, of one of them while it is packed, and 1 GiB of the process.
+    with pytest.raises(PlanError, match=r"needs 3\.62 GiB .* got feedForward.memory 3.00 GiB"):
+        plan(of_ranks(4, memory="3Gi"), in_units(128))
+    assert plan(of_ranks(4, memory="3Gi"), in_units(32)).plan.ranks
+
+
+def test_the_largest_share_is_what_the_kernels_scratch_is_for() -> None:
+    def beside(model: ModelProfile) -> int:
+        kinds = tuple(replace(kind, experts_per_token=min(64, kind.experts)) for kind in model.kinds)
+        planned = plan(of_ranks(4), replace(model, kinds=kinds))
+        assert planned.remote is not None
+        return beside_weights_bytes(planned.remote, planned.plan.engine)
+
+    rows = 2048 * 64
+    assert beside(in_units(32)) == GIB + rows * (8 * 2048 + 12 * 192)
+    assert beside(in_units(128)) == GIB + rows * (8 * 2048 + 12 * 256)
+    assert beside(mixture()) == beside(in_units(32))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "beside"),
+    [
+        (SchemeName.NONE, Fraction(1), 1),
+        (SchemeName.MXFP4, Fraction(1), 1),
+        (SchemeName.AWQ, Fraction(111, 100), 2),
+        (SchemeName.INT4, Fraction(111, 100), 2),
+        (SchemeName.GPTQ, Fraction(111, 100), 3),
+    ],
+)
+def test_four_bits_take_more_memory_packed_and_while_they_are(
+    scheme: SchemeName, weights: Fraction, beside: int
+) -> None:
+    model = mixture()
+    quantized = scheme is not SchemeName.NONE
+    kinds = tuple(replace(kind, experts_quantized=bool(kind.experts) and quantized) for kind in model.kinds)
+    model = replace(model, kinds=kinds, scheme=Scheme(name=scheme, bits=4 if quantized else 16, group=128))
+    own = feed_forward().roles[0].feed_forward
+    assert own is not None
+    remote = remote_of(own, model, range(6))
+    engine = plan(feed_forward(), mixture()).plan.engine
+    assert rank_weight_bytes(remote, engine, 0) == ceil(6 * 128 * EXPERT * weights)
+    assert beside_weights_bytes(remote, engine) == GIB + 128 * EXPERT * beside
+
+
+def test_a_step_waits_for_the_largest_share() -> None:
+    def computes_s(model: ModelProfile) -> float:
+        planned = plan(of_ranks(4), model)
+        assert planned.remote is not None
+        step_s = planned.plan.ranks[1].predicted_step_s
+        assert {rank.predicted_step_s for rank in planned.plan.ranks[1:]} == {step_s}
+        return step_s - 6 * planned.rates[-1].exchange_s
+
+    assert computes_s(in_units(128)) == pytest.approx(computes_s(in_units(32)) * 4 / 3, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("unit", "columns", "why"),
+    [
+        (
+            128,
+            384,
+            "got 4 feed-forward ranks for 384 intermediate columns in groups of 128, expected at most 3",
+        ),
+        (128, 704, "got 704 intermediate columns for 4 feed-forward ranks, expected a multiple of 128"),
+    ],
+)
+def test_columns_that_ranks_cannot_share_are_refused(unit: int, columns: int, why: str) -> None:
+    with pytest.raises(PlanError, match=rf"role gpu, layer 18: {why}.*; set feedForward.ranks") as refused:
+        plan(of_ranks(4), in_units(unit, columns))
+    assert refused.value.reason == "UnsupportedParallelism"
+    assert len(plan(of_ranks(1), in_units(unit, columns)).plan.ranks) == 2
+
+
+def test_what_an_earlier_version_planned_is_predicted_though_it_cannot_be_shared() -> None:
+    planned = plan(of_ranks(4), in_units(32))
+    assert planned.remote is not None
+    unshared = replace(planned.remote, profile=replace(planned.remote.profile, column_unit=512))
+    even_s, unshared_s = (
+        feed_forward_seconds(remote, planned.plan.engine, planned.rates[-1], Load())
+        for remote in (planned.remote, unshared)
+    )
+    assert unshared_s == even_s
 
 
 def test_a_step_counts_the_experts_that_it_reads() -> None:

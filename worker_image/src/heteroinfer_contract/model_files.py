@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from heteroinfer_contract.column_shares import unit_of
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind, Routing, Scheme
 from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
@@ -26,7 +27,13 @@ from heteroinfer_contract.model.config import (
     text_config,
     whole_model,
 )
-from heteroinfer_contract.model.scheme import has_limited_experts, read_method, read_routing, read_scheme
+from heteroinfer_contract.model.scheme import (
+    find_quantization,
+    has_limited_experts,
+    read_method,
+    read_routing,
+    read_scheme,
+)
 from heteroinfer_contract.model.weights import INDEX_FILE, LayerBytes, Tensor, Weights, sum_weights
 from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
 
@@ -137,6 +144,7 @@ def _read_profile(directory: Path) -> ModelProfile:
         first_stage_layers=_first_stage_layers(whole_model(config)),
         last_stage_layers=number - first_of_shared_kv(attention),
         layer_table_bytes=weights.layer_tables,
+        column_unit=unit_of(find_quantization(config, text)),
     )
 
 
@@ -160,6 +168,7 @@ def _kinds(
             gates_together=layer.gates_together,
             quantized_bytes=layer.quantized,
             mlp_bytes=layer.mlp,
+            columns=layer.columns(_number(text, directory, "hidden_size")),
         )
         if kind not in kinds:
             kinds.append(kind)
@@ -333,6 +342,7 @@ def _read_header(path: Path) -> list[Tensor]:
                 name=name,
                 dtype=str(entry["dtype"]),
                 size_bytes=int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
+                shape=tuple(int(size) for size in entry["shape"]),
             )
             for name, entry in entries.items()
         ]

@@ -52,6 +52,8 @@ class ModelProfile:
         first_stage_layers: the least number of layers of the first stage.
         last_stage_layers: of the last stage: layers that share keys and values are in one.
         layer_table_bytes: embeddings of each layer (Gemma-3n, Gemma-4); vLLM builds them on every stage.
+        column_unit: intermediate columns that feed-forward ranks cannot part (`column_shares`); 0 where that
+            is not known.
     """
 
     architecture: str
@@ -81,6 +83,7 @@ class ModelProfile:
     first_stage_layers: int = 1
     last_stage_layers: int = 1
     layer_table_bytes: int = 0
+    column_unit: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -146,6 +149,7 @@ class ModelProfile:
         codec.at_most(MOST_LAYERS, "ModelProfile", num_layers=self.num_layers)
         for name in ("vocab_size", "max_position_embeddings", "first_stage_layers", "last_stage_layers"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
+        codec.at_least(0, "ModelProfile", column_unit=self.column_unit)
         for part in ("embedding", "head", "other", "encoder", "dropped", "layer_table"):
             codec.at_least(0, "ModelProfile", **{f"{part}_bytes": getattr(self, f"{part}_bytes")})
         if len(self.layer_bytes) != self.num_layers:

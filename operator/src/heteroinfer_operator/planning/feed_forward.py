@@ -5,12 +5,17 @@ The GPU then has a model without them, which the rest of the planner sees as any
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from types import MappingProxyType
 from typing import Final
 
 from heteroinfer_contract import load_formats
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.calibration import Calibration, HopPath
-from heteroinfer_contract.model import LayerKind
+from heteroinfer_contract.column_shares import share_out
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model import LayerKind, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import (
     Device,
@@ -37,6 +42,14 @@ _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""
 
 _OFFLOADS: Final = "its CPU ranks have what vLLM would offload; leave it out"
+_PACKED_FOUR_BITS: Final = Fraction(111, 100)
+"""Bytes of 4-bit weights packed for AMX, of the checkpoint's: 1.095 to 1.106 with groups of 128 (sums of
+blocks, float32 scales, a byte a zero point; 2026-11-24)."""
+_PACKING_FOUR_BITS: Final = MappingProxyType(
+    {SchemeName.AWQ: 2, SchemeName.INT4: 2, SchemeName.GPTQ: 3},
+)
+"""Of a layer's bytes, what is beside it while it is packed: 1.2 to 1.9, of experts in GPTQ 2.3 to 2.9
+(patches/cpu_packing.py; 150 MiB a layer, 2 cores of an EPYC, 2026-11-24). In other formats one more copy."""
 _ARGS: Final = (
     ("--cpu-offload-gb", ("0",), _OFFLOADS),
     ("--offload-group-size", ("0",), _OFFLOADS),
@@ -119,7 +132,8 @@ def choose_remote(
         remote = remote_of(own, profile, order[:count])
         missing = _missing_bytes(topology, remote, engine, inventory)
         if missing <= 0:
-            _check_memory(role.name, remote, profile, engine)
+            _check_columns(role.name, remote)
+            _check_memory(role.name, remote, engine)
             return remote
     raise PlanError(
         f"role {role.name}: without experts or MLPs of {counts[-1]} layers the model and KV cache for "
@@ -195,6 +209,7 @@ def _without(kind: LayerKind) -> LayerKind:
         expert_bytes=0,
         experts_quantized=False,
         mlp_bytes=0,
+        columns=0,
         quantized_bytes=max(kind.quantized_bytes - mlp, 0),
     )
 
@@ -212,6 +227,7 @@ def _only(kind: LayerKind) -> LayerKind:
         experts_quantized=kind.experts_quantized,
         mlp_bytes=kind.mlp_bytes,
         quantized_bytes=kind.mlp_bytes if _mlp_is_quantized(kind) else 0,
+        columns=kind.columns,
     )
 
 
@@ -229,31 +245,95 @@ def _missing_bytes(topology: Topology, remote: Remote, engine: EngineSettings, i
     return 0 if free is None else sizes.layers(0, layers) + sizes.cache(0, layers) - free
 
 
-def _rank_bytes(remote: Remote, profile: ModelProfile, engine: EngineSettings) -> int:
-    """Returns the weights of one feed-forward rank, in bytes."""
-    sizes = Sizes.of(remote.profile, engine, 1, batches=1)
-    return -(-sizes.layers(0, profile.num_layers) // remote.spec.ranks)
+def _check_columns(role: str, remote: Remote) -> None:
+    """Raises PlanError where the ranks cannot share the intermediate columns of a layer."""
+    for index in remote.layers:
+        try:
+            _columns(remote, index)
+        except ContractError as error:
+            raise PlanError(
+                f"role {role}, layer {index}: {error}", reason="UnsupportedParallelism"
+            ) from error
+
+
+def _columns(remote: Remote, index: int) -> list[int]:
+    """Returns each rank's intermediate columns of a layer, in order of ranks; [] where none are known.
+
+    Raises:
+        ContractError: as share_out.
+    """
+    total = remote.profile.layer(index).columns
+    if not total or not remote.profile.column_unit:
+        return []
+    shares = share_out(total, (1,) * remote.spec.ranks, remote.profile.column_unit)
+    return [columns.width for columns in shares]
+
+
+def _parts(remote: Remote, index: int) -> list[Fraction]:
+    """Returns each rank's part of a layer, in order of ranks.
+
+    All the same where columns are not known, and where an earlier version planned what cannot be shared.
+    """
+    try:
+        columns = _columns(remote, index)
+    except ContractError:
+        columns = []
+    return [Fraction(each, sum(columns)) for each in columns] or [
+        Fraction(1, remote.spec.ranks)
+    ] * remote.spec.ranks
+
+
+def _sizes(remote: Remote, engine: EngineSettings, rank: int | None = None) -> Sizes:
+    """Returns the sizes of what one feed-forward rank has.
+
+    Args:
+        remote: what all of them have.
+        engine: the group's settings.
+        rank: which of them; None for the largest part of each layer, which the others wait for.
+    """
+    whole = Sizes.of(remote.profile, engine, 1, batches=1)
+    sizes = list(whole.layer_bytes)
+    for index in remote.layers:
+        parts = _parts(remote, index)
+        sizes[index] = ceil(sizes[index] * (max(parts) if rank is None else parts[rank]))
+    return replace(whole, layer_bytes=tuple(sizes))
+
+
+def rank_weight_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
+    """Returns the weights of a feed-forward rank as its kernels have them, in bytes."""
+    sizes = _sizes(remote, engine, rank).layer_bytes
+    return ceil(sum(sizes[index] * _packed(remote, index)[0] for index in remote.layers))
+
+
+def _packed(remote: Remote, index: int) -> tuple[Fraction, int]:
+    """Returns what a layer has when it is packed, of its bytes, and what lies beside it meanwhile."""
+    kind, scheme = remote.profile.layer(index), remote.profile.scheme
+    in_four_bits = scheme.name in _PACKING_FOUR_BITS and (kind.experts_quantized or kind.quantized_bytes)
+    return (_PACKED_FOUR_BITS, _PACKING_FOUR_BITS[scheme.name]) if in_four_bits else (Fraction(1), 1)
 
 
 def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
     """Returns what a feed-forward rank has beside its packed weights at most, in bytes.
 
-    While a layer is packed it lies there twice; afterwards the kernels keep inputs and sums of the longest
-    batch's rows, once for each of a row's experts (kernels/source/experts.cpp).
+    While a layer is packed it lies there twice, or in 4 bits up to four times; then the kernels keep
+    inputs and sums of the longest batch's rows, once for each expert of a row (kernels/source/experts.cpp).
     """
-    sizes = Sizes.of(remote.profile, engine, 1, batches=1)
-    packing = max(sizes.layer_bytes, default=0) // remote.spec.ranks
+    sizes = _sizes(remote, engine).layer_bytes
+    packing = max((sizes[index] * _packed(remote, index)[1] for index in remote.layers), default=0)
     hidden, scratch = remote.profile.hidden_size, 0
-    for kind in remote.profile.layers:
+    for index in remote.layers:
+        kind = remote.profile.layer(index)
         rows = engine.max_num_batched_tokens * kind.experts_per_token
         bits = remote.profile.scheme.bits if kind.experts_quantized else 0
-        columns = kind.expert_bytes * 8 // (3 * hidden * (bits or 16)) // remote.spec.ranks
+        total = kind.columns or kind.expert_bytes * 8 // (3 * hidden * (bits or 16))
+        columns = ceil(total * max(_parts(remote, index)))
         scratch = max(scratch, rows * (_SCRATCH_OF_HIDDEN * hidden + _SCRATCH_OF_COLUMN * columns))
     return RANK_OVERHEAD_BYTES + max(packing, scratch)
 
 
-def _check_memory(role: str, remote: Remote, profile: ModelProfile, engine: EngineSettings) -> None:
-    need = _rank_bytes(remote, profile, engine) + beside_weights_bytes(remote, engine)
+def _check_memory(role: str, remote: Remote, engine: EngineSettings) -> None:
+    weights = max(rank_weight_bytes(remote, engine, rank) for rank in range(remote.spec.ranks))
+    need = weights + beside_weights_bytes(remote, engine)
     have = parse_bytes(remote.spec.memory)
     if need > have:
         raise PlanError(
@@ -302,7 +382,7 @@ def feed_forward_ranks(
             first_layer=remote.layers[0],
             end_layer=remote.layers[-1] + 1,
             kv_cache_bytes=0,
-            weight_bytes=_rank_bytes(remote, remote.profile, engine),
+            weight_bytes=rank_weight_bytes(remote, engine, number),
             predicted_step_s=step_s,
             feed_forward=FeedForwardShare(layers=remote.layers),
         )
@@ -312,13 +392,12 @@ def feed_forward_ranks(
 
 def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, load: Load) -> float:
     """Returns how long feed-forward ranks take in a step of a load, exchanges included, in seconds."""
-    sizes = Sizes.of(remote.profile, engine, 1, batches=1)
+    sizes = _sizes(remote, engine)
     reads = count_reads(sizes, 0, remote.profile.num_layers, load, last=False, engine=engine)
-    share = reads.times(1 / remote.spec.ranks)
     rows = load.requests * load.tokens
     there_and_back = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
     exchange_s = rates.exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
-    return share.seconds(rates) + len(remote.layers) * exchange_s
+    return reads.seconds(rates) + len(remote.layers) * exchange_s
 
 
 def feed_forward_notes(

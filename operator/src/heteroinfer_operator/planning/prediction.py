@@ -153,14 +153,6 @@ class WeightReads:
             row_bytes=self.row_bytes + other.row_bytes,
         )
 
-    def times(self, factor: float) -> "WeightReads":
-        """Returns a part of it."""
-        return WeightReads(
-            bytes=self.bytes * factor,
-            operations=self.operations * factor,
-            row_bytes=self.row_bytes * factor,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
@@ -201,14 +193,6 @@ class Reads:
                 reading_s += part.bytes / rate
                 operations += part.operations
         return measured_s + max(reading_s, operations / rates.operations)
-
-    def times(self, factor: float) -> "Reads":
-        """Returns a part of it, cache and attention left out: what a feed-forward rank has."""
-        return Reads(
-            plain=self.plain.times(factor),
-            quantized=self.quantized.times(factor),
-            experts=self.experts.times(factor),
-        )
 
 
 def count_reads(

@@ -49,6 +49,8 @@ class LayerKind:
             name does not say.
         quantized_bytes: weights other than routed experts that are in the model's scheme, in bytes.
         mlp_bytes: the dense feed-forward part, in bytes; 0 of a layer with experts, shared or routed.
+        columns: intermediate columns of one routed expert, or of the dense feed-forward part; 0 where that is
+            not known, as in profiles by earlier versions.
     """
 
     attention: AttentionKind = AttentionKind.FULL
@@ -67,6 +69,7 @@ class LayerKind:
     gates_together: bool = False
     quantized_bytes: int = 0
     mlp_bytes: int = 0
+    columns: int = 0
 
     def check(self) -> None:
         """Checks that no number is one that there cannot be; raises ContractError naming it."""

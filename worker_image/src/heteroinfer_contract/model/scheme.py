@@ -71,7 +71,7 @@ def read_scheme(config: Mapping[str, Any], text: Mapping[str, Any]) -> Scheme:
         config: of the whole model.
         text: of its language model.
     """
-    quantization = _find(config, text)
+    quantization = find_quantization(config, text)
     if quantization is None:
         return Scheme()
     method = _method(quantization).lower().replace("_", "-")
@@ -86,11 +86,17 @@ def read_method(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
         config: of the whole model.
         text: of its language model.
     """
-    quantization = _find(config, text)
+    quantization = find_quantization(config, text)
     return "" if quantization is None else _method(quantization)
 
 
-def _find(config: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the part of a config.json that says how the weights are quantized, or None without one.
+
+    Args:
+        config: of the whole model.
+        text: of its language model.
+    """
     return next(
         (
             found

@@ -73,9 +73,16 @@ EXPERT: Final = re.compile(
 )
 """Of routed experts; shared ones are called `shared_expert(s)`."""
 _EXPERT_NUMBER: Final = re.compile(r"\.experts\.(\d+)\.")
+_DIMS_OF_ALL_EXPERTS: Final = 3
+_ALL_DOWN: Final = re.compile(r"\.experts\.down_proj(?:\.weight)?$")
 _GATES_TOGETHER: Final = re.compile(r"\.experts\.(?:\d+\.)?gate_up_proj(?:\.|$)")
 _MLP: Final = re.compile(r"\.(?:mlp|feed_forward)\.(?:gate|up|down|gate_up)_proj\.|\.feed_forward\.w[123]\.")
 """Of a dense feed-forward part; a mixture's tensors have `experts` or `shared` in between."""
+_GATE_OR_UP: Final = frozenset({"gate_proj", "up_proj", "w1", "w3"})
+_GATE_AND_UP: Final = frozenset({"gate_up_proj", "input_linear"})
+"""One tensor has the columns of both."""
+_OF_COLUMNS: Final = {"weight": -2, "weight_packed": -2, "scales": -1, "gate_up_proj_blocks": 1}
+"""Tensors of gate and up projections: the dimension of intermediate columns, whatever is packed in others."""
 _COMPUTED: Final = re.compile(r"(?:rotary_emb|rope)\.(?:inv_freq|freqs)$|\.weight_shape$|\.g_idx$")
 """Stored by some, and computed or not read by vLLM. `g_idx` without act-order is emptied at load."""
 _QUANTIZED_TYPES: Final = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4", "F8_E8M0", "I64"})
@@ -90,11 +97,13 @@ class Tensor:
         name: in the checkpoint.
         dtype: safetensors' name: `BF16`, `F8_E4M3`, `I32`.
         size_bytes: its size.
+        shape: as it is stored.
     """
 
     name: str
     dtype: str
     size_bytes: int
+    shape: tuple[int, ...] = ()
 
     @property
     def is_quantized(self) -> bool:
@@ -114,6 +123,9 @@ class LayerBytes:
         mlp: of its dense feed-forward part.
         numbered: the experts whose tensors have a number each; none where one tensor has all experts.
         gates_together: whether one tensor has the gate and up columns of all experts.
+        mlp_columns: intermediate columns of the dense feed-forward part; 0 where no tensor says it.
+        routed_columns: of one routed expert.
+        routed_down: shape of the experts' down projection, where gates and ups are together.
     """
 
     total: int = 0
@@ -123,6 +135,22 @@ class LayerBytes:
     mlp: int = 0
     numbered: set[int] = field(default_factory=set)
     gates_together: bool = False
+    mlp_columns: int = 0
+    routed_columns: int = 0
+    routed_down: tuple[int, ...] = ()
+
+    def columns(self, hidden: int) -> int:
+        """Returns the intermediate columns of an expert, or of the dense part; 0 where they are not known.
+
+        Args:
+            hidden: width of the residual stream.
+        """
+        if not self.routed:
+            return self.mlp_columns
+        if self.routed_columns or len(self.routed_down) != _DIMS_OF_ALL_EXPERTS:
+            return self.routed_columns
+        # Inputs and outputs stand in an order that the name does not say.
+        return next((size for size in self.routed_down[1:] if size != hidden), hidden)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,11 +255,26 @@ def _add(
 def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
     size = tensor.size_bytes
     layer.total += size
-    layer.mlp += size if _MLP.search(tensor.name) else 0
+    if _MLP.search(tensor.name):
+        layer.mlp += size
+        layer.mlp_columns = layer.mlp_columns or _columns(tensor)
     if EXPERT.search(tensor.name):
         layer.routed += size
         layer.routed_quantized += size if tensor.is_quantized else 0
         layer.numbered.update(int(number) for number in _EXPERT_NUMBER.findall(tensor.name))
         layer.gates_together |= bool(_GATES_TOGETHER.search(tensor.name))
+        layer.routed_columns = layer.routed_columns or _columns(tensor)
+        layer.routed_down = tensor.shape if _ALL_DOWN.search(tensor.name) else layer.routed_down
     elif tensor.is_quantized:
         layer.quantized += size
+
+
+def _columns(tensor: Tensor) -> int:
+    """Returns how many intermediate columns a tensor of an expert or MLP speaks of; 0 if of none."""
+    *path, leaf = tensor.name.split(".")
+    dim = _OF_COLUMNS.get(leaf)
+    if dim is None or len(tensor.shape) < 2 or _GATES_TOGETHER.search(tensor.name):
+        return 0
+    if leaf == "gate_up_proj_blocks" or _GATE_AND_UP & set(path):
+        return tensor.shape[dim] // 2
+    return tensor.shape[dim] if _GATE_OR_UP & set(path) else 0

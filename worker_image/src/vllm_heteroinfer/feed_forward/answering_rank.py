@@ -23,7 +23,7 @@ from vllm_heteroinfer.feed_forward.meters import LaneMeter
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton, SkeletonBuilder
 from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect
-from vllm_heteroinfer.patches import cpu_experts, cpu_linear
+from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_packing
 
 if TYPE_CHECKING:
     from vllm_heteroinfer.feed_forward.rank_port import RankPort
@@ -50,6 +50,7 @@ def serve(context: "RankPort", config: Any) -> NoReturn:
     reporter.phase(RankPhase.LOADING, 0, own_bytes)
     cpu_linear.install()
     cpu_experts.install()
+    cpu_packing.install()
     lanes = context.plan.feed_forward_ranks(context.rank.stage)
     skeleton = SkeletonBuilder(
         config,

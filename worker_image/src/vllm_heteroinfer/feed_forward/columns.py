@@ -5,12 +5,11 @@ columns [first, end) of both computes its part of the sum by itself. Formats dif
 tensor that is, and in how many columns one of its elements stands for.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
+from heteroinfer_contract.column_shares import Columns
 from heteroinfer_contract.errors import ContractError
 
 _UP: Final = frozenset({"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "input_linear"})
@@ -32,31 +31,7 @@ _STACKED: Final = {
     "down_proj_blocks": 2,
     "down_proj_scales": 2,
 }
-KERNEL_BLOCK: Final = 32
-"""Columns of a block of vLLM's CPU kernels (vllm/…/fused_moe/experts/cpu_moe.py@v0.32.0)."""
 _ONCE: Final = frozenset({"down_proj_bias"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """A rank's intermediate columns.
-
-    Attributes:
-        total: of a layer.
-        first: its first one.
-        end: one past its last one.
-        once: whether this rank adds what must be added once, such as the down projection's bias.
-    """
-
-    total: int
-    first: int
-    end: int
-    once: bool
-
-    @property
-    def width(self) -> int:
-        """Returns how many columns it has."""
-        return self.end - self.first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,40 +51,6 @@ class Part:
     length: int = 0
     zero: bool = False
     blocks: int = 1
-
-
-def share_out(total: int, shares: Sequence[int], unit: int) -> list[Columns]:
-    """Returns each rank's columns: near its share, in whole units, at least one.
-
-    Args:
-        total: columns of a layer.
-        shares: of the ranks, in relation to each other.
-        unit: columns that must stay together: a quantization group, a kernel's block.
-
-    Raises:
-        ContractError: there are fewer units than ranks, or `total` is no multiple of the unit.
-    """
-    units = total // unit
-    if total % unit and len(shares) > 1:
-        raise ContractError(
-            f"got {total} intermediate columns for {len(shares)} feed-forward ranks, expected a multiple of "
-            f"{unit}, which the weights' format keeps together; use one feed-forward rank"
-        )
-    if units < len(shares) and len(shares) > 1:
-        raise ContractError(
-            f"got {len(shares)} feed-forward ranks for {total} intermediate columns in groups of {unit}, "
-            f"expected at most {units}; use fewer ranks with more cores"
-        )
-    ends = [round(units * sum(shares[: i + 1]) / sum(shares)) for i in range(len(shares))]
-    for i in range(len(ends)):  # at least one unit each, from the front and from the back
-        ends[i] = max(ends[i], (ends[i - 1] if i else 0) + 1)
-    for i in reversed(range(len(ends))):
-        ends[i] = min(ends[i], units - (len(ends) - 1 - i))
-    bounds = [0, *(end * unit for end in ends[:-1]), total]
-    return [
-        Columns(total=total, first=first, end=end, once=i == 0)
-        for i, (first, end) in enumerate(pairwise(bounds))
-    ]
 
 
 def part_of(name: str, shape: Sequence[int], columns: Columns) -> Part:
@@ -168,8 +109,3 @@ def _narrow(name: str, shape: Sequence[int], dim: int, columns: Columns, blocks:
         )
     length = (end - start) // columns.total
     return Part(dim=dim, start=start // columns.total, length=length, blocks=blocks)
-
-
-def unit_of(group: int) -> int:
-    """Returns how many columns must stay together; `group` is the columns of one scale, 0 without scales."""
-    return math.lcm(KERNEL_BLOCK, group or 1)

@@ -23,9 +23,11 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.offloader import NoopOffloader, set_offloader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from heteroinfer_contract.column_shares import Columns, share_out, unit_of
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model.scheme import find_quantization
 from vllm_heteroinfer.feed_forward import columns, remote
-from vllm_heteroinfer.feed_forward.columns import Columns, Part
+from vllm_heteroinfer.feed_forward.columns import Part
 from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, check_one_size, layer_of
 from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
@@ -82,11 +84,8 @@ class SkeletonBuilder:
         """
         self._config, self._layers = config, frozenset(layers)
         self._shares, self._lane = shares, lane
-        text = config.model_config.hf_text_config
-        quantization = getattr(config.model_config.hf_config, "quantization_config", None) or getattr(
-            text, "quantization_config", None
-        )
-        self._unit = columns.unit_of(group_of(quantization))
+        whole, text = config.model_config.hf_config, config.model_config.hf_text_config
+        self._unit = unit_of(find_quantization(vars(whole), vars(text)))
         self._found = RemoteParts()
         self._totals: dict[int, Columns] = {}
         self._parts: dict[int, Any] = {}
@@ -123,7 +122,7 @@ class SkeletonBuilder:
         self._dense: Columns | None = None
         if self._config.model_config.is_moe or not isinstance(width, int):
             return
-        self._dense = columns.share_out(width, self._shares, self._unit)[self._lane]
+        self._dense = share_out(width, self._shares, self._unit)[self._lane]
         text.intermediate_size = self._dense.width
 
     def _build_model(self) -> Any:
@@ -159,7 +158,7 @@ class SkeletonBuilder:
     def narrow(self, moe_config: Any, layer: int | None) -> None:
         """Gives a layer's experts this rank's columns; called before they are built."""
         assert layer is not None
-        own = columns.share_out(moe_config.intermediate_size, self._shares, self._unit)[self._lane]
+        own = share_out(moe_config.intermediate_size, self._shares, self._unit)[self._lane]
         self._totals[layer] = own
         moe_config.intermediate_size = own.width
         moe_config.intermediate_size_per_partition = own.width
@@ -320,22 +319,6 @@ def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
         return tensor
     own = [block.narrow(part.dim, part.start, part.length) for block in tensor.chunk(part.blocks, part.dim)]
     return own[0] if len(own) == 1 else torch.cat(own, part.dim)
-
-
-def group_of(quantization: Any) -> int:
-    """Returns the columns of one scale, from a checkpoint's `quantization_config`; 0 without groups."""
-    if not isinstance(quantization, Mapping):
-        return 0
-    sizes = [
-        int(value)
-        for key, value in quantization.items()
-        if key in {"group_size", "q_group_size"} and isinstance(value, int) and value > 0
-    ]
-    blocks = quantization.get("weight_block_size") or quantization.get("block_structure")
-    if isinstance(blocks, list | tuple):
-        sizes += [int(block) for block in blocks]
-    sizes += [group_of(value) for value in quantization.values() if isinstance(value, Mapping)]
-    return max(sizes, default=0)
 
 
 def _private_world(config: Any) -> None:

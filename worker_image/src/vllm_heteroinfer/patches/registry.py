@@ -85,6 +85,40 @@ CPU_FP8_EXPERTS_APPLY: Final = replace(
     CPU_EXPERTS_APPLY,
     target=f"{_EXPERTS}:CPUExpertsFp8.apply",
 )
+CPU_INT4_EXPERTS_PACKING: Final = Patch(
+    id="cpu_packing",
+    target="vllm.model_executor.layers.fused_moe.oracle.int_wna16:_process_weights_cpu",
+    parameters=(
+        *("quant_config", "w13", "w2", "w13_scale", "w2_scale", "w13_qzeros", "w2_qzeros"),
+        *("w13_bias", "w2_bias"),
+    ),
+    processes="CPU ranks of a group",
+    why=(
+        "4-bit experts are unpacked into numbers of 32 bits to be packed: all of a layer at once take "
+        "four to ten times its bytes; the function has no seam, and each expert is packed by itself as well"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="vLLM packs 4-bit weights of CPUs in parts",
+)
+_INT4: Final = "vllm.model_executor.kernels.linear.mixed_precision.cpu:CPUWNA16LinearKernel"
+CPU_INT4_PACKING: Final = replace(
+    CPU_INT4_EXPERTS_PACKING,
+    target=f"{_INT4}._process_gptq_weights_w4a16",
+    parameters=("self", "layer"),
+    why="the same for linear layers in 4 bits, of which some outputs at a time are packed",
+)
+CPU_INT4_PACKING_AMX: Final = replace(
+    CPU_INT4_PACKING,
+    target=f"{_INT4}._process_gptq_weights_w4a8",
+    why="the same where the CPU has AMX",
+)
+CPU_AWQ_PACKING: Final = replace(
+    CPU_INT4_PACKING,
+    target="vllm.model_executor.layers.quantization.auto_awq:_convert_awq_to_standard_format",
+    parameters=("layer", "w_q_name", "w_zp_name", "size_bits"),
+    why="the same for linear layers in AWQ, which are put into GPTQ's order before",
+)
 CPU_ROUTER: Final = Patch(
     id="cpu_router",
     target="vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter._compute_routing",
@@ -161,6 +195,10 @@ PATCHES: Final = (
     CPU_EXPERTS_APPLY,
     CPU_FP8_EXPERTS_PACKING,
     CPU_FP8_EXPERTS_APPLY,
+    CPU_INT4_EXPERTS_PACKING,
+    CPU_INT4_PACKING,
+    CPU_INT4_PACKING_AMX,
+    CPU_AWQ_PACKING,
     CPU_ROUTER,
     CPU_MIXTURE,
     CPU_NORM,

@@ -8,7 +8,15 @@ from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from heteroinfer_contract.cgroups import available_memory
-from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_mixture, cpu_norm, cpu_rope, cpu_router
+from vllm_heteroinfer.patches import (
+    cpu_experts,
+    cpu_linear,
+    cpu_mixture,
+    cpu_norm,
+    cpu_packing,
+    cpu_rope,
+    cpu_router,
+)
 from vllm_heteroinfer.rank.worker import headroom
 from vllm_heteroinfer.rank.worker.group_worker import GroupWorkerMixin
 from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
@@ -31,6 +39,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         """Loads this stage's weights; layers and experts go to our kernels where the CPU can run them."""
         cpu_linear.install()
         cpu_experts.install()
+        cpu_packing.install()
         cpu_router.install()
         cpu_mixture.install()
         cpu_norm.install()

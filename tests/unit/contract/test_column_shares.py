@@ -1,0 +1,63 @@
+"""How many intermediate columns each feed-forward rank has."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract.column_shares import Columns, share_out, unit_of
+from heteroinfer_contract.errors import ContractError
+
+
+@given(
+    units=st.integers(1, 60),
+    unit=st.sampled_from([32, 64, 128]),
+    shares=st.lists(st.integers(1, 1000), min_size=1, max_size=8),
+)
+def test_shares_cover_all_columns_once(units: int, unit: int, shares: list[int]) -> None:
+    if units < len(shares):
+        with pytest.raises(ContractError, match=r"set feedForward\.ranks lower"):
+            share_out(units * unit, shares, unit)
+        return
+    parts = share_out(units * unit, shares, unit)
+    assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
+    assert parts[-1].end == units * unit
+    assert all(part.width >= unit and part.first % unit == 0 for part in parts)
+    assert [part.once for part in parts] == [True] + [False] * (len(shares) - 1)
+
+
+def test_shares_follow_the_rates() -> None:
+    assert [part.width for part in share_out(768, [1, 3], 32)] == [192, 576]
+    assert [part.width for part in share_out(768, [1000, 1], 128)] == [640, 128]
+
+
+def test_one_rank_takes_whatever_size_there_is() -> None:
+    assert share_out(100, [1], 128) == [Columns(total=100, first=0, end=100, once=True)]
+
+
+def test_columns_that_no_unit_divides_are_refused() -> None:
+    with pytest.raises(ContractError, match="expected a multiple of 128"):
+        share_out(192, [1, 1], unit_of({"group_size": 128}))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "unit"),
+    [
+        (None, 32),
+        ({"quant_method": "mxfp4"}, 32),
+        ({"quant_method": "gptq", "group_size": -1}, 32),
+        ({"quant_method": "gptq", "group_size": 16}, 32),
+        ({"quant_method": "awq", "q_group_size": 128}, 128),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, 128),
+        ({"config_groups": {"group_0": {"weights": {"group_size": 48}}}}, 96),
+        (
+            {"config_groups": {"group_0": {"weights": {"group_size": None, "block_structure": [128, 128]}}}},
+            128,
+        ),
+    ],
+)
+def test_what_stays_together_is_a_kernels_block_and_a_scales_columns(
+    quantization: dict[str, Any] | None, unit: int
+) -> None:
+    assert unit_of(quantization) == unit

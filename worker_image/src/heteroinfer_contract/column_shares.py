@@ -1,0 +1,94 @@
+"""How feed-forward ranks share the intermediate columns of experts and MLPs. Stdlib only. Pure.
+
+The worker cuts tensors by it, and the planner counts by it: a rank's share is in whole units, so that the
+largest is more than the mean where units do not go round.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from heteroinfer_contract.errors import ContractError
+
+KERNEL_BLOCK: Final = 32
+"""Columns of a block of vLLM's CPU kernels (vllm/…/fused_moe/experts/cpu_moe.py@v0.32.0)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """A rank's intermediate columns.
+
+    Attributes:
+        total: of a layer.
+        first: its first one.
+        end: one past its last one.
+        once: whether this rank adds what must be added once, such as the down projection's bias.
+    """
+
+    total: int
+    first: int
+    end: int
+    once: bool
+
+    @property
+    def width(self) -> int:
+        """Returns how many columns it has."""
+        return self.end - self.first
+
+
+def share_out(total: int, shares: Sequence[int], unit: int) -> list[Columns]:
+    """Returns each rank's columns: near its share, in whole units, at least one.
+
+    Args:
+        total: columns of a layer.
+        shares: of the ranks, in relation to each other.
+        unit: columns that must stay together: a quantization group, a kernel's block.
+
+    Raises:
+        ContractError: there are fewer units than ranks, or `total` is no multiple of the unit.
+    """
+    units = total // unit
+    if total % unit and len(shares) > 1:
+        raise ContractError(
+            f"got {total} intermediate columns for {len(shares)} feed-forward ranks, expected a multiple of "
+            f"{unit}, which the weights' format keeps together; set feedForward.ranks: 1, with the cores and "
+            "memory of all"
+        )
+    if units < len(shares) and len(shares) > 1:
+        raise ContractError(
+            f"got {len(shares)} feed-forward ranks for {total} intermediate columns in groups of {unit}, "
+            f"expected at most {units}; set feedForward.ranks lower, with more cores for each"
+        )
+    ends = [round(units * sum(shares[: i + 1]) / sum(shares)) for i in range(len(shares))]
+    for i in range(len(ends)):  # at least one unit each, from the front and from the back
+        ends[i] = max(ends[i], (ends[i - 1] if i else 0) + 1)
+    for i in reversed(range(len(ends))):
+        ends[i] = min(ends[i], units - (len(ends) - 1 - i))
+    bounds = [0, *(end * unit for end in ends[:-1]), total]
+    return [
+        Columns(total=total, first=first, end=end, once=i == 0)
+        for i, (first, end) in enumerate(pairwise(bounds))
+    ]
+
+
+def unit_of(quantization: object) -> int:
+    """Returns how many columns must stay together, by a checkpoint's `quantization_config`; or None."""
+    return math.lcm(KERNEL_BLOCK, _group_of(quantization) or 1)
+
+
+def _group_of(quantization: object) -> int:
+    """Returns the columns of one scale; 0 without groups."""
+    if not isinstance(quantization, Mapping):
+        return 0
+    sizes = [
+        int(value)
+        for key, value in quantization.items()
+        if key in {"group_size", "q_group_size"} and isinstance(value, int) and value > 0
+    ]
+    blocks = quantization.get("weight_block_size") or quantization.get("block_structure")
+    if isinstance(blocks, list | tuple):
+        sizes += [int(block) for block in blocks]
+    sizes += [_group_of(value) for value in quantization.values() if isinstance(value, Mapping)]
+    return max(sizes, default=0)

@@ -1,0 +1,165 @@
+"""The patch `cpu_packing`: 4-bit weights of a CPU rank are packed in slices, not all at once.
+
+vLLM unpacks a layer into numbers of 32 bits to pack it for a kernel. Of a layer's bytes there was beside it:
+6.4 to 10.9 times as many for an MLP of 87 MiB, 18.6 to 19.0 for AMX, 3.5 to 10.3 for experts of 150 MiB.
+In slices it is 0.8 to 2.6, and 1.2 to 2.9 (2 cores of an EPYC, 2026-11-24; to pack for AMX needs none).
+Slices give the same bytes: a block of a kernel has 16 or 32 outputs, and each expert is packed by itself.
+Imports vLLM.
+Source: vllm/model_executor/layers/fused_moe/oracle/int_wna16.py::_process_weights_cpu@v0.32.0,
+vllm/model_executor/kernels/linear/mixed_precision/cpu.py::CPUWNA16LinearKernel@v0.32.0,
+vllm/model_executor/layers/quantization/auto_awq.py::_convert_awq_to_standard_format@v0.32.0.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+
+from vllm_heteroinfer.kernels import weight_memory
+from vllm_heteroinfer.patches.registry import (
+    CPU_AWQ_PACKING,
+    CPU_INT4_EXPERTS_PACKING,
+    CPU_INT4_PACKING,
+    CPU_INT4_PACKING_AMX,
+)
+from vllm_heteroinfer.patches.replacing import replace, restore
+
+_UNPACKED_BYTES: Final = 16 << 20
+"""Of a slice, one number of 32 bits a weight; several such tensors are there at once."""
+_OUTPUTS: Final = 128
+"""A slice has a multiple of so many: blocks of kernels have 16 or 32, a word of AWQ 8."""
+_WORD: Final = 8
+"""Weights of 4 bits in 32."""
+
+
+def install() -> None:
+    """Has this process pack 4-bit weights in slices from now on, a CPU rank; twice is a no-op.
+
+    Raises:
+        PatchError: this vLLM is another one than the patch was written for.
+    """
+    replace(CPU_INT4_EXPERTS_PACKING, _experts)
+    replace(CPU_AWQ_PACKING, _awq)
+    replace(CPU_INT4_PACKING, partial(_linear, replaces_scales=False))
+    replace(CPU_INT4_PACKING_AMX, partial(_linear, replaces_scales=True))
+
+
+def revert() -> None:
+    """Puts vLLM's own functions back; a no-op where the patch is not applied."""
+    for patch in (CPU_INT4_EXPERTS_PACKING, CPU_AWQ_PACKING, CPU_INT4_PACKING, CPU_INT4_PACKING_AMX):
+        restore(patch)
+
+
+class _Joined:
+    """Slices of a tensor along one dimension, put where they belong as they come."""
+
+    def __init__(self, parts: int, dim: int, empty: Callable[..., torch.Tensor]) -> None:
+        """Prepares.
+
+        Args:
+            parts: how many equal parts the whole tensor has.
+            dim: along which these lie.
+            empty: makes the whole tensor.
+        """
+        self._parts, self._dim, self._empty = parts, dim, empty
+        self._whole: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Returns the whole, once a part was put."""
+        assert self._whole is not None
+        return self._whole
+
+    def put(self, part: torch.Tensor, first: int, end: int) -> None:
+        """Puts parts first..end-1, which may be several or a fraction of one index of the dimension each."""
+        size, count = part.shape[self._dim], end - first
+        if self._whole is None:
+            shape = list(part.shape)
+            shape[self._dim] = size * self._parts // count
+            self._whole = self._empty(shape, dtype=part.dtype)
+        self._whole.narrow(self._dim, size * first // count, size).copy_(part)
+
+
+def _experts(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    def process_weights_cpu(quant_config: Any, *tensors: Any, **named: Any) -> tuple[Any, ...]:
+        count = tensors[0].shape[0]
+        joined: list[_Joined | None] = []
+        for index in range(count):
+            packed = original(
+                quant_config,
+                *(_one(each, index) for each in tensors),
+                **{name: _one(each, index) for name, each in named.items()},
+            )
+            joined = joined or [
+                None if each is None else _Joined(count, 0, weight_memory.empty) for each in packed
+            ]
+            for whole, each in zip(joined, packed, strict=True):
+                if whole is not None:
+                    whole.put(each, index, index + 1)
+        return tuple(None if each is None else each.tensor for each in joined)
+
+    return process_weights_cpu
+
+
+def _one(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[index : index + 1]
+
+
+def _slices(inputs: int, outputs: int) -> Iterator[tuple[int, int]]:
+    """Yields the outputs of each slice: the first, and one past the last."""
+    width = max(_UNPACKED_BYTES // (4 * inputs) // _OUTPUTS, 1) * _OUTPUTS
+    for first in range(0, outputs, width):
+        yield first, min(first + width, outputs)
+
+
+def _awq(original: Callable[..., None]) -> Callable[..., None]:
+    def convert_awq_to_standard_format(
+        layer: Any, w_q_name: str, w_zp_name: str | None, size_bits: int
+    ) -> None:
+        given = {name: getattr(layer, name).data for name in (w_q_name, w_zp_name) if name is not None}
+        inputs, words = given[w_q_name].shape
+        # Not where weights stay: what the kernel reads is made of it.
+        joined = {name: _Joined(words, 1 if name == w_q_name else 0, torch.empty) for name in given}
+        part = SimpleNamespace()
+        for first, end in _slices(inputs, words * 32 // size_bits):
+            cut = slice(first * size_bits // 32, end * size_bits // 32)
+            part = SimpleNamespace(**{name: tensor[:, cut] for name, tensor in given.items()})
+            original(part, w_q_name, w_zp_name, size_bits)
+            for name, whole in joined.items():
+                whole.put(getattr(part, name).data, cut.start, cut.stop)
+        for name, whole in joined.items():
+            parameter = getattr(part, name)
+            parameter.data = whole.tensor
+            setattr(layer, name, parameter)
+
+    return convert_awq_to_standard_format
+
+
+def _linear(original: Callable[[Any, Any], None], *, replaces_scales: bool) -> Callable[[Any, Any], None]:
+    def process_gptq_weights(self: Any, layer: Any) -> None:
+        names = [name for name in (self.w_q_name, self.w_s_name, self.w_zp_name) if name is not None]
+        given = {name: getattr(layer, name).data for name in names if getattr(layer, name) is not None}
+        words, outputs = given[self.w_q_name].shape
+        replaced = names if replaces_scales else names[:1]
+        joined = {name: _Joined(outputs, 0, weight_memory.empty) for name in replaced}
+        for first, end in _slices(words * _WORD, outputs):
+            part = SimpleNamespace(bias=getattr(layer, "bias", None))
+            for name, tensor in given.items():
+                width = outputs // tensor.shape[1]  # a word of zero points is of several outputs
+                own = tensor[:, first // width : end // width].contiguous()
+                setattr(part, name, torch.nn.Parameter(own, requires_grad=False))
+            original(self, part)
+            for name, whole in joined.items():
+                whole.put(getattr(part, name).data, first, end)
+            for name in vars(part).keys() - given.keys() - joined.keys():
+                setattr(layer, name, getattr(part, name))
+        for name, whole in joined.items():
+            parameter = getattr(layer, name)
+            if parameter is None:
+                setattr(layer, name, torch.nn.Parameter(whole.tensor, requires_grad=False))
+            else:
+                parameter.data = whole.tensor
+
+    return process_gptq_weights
