@@ -123,8 +123,9 @@ void weighted_sum(uint16_t* y, const float* const* parts, const float* weights, 
 
 namespace {
 
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
 inline Floats widen(const uint16_t* from) {
-  typedef uint16_t Halves __attribute__((vector_size(32)));
   Halves halves;
   __builtin_memcpy(&halves, from, sizeof(halves));
   return (Floats)(__builtin_convertvector(halves, Bits) << 16);
@@ -134,12 +135,15 @@ inline void store_rounded(uint16_t* to, Floats value) {
   const Bits bits = (Bits)value;
   Bits rounded = (bits + ((bits >> 16 & 1) + 0x7fff)) >> 16;
   rounded = (Ints)(value != value) ? Bits{} + 0x7fc0 : rounded;
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)rounded));
+  const Halves halves = __builtin_convertvector(rounded, Halves);
+  __builtin_memcpy(to, &halves, sizeof(halves));
 }
 
 // 1 / sqrt of the mean of n squares, of which each lane has every 16th.
 inline float inverse_root(Floats squares, long n, float epsilon) {
-  return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps((__m512)squares) / static_cast<float>(n) + epsilon);
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) squares[i] += squares[i + half];
+  return 1.0f / __builtin_sqrtf(squares[0] / static_cast<float>(n) + epsilon);
 }
 
 inline void scale_row(uint16_t* y, const uint16_t* x, const uint16_t* weight, long n, float scale) {
