@@ -123,7 +123,7 @@ FAULTS: Final = (
     PlantedFault(
         name="threads of a bound rank go where they like",
         path=f"{_WORKER}/launch/environment.py",
-        right='        settings["OMP_PLACES"] = ',
+        right="        settings[names.ENV_OMP_PLACES] = ",
         wrong='        settings["OMP_NOWHERE"] = ',
         tests=(f"{_GROUPS}/test_platform.py", "-k", "threads_of_a_rank"),
     ),

@@ -21,7 +21,7 @@ OF_KUBERNETES = {"CreateContainerConfigError", "ImagePullBackOff"}
 _WORD = re.compile(r"[A-Z][a-z]+(?:[A-Z]+[a-z]*)*|[A-Z]{2,}[A-Z][a-z]+")
 _NAMES = re.compile(
     r"(?:\w*_)?reason|OBJECT_REFUSED|NAME_\w+|CHANGED_\w+|(?:DELETED|MADE)_BY_OTHERS|NOT_ANSWERED|OOM_KILLED"
-    r"|UNSCHEDULABLE|WAITING_\w+",
+    r"|UNSCHEDULABLE|IMAGE_CHANGED|NODE_LOST|(?:_MODEL_)?POD_(?:DELETED|ENDED)|_PROFILE_READ|WAITING_\w+",
     re.I,
 )
 

@@ -1,10 +1,12 @@
 """Errors of the operator and the command line; the class of an error chooses whether to try again.
 
-Stdlib only; pure.
+Stdlib and the contract only; pure.
 """
 
 from collections.abc import Iterable
 from enum import StrEnum
+
+from heteroinfer_contract.failure import FailureReason
 
 
 class HeteroInferError(Exception):
@@ -40,7 +42,7 @@ class SpecError(HeteroInferError):
 class ModelError(HeteroInferError):
     """The model's files are missing, unreadable or no model; permanent until they or the URI change."""
 
-    reason = "ModelNotReadable"
+    reason = FailureReason.MODEL_NOT_READABLE.value
 
 
 class PlanReason(StrEnum):

@@ -81,6 +81,11 @@ def format_quantity(value: Fraction) -> str:
     return str(value)
 
 
+def gigabytes_per_s(bytes_per_s: float, digits: int = 0) -> str:
+    """Returns a rate for people, with so many digits after the point."""
+    return f"{bytes_per_s / 1e9:.{digits}f} GB/s"
+
+
 def mebibytes(size: int) -> str:
     """Returns a size as a quantity in Mi, rounded up: what a person compares with a limit."""
     return f"{-(-size // 2**20)}Mi"

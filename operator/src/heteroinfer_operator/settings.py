@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from heteroinfer_contract.failure import FailureReason
 from heteroinfer_operator.errors import HeteroInferError
 
 _ANNOTATION: Final = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{0,63}|[A-Za-z0-9._-]{1,63}")
@@ -120,19 +121,19 @@ class InstallationSettings:
             raise HeteroInferError(
                 "HETEROINFER_KEY_SECRET is set, but HETEROINFER_NAMESPACE is not; the chart takes it "
                 "from the pod",
-                reason="BadSettings",
+                reason=FailureReason.BAD_SETTINGS.value,
             )
         if settings.calibration_config_map and not settings.namespace:
             raise HeteroInferError(
                 "HETEROINFER_CALIBRATION_CONFIG_MAP is set, but HETEROINFER_NAMESPACE is not; the chart "
                 "takes it from the pod",
-                reason="BadSettings",
+                reason=FailureReason.BAD_SETTINGS.value,
             )
         if settings.leader_election and not (settings.namespace and settings.identity):
             raise HeteroInferError(
                 "HETEROINFER_LEADER_ELECTION is true, but HETEROINFER_NAMESPACE or HETEROINFER_IDENTITY "
                 "is not set; the chart takes both from the pod",
-                reason="BadSettings",
+                reason=FailureReason.BAD_SETTINGS.value,
             )
         return settings
 
@@ -171,4 +172,6 @@ class _EnvReader:
 
 
 def _wrong(name: str, got: str, expected: str) -> HeteroInferError:
-    return HeteroInferError(f"HETEROINFER_{name}: got {got!r}, expected {expected}", reason="BadSettings")
+    return HeteroInferError(
+        f"HETEROINFER_{name}: got {got!r}, expected {expected}", reason=FailureReason.BAD_SETTINGS.value
+    )

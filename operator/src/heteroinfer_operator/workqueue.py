@@ -191,7 +191,7 @@ class WorkQueue:
         except ConflictError as error:
             self._conflicted(key, state, error)
         except SpecError as error:
-            self._count("InvalidSpec")
+            self._count(error.reason)
             logger.warning("%s: %s; waiting for a change of the resource", key, error.message)
             state.failures = state.conflicts = 0
         except HeteroInferError as error:

@@ -45,16 +45,16 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 OWNED_ENV: Final = (
-    "VLLM_PP_LAYER_PARTITION",
-    "VLLM_TARGET_DEVICE",
+    names.ENV_LAYER_PARTITION,
+    names.ENV_TARGET_DEVICE,
     names.ENV_HETEROGENEOUS_DEVICE,
-    "CUDA_VISIBLE_DEVICES",
+    names.ENV_VISIBLE_GPUS,
     "VLLM_CPU_KVCACHE_SPACE",
-    "VLLM_USE_V2_MODEL_RUNNER",
+    names.ENV_V2_MODEL_RUNNER,
     "VLLM_PLUGINS",
-    "VLLM_HOST_IP",
+    names.ENV_OWN_ADDRESS,
     "VLLM_PORT",
-    "GLOO_SOCKET_IFNAME",
+    names.ENV_GLOO_INTERFACE,
     "NCCL_SOCKET_IFNAME",
     "MASTER_ADDR",
     "MASTER_PORT",

@@ -7,6 +7,7 @@ from pathlib import Path
 from heteroinfer_contract.calibration import ALL_NODES, Calibration
 from heteroinfer_operator.calibrations import describe
 from heteroinfer_operator.local import calibration_file, worker_python
+from heteroinfer_operator.quantity import gigabytes_per_s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +43,12 @@ def describe_all(calibration: Calibration) -> list[str]:
     lines = [describe(calibration)]
     for reading in calibration.readings:
         where = "" if reading.node == ALL_NODES else f" of NUMA node {reading.node}"
-        lines.append(f"  memory by {reading.threads} threads{where}: {reading.bytes_per_s / 1e9:.1f} GB/s")
+        lines.append(
+            f"  memory by {reading.threads} threads{where}: {gigabytes_per_s(reading.bytes_per_s, 1)}"
+        )
     for kernel in calibration.kernels:
         name = kernel.dtype if kernel.scheme == "None" else kernel.scheme
-        lines.append(f"  {kernel.part} in {name} ({kernel.kernel}): {kernel.bytes_per_s / 1e9:.1f} GB/s")
+        lines.append(f"  {kernel.part} in {name} ({kernel.kernel}): {gigabytes_per_s(kernel.bytes_per_s, 1)}")
     if calibration.operations_per_s:
         lines.append(f"  operations in bf16: {calibration.operations_per_s / 1e12:.2f} T/s")
     lines += [
@@ -53,10 +56,10 @@ def describe_all(calibration: Calibration) -> list[str]:
     ]
     for transfer in calibration.transfers:
         busy = ", contended" if transfer.contended else ""
-        lines.append(f"  PCIe {transfer.direction}{busy}: {transfer.bytes_per_s / 1e9:.1f} GB/s")
+        lines.append(f"  PCIe {transfer.direction}{busy}: {gigabytes_per_s(transfer.bytes_per_s, 1)}")
     if calibration.gpu is not None:
         gpu = calibration.gpu
-        rates = f"{gpu.bytes_per_s / 1e9:.0f} GB/s, {gpu.operations_per_s / 1e12:.0f} T operations/s"
+        rates = f"{gigabytes_per_s(gpu.bytes_per_s)}, {gpu.operations_per_s / 1e12:.0f} T operations/s"
         lines.append(f"  {calibration.hardware.gpu}: {rates}")
     lines += [f"  not measured: {each.what}: {each.why}" for each in calibration.skipped]
     return lines

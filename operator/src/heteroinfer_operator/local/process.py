@@ -12,6 +12,7 @@ from typing import Final
 
 from heteroinfer_contract import names, parent_death
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
+from heteroinfer_contract.signal_exit import exit_code_of
 from heteroinfer_operator.cluster import ContainerTermination
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local.pod_process import PodProcess
@@ -21,7 +22,7 @@ WORKER_MODULE: Final = "vllm_heteroinfer.launch.cli"
 KILL_TIMEOUT_S: Final = 5.0
 """After SIGKILL; a process in an uninterruptible wait takes longer, and is then reported."""
 _POLL_S: Final = 0.02
-_NOT_INHERITED: Final = ("HETEROINFER_", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
+_NOT_INHERITED: Final = ("HETEROINFER_", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", names.ENV_VISIBLE_GPUS)
 """Prefixes of variables of `heteroinfer up` that are of another Python, or of another pod."""
 
 
@@ -93,7 +94,7 @@ class RunningPod:
             "TMPDIR": str(folder.temporary),
             "PYTHONUNBUFFERED": "1",
             # -1, not empty: vLLM takes an empty one for a GPU that does not answer.
-            "CUDA_VISIBLE_DEVICES": ",".join(gpus) or "-1",
+            names.ENV_VISIBLE_GPUS: ",".join(gpus) or "-1",
             names.ENV_TERMINATION_MESSAGE_PATH: str(folder.termination_message),
         }
         guard = [str(worker_python), "-I", "-S", parent_death.__file__, str(os.getpid())]
@@ -124,7 +125,7 @@ class RunningPod:
         code = await self._process.wait()
         await self._kill_rest()
         return ContainerTermination(
-            exit_code=code if code >= 0 else 128 - code,
+            exit_code=code if code >= 0 else exit_code_of(-code),
             reason="Completed" if code == 0 else "Error",
             message=self._termination_message(),
         )

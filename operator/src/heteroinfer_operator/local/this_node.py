@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from heteroinfer_contract import names
 from heteroinfer_contract.cgroups import available_memory, cpu_quota
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.cluster import NodeView
@@ -42,7 +43,7 @@ def observe_gpus(proc: Path = _PROC, env: Mapping[str, str] = os.environ) -> tup
     """
     folder = proc / "driver" / "nvidia" / "gpus"
     count = len(list(folder.iterdir())) if folder.is_dir() else 0
-    visible = env.get("CUDA_VISIBLE_DEVICES")
+    visible = env.get(names.ENV_VISIBLE_GPUS)
     if visible is None or not count:
         return tuple(str(index) for index in range(count))
     # CUDA takes the devices up to the first that there is not, such as -1.

@@ -252,7 +252,7 @@ def _check_columns(role: str, remote: Remote) -> None:
             _columns(remote, index)
         except ContractError as error:
             raise PlanError(
-                f"role {role}, layer {index}: {error}", reason="UnsupportedParallelism"
+                f"role {role}, layer {index}: {error}", reason=PlanReason.UNSUPPORTED_PARALLELISM.value
             ) from error
 
 

@@ -17,7 +17,7 @@ from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.calibrations import describe
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
-from heteroinfer_operator.quantity import parse_quantity
+from heteroinfer_operator.quantity import gigabytes_per_s, parse_quantity
 
 CPU_BYTES_PER_S: Final = 115e9
 """By all threads of a pod with our bf16 kernels: 110 to 120 GB/s by 14 threads of a 16-core Xeon with
@@ -112,11 +112,11 @@ GPU_UNKNOWN_ERROR: Final = Error(
 )
 """Of GPUs of which nothing is known, taken for an H200: from the fastest to the slowest of the list."""
 CPU_DEFAULTS: Final = (
-    f"defaults for CPUs ({CPU_BYTES_PER_S / 1e9:.0f} GB/s by 14 threads; may take {CPU_DEFAULTS_ERROR})"
+    f"defaults for CPUs ({gigabytes_per_s(CPU_BYTES_PER_S)} by 14 threads; may take {CPU_DEFAULTS_ERROR})"
 )
 """What is said of CPUs that were not measured."""
 GPU_UNKNOWN: Final = (
-    f"defaults for an H200, since the GPU is not known ({GPU_BYTES_PER_S / 1e9:.0f} GB/s; may take "
+    f"defaults for an H200, since the GPU is not known ({gigabytes_per_s(GPU_BYTES_PER_S)}; may take "
     f"{GPU_UNKNOWN_ERROR})"
 )
 """What is said of GPUs of which nothing is known."""
@@ -335,7 +335,7 @@ def gpu_rates(
     )
     rate = GPU_BYTES_PER_S if nominal is None else nominal.bytes_per_s * GPU_USED
     operations = (nominal or GPU_NOMINAL["H200"]).operations_per_s * GPU_OPERATIONS_USED
-    by_data_sheet = f"defaults for {product} ({rate / 1e9:.0f} GB/s; may take {GPU_ERROR})"
+    by_data_sheet = f"defaults for {product} ({gigabytes_per_s(rate)}; may take {GPU_ERROR})"
     return Rates(
         plain=rate,
         quantized=rate * unpacked,

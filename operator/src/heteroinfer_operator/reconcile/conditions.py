@@ -37,6 +37,9 @@ from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
 from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE
 from heteroinfer_operator.reconcile.rollout import Rollout
 
+_RESTARTS_USED_UP: Final = "RestartsUsedUp"
+_ROLLING_OUT: Final = "RollingOut"
+_BETWEEN_EPOCHS: Final = "BetweenEpochs"
 _MEASURE_EVERY = timedelta(seconds=60)
 ENDING: Final = "pods answer the requests that they have, and end"
 HELD: Final = "HeldByFinalizer"
@@ -133,7 +136,7 @@ class Life:
         """Returns reason and words of what only somebody's act can end, or None."""
         failed = next((group for group in self.groups if group.phase is GroupPhase.FAILED), None)
         if failed is not None:
-            return "RestartsUsedUp", f"group {failed.index}: {failed.message}"
+            return _RESTARTS_USED_UP, f"group {failed.index}: {failed.message}"
         problem = self.problem
         if problem is None or problem.reason == WAITING_FOR_MODEL or self.serves_spec:
             return (LOST_LABEL, self.lost_labels) if self.lost_labels else None
@@ -169,7 +172,7 @@ def life_conditions(life: Life) -> tuple[Condition, ...]:
         life.make(
             ConditionType.FAILED,
             bool(failed),
-            "RestartsUsedUp" if failed else "NotFailed",
+            _RESTARTS_USED_UP if failed else "NotFailed",
             words if failed else "",
         ),
     )
@@ -214,7 +217,7 @@ def _ready(life: Life, worst: GroupStatus, words: str, count: str) -> tuple[bool
         if refused is not None and refused.blocks and worst.phase is GroupPhase.PENDING:
             return False, refused.reason, refused.message
         return False, _ready_reason(worst), words
-    return False, "RollingOut", life.rollout.message if life.rollout is not None else count
+    return False, _ROLLING_OUT, life.rollout.message if life.rollout is not None else count
 
 
 def _progress(life: Life, worst: GroupStatus, words: str) -> tuple[bool, str, str]:
@@ -229,7 +232,7 @@ def _progress(life: Life, worst: GroupStatus, words: str) -> tuple[bool, str, st
     if any(group.phase not in settled for group in life.groups):
         return True, _doing(worst), words
     if life.rollout is not None:
-        return True, "RollingOut", life.rollout.message
+        return True, _ROLLING_OUT, life.rollout.message
     return False, "Settled", ""
 
 
@@ -274,7 +277,7 @@ def plan_conditions(life: Life, before: HeteroInferenceStatus) -> tuple[Conditio
             life.make(capacity, None, refusal.reason),
         )
     if not running:
-        return (life.make(planned, None, "BetweenEpochs"), life.make(capacity, None, "BetweenEpochs"))
+        return (life.make(planned, None, _BETWEEN_EPOCHS), life.make(capacity, None, _BETWEEN_EPOCHS))
     lost = [str(decision.status.index) for decision in running if decision.plan is None]
     if lost:
         words = (

@@ -2,13 +2,19 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.api.status import MOST_EXIT_CODE
 from heteroinfer_operator.cluster import ContainerTermination, PodView
 
-OOM_KILLED = "OOMKilled"
+IMAGE_CHANGED: Final = "ImageChanged"
+"""Comes once an upgrade, and makes nothing else wait."""
+NODE_LOST: Final = "NodeLost"
+POD_DELETED: Final = "PodDeleted"
+POD_ENDED: Final = "PodEnded"
+OOM_KILLED: Final = "OOMKilled"
 """The kubelet's reason of a container in which the kernel ended a process for want of memory."""
 _LONGEST_WORD, _LONGEST_LOG = 370, 160
 """Characters of a failure's message and log line together, and of the log line: a kept failure has 400."""
@@ -71,7 +77,7 @@ def _first_cause(ended: Sequence[PodView]) -> EpochEnd:
                 return epoch_end
     first = ended[0]
     return EpochEnd(
-        reason="PodEnded", message=f"pod {first.name} ended ({first.phase}) {first.message}".strip()
+        reason=POD_ENDED, message=f"pod {first.name} ended ({first.phase}) {first.message}".strip()
     )
 
 
@@ -111,7 +117,7 @@ def _from_failure(failure: Failure) -> EpochEnd:
 
 
 def _disruption(pod: PodView) -> EpochEnd | None:
-    evicted = pod.reason in {"Evicted", "Preempting", "NodeLost", "NodeShutdown", "Terminated"}
+    evicted = pod.reason in {"Evicted", "Preempting", NODE_LOST, "NodeShutdown", "Terminated"}
     if not pod.disrupted and not evicted:
         return None
     reason = pod.disrupted or pod.reason
@@ -143,4 +149,4 @@ def describe_exit(pod: str, ended: ContainerTermination) -> str:
 def _deletion(pod: PodView) -> EpochEnd | None:
     if not pod.deleting:
         return None
-    return EpochEnd(reason="PodDeleted", message=f"pod {pod.name} was deleted")
+    return EpochEnd(reason=POD_DELETED, message=f"pod {pod.name} was deleted")

@@ -12,7 +12,7 @@ from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.node_assignment import NodeAssignment
 from heteroinfer_operator.reconcile import startup
-from heteroinfer_operator.reconcile.epoch_end import EpochEnd
+from heteroinfer_operator.reconcile.epoch_end import IMAGE_CHANGED, EpochEnd
 from heteroinfer_operator.reconcile.group_planner import EpochPlan
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.revisions import Revision
@@ -152,7 +152,7 @@ def find_changed_images(
         f"a pod is to be made again, with {images} now, and the epoch of pod {old.name} was made with "
         f"{old.images}; a new epoch is made with what is new"
     )
-    return EpochEnd(reason="ImageChanged", message=message, counted=False)
+    return EpochEnd(reason=IMAGE_CHANGED, message=message, counted=False)
 
 
 def _group_ref(context: Context, status: GroupStatus) -> EpochRef:

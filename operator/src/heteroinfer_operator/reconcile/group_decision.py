@@ -35,7 +35,13 @@ from heteroinfer_operator.manifests.group_key_secret import KIND as SECRET
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
-from heteroinfer_operator.reconcile.epoch_end import EpochEnd, find_epoch_end, has_run
+from heteroinfer_operator.reconcile.epoch_end import (
+    POD_DELETED,
+    POD_ENDED,
+    EpochEnd,
+    find_epoch_end,
+    has_run,
+)
 from heteroinfer_operator.reconcile.epoch_pods import (
     decide_creates,
     decide_key,
@@ -52,7 +58,7 @@ from heteroinfer_operator.reconcile.revisions import Revision
 _ENDED_EPOCH_GRACE_S = 2
 """For the pods of an epoch that has ended: there is no request left that they could answer."""
 _NOT_ANSWERED: Final = "waiting for the API server to say whether it takes the new revision"
-_CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, "PodDeleted", "PodEnded"})
+_CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, POD_DELETED, POD_ENDED})
 _NOTHING_RUNS: Final[Mapping[str, Any]] = {
     "startup": None,
     "members": (),
@@ -168,7 +174,7 @@ def _end_incomplete(
         return _give_back(context, status, current, refusal)
     name = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(index)
     message = f"pod {name} is not there, and nobody saw it end before it ran: it may have met others"
-    epoch_end = EpochEnd(reason="PodDeleted", message=message, counted=False)
+    epoch_end = EpochEnd(reason=POD_DELETED, message=message, counted=False)
     return _end_epoch(context, status, pods, epoch_end)
 
 
@@ -255,7 +261,7 @@ def _find_epoch_end(
     present = {pod.name for pod in current}
     gone = [pod for pod in _had_run(status) if pod not in present]
     if gone:
-        return EpochEnd(reason="PodDeleted", message=f"pod {gone[0]} is gone")
+        return EpochEnd(reason=POD_DELETED, message=f"pod {gone[0]} is gone")
     lacks_pods = bool(current and made.missing(current))
     return (
         _find_lost_plan(status, current, made)
@@ -300,7 +306,7 @@ def _find_end_in_kueue(context: Context, status: GroupStatus, current: Sequence[
     deleted = spare[0].deleting
     lost = context.node_loss.find_epoch_end(spare)
     return lost or EpochEnd(
-        reason="PodDeleted" if deleted else "PodEnded", message=message, counted=not deleted
+        reason=POD_DELETED if deleted else POD_ENDED, message=message, counted=not deleted
     )
 
 

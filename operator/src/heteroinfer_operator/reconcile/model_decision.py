@@ -33,6 +33,8 @@ from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.startup import describe_wait, waits_in_vain
 
 COMPONENTS: Final = frozenset({names.COMPONENT_INSPECT, names.COMPONENT_FETCH})
+_MODEL_POD_ENDED: Final = "ModelPodEnded"
+_PROFILE_READ: Final = "ProfileRead"
 _RETRY_FIRST_S: Final = 30.0
 """After a failed look at the model: what was wrong may have been put right meanwhile. Doubled each time."""
 _RETRY_MOST_S: Final = 300.0
@@ -136,7 +138,7 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
         return ModelDecision(
             status=kept,
             holds=True,
-            reason="ProfileRead",
+            reason=_PROFILE_READ,
             message=_describe(profile),
             profile=profile,
             deletes=_deletes(context, pods),
@@ -185,7 +187,7 @@ def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecisi
         return replace(going, deletes=context.node_loss.deletes([pod], grace_s=0), look_again_s=look_again_s)
     if pod.ended:
         why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
-        return _failed(context, kept, pod, "ModelPodEnded", f"pod {pod.name} ended: {why or pod.phase}")
+        return _failed(context, kept, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {why or pod.phase}")
     if waits_in_vain(pod):
         return _blocked(context, kept, pod)
     waits = describe_wait(pod) if pod.unschedulable or (pod.waiting and not pod.started) else ""
@@ -259,7 +261,7 @@ def _ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecis
     failure = Failure.from_json(ended.message)
     if failure is not None:
         return _failed(context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}")
-    reason = ended.reason if ended.reason == OOM_KILLED else "ModelPodEnded"
+    reason = ended.reason if ended.reason == OOM_KILLED else _MODEL_POD_ENDED
     return _failed(context, kept, pod, reason, describe_exit(pod.name, ended))
 
 
@@ -294,7 +296,7 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
     return ModelDecision(
         status=status,
         holds=True,
-        reason="ProfileRead",
+        reason=_PROFILE_READ,
         message=_describe(profile),
         profile=profile,
         deletes=_deletes(context, [pod]),

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from heteroinfer_operator.api import RestartSpec
 from heteroinfer_operator.cluster import DeleteObject, NodeView, PodView, ResourceObservation
 from heteroinfer_operator.quantity import parse_duration_s
-from heteroinfer_operator.reconcile.epoch_end import EpochEnd
+from heteroinfer_operator.reconcile.epoch_end import NODE_LOST, EpochEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class NodeLoss:
         pod = next((pod for pod in pods if self._is_orphan(pod)), None)
         if pod is None:
             return None
-        return EpochEnd(reason="NodeLost", message=f"{self._describe(pod)}; it is given up", counted=False)
+        return EpochEnd(reason=NODE_LOST, message=f"{self._describe(pod)}; it is given up", counted=False)
 
     def deletes(
         self, pods: Sequence[PodView], *, grace_s: int | None, after_status: bool = False

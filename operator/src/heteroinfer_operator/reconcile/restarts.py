@@ -5,11 +5,10 @@ from datetime import datetime, timedelta
 
 from heteroinfer_operator.api import MAX_FAILURES, FailureStatus, RestartSpec
 from heteroinfer_operator.quantity import parse_duration_s
+from heteroinfer_operator.reconcile.epoch_end import IMAGE_CHANGED, NODE_LOST
 
 _FIRST_BACKOFF_S = 10.0
 """Wait before the second restart within the window; each further one waits twice as long."""
-_UPGRADED = "ImageChanged"
-"""Reason of an end that should come once an upgrade, and makes nothing else wait."""
 
 
 _MESSAGE_CHARACTERS = 400
@@ -75,7 +74,7 @@ def backoff_s(before: int, restart: RestartSpec) -> float:
 def _uncounted(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
     last = failures[-1]
     since = last.time - timedelta(seconds=parse_duration_s(restart.window))
-    alike = [each for each in failures if (each.reason == _UPGRADED) == (last.reason == _UPGRADED)]
+    alike = [each for each in failures if (each.reason == IMAGE_CHANGED) == (last.reason == IMAGE_CHANGED)]
     return sum(not each.counted and each.time >= since for each in alike)
 
 
@@ -87,7 +86,7 @@ def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStat
     """
     last = failures[-1]
     reported = f"{message}; before that: {last.message}"[:_MESSAGE_CHARACTERS]
-    changed = last.model_copy(update={"reason": "NodeLost", "message": reported, "counted": False})
+    changed = last.model_copy(update={"reason": NODE_LOST, "message": reported, "counted": False})
     return (*failures[:-1], changed)
 
 

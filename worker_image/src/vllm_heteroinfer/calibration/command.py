@@ -26,7 +26,7 @@ from vllm_heteroinfer.calibration.process_output import ProcessOutput
 from vllm_heteroinfer.calibration.timing import BEGUN
 from vllm_heteroinfer.launch.child_process import child_pids
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
-from vllm_heteroinfer.launch.environment import CUDA_VISIBLE_DEVICES, HIDE_GPUS
+from vllm_heteroinfer.launch.environment import HIDE_GPUS
 from vllm_heteroinfer.launch.host import LOOPBACK_INTERFACE
 from vllm_heteroinfer.pod import termination_message
 
@@ -145,7 +145,7 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
             what="hops",
             commands=tuple(("hops", str(rank), meeting) for rank in range(2)),
             # Where the machine's own name has no address, gloo finds no interface by itself.
-            env={**_cpu(), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE},
+            env={**_cpu(), names.ENV_GLOO_INTERFACE: LOOPBACK_INTERFACE},
         )
     )
     found.append(Measurement(what="GPU", commands=(("gpu",),)))
@@ -163,9 +163,9 @@ def _reading(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ..
 
 def _cpu() -> dict[str, str]:
     return {
-        CUDA_VISIBLE_DEVICES: HIDE_GPUS,
+        names.ENV_VISIBLE_GPUS: HIDE_GPUS,
         # A process without a plan has vLLM's own platform, which is CUDA's in the image for GPUs.
-        "VLLM_TARGET_DEVICE": "cpu",
+        names.ENV_TARGET_DEVICE: "cpu",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
 

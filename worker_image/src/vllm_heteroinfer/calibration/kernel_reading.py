@@ -18,13 +18,14 @@ from typing import Any, Final
 
 import torch
 
+from heteroinfer_contract import names
 from heteroinfer_contract.calibration import MORE_ROWS, KernelPart
 from heteroinfer_contract.model import SchemeName
 from vllm_heteroinfer.calibration.formats import FORMATS, WeightFormat
 from vllm_heteroinfer.calibration.hardware import round_bytes
 from vllm_heteroinfer.calibration.timing import median_s, report, report_begun, report_skipped, rounded
 from vllm_heteroinfer.kernels import linear
-from vllm_heteroinfer.launch.environment import CUDA_VISIBLE_DEVICES, HIDE_GPUS
+from vllm_heteroinfer.launch.environment import HIDE_GPUS
 
 BF16: Final = "bfloat16"
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 16, 8
@@ -111,7 +112,7 @@ def main(argv: list[str]) -> None:
         argv: number of threads; seconds in which to begin, if given; then names of what not to measure, since
             it ended another process.
     """
-    os.environ |= {CUDA_VISIBLE_DEVICES: HIDE_GPUS, "VLLM_TARGET_DEVICE": "cpu"}
+    os.environ |= {names.ENV_VISIBLE_GPUS: HIDE_GPUS, names.ENV_TARGET_DEVICE: "cpu"}
     threads = int(argv[0])
     turn = _Turn(deadline=time.monotonic() + float(argv[1] if argv[1:] else inf), left_out=argv[2:])
     torch.set_num_threads(threads)

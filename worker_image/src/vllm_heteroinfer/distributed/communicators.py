@@ -146,7 +146,7 @@ def may_spin(plan: Plan, launch: PodLaunch) -> bool:
     With fewer CPUs than threads vLLM's spinning collectives made a step take 0.23 s instead of 0.04 (2 busy
     CPUs of a Xeon at 2.5 GHz, 4 ranks, 8 tiny layers, 2026-11-21).
     """
-    if "OMP_PLACES" in os.environ:  # the supervisor pins threads where the pod has whole cores
+    if names.ENV_OMP_PLACES in os.environ:  # the supervisor pins threads where the pod has whole cores
         return True
     ranks = ranks_on_machine(plan, launch)
     return len(os.sched_getaffinity(0)) >= len(ranks) * (first_level(os.environ) or 1)

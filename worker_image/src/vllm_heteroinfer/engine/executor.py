@@ -16,6 +16,7 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor, WorkerProc
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+from heteroinfer_contract import names
 from heteroinfer_contract.parent_death import die_with_parent
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
@@ -109,7 +110,7 @@ class GroupExecutor(MultiprocExecutor):
         """Compares this engine's settings with rank 0's, which the ranks compare with theirs."""
         ranks = self._store.get("fingerprint/0", deadline, what="settings of rank 0")
         ours = fingerprint.of_config(
-            self.vllm_config, layer_partition=os.environ.get("VLLM_PP_LAYER_PARTITION", "")
+            self.vllm_config, layer_partition=os.environ.get(names.ENV_LAYER_PARTITION, "")
         )
         theirs = fingerprint.from_json(ranks)
         fingerprint.compare_engine(plan, ours, theirs)

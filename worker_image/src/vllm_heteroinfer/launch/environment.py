@@ -16,7 +16,6 @@ from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
 from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.pod.open_mp import first_level
 
-CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HIDE_GPUS = "-1"
 """The empty string would keep Triton on, and the sampler dies without a driver (vLLM 0.32.0)."""
 READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "LD_")
@@ -72,9 +71,9 @@ def rank_environment(
     base_env = _without_blank_threads(base_env)
     env = {**base_env, **_fixed(plan, rank.device, host), names.ENV_RANK: str(rank.rank)}
     if rank.device is Device.GPU:
-        env[CUDA_VISIBLE_DEVICES] = _own_gpu(rank, base_env)
+        env[names.ENV_VISIBLE_GPUS] = _own_gpu(rank, base_env)
         return env
-    env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
+    env[names.ENV_VISIBLE_GPUS] = HIDE_GPUS
     cpu_set = bound_cpus(plan, launch, rank, host)
     if cpu_set is not None and _more_threads(base_env, cpu_set):
         cpu_set = None
@@ -102,7 +101,7 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
     env = {**base_env, **_fixed(plan, device, host)}
     env.pop(names.ENV_RANK, None)
     if device is Device.CPU:
-        env[CUDA_VISIBLE_DEVICES] = HIDE_GPUS
+        env[names.ENV_VISIBLE_GPUS] = HIDE_GPUS
     env.setdefault(names.ENV_OMP_THREADS, "1")
     return env
 
@@ -166,10 +165,10 @@ def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
         names.ENV_HUB_OFFLINE: "1",
         "VLLM_NO_USAGE_STATS": "1",
         # Its default differs by device, and the two runners exchange different tensors.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        names.ENV_V2_MODEL_RUNNER: "0",
         names.ENV_OWN_ADDRESS: host.address,
-        "GLOO_SOCKET_IFNAME": host.interface,
-        "VLLM_PP_LAYER_PARTITION": ",".join(str(layers) for layers in plan.layers_by_stage),
+        names.ENV_GLOO_INTERFACE: host.interface,
+        names.ENV_LAYER_PARTITION: ",".join(str(layers) for layers in plan.layers_by_stage),
     }
 
 
@@ -185,13 +184,13 @@ def _without_blank_threads(base_env: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
-    listed = base_env.get(CUDA_VISIBLE_DEVICES)
+    listed = base_env.get(names.ENV_VISIBLE_GPUS)
     if listed is None:
         return str(rank.local_rank)
     devices = [device.strip() for device in listed.split(",") if device.strip()]
     if rank.local_rank >= len(devices):
         raise ContractError(
-            f"rank {rank.rank}: got {CUDA_VISIBLE_DEVICES}={listed!r}, expected at least "
+            f"rank {rank.rank}: got {names.ENV_VISIBLE_GPUS}={listed!r}, expected at least "
             f"{rank.local_rank + 1} GPUs in pod {rank.pod}; give the role as many as it has ranks a pod"
         )
     return devices[rank.local_rank]
@@ -213,7 +212,7 @@ def _thread_settings(plan: Plan, launch: PodLaunch, cpu_set: CpuSet | None, host
     if cpu_set is not None:
         # One set of CPUs for all threads of a rank, so that what its main thread starts
         # later is not pinned to a single CPU.
-        settings["OMP_PLACES"] = "{" + ",".join(str(cpu) for cpu in cpu_set.cpus) + "}"
+        settings[names.ENV_OMP_PLACES] = "{" + ",".join(str(cpu) for cpu in cpu_set.cpus) + "}"
         settings["OMP_PROC_BIND"] = "true"
     return settings
 

@@ -170,7 +170,7 @@ def agree(
     """
     from vllm_heteroinfer.group import fingerprint
 
-    ours = fingerprint.of_config(config, layer_partition=os.environ["VLLM_PP_LAYER_PARTITION"])
+    ours = fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
     store.put(f"fingerprint/{rank.rank}", fingerprint.to_json(ours))
     fingerprints = [
         fingerprint.from_json(store.get(f"fingerprint/{r.rank}", startup, what=f"settings of rank {r.rank}"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from heteroinfer_contract.plan import Device, RankAssignment
 
+_LD_PRELOAD = "LD_PRELOAD"
 _ENV_PRELOADED = "HETEROINFER_PRELOADED"
 """Set once the process has become itself again with its libraries preloaded."""
 
@@ -27,11 +28,11 @@ def preload(module: str, rank: RankAssignment) -> None:
     """
     if rank.device is not Device.CPU or os.environ.pop(_ENV_PRELOADED, ""):
         return
-    present = os.environ.get("LD_PRELOAD", "")
+    present = os.environ.get(_LD_PRELOAD, "")
     missing = [str(path) for path in preload_libraries() if path.name not in present]
     if not missing:
         return
-    env = {**os.environ, "LD_PRELOAD": ":".join([*missing, present]).rstrip(":"), _ENV_PRELOADED: "1"}
+    env = {**os.environ, _LD_PRELOAD: ":".join([*missing, present]).rstrip(":"), _ENV_PRELOADED: "1"}
     os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], env)  # noqa: S606 - no shell
 
 
