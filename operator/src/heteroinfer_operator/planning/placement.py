@@ -19,9 +19,9 @@ _LEAST: Final = 1e-6
 """Below this an amount is rounding."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class FreeNode:
-    """A node and what is free on it; `take` uses it up."""
+    """A node and what is free on it; `take` uses it up. Equal to itself only."""
 
     node: NodeView
     free: dict[str, float]
@@ -154,11 +154,9 @@ def _search(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> tup
             return None
         kind.free_nodes.sort(key=lambda free_node, kind=kind: _preference(kind.demand, free_node))  # type: ignore[misc]  # bound at once
     kinds.sort(key=_hardness, reverse=True)
-    copies = {
-        id(free_node): FreeNode(node=free_node.node, free=dict(free_node.free)) for free_node in free_nodes
-    }
+    copies = {each: FreeNode(node=each.node, free=dict(each.free)) for each in free_nodes}
     for kind in kinds:
-        kind.free_nodes = [copies[id(free_node)] for free_node in kind.free_nodes]
+        kind.free_nodes = [copies[free_node] for free_node in kind.free_nodes]
     return _Search(demands=demands, kinds=kinds).run()
 
 
@@ -201,14 +199,14 @@ class _Search:
     kinds: list[_Kind]
     tries: int = 0
     chosen: dict[int, FreeNode] = field(default_factory=dict)
-    open_to: dict[int, frozenset[int]] = field(default_factory=dict)
+    open_to: dict[FreeNode, frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Notes for each node which kinds may be there: nodes of the same kinds and amounts are alike."""
-        kinds_of: dict[int, list[int]] = {}
+        kinds_of: dict[FreeNode, list[int]] = {}
         for index, kind in enumerate(self.kinds):
             for free_node in kind.free_nodes:
-                kinds_of.setdefault(id(free_node), []).append(index)
+                kinds_of.setdefault(free_node, []).append(index)
         self.open_to = {free_node: frozenset(kinds) for free_node, kinds in kinds_of.items()}
 
     def run(self) -> tuple[str, ...] | None:
@@ -244,7 +242,7 @@ class _Search:
             free_node = kind.free_nodes[index]
             if not free_node.has(kind.demand.requests):
                 continue
-            state = (dict(free_node.free), self.open_to[id(free_node)])
+            state = (dict(free_node.free), self.open_to[free_node])
             if not paired and state in seen:
                 continue
             seen.append(state)

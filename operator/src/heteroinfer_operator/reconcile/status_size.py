@@ -51,22 +51,23 @@ def _without_details(group: GroupStatus) -> GroupStatus:
 
 
 def _fit_failures(groups: Sequence[GroupStatus]) -> list[GroupStatus]:
-    every = [failure for group in groups for failure in group.failures]
+    every = {(i, j): failure for i, group in enumerate(groups) for j, failure in enumerate(group.failures)}
     space, kept = FAILURE_BYTES, set()
-    for failure in sorted(every, key=lambda failure: failure.time, reverse=True):
-        space -= _json_bytes(failure.message)
+    for position in sorted(every, key=lambda position: every[position].time, reverse=True):
+        space -= _json_bytes(every[position].message)
         if space < 0:
             break
-        kept.add(id(failure))
+        kept.add(position)
     if len(kept) == len(every):
         return list(groups)
 
-    def fit(failure: FailureStatus) -> FailureStatus:
-        return failure if id(failure) in kept else failure.model_copy(update={"message": LEFT_OUT})
+    def fit(i: int, j: int) -> FailureStatus:
+        failure = every[i, j]
+        return failure if (i, j) in kept else failure.model_copy(update={"message": LEFT_OUT})
 
     return [
-        group.model_copy(update={"failures": tuple(fit(failure) for failure in group.failures)})
-        for group in groups
+        group.model_copy(update={"failures": tuple(fit(i, j) for j in range(len(group.failures)))})
+        for i, group in enumerate(groups)
     ]
 
 
