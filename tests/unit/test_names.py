@@ -1,5 +1,6 @@
 """One meaning a name: classes and modules of the product, and files and modules that text names."""
 
+import ast
 import functools
 import re
 from collections import defaultdict
@@ -35,33 +36,94 @@ _MODULE = re.compile(
 )
 
 
-_CLASS = re.compile(r"^ *class (\w+)[(:]", re.M)
+_CAMEL_CASE = re.compile(r"_?[A-Z]\w*[a-z]\w*")
 _DOCSTRING = re.compile(r'(?:\A|:\n) *r?"""(.*?)"""', re.S)
 """Of modules, classes and functions. To parse each file took 3 s."""
 
 
+def normal(name: str) -> str:
+    """Returns what two names have in common that differ in case and underscores only."""
+    return name.replace("_", "").lower()
+
+
+def kinds(module: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yields names of classes, what else is named like one, and what `as` names, each with what it is."""
+    yield from renamed(text)
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.ClassDef(name=name):
+                yield name, f"{module}.{name}"
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                if _CAMEL_CASE.fullmatch(name):
+                    yield name, f"{module}.{name}"
+
+
+def renamed(text: str) -> Iterator[tuple[str, str]]:
+    """Yields what a module imports by a name of its own: this name, and what it is."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            of = getattr(node, "module", None) or ""
+            yield from ((each.asname, f"{of}.{each.name}") for each in node.names if each.asname)
+
+
+def several(named: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """Returns the names that are several things."""
+    found = defaultdict(set)
+    for name, what in named:
+        found[normal(name)].add(what)
+    return {name: things for name, things in found.items() if len(things) > 1}
+
+
 def test_a_class_name_is_one_class() -> None:
-    found = defaultdict(list)
-    for module, file in modules_below(SOURCES).items():
-        for name in _CLASS.findall(file.read_text()):
-            found[name].append(module)
-    assert len(found) > 300
-    assert not {name: at for name, at in found.items() if len(at) > 1}
+    named = [
+        each for module, file in modules_below(SOURCES).items() for each in kinds(module, file.read_text())
+    ]
+    assert len(named) > 300
+    assert several(named) == {}, (
+        "name one of them after what sets it apart, and import by the name that it has"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class _Plan: pass",
+        "class PLAN: pass",
+        'Plan = namedtuple("Plan", "stages")',
+        'Plan = StrEnum("Plan", "A B")',
+        'Plan_ = TypedDict("Plan_", {})',
+        'Plan = NewType("Plan", str)',
+        "Plan: TypeAlias = tuple[str, ...]",
+        "Plan = dict[str, str]",
+        "from b import Draft as Plan",
+        "import draft as plan",
+    ],
+)
+def test_a_name_of_a_class_is_taken(text: str) -> None:
+    assert several([*kinds("a", "class Plan: pass"), *kinds("b", text)]).keys() == {"plan"}
 
 
 def said_twice(modules: Iterable[str]) -> set[str]:
-    """Returns the names that several modules or packages have; a module that is its package's own may."""
+    """Returns the normal names of several modules or packages; a module that is its package's own may."""
     found = defaultdict(set)
     for module in modules:
         *packages, name = module.split(".")
-        found[name].add(tuple(packages[:-1] if packages[-1:] == [name] else packages))
+        found[normal(name)].add((*packages, name) if packages[-1:] != [name] else tuple(packages))
     return {name for name, at in found.items() if len(at) > 1}
 
 
 def test_a_module_name_is_one_meaning() -> None:
     twice = said_twice(modules_below(SOURCES))
-    assert twice - SAME_IN_EACH_PACKAGE.keys() == set()
-    assert twice == SAME_IN_EACH_PACKAGE.keys(), "names that stand once need no reason"
+    same = set(map(normal, SAME_IN_EACH_PACKAGE))
+    assert twice - same == set(), "rename one; if they are the same thing, say so in SAME_IN_EACH_PACKAGE"
+    assert twice == same, "names that stand once need no reason"
+
+
+def test_nothing_is_imported_by_the_name_of_a_module() -> None:
+    modules = {normal(module.rpartition(".")[2]): module for module in modules_below(SOURCES)}
+    by_another = [each for file in modules_below(SOURCES).values() for each in renamed(file.read_text())]
+    assert len(by_another) > 10
+    assert {name: what for name, what in by_another if modules.get(normal(name), what) != what} == {}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +132,8 @@ def test_a_module_name_is_one_meaning() -> None:
         ("a.measuring.kernels", {"kernels"}),
         ("a.measuring.bridge", {"bridge"}),
         ("a.plan", {"plan"}),
+        ("a.brid_ge", {"bridge"}),
+        ("a._plan", {"plan"}),
         ("a.bridge.bridge", set()),
         ("a.kernels.linear", set()),
     ],

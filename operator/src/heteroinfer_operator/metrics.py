@@ -4,7 +4,6 @@ Of each resource only a few small values are kept, and made into samples when th
 for: a thousand resources are some hundred kilobytes.
 """
 
-from collections import Counter as Count
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from heteroinfer_contract import metric_names as names
+from heteroinfer_contract import metric_names
 from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.cluster import ResourceKey
 
@@ -30,30 +29,33 @@ class OperatorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.reconcile_seconds = Histogram(
-            names.OPERATOR_RECONCILE_SECONDS,
+            metric_names.OPERATOR_RECONCILE_SECONDS,
             "Time of one reconcile.",
             registry=self.registry,
             buckets=_SECONDS,
         )
         self.reconcile_errors = Counter(
-            names.OPERATOR_RECONCILE_ERRORS_TOTAL,
+            metric_names.OPERATOR_RECONCILE_ERRORS_TOTAL,
             "Reconciles that failed, by the reason of the error.",
             ("reason",),
             registry=self.registry,
         )
         self.reconcile_errors.labels("Conflict")  # so that the series is there from the start
         self.queue_length = Gauge(
-            names.OPERATOR_QUEUE_LENGTH, "Resources that wait for a reconcile.", registry=self.registry
+            metric_names.OPERATOR_QUEUE_LENGTH, "Resources that wait for a reconcile.", registry=self.registry
         )
         self.writes = Counter(
-            names.OPERATOR_WRITES_TOTAL, "Writes to the API server.", ("verb", "kind"), registry=self.registry
+            metric_names.OPERATOR_WRITES_TOTAL,
+            "Writes to the API server.",
+            ("verb", "kind"),
+            registry=self.registry,
         )
         self.last_resync = Gauge(
-            names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS,
+            metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS,
             "Unix time at which a resync last ended.",
             registry=self.registry,
         )
-        self._resources = _Resources()
+        self._resources = _ResourceCollector()
         self.registry.register(self._resources)
         ProcessCollector(registry=self.registry)
 
@@ -74,7 +76,7 @@ class OperatorMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _KeptGroup:
     """What is kept of a group's status.
 
     Attributes:
@@ -103,7 +105,7 @@ class _Resource:
     """What is kept of a status: conditions as type, reason and value; groups."""
 
     conditions: tuple[tuple[str, str, float], ...]
-    groups: tuple[_Group, ...]
+    groups: tuple[_KeptGroup, ...]
 
 
 def _resource(status: Mapping[str, Any]) -> _Resource:
@@ -117,10 +119,10 @@ def _resource(status: Mapping[str, Any]) -> _Resource:
     )
 
 
-def _group(group: Mapping[str, Any], ranks: Mapping[str, int]) -> _Group:
+def _group(group: Mapping[str, Any], ranks: Mapping[str, int]) -> _KeptGroup:
     failure: Mapping[str, Any] = (group.get("failures") or ({},))[-1]
     failed_at = datetime.fromisoformat(failure["time"]).timestamp() if failure else None
-    return _Group(
+    return _KeptGroup(
         index=int(group.get("index", 0)),
         phase=str(group.get("phase", _UNKNOWN)),
         epoch=int(group.get("epoch", 0)),
@@ -132,7 +134,7 @@ def _group(group: Mapping[str, Any], ranks: Mapping[str, int]) -> _Group:
     )
 
 
-class _Resources(Collector):
+class _ResourceCollector(Collector):
     """Samples of all known resources, made when they are collected."""
 
     def __init__(self) -> None:
@@ -155,10 +157,13 @@ class _Resources(Collector):
         return self.collect()
 
 
-def _phases(groups: Iterable[_Group]) -> GaugeMetricFamily:
-    counts = Count({phase.value: 0 for phase in GroupPhase})
-    counts.update(group.phase for group in groups)
-    family = GaugeMetricFamily(names.OPERATOR_GROUPS, "Groups, by phase of their status.", labels=("phase",))
+def _phases(groups: Iterable[_KeptGroup]) -> GaugeMetricFamily:
+    counts = {phase.value: 0 for phase in GroupPhase}
+    for group in groups:
+        counts[group.phase] = counts.get(group.phase, 0) + 1
+    family = GaugeMetricFamily(
+        metric_names.OPERATOR_GROUPS, "Groups, by phase of their status.", labels=("phase",)
+    )
     for phase, count in sorted(counts.items()):
         family.add_metric((phase,), count)
     return family
@@ -166,9 +171,9 @@ def _phases(groups: Iterable[_Group]) -> GaugeMetricFamily:
 
 def _conditions(known: Iterable[tuple[ResourceKey, _Resource]]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(
-        names.RESOURCE_CONDITION,
+        metric_names.RESOURCE_CONDITION,
         "Conditions of a resource: 1 True, 0 False, -1 Unknown.",
-        labels=(*names.RESOURCE_LABELS, "condition", "reason"),
+        labels=(*metric_names.RESOURCE_LABELS, "condition", "reason"),
     )
     for key, resource in known:
         for kind, reason, value in resource.conditions:
@@ -177,26 +182,28 @@ def _conditions(known: Iterable[tuple[ResourceKey, _Resource]]) -> GaugeMetricFa
 
 
 def _of_groups(
-    groups: list[tuple[tuple[str, str, str], _Group]],
+    groups: list[tuple[tuple[str, str, str], _KeptGroup]],
 ) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
     def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(name, text, labels=(*names.GROUP_LABELS, *labels))
+        return GaugeMetricFamily(name, text, labels=(*metric_names.GROUP_LABELS, *labels))
 
     ready = gauge(
-        names.GROUP_READY,
+        metric_names.GROUP_READY,
         "1 while all ranks of the group are ready; clients reach it while Available is True.",
     )
-    phase = gauge(names.GROUP_PHASE, "The phase that the group is in; always 1.", "phase")
-    epoch = gauge(names.GROUP_EPOCH, "Incarnation of the group; grows with each start.")
-    ranks = gauge(names.GROUP_RANKS, "Ranks that the group's plan has.")
+    phase = gauge(metric_names.GROUP_PHASE, "The phase that the group is in; always 1.", "phase")
+    epoch = gauge(metric_names.GROUP_EPOCH, "Incarnation of the group; grows with each start.")
+    ranks = gauge(metric_names.GROUP_RANKS, "Ranks that the group's plan has.")
     failed = gauge(
-        names.GROUP_LAST_FAILURE_TIMESTAMP_SECONDS,
+        metric_names.GROUP_LAST_FAILURE_TIMESTAMP_SECONDS,
         "Unix time of the group's newest failure, and what failed.",
         "reason",
         "rank",
     )
     restarts = CounterMetricFamily(
-        names.GROUP_RESTARTS_TOTAL, "Restarts because of failures that count.", labels=names.GROUP_LABELS
+        metric_names.GROUP_RESTARTS_TOTAL,
+        "Restarts because of failures that count.",
+        labels=metric_names.GROUP_LABELS,
     )
     for labels, group in groups:
         ready.add_metric(labels, group.phase == GroupPhase.READY)

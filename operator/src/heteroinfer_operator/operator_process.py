@@ -32,7 +32,7 @@ from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
 from heteroinfer_operator.kube.operator_key import ensure_operator_key
-from heteroinfer_operator.kube.paths import ObjectName
+from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from heteroinfer_operator.kube.tls_buffers import shrink_tls_buffers
@@ -181,7 +181,7 @@ class Operator:
         settings = self._settings
         if not settings.calibration_config_map:
             return None
-        name = ObjectName(namespace=settings.namespace, name=settings.calibration_config_map)
+        name = NamespacedName(namespace=settings.namespace, name=settings.calibration_config_map)
         return KeptCalibrations(server, name, version=own_version(), changed=changed)
 
     def _build_lease(self, server: ApiServer) -> LeaderLease | None:

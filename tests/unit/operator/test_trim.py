@@ -9,7 +9,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ContainerTermination, ResourceKey
 from heteroinfer_operator.demand import effective_requests
 from heteroinfer_operator.kube import trim
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, ObjectName, writable_kind
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, NamespacedName, writable_kind
 from heteroinfer_operator.kube.trim import PodRequests
 
 OWNER = {"apiVersion": HETERO_INFERENCE.api_version, "kind": names.KIND}
@@ -224,7 +224,7 @@ def test_paths() -> None:
     assert POD.path("ns", "a", "status") == "/api/v1/namespaces/ns/pods/a/status"
     assert HETERO_INFERENCE.path("ns") == "/apis/heteroinfer.dev/v1alpha1/namespaces/ns/heteroinferences"
     assert NODE.path(None, "n1") == "/api/v1/nodes/n1"
-    assert str(ObjectName(namespace="ns", name="a")) == "ns/a"
+    assert str(NamespacedName(namespace="ns", name="a")) == "ns/a"
     assert writable_kind("Pod") is POD
     with pytest.raises(ValueError, match="got kind 'Node'"):
         writable_kind("Node")

@@ -21,7 +21,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.installation import check
 from heteroinfer_operator.kube.kept_calibrations import keep
 from heteroinfer_operator.kube.lease import LeaseLostError
-from heteroinfer_operator.kube.paths import ObjectName
+from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
@@ -138,7 +138,7 @@ async def _keep(settings: InstallationSettings, arguments: argparse.Namespace) -
             f"got what HeteroInfer {measured} measured, but this is {own}, which would not use it; set "
             f"workerImages of the chart to images of {own}"
         )
-    name = ObjectName(namespace=settings.namespace, name=settings.calibration_config_map)
+    name = NamespacedName(namespace=settings.namespace, name=settings.calibration_config_map)
     server = ApiServer(await load_configuration())
     try:
         await keep(server, name, kind)

@@ -37,7 +37,7 @@ from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.dry_runs import DryRuns
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.leader_client import LeaderClient
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, SECRET, Kind, ObjectName, writable_kind
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, SECRET, Kind, NamespacedName, writable_kind
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S, UnlabelledPods
@@ -324,7 +324,7 @@ class _ActionRun:
             raise DeletedByOthersError.of(f"{kind.name} {name}")
         raise ChangedByOthersError.each_time(f"{kind.name} {name}", drift)
 
-    async def _meet(self, kind: Kind, name: ObjectName, manifest: Manifest) -> str:
+    async def _meet(self, kind: Kind, name: NamespacedName, manifest: Manifest) -> str:
         """Takes an object that the cache does not know into it; returns its uid, "" if there is none.
 
         One of ours that is not seen, since it has lost the label that it is watched by, gets it back, but
@@ -355,7 +355,7 @@ class _ActionRun:
 
     async def _delete(self, action: DeleteObject) -> None:
         kind = writable_kind(action.kind, action.api_version)
-        name = ObjectName(namespace=self._resource.key.namespace, name=action.name)
+        name = NamespacedName(namespace=self._resource.key.namespace, name=action.name)
         options: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -375,7 +375,7 @@ class _ActionRun:
         if kind is not POD and self._written.note_deleted(kind.name, action.name, self._acting.now):
             raise MadeByOthersError.of(f"{kind.name} {action.name}")
 
-    def _note_deleted(self, kind: Kind, name: ObjectName, uid: str, stored: Manifest) -> None:
+    def _note_deleted(self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest) -> None:
         # Where the kubelet deletes at the same time, the answer is an object without a resourceVersion: gone.
         if kind is POD and "resourceVersion" in stored["metadata"]:
             metadata = {"deletionTimestamp": "", **stored["metadata"]}
@@ -424,8 +424,8 @@ class _ActionRun:
         self._cluster_state.resources.note_written(stored)
 
 
-def _address(manifest: Manifest) -> tuple[Kind, ObjectName]:
-    return writable_kind(manifest["kind"], manifest["apiVersion"]), ObjectName.of(manifest)
+def _address(manifest: Manifest) -> tuple[Kind, NamespacedName]:
+    return writable_kind(manifest["kind"], manifest["apiVersion"]), NamespacedName.of(manifest)
 
 
 def _with_complete_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:

@@ -15,7 +15,7 @@ from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import find_gangs
 from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
 from heteroinfer_operator.kube.own_clock import OwnClock
-from heteroinfer_operator.kube.paths import CHILDREN, GANG_CHILDREN, NODE, POD, Kind, ObjectName
+from heteroinfer_operator.kube.paths import CHILDREN, GANG_CHILDREN, NODE, POD, Kind, NamespacedName
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodRecord, PodRequests
@@ -122,7 +122,7 @@ class ClusterState:
         # By node: what all its pods request; made anew when one of them has changed.
         self._requested: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
-        self._promises: dict[ObjectName, PodDemand] = {}
+        self._promises: dict[NamespacedName, PodDemand] = {}
 
     def all(self) -> list[WatchCache[Any]]:
         """Returns every cache."""
@@ -158,10 +158,10 @@ class ClusterState:
         """Takes in the API server's answer to a write."""
         self.of(kind, stored["metadata"]["namespace"]).note_written(stored)
         if kind is POD and self._requests is not None:
-            self._keep_promise(ObjectName.of(stored))
+            self._keep_promise(NamespacedName.of(stored))
             self._requests.note_written(stored)
 
-    def note_gone(self, kind: Kind, name: ObjectName, uid: str) -> None:
+    def note_gone(self, kind: Kind, name: NamespacedName, uid: str) -> None:
         """Takes in that the API server says that an object is gone; one of another uid stays."""
         self.of(kind, name.namespace).note_gone(name, uid)
         if kind is POD and self._requests is not None:
@@ -205,7 +205,7 @@ class ClusterState:
             found += [child for child in cache.under(key) if child.owner_uid == uid]
         return found
 
-    def child(self, kind: Kind, name: ObjectName) -> ChildRecord | None:
+    def child(self, kind: Kind, name: NamespacedName) -> ChildRecord | None:
         """Returns a child other than a pod, or None."""
         cache: WatchCache[ChildRecord] = self.of(kind, name.namespace)
         return cache.get(name)
@@ -239,7 +239,7 @@ class ClusterState:
 
         Two resources that are decided one after the other would else be given the same capacity.
         """
-        promises = {ObjectName.of(pod): trim.promise(pod) for pod in pods}
+        promises = {NamespacedName.of(pod): trim.promise(pod) for pod in pods}
         self._promises |= promises
         for demand in promises.values():
             self._recount(demand.node)
@@ -249,7 +249,7 @@ class ClusterState:
             for name in promises:
                 self._keep_promise(name)
 
-    def _keep_promise(self, name: ObjectName) -> None:
+    def _keep_promise(self, name: NamespacedName) -> None:
         demand = self._promises.pop(name, None)
         if demand is not None:
             self._recount(demand.node)

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from heteroinfer_operator.calibrations import CalibrationError, Calibrations, MeasuredKind, read_kept
 from heteroinfer_operator.cluster import Manifest
-from heteroinfer_operator.kube.paths import CONFIG_MAP, ObjectName
+from heteroinfer_operator.kube.paths import CONFIG_MAP, NamespacedName
 from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 
@@ -30,7 +30,7 @@ class KeptCalibrations:
     """
 
     def __init__(
-        self, server: ApiServer, name: ObjectName, *, version: str, changed: Callable[[], None]
+        self, server: ApiServer, name: NamespacedName, *, version: str, changed: Callable[[], None]
     ) -> None:
         self.calibrations = Calibrations()
         self._version, self._notify = version, changed
@@ -58,7 +58,7 @@ def _entries(stored: Manifest) -> Entries:
     return tuple(sorted((stored.get("data") or {}).items()))
 
 
-async def keep(server: ApiServer, name: ObjectName, kind: MeasuredKind) -> None:
+async def keep(server: ApiServer, name: NamespacedName, kind: MeasuredKind) -> None:
     """Keeps what was measured of a kind of nodes in the ConfigMap, beside what it has of others.
 
     Raises:

@@ -104,14 +104,14 @@ def writable_kind(name: str, api_version: str = "") -> Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class ObjectName:
+class NamespacedName:
     """Where an object is kept: its namespace ("" for kinds without one) and name."""
 
     namespace: str
     name: str
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> "ObjectName":
+    def of(cls, stored: Mapping[str, Any]) -> "NamespacedName":
         """Returns the name of a stored object."""
         metadata = stored["metadata"]
         return cls(namespace=metadata.get("namespace", ""), name=metadata["name"])

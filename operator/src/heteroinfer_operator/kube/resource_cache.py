@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from heteroinfer_operator.cluster import Manifest, ResourceKey, ResourceView
 from heteroinfer_operator.kube import trim
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, ObjectName
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NamespacedName
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import ResourceRecord
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
@@ -96,7 +96,7 @@ class ResourceCache:
 
     def note_written(self, stored: Manifest) -> None:
         """Takes in the API server's answer to a write."""
-        name = ObjectName.of(stored)
+        name = NamespacedName.of(stored)
         cache = self._cache(ResourceKey(namespace=name.namespace, name=name.name))
         if cache is not None:
             cache.note_written(stored)
@@ -117,5 +117,5 @@ class ResourceCache:
         return self._by_scope.get(None) or self._by_scope.get(key.namespace)
 
 
-def _name(key: ResourceKey) -> ObjectName:
-    return ObjectName(namespace=key.namespace, name=key.name)
+def _name(key: ResourceKey) -> NamespacedName:
+    return NamespacedName(namespace=key.namespace, name=key.name)

@@ -20,7 +20,7 @@ from heteroinfer_operator.cluster import (
     ResourceView,
 )
 from heteroinfer_operator.demand import PODS, PodDemand, Taint, effective_requests, pod_demand
-from heteroinfer_operator.kube.paths import ObjectName
+from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
 from heteroinfer_operator.quantity import parse_quantity
 
@@ -294,7 +294,7 @@ def node_view(stored: Manifest) -> NodeView:
 def promise(stored: Manifest) -> PodDemand:
     """Returns what a pod asks for that has no node yet, stored or about to be created."""
     metadata = stored["metadata"]
-    return pod_demand(str(ObjectName.of(stored)), metadata.get("labels") or {}, stored["spec"])
+    return pod_demand(str(NamespacedName.of(stored)), metadata.get("labels") or {}, stored["spec"])
 
 
 def pod_requests(stored: Manifest) -> PodRequests | None:

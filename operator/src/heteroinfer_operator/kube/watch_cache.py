@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, TypeVar
 
 from heteroinfer_operator.cluster import Manifest
-from heteroinfer_operator.kube.paths import ObjectName
+from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.kube.server import FORBIDDEN, GONE, ApiError, ApiServer
 
 T = TypeVar("T")
@@ -91,8 +91,8 @@ class WatchCache(Generic[T]):
         self._trim = trim
         self._changed = changed
         self._index = index
-        self._entries: dict[ObjectName, _Entry[T]] = {}
-        self._indexed: defaultdict[Hashable, dict[ObjectName, T]] = defaultdict(dict)
+        self._entries: dict[NamespacedName, _Entry[T]] = {}
+        self._indexed: defaultdict[Hashable, dict[NamespacedName, T]] = defaultdict(dict)
         self._version = ""
         self._last_answer_at = time.monotonic()
 
@@ -101,21 +101,21 @@ class WatchCache(Generic[T]):
         """Returns whether for long neither a watch nor a list said anything: what is kept may be the past."""
         return self._silent_s() > STALE_SILENCES * self._server.watch_silence_s
 
-    def get(self, name: ObjectName) -> T | None:
+    def get(self, name: NamespacedName) -> T | None:
         """Returns the value of an object, or None if there is none."""
         entry = self._entries.get(name)
         return entry.value if entry else None
 
-    def version_of(self, name: ObjectName) -> int:
+    def version_of(self, name: NamespacedName) -> int:
         """Returns the resourceVersion that an object has here, or 0 if it is not here."""
         entry = self._entries.get(name)
         return entry.version if entry else 0
 
-    def has_seen(self, name: ObjectName, version: int) -> bool:
+    def has_seen(self, name: NamespacedName, version: int) -> bool:
         """Returns whether what happened to an object up to a resourceVersion is known here, its end too."""
         return max(int(self._version or 0), self.version_of(name)) >= version
 
-    def uid_of(self, name: ObjectName) -> str:
+    def uid_of(self, name: NamespacedName) -> str:
         """Returns the uid that an object has here, or "" if it is not here."""
         entry = self._entries.get(name)
         return entry.uid if entry else ""
@@ -133,9 +133,11 @@ class WatchCache(Generic[T]):
         """Takes in the API server's answer to a write, unless the watch is past it already."""
         value = self._trim(stored)
         if value is not None and _version(stored) > int(self._version or 0):
-            self._put(ObjectName.of(stored), _Entry(_uid(stored), _version(stored), value, time.monotonic()))
+            self._put(
+                NamespacedName.of(stored), _Entry(_uid(stored), _version(stored), value, time.monotonic())
+            )
 
-    def note_gone(self, name: ObjectName, uid: str) -> None:
+    def note_gone(self, name: NamespacedName, uid: str) -> None:
         """Takes in that the API server says that an object is gone; one of another uid stays."""
         kept = self._entries.get(name)
         if kept is not None and kept.uid == uid:
@@ -169,7 +171,7 @@ class WatchCache(Generic[T]):
             logger.warning("%s: %s; trying again", self.collection.label, error.message)
 
     async def _relist(self) -> None:
-        listed: dict[ObjectName, _Entry[T]] = {}
+        listed: dict[NamespacedName, _Entry[T]] = {}
         async for page in self._server.pages(self.collection.path, self.collection.query):
             # An item of a list lacks what the list says of all: kind and apiVersion.
             said = {"apiVersion": page["apiVersion"], "kind": page["kind"].removesuffix("List")}
@@ -177,14 +179,14 @@ class WatchCache(Generic[T]):
                 item = {**said, **bare}
                 value = self._trim(item)
                 if value is not None:
-                    listed[ObjectName.of(item)] = _Entry(_uid(item), _version(item), value)
+                    listed[NamespacedName.of(item)] = _Entry(_uid(item), _version(item), value)
             version = page["metadata"]["resourceVersion"]
         self._replace(listed, int(version))
         self._version = version
         self._last_answer_at = time.monotonic()
         self.synced.set()
 
-    def _replace(self, listed: dict[ObjectName, _Entry[T]], version: int) -> None:
+    def _replace(self, listed: dict[NamespacedName, _Entry[T]], version: int) -> None:
         """Makes the list all there is, but for what we wrote after it was taken."""
         now = time.monotonic()
         for name in sorted(self._entries.keys() - listed.keys()):
@@ -217,7 +219,7 @@ class WatchCache(Generic[T]):
         self._version = stored["metadata"]["resourceVersion"]
         if kind == "BOOKMARK":
             return
-        name, version = ObjectName.of(stored), _version(stored)
+        name, version = NamespacedName.of(stored), _version(stored)
         kept = self._entries.get(name)
         if kept is not None and kept.version > version:
             return
@@ -227,7 +229,7 @@ class WatchCache(Generic[T]):
         else:
             self._put(name, _Entry(_uid(stored), version, value))
 
-    def _put(self, name: ObjectName, entry: _Entry[T], *, always: bool = False) -> None:
+    def _put(self, name: NamespacedName, entry: _Entry[T], *, always: bool = False) -> None:
         kept = self._entries.get(name)
         if kept is not None and kept.version > entry.version and not always:
             return
@@ -242,13 +244,13 @@ class WatchCache(Generic[T]):
         if before != entry.value:
             self._changed(before, entry.value)
 
-    def _drop(self, name: ObjectName) -> None:
+    def _drop(self, name: NamespacedName) -> None:
         kept = self._entries.pop(name, None)
         if kept is not None:
             self._file(name, kept.value, None)
             self._changed(kept.value, None)
 
-    def _file(self, name: ObjectName, before: T | None, after: T | None) -> None:
+    def _file(self, name: NamespacedName, before: T | None, after: T | None) -> None:
         if self._index is None:
             return
         if before is not None:

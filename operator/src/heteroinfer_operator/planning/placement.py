@@ -126,7 +126,7 @@ def _domains(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, lis
 
 
 @dataclass(slots=True, kw_only=True)
-class _Kind:
+class _AlikePods:
     """Pods that ask for the same, and where they may be."""
 
     demand: PodDemand
@@ -134,13 +134,13 @@ class _Kind:
     free_nodes: list[FreeNode] = field(default_factory=list)
 
 
-def _kinds(demands: Sequence[PodDemand]) -> list[_Kind]:
-    kinds: list[_Kind] = []
+def _kinds(demands: Sequence[PodDemand]) -> list[_AlikePods]:
+    kinds: list[_AlikePods] = []
     for index, demand in enumerate(demands):
         shape = replace(demand, name="", node="")
         kind = next((kind for kind in kinds if kind.demand == shape), None)
         if kind is None:
-            kinds.append(_Kind(demand=shape, pods=[index]))
+            kinds.append(_AlikePods(demand=shape, pods=[index]))
         else:
             kind.pods.append(index)
     return kinds
@@ -180,7 +180,7 @@ def device_memory_mib(node: NodeView, resource: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _hardness(kind: _Kind) -> tuple[float, ...]:
+def _hardness(kind: _AlikePods) -> tuple[float, ...]:
     """Returns how hard it is to place a kind: devices first, then the share of the largest node."""
     requests = kind.demand.requests
     largest = {
@@ -196,7 +196,7 @@ class _Search:
     """Depth first, hardest kind first; alike pods keep the order of nodes, alike nodes are tried once."""
 
     demands: Sequence[PodDemand]
-    kinds: list[_Kind]
+    kinds: list[_AlikePods]
     tries: int = 0
     chosen: dict[int, FreeNode] = field(default_factory=dict)
     open_to: dict[FreeNode, frozenset[int]] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class _Search:
                 chosen_nodes.append(index)
         return tuple(self.chosen[pod].node.name for pod in range(len(self.demands)))
 
-    def _candidates(self, kind: _Kind, first: int) -> Iterator[tuple[int, FreeNode]]:
+    def _candidates(self, kind: _AlikePods, first: int) -> Iterator[tuple[int, FreeNode]]:
         seen: list[tuple[dict[str, float], frozenset[int]]] = []
         paired = any(demand.near or demand.away for demand in self.demands)
         for index in range(first, len(kind.free_nodes)):

@@ -40,14 +40,14 @@ def main(argv: list[str]) -> None:
             report("operations", operations_per_s=rounded(operations))
 
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+WeightProduct = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _call(product: Product, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _call(product: WeightProduct, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: product(x)
 
 
-def _weights() -> list[Product]:
+def _weights() -> list[WeightProduct]:
     """Returns products with weights that together no cache holds."""
     count = -(-round_bytes() // (INPUTS * COLUMNS * 2))
     dense = torch.randn((COLUMNS, INPUTS)).to(torch.bfloat16)
@@ -58,11 +58,11 @@ def _weights() -> list[Product]:
     return [_our_product(linear.pack(dense)) for _ in range(count)]
 
 
-def _torch_product(weight: torch.Tensor) -> Product:
+def _torch_product(weight: torch.Tensor) -> WeightProduct:
     return lambda x: torch.nn.functional.linear(x, weight)
 
 
-def _our_product(packed: torch.Tensor) -> Product:
+def _our_product(packed: torch.Tensor) -> WeightProduct:
     return lambda x: linear.linear(x, packed, None, COLUMNS)
 
 

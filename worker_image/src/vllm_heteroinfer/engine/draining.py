@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+AsgiScope = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiApp = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 
 STILL_TAKEN_S: Final = 1.0
 """From the word to drain on: the cluster's proxies need a moment to learn that this pod is out of
@@ -57,7 +57,7 @@ class Drain:
         """Returns whether no request runs, and none will."""
         return self.refuses() and not self._running
 
-    async def run(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(self, app: AsgiApp, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Has the server answer a request, and counts it until its last byte is sent."""
         self._running += 1
         try:
@@ -77,10 +77,10 @@ class DrainMiddleware:
         app: the server.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: AsgiApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Answers one request, or one connection of the realtime API."""
         if scope["type"] not in {"http", "websocket"} or scope["path"] in _NOT_WORK:
             await self._app(scope, receive, send)
@@ -92,7 +92,7 @@ class DrainMiddleware:
             await send({"type": "websocket.close", "code": 1001})
 
 
-async def _refuse(send: Send) -> None:
+async def _refuse(send: AsgiSend) -> None:
     headers = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"retry-after", b"1")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(_REFUSAL).encode()})

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Counter
 
-from heteroinfer_contract import metric_names as names
+from heteroinfer_contract import metric_names
 from vllm_heteroinfer.feed_forward.slab import LaneView, Slab
 
 if TYPE_CHECKING:
@@ -37,18 +37,18 @@ class LaneMeter:
             return
 
         def counter(name: str, text: str) -> Counter:
-            made = Counter(name, text, names.RANK_LABELS, registry=context.metrics.registry)
+            made = Counter(name, text, metric_names.RANK_LABELS, registry=context.metrics.registry)
             return made.labels(*labels)
 
         self._counters = {
-            "busy_ns": counter(names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL, "Computing asks"),
-            "idle_ns": counter(names.FEED_FORWARD_WAIT_SECONDS_TOTAL, "Waiting for asks"),
-            "asks": counter(names.FEED_FORWARD_ASKS_TOTAL, "Asks answered, one a layer and step"),
-            "rows": counter(names.FEED_FORWARD_ROWS_TOTAL, "Rows computed, over layers"),
+            "busy_ns": counter(metric_names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL, "Computing asks"),
+            "idle_ns": counter(metric_names.FEED_FORWARD_WAIT_SECONDS_TOTAL, "Waiting for asks"),
+            "asks": counter(metric_names.FEED_FORWARD_ASKS_TOTAL, "Asks answered, one a layer and step"),
+            "rows": counter(metric_names.FEED_FORWARD_ROWS_TOTAL, "Rows computed, over layers"),
             "experts": counter(
-                names.FEED_FORWARD_EXPERTS_TOTAL, "Experts whose weights were read, over asks"
+                metric_names.FEED_FORWARD_EXPERTS_TOTAL, "Experts whose weights were read, over asks"
             ),
-            "bytes": counter(names.FEED_FORWARD_BYTES_TOTAL, "Bytes of weights read"),
+            "bytes": counter(metric_names.FEED_FORWARD_BYTES_TOTAL, "Bytes of weights read"),
         }
 
     def start(self) -> None:

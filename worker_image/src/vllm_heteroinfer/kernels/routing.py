@@ -13,7 +13,7 @@ SCORES: Final = ("softmax", "sigmoid")
 _LOGITS: Final = {torch.bfloat16: 1, torch.float32: 0}
 
 
-class _ExpertChoice(ctypes.Structure):
+class _NativeRouting(ctypes.Structure):
     """`Routing` of source/linear.h."""
 
     _fields_ = (
@@ -33,7 +33,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("w13", "w2", "scales13", "scales2", "gate")),
         ("hidden", ctypes.c_long),
         ("inner", ctypes.c_long),
-        ("routing", _ExpertChoice),
+        ("routing", _NativeRouting),
     )
 
 
@@ -71,10 +71,10 @@ class ExpertChoice:
                 f"{None if bias is None else (tuple(bias.shape), bias.dtype)}; expected what it says"
             )
 
-    def _build(self) -> _ExpertChoice:
+    def _build(self) -> _NativeRouting:
         bias = None if self.bias is None else self.bias.data_ptr()
         sigmoid = self.scoring == "sigmoid"
-        return _ExpertChoice(self.experts, self.topk, bias, sigmoid, self.normalize, self.factor)
+        return _NativeRouting(self.experts, self.topk, bias, sigmoid, self.normalize, self.factor)
 
 
 class Chooser:

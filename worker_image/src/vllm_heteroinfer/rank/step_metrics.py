@@ -19,8 +19,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from heteroinfer_contract import metric_names as names
-from heteroinfer_contract import names as paths
+from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.plan import RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.pod import addresses
@@ -77,34 +76,43 @@ class RankMetrics:
         self.counts = counts
         self._reporter = reporter
         self.labels = (launch.group, str(rank.rank), str(rank.stage), rank.role, rank.device.value)
-        by_phase, by_direction = (*names.RANK_LABELS, "phase"), (*names.RANK_LABELS, "direction")
+        by_phase, by_direction = (
+            (*metric_names.RANK_LABELS, "phase"),
+            (*metric_names.RANK_LABELS, "direction"),
+        )
 
         def histogram(name: str, text: str, labels: tuple[str, ...]) -> Histogram:
             return Histogram(name, text, labels, buckets=_BUCKETS_S, registry=self.registry)
 
-        self._step_seconds = histogram(names.STEP_SECONDS, "Wall time of a step on this rank", by_phase)
-        self._compute = histogram(names.COMPUTE_SECONDS, "This rank's own compute in a step", by_phase)
-        self._device = histogram(names.DEVICE_SECONDS, "A step's forward pass on the GPU", by_phase)
-        self._wait = histogram(names.WAIT_SECONDS, "Waiting for peers in a step", by_phase)
-        self._transfer = histogram(names.TRANSFER_SECONDS, "Copying and sending in a step", by_direction)
-        self._bytes = self._counter(names.TRANSFER_BYTES_TOTAL, "Bytes between ranks", by_direction)
-        self._tokens = self._counter(names.TOKENS_TOTAL, "Tokens that passed this rank", by_phase)
-        self._idle = self._counter(
-            names.IDLE_SECONDS_TOTAL, "Between steps, waiting for the engine's next call", names.RANK_LABELS
-        ).labels(*self.labels)
-        self.kv_cache_bytes = self._gauge(names.KV_CACHE_BYTES, "Size of this rank's KV cache")
-        self.kv_blocks = self._gauge(names.KV_BLOCKS, "KV blocks of the group")
-        self.weight_bytes = self._gauge(names.WEIGHT_BYTES, "Size of this rank's weights as loaded")
-        self._gauge(names.PREDICTED_STEP_SECONDS, "Planned compute of a decode step of one request").set(
-            rank.predicted_step_s
+        self._step_seconds = histogram(
+            metric_names.STEP_SECONDS, "Wall time of a step on this rank", by_phase
         )
-        self._gauge(names.HEARTBEAT_AGE_SECONDS, "Since the group was last known whole").set_function(
+        self._compute = histogram(metric_names.COMPUTE_SECONDS, "This rank's own compute in a step", by_phase)
+        self._device = histogram(metric_names.DEVICE_SECONDS, "A step's forward pass on the GPU", by_phase)
+        self._wait = histogram(metric_names.WAIT_SECONDS, "Waiting for peers in a step", by_phase)
+        self._transfer = histogram(
+            metric_names.TRANSFER_SECONDS, "Copying and sending in a step", by_direction
+        )
+        self._bytes = self._counter(metric_names.TRANSFER_BYTES_TOTAL, "Bytes between ranks", by_direction)
+        self._tokens = self._counter(metric_names.TOKENS_TOTAL, "Tokens that passed this rank", by_phase)
+        self._idle = self._counter(
+            metric_names.IDLE_SECONDS_TOTAL,
+            "Between steps, waiting for the engine's next call",
+            metric_names.RANK_LABELS,
+        ).labels(*self.labels)
+        self.kv_cache_bytes = self._gauge(metric_names.KV_CACHE_BYTES, "Size of this rank's KV cache")
+        self.kv_blocks = self._gauge(metric_names.KV_BLOCKS, "KV blocks of the group")
+        self.weight_bytes = self._gauge(metric_names.WEIGHT_BYTES, "Size of this rank's weights as loaded")
+        self._gauge(
+            metric_names.PREDICTED_STEP_SECONDS, "Planned compute of a decode step of one request"
+        ).set(rank.predicted_step_s)
+        self._gauge(metric_names.HEARTBEAT_AGE_SECONDS, "Since the group was last known whole").set_function(
             reporter.heartbeat_age_s
         )
         self._transport = Gauge(
-            names.TRANSPORT_INFO,
+            metric_names.TRANSPORT_INFO,
             "How this rank's tensors travel",
-            (*names.RANK_LABELS, "between", "path"),
+            (*metric_names.RANK_LABELS, "between", "path"),
             registry=self.registry,
         )
         self._steps = 0
@@ -232,14 +240,14 @@ class RankMetrics:
                 self._record(step, step.tokens)
 
     def _record(self, step: Step, tokens: tuple[int, int]) -> None:
-        phase = names.PHASE_PREFILL if tokens[0] else names.PHASE_DECODE
+        phase = metric_names.PHASE_PREFILL if tokens[0] else metric_names.PHASE_DECODE
         fit_transfer(step)
         transfer_s = sum(step.transfer_s.values())
         compute_s = max(0.0, step.step_s - step.wait_s - transfer_s)
         if self.counts:
             self._count(step, phase, tokens, compute_s)
         self._steps += 1
-        if phase == names.PHASE_DECODE:
+        if phase == metric_names.PHASE_DECODE:
             self._average(step.step_s, compute_s, step.wait_s, transfer_s)
         self._reporter.step(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
 
@@ -253,7 +261,7 @@ class RankMetrics:
             if step.transfer_bytes[direction]:
                 self._transfer.labels(*self.labels, direction).observe(step.transfer_s[direction])
                 self._bytes.labels(*self.labels, direction).inc(step.transfer_bytes[direction])
-        for label, count in zip((names.PHASE_PREFILL, names.PHASE_DECODE), tokens, strict=True):
+        for label, count in zip((metric_names.PHASE_PREFILL, metric_names.PHASE_DECODE), tokens, strict=True):
             if count:
                 self._tokens.labels(*self.labels, label).inc(count)
 
@@ -265,7 +273,7 @@ class RankMetrics:
         return Counter(name, text, labels, registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, names.RANK_LABELS, registry=self.registry).labels(*self.labels)
+        return Gauge(name, text, metric_names.RANK_LABELS, registry=self.registry).labels(*self.labels)
 
 
 def fit_transfer(step: Step) -> None:
@@ -330,7 +338,7 @@ def serve(
         def do_GET(self) -> None:
             if self.path == "/metrics":
                 self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
-            elif self.path == paths.PATH_HEALTHZ:
+            elif self.path == names.PATH_HEALTHZ:
                 good = healthy()
                 self._answer(200 if good else 503, b"ok\n" if good else b"group lost\n", "text/plain")
             else:

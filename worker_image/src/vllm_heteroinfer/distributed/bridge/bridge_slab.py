@@ -106,7 +106,7 @@ def slab_bytes(num_ranks: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Offer:
+class _SlabOffer:
     """Where the first rank's memory is, or why there is none."""
 
     name: str = ""
@@ -133,7 +133,7 @@ def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.d
     Raises:
         ContractError: on every rank, when one of them does not see it.
     """
-    fd, offer = -1, _Offer()
+    fd, offer = -1, _SlabOffer()
     try:
         if process_group.index == 0:
             fd, offer = _create(len(process_group.ranks))
@@ -155,21 +155,21 @@ def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.d
     return attempt.slab
 
 
-def _create(num_ranks: int) -> tuple[int, _Offer]:
+def _create(num_ranks: int) -> tuple[int, _SlabOffer]:
     name = f"heteroinfer-bridge-{secrets.token_hex(16)}"
     try:
         fd = os.memfd_create(name)
     except OSError as error:
-        return -1, _Offer(error=f"no shared memory: {error}")
+        return -1, _SlabOffer(error=f"no shared memory: {error}")
     try:
         os.posix_fallocate(fd, 0, slab_bytes(num_ranks))
     except OSError as error:
         os.close(fd)
-        return -1, _Offer(error=f"no {slab_bytes(num_ranks)} bytes of shared memory: {error}")
-    return fd, _Offer(name=name, pid=os.getpid(), fd=fd)
+        return -1, _SlabOffer(error=f"no {slab_bytes(num_ranks)} bytes of shared memory: {error}")
+    return fd, _SlabOffer(name=name, pid=os.getpid(), fd=fd)
 
 
-def _attempt(offer: _Offer, process_group: ProcessGroupRanks, device: torch.device) -> _Attempt:
+def _attempt(offer: _SlabOffer, process_group: ProcessGroupRanks, device: torch.device) -> _Attempt:
     attempt = _Attempt(error=offer.error)
     if offer.error:
         return attempt
@@ -184,7 +184,7 @@ def _attempt(offer: _Offer, process_group: ProcessGroupRanks, device: torch.devi
     return attempt
 
 
-def _open(offer: _Offer, num_ranks: int) -> BridgeSlab:
+def _open(offer: _SlabOffer, num_ranks: int) -> BridgeSlab:
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     # In another PID namespace this is another process: its file must not be written to.
     target = os.readlink(path)

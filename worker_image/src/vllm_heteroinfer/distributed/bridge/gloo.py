@@ -37,7 +37,7 @@ _FAREWELL_S = 1.0
 _LENGTH_BYTES = 8
 
 
-class _Message:
+class _GlooMessage:
     """Buffer for a header and a part, persistent, page-locked on a GPU rank."""
 
     def __init__(self, *, pinned: bool) -> None:
@@ -75,13 +75,13 @@ class GlooLink:
         )
         self._pinned = device.type == "cuda"
         self._published = self._announced = 0
-        self._out = [_Message(pinned=self._pinned) for _ in range(_PARTS)]
+        self._out = [_GlooMessage(pinned=self._pinned) for _ in range(_PARTS)]
         self._in = {
-            peer: [_Message(pinned=self._pinned) for _ in range(_PARTS)] for peer in process_group.peers
+            peer: [_GlooMessage(pinned=self._pinned) for _ in range(_PARTS)] for peer in process_group.peers
         }
         self._ring = torch.zeros((_RING, _LENGTH_BYTES + MESSAGE_BYTES), dtype=torch.uint8)
         self._ring_works: list[list[tuple[int, Any]]] = [[] for _ in range(_RING)]
-        self._letter: _Message | None = None
+        self._letter: _GlooMessage | None = None
         # gloo's receives can be waited for, but not asked whether they are done.
         self._waiters = (
             ThreadPoolExecutor(len(process_group.peers), "heteroinfer-bridge")
@@ -167,7 +167,7 @@ class GlooLink:
             header: of the part.
             part: [n], any device, at most PART_BYTES.
         """
-        letter = self._letter = self._letter or _Message(pinned=self._pinned)
+        letter = self._letter = self._letter or _GlooMessage(pinned=self._pinned)
         letter.header = header
         letter.part.elements(part.dtype, part.numel()).copy_(part)
         sent = letter.bytes[: HEADER_BYTES + part.numel() * part.element_size()]
@@ -175,7 +175,7 @@ class GlooLink:
 
     def receive(self, peer: int) -> tuple[bytes, Buffer]:
         """Returns the header and the part that a rank sends; valid until the next call."""
-        letter = self._letter = self._letter or _Message(pinned=self._pinned)
+        letter = self._letter = self._letter or _GlooMessage(pinned=self._pinned)
         work = self._post_receive(letter.bytes, peer, _SEND_TAG)
         self._wait(work, peer, "a tensor", self.timeout_s)
         return letter.header, letter.part
