@@ -205,8 +205,8 @@ BY_NAME = {
     ("vllm_heteroinfer.rank.imports", "import_module"): "what every process of a pod imports is data",
 }
 """Where the product imports by a name, which no contract sees, and for what."""
-_RENAMED = {"importlib", "importlib.util", "sys"}
-_IMPORTERS = {"builtins", "imp", "pkgutil", "runpy", "zipimport"}
+_LOADING = {"importlib", "importlib.util", "sys"}
+_IMPORTERS = {"builtins", "imp", "pkgutil", "pydoc", "runpy", "zipimport"}
 _IMPORTING = {
     "__builtins__", "__import__", "eval", "exec", "exec_module", "import_module", "load_module",
     "module_from_spec", "resolve_obj_by_qualname", "spec_from_file_location",
@@ -219,7 +219,7 @@ def imports_by_name(text: str) -> Iterator[str]:
         match node:
             case ast.Import(names=names):
                 yield from (each.name for each in names if each.name in _IMPORTERS)
-                yield from (f"{each.name} as" for each in names if each.asname and each.name in _RENAMED)
+                yield from (f"{each.name} as" for each in names if each.asname and each.name in _LOADING)
             case ast.ImportFrom(module=origin, names=names, level=0):
                 yield from {origin or ""} & _IMPORTERS
                 yield from {each.name for each in names} & _IMPORTING
@@ -227,6 +227,10 @@ def imports_by_name(text: str) -> Iterator[str]:
                     yield from (each.name for each in names if each.name == "modules")
             case ast.Attribute(value=ast.Name(id="sys"), attr="modules" as name):
                 yield name
+            case ast.Call(func=ast.Name(id="getattr" | "vars"), args=[ast.Name(id=owner), *_]) if (
+                owner in _LOADING
+            ):
+                yield f"getattr({owner}, ...)"
             case ast.Attribute(attr=name) if name in _IMPORTING - {"eval"}:  # a model's eval() is none
                 yield name
             case ast.Name(id=name) | ast.Constant(value=str(name)) if name in _IMPORTING:
@@ -250,7 +254,9 @@ def test_no_module_imports_by_a_name() -> None:
         "from importlib import import_module",
         "from importlib import import_module as load",
         "import importlib as i",
-        'getattr(importlib, "import_module")',
+        'getattr(importlib, "import_" + "module")',
+        'getattr(sys, "modules")',
+        'vars(sys)["modules"]',
         "import pkgutil",
         "from pkgutil import resolve_name",
         "from runpy import run_path",

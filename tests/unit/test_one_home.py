@@ -13,6 +13,7 @@ from tests.unit.test_reasons import in_code
 REASONS = {each for each in in_code() - {*GroupPhase, *StartupPhase} if re.search(r"[a-z][A-Z]", each)}
 """Of two words or more: one is said of other things, too. Phases are of the contract, and of the resource."""
 _VARIABLE = re.compile(r"[A-Z]{2,}[A-Z0-9]*(_[A-Z0-9]+)+")
+_OF_RATE = re.compile(r"^\s*GB/s|\}\s*GB/s|%[.\d]*[dfg]\s*GB/s")
 _EXIT_CODE, _RATE = "128 and a signal", "a rate in GB/s"
 HOMES = {_EXIT_CODE: "heteroinfer_contract.signal_exit", _RATE: "heteroinfer_operator.quantity"}
 
@@ -23,12 +24,11 @@ def written(text: str) -> Iterator[str]:
         match node:
             case ast.Constant(value=str(word)) if word in REASONS or _VARIABLE.fullmatch(word):
                 yield word
-            case ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right):
+            case ast.Constant(value=str(words)) if _OF_RATE.search(words):
+                yield _RATE
+            case ast.BinOp(op=ast.Add() | ast.Sub() | ast.BitOr(), left=left, right=right):
                 if any(isinstance(side, ast.Constant) and side.value == 128 for side in (left, right)):
                     yield _EXIT_CODE
-            case ast.JoinedStr(values=parts):
-                words = (part.value for part in parts if isinstance(part, ast.Constant))
-                yield from (_RATE for word in words if re.match(r"\s*GB/s", str(word)))
 
 
 def test_each_is_written_once() -> None:
@@ -53,6 +53,10 @@ def test_each_is_written_once() -> None:
         ("exit_code = 128 - code", _EXIT_CODE),
         ('f"{rate / 1e9:.0f} GB/s"', _RATE),
         ('f"reads {rate:.1f} GB/s of it"', _RATE),
+        ('"%.1f GB/s" % rate', _RATE),
+        ('"{:.0f} GB/s".format(rate)', _RATE),
+        ('str(rate) + " GB/s"', _RATE),
+        ('"FP8 is slow (0.5 GB/s)"', None),
         ('"""Reads 115 GB/s where OMP_PLACES is set."""', None),
         ("code = 128 * 2", None),
     ],
