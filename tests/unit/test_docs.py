@@ -344,6 +344,16 @@ def test_every_field_that_a_message_names_is_there() -> None:
     assert wrong == []
 
 
+def test_every_field_that_a_comment_of_the_chart_or_an_example_names_is_there() -> None:
+    files = [*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "charts/heteroinfer").rglob("*.[yt]*")]
+    comments = {
+        name_of(file): "\n".join(re.findall(r"#.*" if file.suffix != ".txt" else r".+", file.read_text()))
+        for file in files
+    }
+    assert sum(wrong_paths(text)[1] for text in comments.values()) > 5
+    assert not {name: odd for name, text in comments.items() if (odd := wrong_paths(text)[0])}
+
+
 def test_every_metric_is_exported() -> None:
     exported = {v for k, v in vars(metric_names).items() if k.isupper() and isinstance(v, str)}
     adapter = yaml.safe_load((ROOT / "examples/autoscaling/prometheus-adapter.yaml").read_text())
