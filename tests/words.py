@@ -26,6 +26,8 @@ GLOSSARY: Final = ROOT / "docs" / "glossary.md"
 ALLOWED: Final = ROOT / "tests" / "words.toml"
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _PART: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_JOINED: Final = "kv|cpu|gpu|rank|pod|group|node|stage|role|epoch|list|map|set|count|name|id|index|hash"
+"""What makes one word of two with a retired one, as in `memberlist` and `kvroom`."""
 _LINE: Final = re.compile(
     r"^((?:[\s#>*+|-]|//|\d+\. )*(?:[rbf]{0,2}[\"'](?:\"\")?)?)(.*?)[\s\"'\\]*$", re.IGNORECASE
 )
@@ -43,23 +45,30 @@ _OF_MANY: Final = (
     r"both|all|these|those|most|more|fewer|several|many|few|enough|two|three|four|five|six|seven|eight|nine|ten"
     r"|[0-9,]*[0-9]|\{[^{}]*\}"
 )
+_OWNERS: Final = "(?:rank|pod|group|node|stage|role|epoch|operator|reconcile|leader|supervisor)"
 _BETWEEN: Final = (
     "full|whole|single|own|free|right|wrong|last|first|next|second|third|new|old|other|same|such|only|better|best"
-    "|good|empty|more|further|late|later|early|earlier|short|long|slow|fast|silent|two|three|[0-9]+"
+    "|very|exact|former|current|previous|quick|good|empty|more|further|late|later|early|earlier|short|long|slow|fast|silent|two|three|[0-9]+"
 )
 
 
 def _before(determiners: str) -> re.Pattern[str]:
-    return re.compile(
-        rf"(?:(?:^|[^\w])(?:{determiners})(?: (?:{_BETWEEN})){{0,2}} |[\w`]-|\w\.|\{{)[`*_\"'“]*$", re.I
-    )
+    named = rf"(?:^|[^\w])(?:{determiners})(?: (?:{_BETWEEN})){{0,2}} "
+    return re.compile(rf"(?:{named}|[\w`]-|\w\.|\{{|\[(?=[\"']))[`*_\"'“]*$", re.I)
 
 
-_IN_CODE: Final = r"=|[`\"']:|\.\w"
-_NOUN: Final = _before(f"{_DETERMINERS}|{_OF_ONE}"), re.compile(_IN_CODE)
+_CLOSED: Final = r"[`*_\"'”]*"
+_AFTER: Final = (
+    rf"=|[`\"']:|\.\w|-\w|{_CLOSED} of\b|{_CLOSED} (?:#|no\. ?)?[0-9]+(?=[^\w\s.]|\.?\s*$|\. )"
+    rf"|{_CLOSED} (?:took|ended|began|started|per)\b"
+)
+_NOUN: Final = (
+    _before(f"{_DETERMINERS}|{_OF_ONE}|(?:{_DETERMINERS}|{_OF_ONE}) {_OWNERS}|reconcile"),
+    re.compile(rf"{_AFTER}|{_CLOSED} (?:takes|ends|begins|starts)\b"),
+)
 _NOUNS: Final = (
-    _before(f"{_DETERMINERS}|{_OF_MANY}"),
-    re.compile(rf"[`*_\"'”]* (?:are|were|have)\b|{_IN_CODE}"),
+    _before(f"{_DETERMINERS}|{_OF_MANY}|(?:{_OF_MANY}) {_OWNERS}|reconcile"),
+    re.compile(rf"{_AFTER}|{_CLOSED} (?:are|were|have|take|end|begin|start)\b"),
 )
 """What makes a word a noun, before or after it: in the singular, and in the plural (`all pass` is a verb).
 
@@ -72,11 +81,13 @@ class RetiredWord:
     """A word not to use.
 
     Attributes:
+        meaning: what it must not mean.
         instead: what to use.
         noun_only: whether it is a verb as well, which stays.
         plural: whether it is not the first of its row; then no base form of a verb.
     """
 
+    meaning: str
     instead: str
     noun_only: bool
     plural: bool
@@ -107,7 +118,7 @@ def read_retired(glossary: str) -> dict[str, RetiredWord]:
         if len(cells) == 3 and cells[0] not in ("retired", "---"):
             for i, name in enumerate(cells[0].split(",")):
                 found[name.strip()] = RetiredWord(
-                    instead=cells[2], noun_only="(noun)" in cells[1], plural=i > 0
+                    meaning=cells[1], instead=cells[2], noun_only="(noun)" in cells[1], plural=i > 0
                 )
     return found
 
@@ -166,7 +177,9 @@ def find_in_path(
 
 
 def _retired_part(name: str, retired: Mapping[str, RetiredWord]) -> RetiredWord | None:
-    return next(filter(None, (retired.get(part.lower()) for part in _PART.findall(name))), None)
+    parts = [part.lower() for part in _PART.findall(name)]
+    ends = [re.sub(rf"^(?:{_JOINED})|(?:{_JOINED})s?$", "", part) for part in parts]
+    return next(filter(None, (retired.get(part) for part in (*parts, *ends))), None)
 
 
 def _split(line: str) -> tuple[str, str]:
@@ -234,13 +247,18 @@ def read_texts(paths: Sequence[str], skipped: Sequence[str]) -> dict[str, str]:
     return texts
 
 
+def describe(entry: RetiredWord) -> str:
+    """Returns what to use for a retired word, and for which meaning of it."""
+    return f"for {entry.meaning.removesuffix(' (noun)')}: use {entry.instead}"
+
+
 def main(paths: Sequence[str]) -> int:
     """Returns how many retired words there are, at most 1."""
     data = tomllib.loads(ALLOWED.read_text(encoding="utf-8"))
     retired, allowed = read_retired(GLOSSARY.read_text(encoding="utf-8")), read_allowed(data)
     texts = read_texts(paths or tracked_files(), data["skipped"])
     found = [
-        f"{where}: {name}: use {entry.instead} (docs/glossary.md)"
+        f"{where}: {name}: {describe(entry)}"
         for path, text in texts.items()
         for where, name, entry in (
             *((path, name, entry) for name, entry in find_in_path(path, retired, allowed)),
@@ -249,7 +267,8 @@ def main(paths: Sequence[str]) -> int:
     ]
     if found:
         found.append(
-            f"{len(found)} retired words; a name of the wire goes into tests/words.toml, with its reason"
+            f"{len(found)} retired (docs/glossary.md); a name of the wire, or of another meaning,"
+            " goes into tests/words.toml, with its files and its reason"
         )
     if not paths:
         found += [

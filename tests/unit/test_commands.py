@@ -1,4 +1,4 @@
-"""What a text says to type is there: targets of make, options, modules, tests, markers.
+"""What a text says to type is there: targets of make, options, modules, tests, selections, markers.
 
 Each kind has a function that finds what a text names, and a test that it finds what is wrong.
 """
@@ -24,6 +24,34 @@ AFTER_THE_VERB = (
     "|the|them|up|us|views|zeros"
 )
 """Words that sentences of ours have after the verb make."""
+OPTIONS_OF_OTHERS = {
+    "docker build": {"--target"},
+    "helm install and upgrade": {
+        "--create-namespace",
+        "--reset-then-reuse-values",
+        "--reuse-values",
+        "--timeout",
+    },
+    "kubectl apply": {"--server-side"},
+    "kubectl create secret generic": {"--from-literal"},
+    "kubectl delete": {"--all"},
+    "kubectl explain": {"--recursive"},
+    "kubectl get": {"--raw"},
+    "kubectl label": {"--overwrite"},
+    "kubectl patch": {"--type"},
+    "kubectl scale": {"--replicas"},
+    "kubectl wait": {"--for", "--timeout"},
+    "llama-server of llama.cpp": {"--n-cpu-moe"},
+    "pytest": {"--durations"},
+    "vllm/engine/arg_utils.py::EngineArgs.add_cli_args@v0.32.0": {"--ir-op-priority", "--profiler-config"},
+}
+"""Options that pages name, by what has them; vLLM's others are in our lists of allowed and refused ones."""
+LISTS_OF_VLLM = (
+    "operator/src/heteroinfer_operator/reconcile/allowed_args.py",
+    "worker_image/src/heteroinfer_contract/refused_args.py",
+)
+OF_OTHERS = ("asyncio/", "vllm/")
+"""Projects of whose files names are cited, some without a version."""
 OF_PYTEST = {"asyncio", "filterwarnings", "parametrize", "skip", "skipif", "timeout", "usefixtures", "xfail"}
 _MAKE = re.compile(
     r"(?:\bmake |(?<!import )(?<!, )(?<!-recommends )\bmake\n[\s#>]*)(?:[A-Z_]+=\S+ )*"
@@ -32,7 +60,11 @@ _MAKE = re.compile(
 _MAKE_IN_CODE = re.compile(r"(?:^|[;&|(] ?|\bsudo |\b[A-Z_]+=\S+ )make ([^;&|)]*)")
 _OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]*)")
 _WORKER = re.compile(r"\bheteroinfer-worker ([a-z]+)\b([^|;&`\n]*)")
+_LONG_OPTION = re.compile(r"(?<![\w-])(--[a-z][\w-]*\w)(?!-\*|\w)")
+_DECLARED = re.compile(r"\(\s*(?:\"-\w\",\s*)?\"(--[a-z][\w-]*)\"")
+_SELECTED = re.compile(r"\bpytest((?:[^\n|;&`]|\\\n)*?) -k[ =](\"[^\"]*\"|'[^']*'|[^\s`;|&)]+)")
 _TEST = re.compile(r"(?:([\w./-]+\.py)::(?:\w+::)?)?\b(test_\w+)(?![\w/])(\.py)?(?:\[([^]`]*)\])?")
+_REFERENCE = re.compile(r"(?<![\w./-])((?:[\w-]+/)+\w+\.py|test_\w+\.py)::(\w+)(?![\w.]*@)")
 _MARKER = re.compile(
     r"\bpytest\.mark\.(\w+)|\bmarked\s+`(\w+)`"
     r"|(?:\bpytest|\$\(PYTEST\)|\$\(TESTS\))(?:[^\n|;&`]|\\\n)* -m[ =](\"[^\"]*\"|'[^']*'|\w+)"
@@ -204,6 +236,52 @@ def test_every_option_of_a_module_of_tests_is_there() -> None:
 
 
 @cache
+def known_options() -> frozenset[str]:
+    """Returns the long options of our commands, of vLLM and of others."""
+    programs = (text for name, text in texts().items() if name.endswith(".py") and "/unit/" not in name)
+    ours = {option for text in programs for option in _DECLARED.findall(text)}
+    of_vllm = {option for name in LISTS_OF_VLLM for option in _LONG_OPTION.findall(texts()[name])}
+    return frozenset({"--help"}.union(ours, of_vllm, *OPTIONS_OF_OTHERS.values()))
+
+
+def wrong_options(text: str) -> list[str]:
+    """Returns each option that nothing has, wherever it stands: alone, in a table, in a comment."""
+    return [
+        option
+        for option in _LONG_OPTION.findall(text)
+        if option not in known_options() and f"--{option.removeprefix('--no-')}" not in known_options()
+    ]
+
+
+def test_every_option_is_one_of_ours_or_of_others() -> None:
+    assert {"--model-dir", "--groups-at-once", "--cpu-offload-gb", "--scheduler-cls"} <= known_options()
+    files = [
+        *pages(),
+        *(name for name in texts() if name.startswith("examples/") or "heteroinfer/templates/NOTES" in name),
+        "charts/heteroinfer/values.yaml",
+    ]
+    said = {option for name in files for option in _LONG_OPTION.findall(texts()[name])}
+    assert len(said) > 80
+    assert not set().union(*OPTIONS_OF_OTHERS.values()) - said, "options that no page names need no entry"
+    assert wrong(wrong_options, files) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("give `--model-directory` a path", ["--model-directory"]),
+        ("| `--calibrations` | FILE |", ["--calibrations"]),
+        ("```\nheteroinfer plan -f FILE    # with --gpu-count, too\n```", ["--gpu-count"]),
+        ("not by --cpu-offload-gib=4", ["--cpu-offload-gib"]),
+        ("--no-such-thing", ["--no-such-thing"]),
+        ("`--ssl-*`, `--model-dir`, --no-enable-prefix-caching, --for=condition=Available, a -- b", []),
+    ],
+)
+def test_an_option_that_nothing_has_is_found(text: str, odd: list[str]) -> None:
+    assert wrong_options(text) == odd
+
+
+@cache
 def known_tests() -> dict[str, frozenset[str]]:
     """Returns the functions of each file of tests, by its path."""
     return {
@@ -260,6 +338,76 @@ def test_what_a_table_calls_before_may_be_gone() -> None:
     page = "| shown before by | shown now by |\n|---|---|\n| `test_was` | `test_compiled_ranks` |"
     assert list(wrong_tests(page)) == []
     assert list(wrong_tests(f"{page}\n\n| a |\n|---|\n| `test_was` |")) == ["test_was"]
+
+
+def selectable(arguments: str) -> str:
+    """Returns what `-k` looks in: names of tests and files, and what parameters may be called."""
+    below = tuple(word for word in arguments.split() if word.startswith("tests/")) or ("tests/",)
+    files = {name: text for name, text in texts().items() if name.startswith(below) and name.endswith(".py")}
+    found = [
+        word
+        for text in files.values()
+        for word in re.findall(r"\bdef (test_\w+)|[\"']([^\s\"']+)[\"']", text)
+    ]
+    return "\n".join([*files, *(name or value for name, value in found)]).lower()
+
+
+def wrong_selections(text: str) -> list[str]:
+    return [
+        word
+        for arguments, expression in _SELECTED.findall(text)
+        for word in re.findall(r"[^\s()\"']+", expression)
+        if word not in {"and", "or", "not"} and word.lower() not in selectable(arguments)
+    ]
+
+
+def test_every_selection_of_tests_finds_some() -> None:
+    assert sum(len(_SELECTED.findall(texts()[page])) for page in pages()) > 2
+    assert wrong(wrong_selections, pages()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("pytest tests/integration/worker/test_two_stages.py -k prefixes  # a group", ["prefixes"]),
+        ("(`pytest tests/gpu/test_feed_forward.py -k bf17`, tiny models)", ["bf17"]),
+        ("python -m pytest tests/gpu -k 'not bf17 and graphs'", ["bf17"]),
+        ("pytest tests/integration/worker/test_two_stages.py -k bf17", ["bf17"]),
+        ("pytest tests/gpu/test_feed_forward.py -k bf16; make -k every_fold", []),
+    ],
+)
+def test_a_selection_that_finds_no_test_is_found(text: str, odd: list[str]) -> None:
+    assert wrong_selections(text) == odd
+
+
+def wrong_references(text: str) -> list[str]:
+    """Returns each `file.py::name` of ours whose file has no such function, class or constant."""
+    wrong = []
+    for path, name in _REFERENCE.findall(without_what_was(text)):
+        defined = re.compile(rf"^(?: *(?:async )?(?:def|class) )?{name}\b", re.M)
+        found = any(defined.search(own) for file, own in texts().items() if f"/{file}".endswith(f"/{path}"))
+        if not found and not path.startswith(OF_OTHERS):
+            wrong.append(f"{path}::{name}")
+    return wrong
+
+
+def test_every_name_in_a_file_that_a_text_refers_to_is_there() -> None:
+    assert sum(len(_REFERENCE.findall(text)) for text in texts().values()) > 40
+    assert wrong(wrong_references) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("as in `tests/models.py::Receipt`", ["tests/models.py::Receipt"]),
+        ("# see test_pure.py::test_purity", ["test_pure.py::test_purity"]),
+        ("| `tests/models.py::Recipe` | `tests/model.py::Recipe` |", ["tests/model.py::Recipe"]),
+        ("`kube/server.py::_request`, a comment's word", ["kube/server.py::_request"]),
+        ("`vllm/config.py::ModelConfig`, `aiohttp/client.py::ClientSession._request@3.14`", []),
+    ],
+)
+def test_a_name_that_its_file_has_not_is_found(text: str, odd: list[str]) -> None:
+    assert wrong_references(text) == odd
 
 
 @cache

@@ -1,28 +1,54 @@
-"""What the documents name is there: links, fields, values, metrics, variables.
+"""What the documents name is there: links, fields and their values, reasons, labels, metrics, variables.
 
 Targets of make, options, tests and markers that they name are in test_commands.py, files and modules in
-test_names.py, reasons in test_reasons.py, alerts, and metrics that must be
+test_names.py. That each reason is explained is in test_reasons.py; alerts, and metrics that must be
 explained, in watching/test_boards.py.
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from heteroinfer_contract import metric_names
+from heteroinfer_contract import metric_names, names
+from heteroinfer_operator.api import HeteroInference
 from tests.unit.pages import CODE, PAGES, ROOT, TODAY, name_of
 
 OF_KUBERNETES = {"fsGroup", "minReplicas", "workloadRef"}
 """Fields that stand in the documents and in no resource or value of ours."""
+NAMING_THE_WIRE = [*TODAY, ROOT / "CHANGELOG.md"]
+"""Pages whose reasons, values and labels must be there: on the wire names stay."""
+CORE_PATHS = (
+    *(("spec", field) for field in ("containers", "initContainers", "nodeName", "template", "unschedulable")),
+    *(("status", field) for field in ("allocatable", "capacity", "containerStatuses", "podIP")),
+)
+"""How paths of pods, nodes and workloads of Kubernetes begin; no field of ours begins so."""
+WORDS_OF_OTHERS = {
+    "Any": "typing",
+    "GangScheduling": "feature gate of Kubernetes 1.35",
+    "GenericWorkload": "feature gate of Kubernetes 1.35",
+    "KeyError": "Python",
+    "OutOfcpu": "reason of a pod that the kubelet refused",
+    "Terminating": "column of kubectl get",
+    "UnexpectedAdmissionError": "reason of a pod that the kubelet refused",
+}
 PACKAGES = {"heteroinfer_operator", "heteroinfer_contract"}
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MENTIONED_ANCHOR = re.compile(r"\bdocs/([\w.-]+\.md)#([\w-]+)")
 _PATH = re.compile(r"(?<![\w./-])[a-z]\w*(?:\[\])?(?:\.[a-z]\w*(?:\[\])?)+(?![\w/(.-])")
+_WORD = re.compile(
+    r"^[A-Z][a-z]\w*$|(?<![\w.:/-])[A-Z][a-z0-9]+(?:[A-Z]+[a-z0-9]*)+(?![\w-])|(?<==)[A-Z][a-z]\w+"
+)
+"""A CamelCase word in code, one that is alone, or one after an equals sign, as in `Planned=False`."""
+_VALUE = re.compile(r"(?<![\w.-])([a-z]\w*(?:\[\])?(?:\.[a-z]\w*(?:\[\])?)*): ([A-Za-z]\w*)(?![\w(.-])")
+_LABEL = re.compile(r"(?<![\w.])heteroinfer\.dev/[a-z][\w.-]*\w")
+_EXPLAIN = re.compile(r"\bkubectl explain (?:hinf|heteroinferences?)((?:\.\w+)*)")
 _FILES = {"json", "yaml", "py", "md", "txt", "safetensors"}
 
 
@@ -78,12 +104,18 @@ def values(own: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
 
 
 @cache
+def schema() -> Mapping[str, Any]:
+    """Returns the schema of the resource."""
+    crd = yaml.safe_load((ROOT / "crds/heteroinference.yaml").read_text())
+    found: Mapping[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return found
+
+
+@cache
 def known_paths() -> frozenset[tuple[str, ...]]:
     """Returns the fields of the resource and the chart's values, by each end of their paths."""
-    crd = yaml.safe_load((ROOT / "crds/heteroinference.yaml").read_text())
     chart = yaml.safe_load((ROOT / "charts/heteroinfer/values.yaml").read_text())
-    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    paths = (*fields(schema), *values(chart), ("resources", "limits", "cpu"))
+    paths = (*fields(schema()), *values(chart), ("resources", "limits", "cpu"))
     return frozenset(path[i:] for path in paths for i in range(len(path)))
 
 
@@ -95,7 +127,26 @@ def wrong_paths(text: str) -> tuple[list[str], int]:
         path = tuple(dotted.replace("[]", "").split("."))
         if path[0] in known and path[-1] not in _FILES and path[:2] != ("prometheusRule", "alerts"):
             found.append(path)
-    return [".".join(path) for path in found if path not in known_paths()], len(found)
+    odd = [path for path in found if path not in known_paths() and path[:2] not in CORE_PATHS]
+    return [".".join(path) for path in odd], len(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("spec.engine.maxLen", ["spec.engine.maxLen"]),
+        ("set spec.roles[].deviceMem of it", ["spec.roles.deviceMem"]),
+        ("roles[].image", ["roles.image"]),
+        ("spec.containers[].image, spec.template.spec.nodeName, status.capacity", []),
+        ("spec.container[].image, status.capacities", ["spec.container.image", "status.capacities"]),
+    ],
+)
+def test_a_field_that_is_not_there_is_found(text: str, odd: list[str]) -> None:
+    assert wrong_paths(text)[0] == odd
+
+
+def test_no_path_of_kubernetes_is_one_of_ours() -> None:
+    assert not [path for path in CORE_PATHS if path in known_paths()]
 
 
 def test_every_field_and_value_is_there() -> None:
@@ -113,6 +164,163 @@ def test_every_field_and_value_is_there() -> None:
     assert len(words) > 100
     assert wrong == []
     assert not [(page, word) for page, word in words if word not in known | OF_KUBERNETES]
+
+
+def spans(text: str) -> Iterator[str]:
+    """Yields the code in a page's sentences."""
+    yield from (span for _, span in CODE.findall(text) if span)
+
+
+@cache
+def known_words() -> frozenset[str]:
+    """Returns the CamelCase words of the product as it says them, in its CRD and chart, and all classes."""
+    found: set[str] = set()
+    for folder in ("operator/src", "worker_image/src", "tests"):
+        for file in (ROOT / folder).rglob("*.py"):
+            found |= set(re.findall(r"^ *class (\w+)", file.read_text(), re.M))
+            if folder != "tests":
+                found |= set(re.findall(r"[\"']([A-Z][a-z]\w*)[\"']", file.read_text()))
+    for file in (*(ROOT / "crds").iterdir(), *(ROOT / "charts/heteroinfer").rglob("*.yaml")):
+        found |= set(re.findall(r"(?m)(?:^ *-|\b(?:kind|alert):) ([A-Z]\w*)$", file.read_text()))
+    return frozenset(found)
+
+
+def wrong_words(text: str) -> list[str]:
+    """Returns the CamelCase words in a page's code that neither the product nor Kubernetes has."""
+    words = [word for span in spans(text) for word in _WORD.findall(span)]
+    return [word for word in words if word not in known_words() and word not in WORDS_OF_OTHERS]
+
+
+def test_every_reason_and_alert_is_there() -> None:
+    said = {
+        word for page in NAMING_THE_WIRE for span in spans(page.read_text()) for word in _WORD.findall(span)
+    }
+    assert {"PodLost", "FeedForward"} <= said
+    assert len(said) > 120
+    assert said >= WORDS_OF_OTHERS.keys(), "words that no page says need no entry"
+    assert not [(name_of(page), odd) for page in NAMING_THE_WIRE for odd in wrong_words(page.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("the reason `PodGone`", ["PodGone"]),
+        ("`Degraded=True`, reason `RanksExited`", ["RanksExited"]),
+        ("`kubectl wait --for=condition=Avail`", ["Avail"]),
+        ("the alert `HeteroInferGroupAway` fires", ["HeteroInferGroupAway"]),
+        ("`phase: Ready`, `PodLost`, `RankExited`, `OutOfcpu`; a PodGone outside of code", []),
+    ],
+)
+def test_a_reason_that_is_not_there_is_found(text: str, odd: list[str]) -> None:
+    assert wrong_words(text) == odd
+
+
+def enums(own: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields each value of each field that has a list of them, with the field's path."""
+    yield from ((path, str(value)) for value in own.get("enum", ()))
+    for name, inner in own.get("properties", {}).items():
+        yield from enums(inner, (*path, name))
+    if isinstance(own.get("items"), Mapping):
+        yield from enums(own["items"], path)
+
+
+@cache
+def known_values() -> Mapping[tuple[str, ...], frozenset[str]]:
+    """Returns the values of fields and of the chart's that are listed, by each end of their paths."""
+    chart = json.loads((ROOT / "charts/heteroinfer/values.schema.json").read_text())
+    found: dict[tuple[str, ...], frozenset[str]] = {}
+    for path, value in (*enums(schema()), *enums(chart)):
+        for i in range(len(path)):
+            found[path[i:]] = found.get(path[i:], frozenset()) | {value}
+    return found
+
+
+def wrong_values(text: str) -> tuple[list[str], int]:
+    """Returns each `field: Value` in code whose field has no such value, and how many are listed in all."""
+    said = [
+        (path, tuple(path.replace("[]", "").split(".")), value)
+        for fence, span in CODE.findall(text)
+        for path, value in _VALUE.findall(span or fence)
+    ]
+    listed = [each for each in said if each[1] in known_values()]
+    return [f"{path}: {value}" for path, ends, value in listed if value not in known_values()[ends]], len(
+        listed
+    )
+
+
+def test_every_value_of_a_field_is_one_of_its_list() -> None:
+    found = [(page, *wrong_values(page.read_text())) for page in NAMING_THE_WIRE]
+    assert sum(count for _, _, count in found) > 15
+    assert not [(name_of(page), odd) for page, odd, _ in found if odd]
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("`parallelism.mode: Feedforward`", ["parallelism.mode: Feedforward"]),
+        ("`groups[].phase: Asleep`, `phase: Asleep`", ["groups[].phase: Asleep", "phase: Asleep"]),
+        ("```yaml\nscheduling: {gang: auto}\n```", ["gang: auto"]),
+        ("`scope: Namespace`", ["scope: Namespace"]),
+        ("`scheduling.gang: Auto`, `phase: Downloading`, `model.uri: hf`; gang: of pods", []),
+    ],
+)
+def test_a_value_that_is_not_listed_is_found(text: str, odd: list[str]) -> None:
+    assert wrong_values(text)[0] == odd
+
+
+def wrong_labels(text: str) -> list[str]:
+    ours = {value for value in vars(names).values() if isinstance(value, str)}
+    ours.add(HeteroInference.model_fields["api_version"].default)
+    return [label for label in _LABEL.findall(text) if label not in ours]
+
+
+def test_every_label_and_annotation_is_there() -> None:
+    files = [
+        *PAGES,
+        *(
+            file
+            for folder in ("examples", "charts", "tests")
+            for file in (ROOT / folder).rglob("*")
+            if file.suffix in {".yaml", ".txt", ".tpl"} and "versions" not in file.parts
+        ),
+    ]
+    assert sum(len(_LABEL.findall(file.read_text())) for file in files) > 20
+    assert not [(name_of(file), odd) for file in files for odd in wrong_labels(file.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("kubectl get pods -l heteroinfer.dev/name=llama", ["heteroinfer.dev/name"]),
+        ("`heteroinfer.dev/v1`", ["heteroinfer.dev/v1"]),
+        ("-l heteroinfer.dev/resource=llama,heteroinfer.dev/leader; heteroinfer.dev/*", []),
+    ],
+)
+def test_a_label_that_is_not_there_is_found(text: str, odd: list[str]) -> None:
+    assert wrong_labels(text) == odd
+
+
+def wrong_explained(text: str) -> list[str]:
+    ours = {(), ("spec",), ("status",), *fields(schema())}
+    return [path for path in _EXPLAIN.findall(text) if tuple(path.split(".")[1:]) not in ours]
+
+
+def test_every_path_that_kubectl_explains_is_there() -> None:
+    assert any(_EXPLAIN.search(page.read_text()) for page in TODAY)
+    assert not [(name_of(page), odd) for page in TODAY for odd in wrong_explained(page.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("`kubectl explain hinf.spec.role`", [".spec.role"]),
+        ("kubectl explain heteroinference.roles", [".roles"]),
+        ("`kubectl explain hinf.spec --recursive`, kubectl explain hinf.spec.roles.device", []),
+        ("kubectl explain pod.spec.role", []),
+    ],
+)
+def test_a_path_that_kubectl_cannot_explain_is_found(text: str, odd: list[str]) -> None:
+    assert wrong_explained(text) == odd
 
 
 def sentences(module: ast.Module) -> Iterator[str]:
@@ -134,6 +342,16 @@ def test_every_field_that_a_message_names_is_there() -> None:
                 count += more
     assert count > 80
     assert wrong == []
+
+
+def test_every_field_that_a_comment_of_the_chart_or_an_example_names_is_there() -> None:
+    files = [*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "charts/heteroinfer").rglob("*.[yt]*")]
+    comments = {
+        name_of(file): "\n".join(re.findall(r"#.*" if file.suffix != ".txt" else r".+", file.read_text()))
+        for file in files
+    }
+    assert sum(wrong_paths(text)[1] for text in comments.values()) > 5
+    assert not {name: odd for name, text in comments.items() if (odd := wrong_paths(text)[0])}
 
 
 def test_every_metric_is_exported() -> None:

@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.words import (
     find_in_path,
     find_retired,
     find_unneeded,
+    main,
     read_allowed,
     read_retired,
 )
@@ -43,13 +45,34 @@ def test_the_glossary_retires_what_it_says() -> None:
         "`members`",
         "it fell",
         "_told_at",
+        "rank_place",
+        "member-list",
+        "membership",
+        "memberlist",
+        "kvroom",
+        "rankPlaces",
     ],
 )
 def test_a_name_counts_by_its_parts(text: str) -> None:
     assert len(found(text)) == 1
 
 
-@pytest.mark.parametrize("text", ["headroom", "bathrooms", "remember", "passed", "replace", "placement"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "headroom",
+        "bathrooms",
+        "remember",
+        "passed",
+        "replace",
+        "placement",
+        "placeholder",
+        "fallback",
+        "bypass",
+        "roomier",
+        "passthrough",
+    ],
+)
 def test_other_words_with_the_same_letters_stay(text: str) -> None:
     assert found(text) == []
 
@@ -89,6 +112,19 @@ def test_other_words_with_the_same_letters_stay(text: str) -> None:
         ("`rank.place`, `place=1`, `place.x`", ["place", "place", "place"]),
         ("`scheduler.place(pods)`", []),
         ("one_pass = 1", ["one_pass"]),
+        ("places of ranks", ["places"]),
+        ("Places of\nranks, the `pass` of an operator", ["Places", "pass"]),
+        ("passes of the operator took 3 s", ["passes"]),
+        ("a rank place, a reconcile pass", ["place", "pass"]),
+        ("reconcile passes, three rank places", ["passes", "places"]),
+        ("the operator places pods; a rank passes for another", []),
+        ("place-hash, pass-count", ["place", "pass"]),
+        ("pass 2: all, pass #3", ["pass", "pass"]),
+        ("to place 3 pods", []),
+        ("a pass takes 3 s; pass took 3 s", ["pass", "pass"]),
+        ("passes end, passes per second", ["passes", "passes"]),
+        ("the very place, its former place", ["place", "place"]),
+        ('rank["place"]', ["place"]),
     ],
 )
 def test_a_word_that_is_a_verb_too_counts_as_a_noun(text: str, nouns: list[str]) -> None:
@@ -144,9 +180,10 @@ def test_names_of_files_and_folders_count(path: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "names"),
     [
-        ("operator/src/heteroinfer_operator/reconcile/group.py", "group.members, status.members", []),
+        ("operator/src/heteroinfer_operator/reconcile/rollout.py", "group.members, status.members", []),
+        ("operator/src/heteroinfer_operator/reconcile/another.py", "group.members", ["members"]),
         (
-            "operator/src/heteroinfer_operator/reconcile/group.py",
+            "operator/src/heteroinfer_operator/reconcile/rollout.py",
             "self.members, rank.members",
             ["members"] * 2,
         ),
@@ -160,6 +197,25 @@ def test_names_of_files_and_folders_count(path: str, names: list[str]) -> None:
 )
 def test_the_field_of_the_wire_is_allowed_and_nothing_else(path: str, text: str, names: list[str]) -> None:
     assert found(text, OURS, path) == names
+
+
+def test_the_files_of_that_field_are_named_one_by_one() -> None:
+    of_the_field = [each for each in OURS if "members" in each.text.pattern]
+    assert len(of_the_field) == 5
+    assert not [glob for each in of_the_field for glob in each.files if "*" in glob]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("it takes place, taking place, has taken place, took place", []),
+        ("in place of it, an in-place sum, in the first place", []),
+        ("a place-holder, pass-through, pass_through", []),
+        ("it takes its place; the first place", ["place", "place"]),
+    ],
+)
+def test_idioms_are_allowed(text: str, names: list[str]) -> None:
+    assert found(text, OURS) == names
 
 
 def test_what_is_allowed_over_the_end_of_a_line_too() -> None:
@@ -179,6 +235,17 @@ def test_what_is_allowed_hides_nothing_beside_it() -> None:
     assert found(
         "kv_room_bytes", [AllowedText(text=re.compile(r"\bkv_room_bytes\b"), files=("other/*",))]
     ) == ["kv_room_bytes"]
+
+
+def test_a_finding_says_what_to_use_and_where_another_meaning_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("the\nmember\n")
+    assert main([str(page)]) == 1
+    finding, ending = capsys.readouterr().out.splitlines()
+    assert finding == f"{page}:2: member: for a rank, pod or process of a group: use rank, pod, or process"
+    assert ending.startswith("1 retired (docs/glossary.md); a name of the wire, or of another meaning, goes")
 
 
 def test_an_entry_has_its_reason() -> None:
