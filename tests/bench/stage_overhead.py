@@ -5,20 +5,24 @@
 A group of four CPU stages, of which the two in the middle have FEWER and MORE layers of a model so small
 that its weights are read in no time: the difference of what the two compute in a step, by the layers between
 them. One batch is in flight, so one stage computes at a time. `--arg` is for vLLM, such as
-`--arg=--ir-op-priority.rms_norm=native`.
+`--arg=--ir-op-priority.rms_norm=native`. Of a mixture it says, too, what the experts' own kernel takes when
+nothing else runs between its calls: with as many threads, as many layers in turn, uniform routing.
 
 Needs a Python with vLLM's CPU build, and worker_image/src and operator/src.
 """
 
 import argparse
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.bench.model_shapes import make_shape
+from tests.bench.model_shapes import SHAPES, make_shape
 from tests.bench.offload import ask_group, counters
 from tests.integration.worker.groups import Group, build_plan, start_group
 
@@ -26,6 +30,7 @@ FEWER, MORE = 4, 12
 LAYERS: Final = (1, FEWER, MORE, 1)
 START_TIMEOUT_S: Final = 400.0
 WARM_STEPS: Final = 8
+CALLS, WARM_CALLS = 2000, 200
 
 
 def layer_s(group: Group, requests: int, steps: int) -> float:
@@ -38,6 +43,47 @@ def layer_s(group: Group, requests: int, steps: int) -> float:
         for then, now in zip(before, after, strict=True)
     )
     return (more - fewer) / (MORE - FEWER)
+
+
+def time_experts(shape: str, requests: int) -> float:
+    """Returns the median seconds of a call of the experts' kernel, by this process's threads."""
+    import torch
+
+    from vllm_heteroinfer.kernels import linear
+    from vllm_heteroinfer.kernels.experts import PackedExperts, experts, pack_experts
+
+    sizes, library = SHAPES[shape], linear.prepare()
+    count, topk, hidden = sizes["num_experts"], sizes["num_experts_per_tok"], sizes["hidden_size"]
+    inner = sizes["moe_intermediate_size"]
+    draw = torch.Generator().manual_seed(0)
+
+    def weight(columns: int, inputs: int) -> torch.Tensor:
+        return torch.randn(count, columns, inputs, generator=draw).mul_(0.02).to(torch.bfloat16)
+
+    layers = [
+        PackedExperts(
+            w13=pack_experts(library, weight(2 * inner, hidden), gates=True),
+            w2=pack_experts(library, weight(hidden, inner), gates=False),
+        )
+        for _ in range(MORE)
+    ]
+    x = torch.randn(requests, hidden, generator=draw).to(torch.bfloat16)
+    y, weights = torch.empty_like(x), torch.full((requests, topk), 1 / topk)
+    taken = []
+    for call in range(WARM_CALLS + CALLS):
+        ids = torch.rand(requests, count, generator=draw).topk(topk, -1).indices.to(torch.int32).contiguous()
+        began = time.perf_counter()
+        experts(library, y, x, layers[call % MORE], weights=weights, ids=ids)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[WARM_CALLS:])
+
+
+def say_experts(shape: str, options: argparse.Namespace) -> None:
+    """Prints what a mixture's experts take by themselves, in processes with as many threads as a rank."""
+    for requests in options.requests:
+        command = (sys.executable, "-m", "tests.bench.stage_overhead", "--experts-of", shape)
+        env = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "CUDA_VISIBLE_DEVICES": "-1"}
+        subprocess.run((*command, "--requests", str(requests)), check=True, env=env, timeout=START_TIMEOUT_S)
 
 
 def run(shape: str, options: argparse.Namespace, folder: Path) -> None:
@@ -78,10 +124,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--arg", action="append", default=[])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--experts-of", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.experts_of:
+        for requests in options.requests:
+            taken = time_experts(options.experts_of, requests)
+            print(f"CELL {options.experts_of} N={requests}: experts {taken * 1e6:.0f} us a call", flush=True)
+        return 0
     with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
         for shape in options.shapes:
             run(shape, options, Path(scratch))
+            if "num_experts" in SHAPES[shape]:
+                say_experts(shape, options)
     return 0
 
 

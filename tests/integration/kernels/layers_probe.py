@@ -21,6 +21,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from heteroinfer_contract.errors import ContractError
+from tests.integration.kernels.attention_probe import attention
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
 from tests.integration.kernels.mixture_probe import choice, mixture
 from tests.integration.kernels.norms_probe import patched_norms
@@ -528,7 +529,7 @@ QUESTIONS = {
     f.__name__: f
     for f in (
         *(linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms, mlp_names),
-        *(choice, mixture, patched_norms, packing),
+        *(choice, mixture, patched_norms, packing, attention),
     )
 }
 

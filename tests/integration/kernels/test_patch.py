@@ -141,5 +141,16 @@ def test_norms_in_one_call_round_as_the_operation_that_they_stand_for(usable: li
     assert set(map(tuple, answer["left"].values())) == {(0, 0.0, 0.0)}, answer["left"]
 
 
+def test_attention_that_is_called_directly_is_vllms() -> None:
+    """To the last bit, outputs and caches; what the patch is not for goes vLLM's way."""
+    answer = ask_forked(PROBE, "attention")
+    assert answer["applied"]
+    assert answer["reverted"]
+    assert len(answer["taken"]) == 10
+    assert set(map(tuple, answer["taken"].values())) == {(0, True)}, answer["taken"]
+    assert len(answer["left"]) == 4
+    assert set(map(tuple, answer["left"].values())) == {(3, True)}, answer["left"]
+
+
 def test_registry_is_of_the_pinned_version() -> None:
     assert all(VLLM_VERSION in patch.verified for patch in PATCHES)

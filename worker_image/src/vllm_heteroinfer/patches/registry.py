@@ -162,6 +162,20 @@ CPU_NORM: Final = Patch(
     remove_when="vLLM's norm of CPUs is as quick for few rows",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
+CPU_ATTENTION: Final = Patch(
+    id="cpu_attention",
+    target="vllm.model_executor.layers.attention.attention:Attention.forward",
+    parameters=("self", "query", "key", "value", "output_shape", "output_dtype"),
+    processes="CPU ranks of a group",
+    why=(
+        "an eager CPU rank finds each layer by its name and cuts its KV cache into halves twice in each "
+        "step, which takes longer than attention of few rows; the backend's class cannot leave that out"
+    ),
+    upstream="",
+    verified=("0.32.0",),
+    remove_when="vLLM keeps the halves of a CPU's KV cache",
+    otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
+)
 CPU_ROPE: Final = Patch(
     id="cpu_rope",
     target="vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",
@@ -202,6 +216,7 @@ PATCHES: Final = (
     CPU_ROUTER,
     CPU_MIXTURE,
     CPU_NORM,
+    CPU_ATTENTION,
     CPU_ROPE,
     ENGINE_PAUSE,
 )

@@ -9,6 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from heteroinfer_contract.cgroups import available_memory
 from vllm_heteroinfer.patches import (
+    cpu_attention,
     cpu_experts,
     cpu_linear,
     cpu_mixture,
@@ -43,6 +44,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         cpu_router.install()
         cpu_mixture.install()
         cpu_norm.install()
+        cpu_attention.install()
         cpu_rope.install()
         super().load_model(**kwargs)
 

@@ -1,0 +1,158 @@
+"""What the patch `cpu_attention` makes of vLLM's attention, beside vLLM's way; asked by `layers_probe`."""
+
+import itertools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from vllm_heteroinfer.patches import cpu_attention
+
+HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 64, 32, 12
+LENGTHS = ([1, 40, 33], [5], [17, 1])
+"""Of the sequences of three steps, of which each brings its last half."""
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step's inputs and what vLLM's context says of them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    metadata: Any
+    mapping: torch.Tensor
+
+
+def attention() -> Any:
+    """Of each kind of layer: calls of vLLM's function, and whether outputs and caches are equal."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    original = Attention.forward
+    torch.manual_seed(0)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        found[f"plain {dtype}"] = compared(dtype)
+        found[f"window {dtype}"] = compared(dtype, per_layer_sliding_window=16)
+        found[f"softcap {dtype}"] = compared(dtype, logits_soft_cap=30.0)
+        found[f"sinks {dtype}"] = compared(dtype, sinks=torch.randn(HEADS).to(dtype))
+    found["padded"] = compared(torch.bfloat16, padding=3)
+    found["another cache"] = compared(torch.bfloat16, moves=True)
+    left = {
+        "by name": compared(torch.bfloat16, direct=False),
+        "sinks in float16": compared(torch.bfloat16, sinks=torch.randn(HEADS).half()),
+        "transfers": compared(torch.bfloat16, transfers=True),
+        "warm-up": compared(torch.bfloat16, warm_up=True),
+    }
+    cpu_attention.install()
+    cpu_attention.install()
+    applied = Attention.forward is not original
+    cpu_attention.revert()
+    return {"taken": found, "left": left, "applied": applied, "reverted": Attention.forward is original}
+
+
+def compared(
+    dtype: torch.dtype,
+    *,
+    padding: int = 0,
+    moves: bool = False,
+    direct: bool = True,
+    transfers: bool = False,
+    warm_up: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """Returns how many calls went vLLM's way, and whether all outputs and caches are vLLM's."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.attention import attention as module
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    model: Any = SimpleNamespace(dtype=dtype, use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
+    with set_default_torch_dtype(dtype), mock.patch.object(get_current_vllm_config(), "model_config", model):
+        prefix = f"layers.{next(_numbers)}.attn"
+        layer = module.Attention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, prefix=prefix, **options)
+    layer.use_direct_call = direct
+    steps = [drawn(layer, lengths, dtype, padding) for lengths in LENGTHS]
+    results: list[list[torch.Tensor]] = []
+    original = module.Attention.forward
+    with mock.patch.object(module.Attention, "forward", autospec=True, side_effect=original) as counted:
+        for patched in (False, True):
+            if patched:
+                counted.reset_mock()
+                module.Attention.forward = cpu_attention._attending(counted)
+            layer.impl.sinks = options.get("sinks")  # vLLM casts them in its first call
+            layer.kv_cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * SIZE, dtype=dtype)
+            outputs = []
+            for step in steps:
+                outputs.append(asked(layer, step, transfers=transfers, warm_up=warm_up))
+                if moves:
+                    layer.kv_cache = layer.kv_cache.clone()
+            results.append([*outputs, layer.kv_cache])
+    same = all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
+    return [counted.call_count, same]
+
+
+def drawn(layer: Any, lengths: list[int], dtype: torch.dtype, padding: int) -> Step:
+    """Returns a step of sequences so long; rows of padding come after their tokens."""
+    import vllm._custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, _get_attn_isa
+
+    layer.isa = _get_attn_isa(dtype, BLOCK, SIZE, "auto")
+    news = [length - length // 2 for length in lengths]
+    total = sum(news)
+    starts = torch.tensor([0, *torch.tensor(news).cumsum(0).tolist()], dtype=torch.int32)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    table = torch.arange(1, 1 + 2 * len(lengths), dtype=torch.int32).view(len(lengths), 2)
+    mapping = [
+        int(table[sequence, at // BLOCK]) * BLOCK + at % BLOCK
+        for sequence, length in enumerate(lengths)
+        for at in range(length // 2, length)
+    ]
+    scheduled = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(lengths),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=SIZE,
+        seq_lens=seq_lens,
+        dtype=dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=layer.impl.sliding_window,
+        isa=layer.isa,
+        enable_kv_split=True,
+        dynamic_causal=None,
+        kv_cache_dtype="auto",
+    )
+    metadata = CPUAttentionMetadata(
+        num_actual_tokens=total,
+        max_query_len=max(news),
+        query_start_loc=starts,
+        max_seq_len=max(lengths),
+        seq_lens=seq_lens,
+        block_table=table,
+        slot_mapping=torch.tensor(mapping + [-1] * padding),
+        scheduler_metadata=scheduled,
+        causal=True,
+    )
+    rows = total + padding
+    qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * SIZE).to(dtype)
+    query, key, value = qkv.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], -1)
+    return Step(query=query, key=key, value=value, metadata=metadata, mapping=metadata.slot_mapping)
+
+
+def asked(layer: Any, step: Step, *, transfers: bool, warm_up: bool) -> torch.Tensor:
+    """Returns what a layer answers in a step, of the rows that are no padding."""
+    from vllm import forward_context
+
+    name = layer.layer_name
+    context = forward_context.ForwardContext(
+        no_compile_layers={name: layer},
+        attn_metadata=None if warm_up else {name: step.metadata},
+        slot_mapping={} if warm_up else {name: step.mapping},
+    )
+    known = mock.patch.object(cpu_attention, "has_kv_transfer_group", return_value=transfers)
+    with forward_context.override_forward_context(context), known, torch.inference_mode():
+        output = layer(step.query, step.key, step.value)
+    return output[: 0 if warm_up else step.metadata.num_actual_tokens]
