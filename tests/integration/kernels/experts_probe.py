@@ -181,6 +181,19 @@ def fp8_numbers(question: dict[str, Any]) -> Any:
     return {"numbers": numbers.float().tolist(), "got": got.float().tolist()}
 
 
+def far_gates(question: dict[str, Any]) -> Any:
+    """Returns what an expert makes of gates far from zero, times 1, and what torch's silu does."""
+    gates = torch.tensor(question["gates"]).bfloat16()
+    layer = Layer({"rows": len(gates), "hidden": 32, "inner": 32, "experts": 1, "topk": 1}, 0)
+    for tensor in (layer.x, layer.w13, layer.w2):
+        tensor.zero_()
+    layer.x[:, 0], layer.x[:, 1] = gates, 1.0
+    layer.w13[0, 5, 0], layer.w13[0, 32 + 5, 1], layer.w2[0, :, 5] = 1.0, 1.0, 1.0
+    layer.weights.fill_(1.0)
+    got = layer.compute({"path": question["path"], "threads": 2})
+    return {"got": got[:, 3].tolist(), "exact": torch.nn.functional.silu(gates.float()).tolist()}
+
+
 def refused(question: dict[str, Any]) -> Any:
     """Returns what is said to arguments that raw pointers must not be made of."""
     library = linear.prepare(LIBRARY)
@@ -222,4 +235,9 @@ def refused(question: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    serve({f.__name__: f for f in (products, bits, not_numbers, in_shared_memory, fp8_numbers, refused)})
+    serve(
+        {
+            f.__name__: f
+            for f in (products, bits, not_numbers, in_shared_memory, fp8_numbers, far_gates, refused)
+        }
+    )

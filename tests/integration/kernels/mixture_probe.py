@@ -210,8 +210,29 @@ def choice() -> Any:
         "finite": weights.isfinite().all(-1).tolist(),
         "differ": all_differ(ids) and int(ids.min()) >= 0 and int(ids.max()) < 20,
         "ties": ids[2].tolist(),
+        "none": scoreless(library),
         "refused": refused(library),
     }
+
+
+def scoreless(library: KernelLibrary) -> list[list[float]]:
+    """Returns what experts weigh if all scores are zero, and if one of two is; by us and by torch in turn."""
+    far, odd = torch.full((1, 20), -200.0), torch.full((1, 20), -200.0)
+    odd[0, 4] = 200.0
+    kept = []
+    for scoring, logits in (
+        ("sigmoid", far),
+        ("sigmoid", -torch.inf + far),
+        ("sigmoid", odd),
+        ("softmax", odd),
+    ):
+        routing = ExpertChoice(
+            experts=20, topk=2, bias=torch.zeros(20), scoring=scoring, normalize=True, factor=1.0
+        )
+        scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+        kept += Chooser(library, routing).choose(logits)[0].tolist()
+        kept += cpu_router.choose(scores, routing.bias, 2, normalize=True, factor=1.0)[0].tolist()
+    return kept
 
 
 def all_differ(ids: torch.Tensor) -> bool:

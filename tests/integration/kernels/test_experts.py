@@ -92,6 +92,12 @@ def test_every_number_of_fp8(rows: int, path: str, on_path: Asking) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_gates_far_from_zero(path: str, on_path: Asking) -> None:
+    answer = on_path("far_gates", path=path, gates=[-20.0, -86.0, -88.0, -200.0, -1e30, -3e38, 88.0, 1e38])
+    assert answer["got"] == pytest.approx(answer["exact"], rel=2.0**-8, abs=1e-36)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_row_that_is_no_number_spoils_no_other(weights: str, path: str, on_path: Asking) -> None:
     case: dict[str, Any] = {

@@ -237,9 +237,9 @@ def test_the_largest_share_is_what_the_kernels_scratch_is_for() -> None:
     [
         (SchemeName.NONE, Fraction(1), 1),
         (SchemeName.MXFP4, Fraction(1), 1),
-        (SchemeName.AWQ, Fraction(111, 100), 2),
-        (SchemeName.INT4, Fraction(111, 100), 2),
-        (SchemeName.GPTQ, Fraction(111, 100), 3),
+        (SchemeName.AWQ, Fraction(73, 66), 2),
+        (SchemeName.INT4, Fraction(73, 66), 2),
+        (SchemeName.GPTQ, Fraction(73, 66), 3),
     ],
 )
 def test_four_bits_take_more_memory_packed_and_while_they_are(
@@ -255,6 +255,22 @@ def test_four_bits_take_more_memory_packed_and_while_they_are(
     engine = plan(feed_forward(), mixture()).plan.engine
     assert rank_weight_bytes(remote, engine, 0) == ceil(6 * 128 * EXPERT * weights)
     assert beside_weights_bytes(remote, engine) == GIB + 128 * EXPERT * beside
+
+
+@pytest.mark.parametrize(
+    ("group", "measured"), [(0, 1.065), (16, 1.700), (32, 1.389), (64, 1.206), (128, 1.106)]
+)
+def test_smaller_groups_of_four_bits_take_more_packed(group: int, measured: float) -> None:
+    kind = replace(DENSE, quantized_bytes=DENSE.mlp_bytes)
+    scheme = Scheme(name=SchemeName.INT4, bits=4, group=group)
+    model = replace(mixture(24), kinds=(kind, MOE), scheme=scheme)
+    own = feed_forward().roles[0].feed_forward
+    assert own is not None
+    weights = rank_weight_bytes(
+        remote_of(own, model, range(6)), plan(feed_forward(), mixture()).plan.engine, 0
+    )
+    # What vllm/_custom_ops.py::convert_weight_packed_scale_zp@v0.32.0 makes of symmetric weights.
+    assert weights >= 6 * DENSE.mlp_bytes * (measured - 0.0005)
 
 
 def test_a_step_waits_for_the_largest_share() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from heteroinfer_contract import load_formats
 from heteroinfer_contract.model import Routing, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import HeteroInferenceSpec
@@ -51,6 +52,25 @@ def test_what_cpu_ranks_cannot_run_says_what_to_do(name: str, why: str, remedy: 
     message = refusal(name, spec(*MIXED))
     assert why in message
     assert remedy in message
+
+
+@pytest.mark.parametrize("mode", ["Pipeline", "Tensor"])
+@pytest.mark.parametrize("load_format", load_formats.OF_GPUS)
+def test_stages_of_cpus_refuse_what_gpus_alone_read(mode: str, load_format: str) -> None:
+    fields: dict[str, Any] = {
+        "parallelism": {"mode": mode},
+        "engine": {"args": ["--load-format", load_format]},
+    }
+    with pytest.raises(PlanError, match=rf"--load-format {load_format}, .* or set safetensors") as caught:
+        plan(spec(gpu(), cpu(), **fields))
+    assert caught.value.reason == "UnsupportedModel"
+    fields["engine"] = {"args": ["--load-format", "safetensors"]}
+    assert plan(spec(gpu(), cpu(), **fields)).plan.ranks
+
+
+@pytest.mark.parametrize("load_format", load_formats.OF_GPUS)
+def test_gpus_alone_read_as_they_like(load_format: str) -> None:
+    assert plan(spec(gpu(pods=2), engine={"args": ["--load-format", load_format]})).plan.ranks
 
 
 @pytest.mark.parametrize("name", sorted(recorded_profiles()))

@@ -42,9 +42,9 @@ _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""
 
 _OFFLOADS: Final = "its CPU ranks have what vLLM would offload; leave it out"
-_PACKED_FOUR_BITS: Final = Fraction(111, 100)
-"""Bytes of 4-bit weights packed for AMX, of the checkpoint's: 1.095 to 1.106 with groups of 128 (sums of
-blocks, float32 scales, a byte a zero point; 2026-11-24)."""
+_PACKED_GROUP: Final = 128
+"""Weights of an output that 4-bit kernels for AMX have in a block, with a sum of 4 bytes; a smaller group is
+one."""
 _PACKING_FOUR_BITS: Final = MappingProxyType(
     {SchemeName.AWQ: 2, SchemeName.INT4: 2, SchemeName.GPTQ: 3},
 )
@@ -308,8 +308,19 @@ def rank_weight_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
 def _packed(remote: Remote, index: int) -> tuple[Fraction, int]:
     """Returns what a layer has when it is packed, of its bytes, and what lies beside it meanwhile."""
     kind, scheme = remote.profile.layer(index), remote.profile.scheme
-    in_four_bits = scheme.name in _PACKING_FOUR_BITS and (kind.experts_quantized or kind.quantized_bytes)
-    return (_PACKED_FOUR_BITS, _PACKING_FOUR_BITS[scheme.name]) if in_four_bits else (Fraction(1), 1)
+    if scheme.name not in _PACKING_FOUR_BITS or not (kind.experts_quantized or kind.quantized_bytes):
+        return Fraction(1), 1
+    return _packed_four_bits(scheme.group), _PACKING_FOUR_BITS[scheme.name]
+
+
+def _packed_four_bits(group: int) -> Fraction:
+    """Returns the bytes of 4-bit weights packed for AMX, of the checkpoint's; 0 for a scale of each output.
+
+    A group has a scale of 4 bytes in place of 2, and a byte for its zero point, of which the checkpoint may
+    have none. vLLM's own packing gives 1.106 with groups of 128, 1.39 with groups of 32 (2026-11-24).
+    """
+    block = min(group or _PACKED_GROUP, _PACKED_GROUP)
+    return Fraction(block // 2 + 4 + 4 + 1, block // 2 + 2)
 
 
 def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:

@@ -34,7 +34,7 @@ from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.quantization import check_quantization
 from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
 from heteroinfer_operator.planning.served_architectures import check_architecture
-from heteroinfer_operator.planning.support import check_remote_support, check_support
+from heteroinfer_operator.planning.support import check_load_format, check_remote_support, check_support
 from heteroinfer_operator.planning.topology import Seat, Topology, lay_out
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
@@ -121,6 +121,8 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     warnings = check_architecture(profile)
     check_quantization(profile, engine)
     warnings += check_support(profile, engine, topology, inventory)
+    if spec.parallelism.mode is not Mode.FEED_FORWARD:
+        check_load_format(engine, topology)
     remote = choose_remote(topology, profile, engine, inventory)
     if remote is not None and not topology.has_cpu:
         role_name = topology.stages[0][0].placed.role.name

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.load_formats import OF_GPUS, SAFETENSORS
 from heteroinfer_contract.model import AttentionKind, Routing, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
@@ -154,6 +155,25 @@ def check_support(
         if seat.placed.device is Device.CPU
     }
     return (*warnings, *_check_instructions(_needs(profile, engine), roles, inventory))
+
+
+def check_load_format(engine: EngineSettings, topology: Topology) -> None:
+    """Checks that CPU ranks in stages can read what `--load-format` names.
+
+    They could read the same files by themselves, but GPU ranks would wait for them: all ranks of a group
+    share the files out there (vllm/.../weight_utils.py::fastsafetensors_weights_iterator,
+    ::instanttensor_weights_iterator@v0.32.0).
+
+    Raises:
+        PlanError: it is a way of GPUs alone.
+    """
+    asked = option_value(engine.extra_args, "--load-format")
+    if topology.has_cpu and (asked or "").lower() in OF_GPUS:
+        raise _refuse(
+            f"engine.args --load-format {asked}",
+            "vLLM has it for groups of GPUs alone",
+            f"leave it out, or set {SAFETENSORS}",
+        )
 
 
 def check_remote_support(

@@ -122,7 +122,7 @@ def choose(
         scores: (tokens, experts), float32.
         bias: (experts,), that corrects which are chosen but not what they weigh.
         count: of experts a token.
-        normalize: whether a token's weights add up to `factor`.
+        normalize: whether a token's weights add up to `factor`; where all are zero they stay so, as on GPUs.
         factor: of the weights.
 
     Returns:
@@ -134,7 +134,8 @@ def choose(
         ids = torch.topk(scores + bias, count, dim=-1, sorted=False).indices
         weights = scores.gather(-1, ids)
     if normalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / total.where(total != 0, 1.0)
     if factor != 1.0:
         weights = weights * factor
     return weights.contiguous(), ids.to(torch.int32).contiguous()

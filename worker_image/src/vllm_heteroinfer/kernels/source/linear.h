@@ -123,7 +123,7 @@ struct Routing {
   long experts, topk;
   const float* bias;   // [experts], that corrects which are chosen but not what they weigh; or null
   long sigmoid;        // scores are sigmoids of the logits; else their softmax
-  long normalize;      // weights add up to `factor`
+  long normalize;      // weights add up to `factor`; where all are zero they stay so
   float factor;
 };
 

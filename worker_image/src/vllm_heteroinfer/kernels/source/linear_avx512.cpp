@@ -78,9 +78,10 @@ inline Floats load(const float* from) {
   return to;
 }
 
-// e to the x by a polynomial of degree 6 after x = n ln 2 + r: within 2e-7 of it; x is limited to [-87, 88].
+// e to the x by a polynomial of degree 6 after x = n ln 2 + r: within 2e-7 of it, denormal below -87.4, 0 below -104,
+// infinity above 88.8.
 inline Floats exponential(Floats x) {
-  const Floats low = Floats{} - 87.0f, high = Floats{} + 88.0f;
+  const Floats low = Floats{} - 104.0f, high = Floats{} + 89.0f;
   x = x < low ? low : x;
   x = x > high ? high : x;
   const float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -92,7 +93,9 @@ inline Floats exponential(Floats x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  return (Floats)((Ints)p + ((Ints)shifted << 23));
+  // By halves of n, since 2^n may be no normal number.
+  const Ints exponent = (Ints)shifted - (Ints)(Floats{} + kMagic), half = exponent >> 1;
+  return (Floats)((Ints)p + (half << 23)) * (Floats)((exponent - half + 127) << 23);
 }
 
 inline void store_bf16(uint16_t* to, Floats value) {
@@ -226,7 +229,7 @@ void choose_experts(float* weights, int32_t* ids, const void* logits, bool bf16,
     keys[ids[j]] = -kInfinity;
   }
   for (long j = 0; j < routing.topk; j++) {
-    if (routing.normalize) weights[j] /= total;
+    if (routing.normalize && total != 0) weights[j] /= total;
     weights[j] *= routing.factor;
   }
 }
