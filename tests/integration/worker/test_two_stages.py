@@ -22,7 +22,7 @@ from tests.integration.worker.groups import Group, build_plan, fetch, start_grou
 
 pytestmark = pytest.mark.timeout(600)
 
-LONG = 128
+LONG = 512
 """Tokens of an answer that takes longer than requests need to arrive."""
 HOP_BYTES = 2 * 256 * 4
 """Of a token: hidden states and residual, 256 wide, float32."""
