@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from heteroinfer_contract import names
 from tests.bench.model_shapes import SHAPES, make_shape
 from tests.bench.offload import ask_group, counters
 from tests.integration.worker.groups import Group, build_plan, start_group
@@ -79,11 +80,19 @@ def time_experts(shape: str, requests: int) -> float:
 
 
 def say_experts(shape: str, options: argparse.Namespace) -> None:
-    """Prints what a mixture's experts take by themselves, in processes with as many threads as a rank."""
-    for requests in options.requests:
-        command = (sys.executable, "-m", "tests.bench.stage_overhead", "--experts-of", shape)
-        env = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "CUDA_VISIBLE_DEVICES": "-1"}
-        subprocess.run((*command, "--requests", str(requests)), check=True, env=env, timeout=START_TIMEOUT_S)
+    """Prints what a mixture's experts take by themselves, in a process with as many threads as a rank."""
+    requests = ",".join(map(str, options.requests))
+    command = (
+        sys.executable,
+        "-m",
+        "tests.bench.stage_overhead",
+        "--experts-of",
+        shape,
+        "--requests",
+        requests,
+    )
+    env = {**os.environ, names.ENV_OMP_THREADS: str(options.threads), names.ENV_VISIBLE_GPUS: "-1"}
+    subprocess.run(command, check=True, env=env, timeout=START_TIMEOUT_S)
 
 
 def run(shape: str, options: argparse.Namespace, folder: Path) -> None:
@@ -100,7 +109,7 @@ def run(shape: str, options: argparse.Namespace, folder: Path) -> None:
         batches_in_flight=1,
         extra_args=("--load-format", "dummy", "--no-enable-prefix-caching", *options.arg),
     )
-    env = {"OMP_NUM_THREADS": str(options.threads)}
+    env = {names.ENV_OMP_THREADS: str(options.threads)}
     with start_group(plan, folder / f"{shape}-logs", env=env, startup_timeout_s=START_TIMEOUT_S) as group:
         group.wait_ready(START_TIMEOUT_S)
         for requests in options.requests:

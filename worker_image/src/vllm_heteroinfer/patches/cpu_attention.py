@@ -94,9 +94,11 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
             *(key.view(-1, self.num_kv_heads, size), value.view(-1, self.num_kv_heads, size)),
             *(held.keys, held.values, mapping, self.isa, *scales),
         )
-        query, used = query.view(rows, self.num_heads, size), batch.num_actual_tokens
+        query, answered, used = query.view(rows, self.num_heads, size), output, batch.num_actual_tokens
+        if used != rows:  # the others pad the batch
+            query, answered = query[:used], output[:used]
         attend(
-            *((query, held.keys, held.values, output) if used == rows else _first(query, held, output, used)),
+            *(query, held.keys, held.values, answered),
             *(batch.query_start_loc, batch.seq_lens, impl.scale, batch.causal, impl.alibi_slopes),
             *(impl.sliding_window, batch.block_table, impl.logits_soft_cap, batch.scheduler_metadata),
             *(impl.sinks, batch.dynamic_causal, *scales),
@@ -104,11 +106,6 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         return output.view(rows, -1)
 
     return forward
-
-
-def _first(query: torch.Tensor, held: _CacheHalves, output: torch.Tensor, used: int) -> tuple[Any, ...]:
-    """Returns what is attended where a batch has rows that pad it."""
-    return query[:used], held.keys, held.values, output[:used]
 
 
 def _cut(layer: Any) -> _CacheHalves:
