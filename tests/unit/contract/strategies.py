@@ -8,6 +8,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import MAX_BLOCKS, GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import (
+    BY_RATE,
     MAX_WORLD_SIZE,
     Device,
     EngineSettings,
@@ -75,6 +76,7 @@ def _feed_forward_ranks(
         first = sum(layers[:stage])
         remote = sorted(draw(st.sets(st.integers(first, first + layers[stage] - 1), min_size=1)))
         pod = next(rank.pod for rank in ranks if rank.stage == stage)
+        shares = draw(st.sampled_from([st.just(BY_RATE), positive]))
         own += [
             RankAssignment(
                 rank=len(ranks) + len(own) + number,
@@ -88,7 +90,7 @@ def _feed_forward_ranks(
                 end_layer=remote[-1] + 1,
                 kv_cache_bytes=0,
                 weight_bytes=draw(counts),
-                feed_forward=FeedForwardShare(layers=tuple(remote), share=draw(positive)),
+                feed_forward=FeedForwardShare(layers=tuple(remote), share=draw(shares)),
             )
             for number in range(draw(st.integers(1, 3)))
         ]

@@ -89,6 +89,7 @@ def test_threads_that_fit_on_a_numa_node_read_as_the_slower_node() -> None:
     hardware = Hardware(cpu=CPU, instruction_sets=AMX, cpus=16, cores=16, numa_nodes=2)
     measured = calibration(hardware=hardware, readings=both)
     assert measured.reading(8) == 100e9
+    assert measured.reading(8, of_nodes=max) == 120e9
     assert measured.reading(16) == 300e9
 
 

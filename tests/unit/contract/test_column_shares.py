@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_contract.column_shares import Columns, share_out, unit_of
+from heteroinfer_contract.column_shares import Columns, share_out, shares_by_rate, unit_of
 from heteroinfer_contract.errors import ContractError
 
 
@@ -30,6 +30,20 @@ def test_shares_cover_all_columns_once(units: int, unit: int, shares: list[int])
 def test_shares_follow_the_rates() -> None:
     assert [part.width for part in share_out(768, [1, 3], 32)] == [192, 576]
     assert [part.width for part in share_out(768, [1000, 1], 128)] == [640, 128]
+
+
+@given(st.lists(st.floats(10e9, 200e9), min_size=1, max_size=8))
+def test_shares_by_rate_keep_nobody_waiting(rates: list[float]) -> None:
+    shares = shares_by_rate(rates)
+    at_best = sum(shares) / sum(rates)
+    assert all(share >= 1 for share in shares)
+    assert max(share / rate for share, rate in zip(shares, rates, strict=True)) <= 1.12 * at_best
+
+
+def test_ranks_that_read_about_as_fast_have_equal_shares() -> None:
+    assert shares_by_rate([50e9, 45e9, 47e9]) == (1, 1, 1)
+    assert shares_by_rate([50e9, 44e9]) == (100, 88)
+    assert shares_by_rate([1000e9, 1e9]) == (100, 1)
 
 
 def test_one_rank_takes_whatever_size_there_is() -> None:

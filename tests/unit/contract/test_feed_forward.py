@@ -6,6 +6,7 @@ import pytest
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import (
+    BY_RATE,
     Device,
     EngineSettings,
     FeedForwardShare,
@@ -87,7 +88,9 @@ def test_a_plan_without_them_is_the_text_that_older_versions_wrote() -> None:
         ((_rank(0), replace(_lane(1, 0), stage=1)), Mode.FEED_FORWARD, "got stage 1"),
         ((_rank(0), _lane(1, 0, layers=(4, 6))), Mode.FEED_FORWARD, r"got layers \[4, 6\]"),
         ((_rank(0), replace(_lane(1, 0), end_layer=6)), Mode.FEED_FORWARD, "end_layer 6"),
-        ((_rank(0), _lane(1, 0, share=0)), Mode.FEED_FORWARD, "a share of at least 1"),
+        ((_rank(0), _lane(1, 0, share=-1)), Mode.FEED_FORWARD, "got share -1"),
+        ((_rank(0), _lane(1, 0), _lane(2, 1, share=BY_RATE)), Mode.FEED_FORWARD, "got share 0 beside 1"),
+        ((_rank(0), _lane(1, 0, share=BY_RATE), _lane(2, 1)), Mode.FEED_FORWARD, "got share 1 beside 0"),
         ((_rank(0), _lane(1, 0), _lane(2, 1, layers=(1, 5))), Mode.FEED_FORWARD, "other layers than rank 1"),
         (
             (replace(_lane(0, 0), first_layer=0, end_layer=6), _rank(1)),

@@ -10,6 +10,7 @@ import pytest
 
 from heteroinfer_contract import load_formats
 from heteroinfer_contract.byte_size import format_bytes
+from heteroinfer_contract.calibration import MemoryReading
 from heteroinfer_contract.model import AttentionKind, LayerKind, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
@@ -19,6 +20,7 @@ from heteroinfer_operator.planning.account import describe_capacity, describe_me
 from heteroinfer_operator.planning.choices import describe_choices
 from heteroinfer_operator.planning.feed_forward import (
     beside_weights_bytes,
+    feed_forward_rates,
     feed_forward_seconds,
     rank_weight_bytes,
     remote_of,
@@ -31,8 +33,9 @@ from heteroinfer_operator.planning.prediction import (
     forecast_first_token,
     predict,
 )
-from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S
+from heteroinfer_operator.planning.rates import CPU_PLAIN_OTHER, EXCHANGE_BYTES_PER_S
 from tests.shapes.profiles import recorded_profiles
+from tests.unit.calibrated import CALIBRATION
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
 
 EXPERT = 9 * MIB
@@ -282,6 +285,21 @@ def test_a_step_waits_for_the_largest_share() -> None:
         return step_s - 6 * planned.rates[-1].exchange_s
 
     assert computes_s(in_units(128)) == pytest.approx(computes_s(in_units(32)) * 4 / 3, rel=0.001)
+
+
+def test_ranks_that_share_by_rate_work_as_fast_as_all_nodes_together() -> None:
+    readings = (
+        MemoryReading(threads=16, bytes_per_s=240e9),
+        MemoryReading(threads=8, bytes_per_s=150e9, node=0),
+        MemoryReading(threads=8, bytes_per_s=90e9, node=1),
+    )
+    hardware = replace(CALIBRATION.hardware, cores=16, numa_nodes=2)
+    measured = replace(CALIBRATION, hardware=hardware, readings=readings)
+    planned = plan(of_ranks(2, cpu="8"), in_units(32))
+    assert planned.remote is not None
+    assert feed_forward_rates(planned.remote, planned.plan.engine, measured).cache == 120e9 * CPU_PLAIN_OTHER
+    one = replace(planned.remote, spec=planned.remote.spec.model_copy(update={"ranks": 1}))
+    assert feed_forward_rates(one, planned.plan.engine, measured).cache == 90e9 * CPU_PLAIN_OTHER
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from vllm_heteroinfer.calibration.command import (
     measure,
     plan_measurements,
 )
-from vllm_heteroinfer.calibration.hardware import observe_hardware, one_of_each_core, round_bytes
+from vllm_heteroinfer.calibration.hardware import observe_hardware, one_of_each_core
+from vllm_heteroinfer.kernels.host_caches import bytes_beyond_caches
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 
 VERSIONS = Versions(heteroinfer="0.1.0", vllm="0.32.0", torch="2.13.0")
@@ -216,7 +217,7 @@ def test_a_round_is_twice_the_largest_cache(tmp_path: Path, size: str, expected:
     for index, text in enumerate(("32K", size)):
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(text + "\n")
-    assert round_bytes(tmp_path) == expected
+    assert bytes_beyond_caches(tmp_path) == expected
 
 
 def test_a_quota_is_of_any_cores_and_not_of_the_first_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

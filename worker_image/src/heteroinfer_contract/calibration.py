@@ -6,7 +6,7 @@ It travels as a pod's termination message, of which Kubernetes keeps 4096 bytes,
 import dataclasses
 import hashlib
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -237,16 +237,20 @@ class Calibration:
         """Returns whether kernels for AVX-512 run."""
         return AVX512_SET in self.hardware.instruction_sets
 
-    def reading(self, threads: float) -> float:
+    def reading(self, threads: float, *, of_nodes: Callable[[Sequence[float]], float] = min) -> float:
         """Returns how fast so many threads read, in bytes a second, between what was measured.
 
-        Threads that fit on one NUMA node are bound to one; the slowest node counts.
+        Threads that fit on one NUMA node are bound to one.
+
+        Args:
+            threads: how many.
+            of_nodes: what counts of several nodes: the slowest, for whoever waits for it.
         """
         nodes = sorted({each.node for each in self.readings if each.node != ALL_NODES})
         fits = threads <= self.hardware.cores / max(self.hardware.numa_nodes, 1)
         curves = [self._curve(node) for node in nodes] if nodes and fits else []
         curve = self._curve(ALL_NODES)
-        return min(_between(each, threads) for each in (curves or [curve]))
+        return of_nodes([_between(each, threads) for each in (curves or [curve])])
 
     def _curve(self, node: int) -> list[tuple[float, float]]:
         return sorted((float(e.threads), e.bytes_per_s) for e in self.readings if e.node == node)

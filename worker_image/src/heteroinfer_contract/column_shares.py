@@ -14,6 +14,11 @@ from heteroinfer_contract.errors import ContractError
 
 KERNEL_BLOCK: Final = 32
 """Columns of a block of vLLM's CPU kernels (vllm/…/fused_moe/experts/cpu_moe.py@v0.32.0)."""
+_ALIKE: Final = 0.9
+"""Rates within that part of the largest are taken as equal: what one host measures twice differs by as much,
+and equal shares give the same rounding, so the same answers, at each start."""
+_RATE_STEPS: Final = 100
+"""In which rates are told apart, of the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,14 @@ def share_out(total: int, shares: Sequence[int], unit: int) -> list[Columns]:
         Columns(total=total, first=first, end=end, once=i == 0)
         for i, (first, end) in enumerate(pairwise(bounds))
     ]
+
+
+def shares_by_rate(rates: Sequence[float]) -> tuple[int, ...]:
+    """Returns the ranks' shares by how fast each reads, so that all take equally long; at least 1 each."""
+    most = max(rates)
+    if min(rates) >= _ALIKE * most:
+        return (1,) * len(rates)
+    return tuple(max(round(_RATE_STEPS * rate / most), 1) for rate in rates)
 
 
 def unit_of(quantization: object) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby
+from typing import Final
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError, not_set
@@ -37,6 +38,10 @@ class Mode(StrEnum):
     """GPU ranks keep attention; CPU ranks of their pods compute experts and MLPs."""
 
 
+BY_RATE: Final = 0
+"""Share of a feed-forward rank that is not planned."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForwardShare:
     """What a feed-forward rank computes for the stage that it serves.
@@ -45,11 +50,12 @@ class FeedForwardShare:
         layers: whose experts (MoE layers) or MLP (dense layers) it has a part of, ascending; the
             same for every feed-forward rank of a stage.
         share: how many of the intermediate columns it has, in relation to the shares of the
-            stage's other feed-forward ranks; at least 1.
+            stage's other feed-forward ranks; BY_RATE of all of them: in relation to the rates at
+            which they read memory when they start.
     """
 
     layers: tuple[int, ...]
-    share: int = 1
+    share: int = BY_RATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,13 +336,21 @@ class Plan:
                 f"{where}: got layers {list(layers)}, expected some of {served.first_layer}.."
                 f"{served.end_layer - 1}, ascending"
             )
-        if (rank.first_layer, rank.end_layer) != (layers[0], layers[-1] + 1) or share.share < 1:
+        if (rank.first_layer, rank.end_layer) != (layers[0], layers[-1] + 1):
             raise ContractError(
-                f"{where}: got first_layer {rank.first_layer}, end_layer {rank.end_layer}, share "
-                f"{share.share}, expected {layers[0]}, {layers[-1] + 1}, and a share of at least 1"
+                f"{where}: got first_layer {rank.first_layer}, end_layer {rank.end_layer}, expected "
+                f"{layers[0]}, {layers[-1] + 1}"
             )
         first = peers[0].feed_forward
-        if first is None or layers != first.layers:
+        assert first is not None
+        by_rate = first.share == BY_RATE
+        if share.share < 0 or by_rate != (share.share == BY_RATE):
+            raise ContractError(
+                f"{where}: got share {share.share} beside {first.share} of rank {peers[0].rank}, expected "
+                f"{BY_RATE} (by measured rate) of all feed-forward ranks of stage {rank.stage}, or at least "
+                "1 of each"
+            )
+        if layers != first.layers:
             raise ContractError(
                 f"{where}: got other layers than rank {peers[0].rank}, expected the same for all "
                 f"feed-forward ranks of stage {rank.stage}"

@@ -259,6 +259,9 @@ def _check_columns(role: str, remote: Remote) -> None:
 def _columns(remote: Remote, index: int) -> list[int]:
     """Returns each rank's intermediate columns of a layer, in order of ranks; [] where none are known.
 
+    Those of ranks that read equally fast. Others share by their rates once they start
+    (vllm_heteroinfer/feed_forward/read_rate.py), which moves memory between ranks of one pod.
+
     Raises:
         ContractError: as share_out.
     """
@@ -368,7 +371,13 @@ def feed_forward_rates(
     requests = {"cpu": remote.spec.cpu}
     role = RoleSpec(name="feed-forward", device=Device.CPU, resources=Resources(requests=requests))
     rates = cpu_rates(
-        role, remote.profile, engine, leads=False, together=remote.spec.ranks, calibration=calibration
+        role,
+        remote.profile,
+        engine,
+        leads=False,
+        together=remote.spec.ranks,
+        by_rate=True,
+        calibration=calibration,
     )
     measured_s = None if calibration is None else calibration.hop_s(HopPath.EXCHANGE)
     return rates if measured_s is None else replace(rates, exchange_s=measured_s)

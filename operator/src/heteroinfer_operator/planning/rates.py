@@ -6,6 +6,7 @@ defaults, each with the machine it was measured on.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from types import MappingProxyType
 from typing import Final
 
@@ -198,6 +199,7 @@ def cpu_rates(
     *,
     leads: bool,
     together: int,
+    by_rate: bool = False,
     calibration: Calibration | None = None,
 ) -> Rates:
     """Returns the rates of one CPU rank: those measured of its machine, else defaults.
@@ -208,11 +210,12 @@ def cpu_rates(
         engine: the group's settings.
         leads: whether its pod has the engine and the API server, too.
         together: ranks of its stage in its pod, which read from the same memory.
+        by_rate: whether these share by how fast each reads, so that the slowest is not waited for.
         calibration: of its machine, or None.
     """
     if calibration is not None:
         threads = compute_threads(role, leads=leads)
-        return _measured_cpu_rates(calibration, profile, engine, threads, together)
+        return _measured_cpu_rates(calibration, profile, engine, threads, together, by_rate=by_rate)
     pod = CPU_BYTES_PER_S / together
     threads = compute_threads(role, leads=leads)
     ours = pod if threads is None else min(pod, threads * CPU_THREAD_BYTES_PER_S)
@@ -282,6 +285,8 @@ def _measured_cpu_rates(
     engine: EngineSettings,
     threads: float | None,
     together: int,
+    *,
+    by_rate: bool,
 ) -> Rates:
     """Returns the rates of one CPU rank on a machine that was measured.
 
@@ -290,7 +295,9 @@ def _measured_cpu_rates(
     """
     cores = calibration.hardware.cores
     used = min(cores / together if threads is None else threads, cores)
-    ours = min(calibration.reading(used), calibration.reading(min(used * together, cores)) / together)
+    on_all_nodes = by_rate and together >= calibration.hardware.numa_nodes
+    alone = calibration.reading(used, of_nodes=fmean if on_all_nodes else min)
+    ours = min(alone, calibration.reading(min(used * together, cores)) / together)
 
     def find(part: KernelPart, name: SchemeName) -> KernelRate:
         kernel = calibration.kernel(part, name, engine.dtype)

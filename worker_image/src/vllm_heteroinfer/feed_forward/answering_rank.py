@@ -16,7 +16,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
-from vllm_heteroinfer.feed_forward import slab_library
+from vllm_heteroinfer.feed_forward import read_rate, slab_library
 from vllm_heteroinfer.feed_forward.compute import Compute, Views, computes
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key
 from vllm_heteroinfer.feed_forward.meters import LaneMeter
@@ -52,12 +52,8 @@ def serve(context: "RankPort", config: Any) -> NoReturn:
     cpu_experts.install()
     cpu_packing.install()
     lanes = context.plan.feed_forward_ranks(context.rank.stage)
-    skeleton = SkeletonBuilder(
-        config,
-        share.layers,
-        tuple(lane.feed_forward.share for lane in lanes if lane.feed_forward is not None),
-        context.rank.tensor_rank,
-    ).build()
+    shares = read_rate.agreed_shares(context.plan, context.rank, context.store, context.startup)
+    skeleton = SkeletonBuilder(config, share.layers, shares, context.rank.tensor_rank).build()
     context.metrics.weight_bytes.set(skeleton.stored_bytes)
     reporter.phase(RankPhase.WARMING_UP, skeleton.stored_bytes, skeleton.stored_bytes)
     _logger.info(

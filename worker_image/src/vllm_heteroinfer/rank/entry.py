@@ -118,6 +118,12 @@ def run(
     config = arguments.build_config(plan, launch, rank)
     reporter.phase(RankPhase.CONNECTING)
     store = store or GroupStore.connect(launch, startup)
+    if rank.feed_forward is not None:
+        from vllm_heteroinfer.feed_forward import read_rate
+        from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
+
+        prefer_nodes_or_warn(memory_nodes(os.environ))
+        read_rate.publish(plan, rank, store, startup)
     agree(plan, rank, config, store, startup)
 
     from vllm_heteroinfer.rank.context import RankContext
@@ -136,9 +142,7 @@ def run(
     )
     if rank.feed_forward is not None:
         from vllm_heteroinfer.feed_forward.answering_rank import serve
-        from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
 
-        prefer_nodes_or_warn(context.memory_nodes)
         serve(context, config)
     from vllm_heteroinfer.rank.rank_process import RankProcess
 

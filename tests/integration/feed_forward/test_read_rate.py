@@ -1,0 +1,105 @@
+"""Feed-forward ranks read memory at once, and share by how fast each is; real processes, CPU only."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract import metric_names as names
+from heteroinfer_contract.plan import BY_RATE
+from tests.gpu.scrape import scrape
+from tests.integration.feed_forward import tiny_models
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
+from tests.integration.feed_forward.groups import ONE_THREAD, answers, make_model, reference, serving
+from tests.integration.worker.groups import WORKER_PYTHON
+from tests.ports import free_port
+
+RANK = """
+import json, os, sys
+from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
+from vllm_heteroinfer.feed_forward import read_rate
+from vllm_heteroinfer.group.deadline import Deadline
+from vllm_heteroinfer.group.rendezvous import GroupStore
+
+number, port, cpu = map(int, sys.argv[1:])
+plan = Plan.from_env(os.environ)
+os.sched_setaffinity(0, {cpu})
+launch = PodLaunch(
+    group="ns/x/0", group_uid="u", epoch=1, pod_index=0,
+    addresses=(PodAddress(host="127.0.0.1", executor_port=port),),
+)
+store = (GroupStore.connect if number else GroupStore.host)(launch, Deadline.after(60))
+print("connected", flush=True)
+sys.stdin.readline()
+rank, deadline = plan.ranks[number], Deadline.after(120)
+if number:
+    read_rate.publish(plan, rank, store, deadline)
+print(json.dumps(read_rate.agreed_shares(plan, rank, store, deadline)), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_rank_whose_cores_are_busy_has_the_smaller_share(tmp_path: Path) -> None:
+    first, *_, last = sorted(os.sched_getaffinity(0))
+    plan = feed_forward_plan(tmp_path, num_layers=1, remote=[0], shares=[BY_RATE, BY_RATE])
+    env = {**os.environ, **plan.to_env(), **ONE_THREAD}
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            ["nice", "-n", nice, str(WORKER_PYTHON), "-c", RANK, str(number), port, str(cpu)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for number, (cpu, nice) in enumerate([(last, "0"), (first, "10"), (last, "0")])
+    ]
+    started: list[subprocess.Popen[Any]] = list(ranks)
+    try:
+        assert [_line(rank) for rank in ranks] == ["connected"] * 3
+        spin = f"import os; os.sched_setaffinity(0, {{{first}}})\nwhile True: pass"
+        started.append(subprocess.Popen([sys.executable, "-c", spin]))
+        _go_on(ranks)
+        slow, fast = json.loads(_line(ranks[0]))
+        assert slow < 0.8 * fast, (slow, fast)
+        assert [json.loads(_line(rank)) for rank in ranks[1:]] == [[slow, fast]] * 2
+        _go_on(ranks)
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.communicate()
+
+
+def _line(rank: "subprocess.Popen[str]") -> str:
+    assert rank.stdout is not None
+    return rank.stdout.readline().strip()
+
+
+def _go_on(ranks: Sequence["subprocess.Popen[str]"]) -> None:
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+
+
+def test_a_group_that_shares_by_rate_has_the_whole_model_and_its_tokens(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path)
+    with serving("llama", model, tmp_path, shares=(BY_RATE, BY_RATE)) as group:
+        log = group.children[0].log.read_text()
+        said = re.search(r"in GB/s: rank 1 [\d.]+, rank 2 [\d.]+; shares (\d+):(\d+)", log)
+        assert said is not None, log
+        assert answers(group) == reference(model)
+        sizes = [scrape(group, rank).total(names.WEIGHT_BYTES) for rank in (1, 2)]
+    config = json.loads((model / "config.json").read_text())
+    matrices, float32 = 3, 4
+    size = matrices * config["hidden_size"] * config["intermediate_size"] * float32
+    assert sum(sizes) == tiny_models.LAYERS * size
+    one, two = map(int, said.groups())
+    assert (sizes[0] > sizes[1]) <= (one > two)
+    assert (sizes[0] < sizes[1]) <= (one < two)
