@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heteroinfer_contract import metric_names as names
-from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.plan import BY_RATE, Device, Plan
 from tests.bench.model_shapes import SHAPES, make_shape
 from tests.gpu.scrape import scrape
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
@@ -194,13 +194,13 @@ def max_len_of(options: argparse.Namespace) -> int:
     return PROMPTS_MAX_LEN if options.prompts else MAX_LEN
 
 
-def plan_of(model: Path, off: int, options: argparse.Namespace) -> Plan:
+def plan_of(model: Path, off: int, options: argparse.Namespace, share: int = BY_RATE) -> Plan:
     """Returns a plan of one GPU rank and the feed-forward ranks of the first `off` layers."""
     plan = feed_forward_plan(
         model,
         num_layers=options.layers,
         remote=range(off),
-        shares=[1] * options.lanes,
+        shares=[share] * options.lanes,
         device=Device.GPU,
         dtype="bfloat16",
         max_model_len=max_len_of(options),

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.plan import Device
+from heteroinfer_contract.plan import BY_RATE, Device
 from tests.bench.leftovers import SHARED_MEMORY, observe, shared_memory_of_nobody, wait_gone
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
@@ -105,7 +105,7 @@ def live(kill: Kill, model: Model, options: argparse.Namespace, logs: Path) -> K
         model.folder,
         num_layers=tiny_models.LAYERS,
         remote=range(first, tiny_models.LAYERS),
-        shares=[1] * kill.lanes,
+        shares=[BY_RATE] * kill.lanes,
         device=Device.CPU if options.cpu else Device.GPU,
         eager_gpu=False,
         extra_args=() if options.cpu else ("--attention-backend", "TRITON_ATTN"),

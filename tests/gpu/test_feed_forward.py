@@ -10,7 +10,7 @@ import pytest
 
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.plan import Device
+from heteroinfer_contract.plan import BY_RATE, Device
 from tests.gpu.asking import BF16_GAP, BF16_SHARE, bf16_gaps, score, texts_of
 from tests.gpu.conftest import REFERENCE_ENV
 from tests.gpu.machine import visible_gpus
@@ -36,7 +36,7 @@ BF16_SPREAD = 0.05
 """Of weights: rounding alone must not move logprobs as far as the bar."""
 
 
-@pytest.mark.parametrize("shares", [(1,), (1, 1)], ids=["one", "two"])
+@pytest.mark.parametrize("shares", [(BY_RATE,), (BY_RATE, BY_RATE)], ids=["one", "two"])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "llama"])
 def test_graphs_give_the_tokens_of_transformers(
     architecture: str, shares: tuple[int, ...], tmp_path: Path

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from heteroinfer_contract.plan import Device, FeedForwardShare, Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import BY_RATE, Device, FeedForwardShare, Mode, Plan, RankAssignment
 from tests.integration.worker.groups import build_plan
 
 
@@ -14,7 +14,7 @@ def feed_forward_plan(
     *,
     num_layers: int,
     remote: Sequence[int],
-    shares: Sequence[int] = (1,),
+    shares: Sequence[int] = (BY_RATE,),
     device: Device = Device.CPU,
     **engine: Any,
 ) -> Plan:
