@@ -37,12 +37,12 @@ def test_shares_by_rate_keep_nobody_waiting(rates: list[float]) -> None:
     shares = shares_by_rate(rates)
     at_best = sum(shares) / sum(rates)
     assert all(share >= 1 for share in shares)
-    assert max(share / rate for share, rate in zip(shares, rates, strict=True)) <= 1.12 * at_best
+    assert max(share / rate for share, rate in zip(shares, rates, strict=True)) <= 1.25 * at_best
 
 
 def test_ranks_that_read_about_as_fast_have_equal_shares() -> None:
-    assert shares_by_rate([50e9, 45e9, 47e9]) == (1, 1, 1)
-    assert shares_by_rate([50e9, 44e9]) == (100, 88)
+    assert shares_by_rate([50e9, 40e9, 47e9]) == (1, 1, 1)
+    assert shares_by_rate([50e9, 39e9]) == (100, 78)
     assert shares_by_rate([1000e9, 1e9]) == (100, 1)
 
 
