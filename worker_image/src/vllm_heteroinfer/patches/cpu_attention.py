@@ -87,7 +87,7 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         halves = getattr(cache, _HALVES, None)
         if halves is None or halves.address != cache.data_ptr():
             halves = _cut(cache)
-        keys, values, rows, size = halves.keys, halves.values, len(query), self.head_size
+        keys, values, rows, size = halves.keys, halves.values, query.shape[0], self.head_size
         scales = (self._k_scale_float, self._v_scale_float, impl.kv_cache_dtype)
         output = query.new_empty((rows, self.num_heads, size))
         update(
