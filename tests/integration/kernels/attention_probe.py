@@ -1,7 +1,8 @@
 """What the patch `cpu_attention` makes of vLLM's attention, beside vLLM's way; asked by `layers_probe`."""
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -40,41 +41,49 @@ def attention() -> Any:
         found[f"softcap {dtype}"] = compared(dtype, logits_soft_cap=30.0)
         found[f"sinks {dtype}"] = compared(dtype, sinks=torch.randn(HEADS).to(dtype))
     found["padded"] = compared(torch.bfloat16, padding=3)
-    found["another cache"] = compared(torch.bfloat16, moves=True)
+    found["another cache"] = compared(torch.bfloat16, moves=bind_another)
+    found["its memory elsewhere"] = compared(torch.bfloat16, moves=move_memory)
+    found["no rows"] = compared(torch.bfloat16, lengths=([], [5], []))
     left = {
         "by name": compared(torch.bfloat16, direct=False),
-        "sinks in float16": compared(torch.bfloat16, sinks=torch.randn(HEADS).half()),
         "transfers": compared(torch.bfloat16, transfers=True),
         "warm-up": compared(torch.bfloat16, warm_up=True),
+        "slots alone": compared(torch.bfloat16, slots_alone=True),
     }
     cpu_attention.install()
     cpu_attention.install()
     applied = Attention.forward is not original
     cpu_attention.revert()
-    return {"taken": found, "left": left, "applied": applied, "reverted": Attention.forward is original}
+    return {
+        "taken": found,
+        "left": left,
+        "given_back": gives_back(),
+        "cast once": compared(torch.bfloat16, sinks=torch.randn(HEADS).half()),
+        "applied": applied,
+        "reverted": Attention.forward is original,
+    }
 
 
 def compared(
     dtype: torch.dtype,
     *,
     padding: int = 0,
-    moves: bool = False,
+    lengths: Iterable[list[int]] = LENGTHS,
+    moves: Callable[[Any], None] | None = None,
     direct: bool = True,
     transfers: bool = False,
     warm_up: bool = False,
+    slots_alone: bool = False,
     **options: Any,
 ) -> list[Any]:
     """Returns how many calls went vLLM's way, and whether all outputs and caches are vLLM's."""
-    from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention import attention as module
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
-    model: Any = SimpleNamespace(dtype=dtype, use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
-    with set_default_torch_dtype(dtype), mock.patch.object(get_current_vllm_config(), "model_config", model):
-        prefix = f"layers.{next(_numbers)}.attn"
-        layer = module.Attention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, prefix=prefix, **options)
+    layer = built(dtype, **options)
     layer.use_direct_call = direct
-    steps = [drawn(layer, lengths, dtype, padding) for lengths in LENGTHS]
+    steps = [drawn(layer, each, dtype, padding) for each in lengths]
+    if slots_alone:
+        steps = [replace(step, metadata=None) for step in steps]
     results: list[list[torch.Tensor]] = []
     original = module.Attention.forward
     with mock.patch.object(module.Attention, "forward", autospec=True, side_effect=original) as counted:
@@ -83,15 +92,58 @@ def compared(
                 counted.reset_mock()
                 module.Attention.forward = cpu_attention._attending(counted)
             layer.impl.sinks = options.get("sinks")  # vLLM casts them in its first call
-            layer.kv_cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * SIZE, dtype=dtype)
+            layer.kv_cache = empty_cache(dtype)
             outputs = []
             for step in steps:
                 outputs.append(asked(layer, step, transfers=transfers, warm_up=warm_up))
                 if moves:
-                    layer.kv_cache = layer.kv_cache.clone()
+                    moves(layer)
             results.append([*outputs, layer.kv_cache])
     same = all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
     return [counted.call_count, same]
+
+
+def gives_back() -> bool:
+    """Returns whether a cache's memory is free once a layer, which lives on, has given it back."""
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1.worker.utils import clear_layer_kv_caches
+
+    layer = built(torch.bfloat16)
+    layer.use_direct_call, layer.kv_cache = True, empty_cache(torch.bfloat16)
+    storage = layer.kv_cache.untyped_storage()._weak_ref()
+    original = mock.Mock(wraps=Attention.forward)
+    with mock.patch.object(Attention, "forward", cpu_attention._attending(original)):
+        asked(layer, drawn(layer, [5], torch.bfloat16, 0), transfers=False, warm_up=False)
+    assert not original.called
+    clear_layer_kv_caches([layer])
+    return bool(torch.UntypedStorage._expired(storage))
+
+
+def built(dtype: torch.dtype, **options: Any) -> Any:
+    """Returns a layer of vLLM's attention."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    model: Any = SimpleNamespace(dtype=dtype, use_mla=False, is_mm_prefix_lm=False, rswa_window=None)
+    with set_default_torch_dtype(dtype), mock.patch.object(get_current_vllm_config(), "model_config", model):
+        prefix = f"layers.{next(_numbers)}.attn"
+        return Attention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, prefix=prefix, **options)
+
+
+def empty_cache(dtype: torch.dtype) -> torch.Tensor:
+    """Returns a layer's cache."""
+    return torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * SIZE, dtype=dtype)
+
+
+def bind_another(layer: Any) -> None:
+    """Gives a layer a copy of its cache."""
+    layer.kv_cache = layer.kv_cache.clone()
+
+
+def move_memory(layer: Any) -> None:
+    """Leaves a layer its cache, whose memory is another from now on."""
+    layer.kv_cache.set_(layer.kv_cache.clone())
 
 
 def drawn(layer: Any, lengths: list[int], dtype: torch.dtype, padding: int) -> Step:
@@ -127,12 +179,12 @@ def drawn(layer: Any, lengths: list[int], dtype: torch.dtype, padding: int) -> S
     )
     metadata = CPUAttentionMetadata(
         num_actual_tokens=total,
-        max_query_len=max(news),
+        max_query_len=max(news, default=0),
         query_start_loc=starts,
-        max_seq_len=max(lengths),
+        max_seq_len=max(lengths, default=0),
         seq_lens=seq_lens,
         block_table=table,
-        slot_mapping=torch.tensor(mapping + [-1] * padding),
+        slot_mapping=torch.tensor(mapping + [-1] * padding, dtype=torch.int64),
         scheduler_metadata=scheduled,
         causal=True,
     )
@@ -155,4 +207,4 @@ def asked(layer: Any, step: Step, *, transfers: bool, warm_up: bool) -> torch.Te
     known = mock.patch.object(cpu_attention, "has_kv_transfer_group", return_value=transfers)
     with forward_context.override_forward_context(context), known, torch.inference_mode():
         output = layer(step.query, step.key, step.value)
-    return output[: 0 if warm_up else step.metadata.num_actual_tokens]
+    return output[: 0 if warm_up or step.metadata is None else step.metadata.num_actual_tokens]

@@ -146,8 +146,10 @@ def test_attention_that_is_called_directly_is_vllms() -> None:
     answer = ask_forked(PROBE, "attention")
     assert answer["applied"]
     assert answer["reverted"]
-    assert len(answer["taken"]) == 10
+    assert len(answer["taken"]) == 12
     assert set(map(tuple, answer["taken"].values())) == {(0, True)}, answer["taken"]
+    assert answer["given_back"]
+    assert answer["cast once"] == [1, True]
     assert len(answer["left"]) == 4
     assert set(map(tuple, answer["left"].values())) == {(3, True)}, answer["left"]
 

@@ -23,9 +23,9 @@ from vllm_heteroinfer.kernels.linear_layers import is_wanted
 from vllm_heteroinfer.patches.registry import CPU_ATTENTION
 from vllm_heteroinfer.patches.replacing import replace, restore
 
-_HELD: Final = "heteroinfer_attention"
-"""Attribute of a layer."""
-_CACHE_AXES: Final = 4
+_HALVES: Final = "heteroinfer_halves"
+"""Attribute of a KV cache, so that its parts end with it: a layer may give its cache back and live on."""
+_DECODER: Final = AttentionType.DECODER
 
 
 def install() -> None:
@@ -48,17 +48,17 @@ def revert() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CacheHalves:
-    """A layer's KV cache, and its parts as vLLM's operations take them.
+    """The parts of a KV cache as vLLM's operations take them.
 
     Attributes:
-        cache: [blocks, KV heads, block size, 2 * head size], what the layer had when it was cut.
-        keys: [blocks, KV heads, block size, head size], a view; None where vLLM is to attend.
+        address: of the cache when it was cut.
+        keys: [blocks, KV heads, block size, head size], a view of the cache's memory.
         values: the same.
     """
 
-    cache: torch.Tensor
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    address: int
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -76,52 +76,55 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         plain = output_shape is None and output_dtype is None and key is not None and value is not None
         if not plain or not self.use_direct_call or torch.compiler.is_compiling():
             return original(self, query, key, value, output_shape, output_dtype)
-        held = self.__dict__.get(_HELD)
-        if held is None or held.cache is not self.kv_cache:
-            held = self.__dict__[_HELD] = _cut(self)
-        context = get_forward_context()
-        metadata, slots = context.attn_metadata, context.slot_mapping
-        if held.keys is None or type(metadata) is not dict or has_kv_transfer_group():
+        context, impl, name = get_forward_context(), self.impl, self.layer_name
+        metadata = context.attn_metadata
+        if type(metadata) is not dict or has_kv_transfer_group() or not _is_ours(self, impl):
             return original(self, query, key, value)
-        mapping = slots.get(self.layer_name)
-        if mapping is None:
+        mapping, batch = context.slot_mapping.get(name), metadata.get(name)
+        if mapping is None or batch is None:
             return original(self, query, key, value)
-        batch, impl, rows = metadata[self.layer_name], self.impl, len(query)
+        cache = self.kv_cache
+        halves = getattr(cache, _HALVES, None)
+        if halves is None or halves.address != cache.data_ptr():
+            halves = _cut(cache)
+        keys, values, rows, size = halves.keys, halves.values, query.shape[0], self.head_size
         scales = (self._k_scale_float, self._v_scale_float, impl.kv_cache_dtype)
-        size = self.head_size
         output = query.new_empty((rows, self.num_heads, size))
         update(
             *(key.view(-1, self.num_kv_heads, size), value.view(-1, self.num_kv_heads, size)),
-            *(held.keys, held.values, mapping, self.isa, *scales),
+            *(keys, values, mapping, self.isa, *scales),
         )
         query, answered, used = query.view(rows, self.num_heads, size), output, batch.num_actual_tokens
         if used != rows:  # the others pad the batch
             query, answered = query[:used], output[:used]
         attend(
-            *(query, held.keys, held.values, answered),
+            *(query, keys, values, answered),
             *(batch.query_start_loc, batch.seq_lens, impl.scale, batch.causal, impl.alibi_slopes),
             *(impl.sliding_window, batch.block_table, impl.logits_soft_cap, batch.scheduler_metadata),
             *(impl.sinks, batch.dynamic_causal, *scales),
         )
-        return output.view(rows, -1)
+        return output.view(rows, self.num_heads * size)
 
     return forward
 
 
-def _cut(layer: Any) -> _CacheHalves:
-    """Returns a layer's cache in halves, or whole where the patch is not for the layer."""
-    cache, impl = layer.kv_cache, layer.impl
-    ours = (
+def _is_ours(layer: Any, impl: Any) -> bool:
+    """Returns whether a layer writes a cache of its own, and attends as the operations do by themselves."""
+    return (
         type(impl) is CPUAttentionBackendImpl
-        and impl.attn_type == AttentionType.DECODER
+        and impl.attn_type == _DECODER
         and layer.kv_sharing_target_layer_name is None
         and layer.query_quant is None
         and layer.head_size_v == layer.head_size
         and (impl.sinks is None or impl.sinks.dtype in {torch.bfloat16, torch.float32})
-        and cache.ndim == _CACHE_AXES
     )
-    if not ours:
-        return _CacheHalves(cache=cache)
+
+
+def _cut(cache: torch.Tensor) -> _CacheHalves:
+    """Returns the halves of a cache [blocks, KV heads, block size, 2 * head size], and notes them at it."""
     blocks, heads, block_size, _ = cache.size()
-    keys, values = cache.view((blocks, heads, block_size * 2, -1)).chunk(2, dim=2)
-    return _CacheHalves(cache=cache, keys=keys, values=values)
+    # A view of `cache` itself would keep it alive, being kept by it.
+    keys, values = cache.detach().view((blocks, heads, block_size * 2, -1)).chunk(2, dim=2)
+    halves = _CacheHalves(address=cache.data_ptr(), keys=keys, values=values)
+    setattr(cache, _HALVES, halves)
+    return halves
