@@ -232,9 +232,8 @@ def _missing_bytes(topology: Topology, remote: Remote, engine: EngineSettings, i
     """Returns what the role's own rank lacks for its layers and one longest sequence; <= 0 if nothing."""
     device = topology.stages[0][0].placed.device
     sizes = Sizes.of(remote.kept, engine, 1, batches=batches_at_once(Mode.FEED_FORWARD, 1, device))
-    free = stage_budgets(topology.stages, sizes, inventory)[0].free_bytes
-    layers = remote.kept.num_layers
-    return 0 if free is None else sizes.layers(0, layers) + sizes.cache(0, layers) - free
+    stage = stage_budgets(topology.stages, sizes, inventory)[0]
+    return stage.missing_bytes(sizes, 0, remote.kept.num_layers) or 0
 
 
 def _check_columns(role: str, remote: Remote) -> None:
@@ -421,10 +420,10 @@ def feed_forward_notes(
         )
     whole = Remote(spec=remote.spec, layers=(), profile=remote.profile, kept=profile)
     seat = topology.stages[0][0]
-    known = stage_budgets(topology.stages, Sizes.of(profile, engine, 1, batches=1), inventory)[0].budget
+    stage = stage_budgets(topology.stages, Sizes.of(profile, engine, 1, batches=1), inventory)[0]
     if seat.placed.device is not Device.GPU:
         return tuple(notes), ""
-    if known is None:
+    if not stage.is_known:
         if remote.spec.layers is None:
             notes.append("the GPU's memory is unknown; set deviceMemory to have layers planned by it")
         return tuple(notes), ""
