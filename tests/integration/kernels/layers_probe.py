@@ -25,6 +25,7 @@ from tests.integration.kernels.attention_probe import attention
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
 from tests.integration.kernels.mixture_probe import choice, mixture
 from tests.integration.kernels.norms_probe import patched_norms
+from tests.integration.kernels.packing_probe import packed_bytes
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8
@@ -529,7 +530,7 @@ QUESTIONS = {
     f.__name__: f
     for f in (
         *(linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms, mlp_names),
-        *(choice, mixture, patched_norms, packing, attention),
+        *(choice, mixture, patched_norms, packing, packed_bytes, attention),
     )
 }
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from heteroinfer_contract.model import Scheme, SchemeName
+from heteroinfer_operator.planning.packing import WeightKernels, packed_part
 from tests.integration.kernels.instructions import SETS, of_this_cpu
 from tests.integration.kernels.probe_answers import ask, ask_forked
 from vllm_heteroinfer.kernels import build
@@ -116,6 +118,16 @@ def test_four_bits_are_packed_in_slices_to_the_same_bytes() -> None:
     of_vllm, ours = answer["peaks"]
     assert of_vllm > 10, "is the patch cpu_packing still needed?"
     assert ours < of_vllm / 2, "of the layer's bytes; its tensors before and after are two of them"
+
+
+def test_four_bits_have_the_bytes_that_plans_count() -> None:
+    """By layers that vLLM builds of each format; for AMX any CPU can pack."""
+    found = ask_forked(PROBE, "packed_bytes")
+    assert len(found) == 21
+    for name, group, amx, kind, part in found:
+        scheme = Scheme(name=SchemeName(name), bits=4, group=group)
+        counted = packed_part(scheme, WeightKernels.AMX if amx else WeightKernels.AVX512)
+        assert part == pytest.approx(float(counted), rel=1e-4), (name, group, amx, kind)
 
 
 def test_norms_of_eager_ranks_are_sums_written_out() -> None:

@@ -16,6 +16,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from tests.gpu.scrape import scrape
 from tests.integration import forked_script
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
@@ -38,6 +39,8 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 MOST_OF_STORED = 1.25
 """Bytes of packed experts, of those that the checkpoint has: scales of AWQ and GPTQ become float32."""
+SMALL_TABLES = 0.001
+"""Of a rank's weights: positions and shapes, which no plan counts."""
 VLLMS_KERNELS = {names.ENV_CPU_LINEAR: "onednn"}
 """Ours for bf16 round otherwise; what they compute is compared in tests/integration/kernels."""
 
@@ -116,6 +119,9 @@ def check_served(case: Case, folder: Path) -> None:
     with start_group(planned, folder / "group", env={**ONE_THREAD, **VLLMS_KERNELS}) as group:
         group.wait_ready()
         assert ask_group(group, at_once=at_once) == expected
+        stored = [scrape(group, rank.rank).total(names_of_metrics.WEIGHT_BYTES) for rank in planned.ranks]
+    if case.scheme in FOUR_BITS:
+        assert stored == pytest.approx([rank.weight_bytes for rank in planned.ranks], rel=SMALL_TABLES)
 
 
 def check_served_with_feed_forward(case: Case, folder: Path) -> None:

@@ -240,9 +240,9 @@ def test_the_largest_share_is_what_the_kernels_scratch_is_for() -> None:
     [
         (SchemeName.NONE, Fraction(1), 1),
         (SchemeName.MXFP4, Fraction(1), 1),
-        (SchemeName.AWQ, Fraction(73, 66), 2),
+        (SchemeName.AWQ, Fraction(146, 133), 2),
         (SchemeName.INT4, Fraction(73, 66), 2),
-        (SchemeName.GPTQ, Fraction(73, 66), 3),
+        (SchemeName.GPTQ, Fraction(146, 133), 3),
     ],
 )
 def test_four_bits_take_more_memory_packed_and_while_they_are(

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from heteroinfer_contract.model import LayerKind, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec
@@ -51,13 +52,23 @@ def tensor_specs(draw: st.DrawFn) -> HeteroInferenceSpec:
     return spec(*roles, parallelism=parallelism)
 
 
+METHODS = {SchemeName.AWQ: "awq", SchemeName.GPTQ: "gptq", SchemeName.INT4: "compressed-tensors"}
+
+
+def in_four_bits(name: SchemeName) -> dict[str, Any]:
+    return {"quantization": METHODS[name], "scheme": Scheme(name=name, bits=4, group=64)}
+
+
 @st.composite
 def profiles(draw: st.DrawFn) -> ModelProfile:
     layers = draw(st.integers(1, 40))
     sizes = draw(st.lists(st.integers(MIB, 2 * GIB), min_size=layers, max_size=layers))
     tied = draw(st.booleans())
     table = draw(st.integers(MIB, 2 * GIB))
+    quantized = draw(st.sampled_from([{}, {}, *map(in_four_bits, METHODS)]))
+    kinds = tuple(LayerKind(kv_heads=8, kv_width=256, quantized_bytes=size * 9 // 10) for size in sizes)
     return profile(
+        **({**quantized, "kinds": kinds, "kind_of_layer": tuple(range(layers))} if quantized else {}),
         num_layers=layers,
         layer_bytes=tuple(sizes),
         embedding_bytes=table,
@@ -73,6 +84,7 @@ INVENTORIES = st.builds(
     | st.sets(st.sampled_from(["r0", "r1"])).map(lambda roles: dict.fromkeys(roles, "why")),
     host_memory_bytes=st.just({}) | st.just({f"r{i}": 64 * GIB for i in range(4)}),
     gpu_memory_bytes=st.just({}) | st.just({f"r{i}": 24 * GIB for i in range(4)}),
+    without_amx=st.frozensets(st.sampled_from(["r0", "r1", "r2"])),
 )
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
+from heteroinfer_contract.model import LayerKind, Scheme, SchemeName
+from tests.unit.reconcile.world import OPTIONS, PROFILE, World, cpu_pair
 
 NEVER_STARTED = Failure(reason=FailureReason.STARTUP_TIMEOUT, message="rank 1 stood still", pod=1, rank=1)
 
@@ -81,6 +82,51 @@ def test_a_refused_spec_takes_nothing_from_what_runs(world: World, spec: dict[st
     world.all_ready()
     world.settle()
     assert world.condition("Available")[0] == "True"
+
+
+def test_a_group_that_would_not_be_planned_any_more_runs_on_by_its_own_plan() -> None:
+    """As after an upgrade to an operator that counts more memory; here a node may have AMX all at once."""
+    kind = LayerKind(kv_heads=4, kv_width=64, quantized_bytes=120 << 20)
+    profile = replace(
+        PROFILE,
+        dtype="bfloat16",
+        layer_bytes=(120 << 20,) * 8,
+        quantization="awq",
+        scheme=Scheme(name=SchemeName.AWQ, bits=4, group=32),
+        kinds=(kind,),
+        kind_of_layer=(0,) * 8,
+    )
+    role = {"device": "CPU", "layers": [4], "resources": {"limits": {"cpu": "4", "memory": "2816Mi"}}}
+    world = World(spec=cpu_pair(roles=[{"name": name, **role} for name in ("first", "second")]))
+    assert world.nodes is not None
+    (unlabelled,) = world.nodes
+    label = "feature.node.kubernetes.io/cpu-cpuid.AVX512F"
+    world.nodes = (replace(unlabelled, labels={label: "true"}),)
+    world.settle()
+    world.answer_inspection(profile.to_json())
+    world.settle()
+    world.all_ready()
+    world.settle()
+    assert world.condition("Planned") == ("True", "PlanReady")
+    world.change_spec(engine={"maxModelLen": 512})
+    again(world)
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready")[0] == "True", "the rollout was planned for the same nodes"
+    pods, plan_hash = ranks(world), group(world)["planHash"]
+    world.nodes = (unlabelled,)
+    world.settle()
+    assert world.condition("Planned") == ("False", "InsufficientMemory")
+    assert world.condition("Available")[0] == "True"
+    assert ranks(world) == pods
+    world.end_pod(pods[1])
+    world.step()
+    again(world)
+    assert world.workers() == of_next_epoch(pods)
+    assert group(world)["planHash"] == plan_hash
+    world.change_spec(replicas=2)
+    again(world)
+    assert "4 layers need" in world.status["groups"][1]["message"]
 
 
 def test_conditions_of_a_refusal_are_of_its_generation(world: World) -> None:

@@ -52,11 +52,14 @@ def describe_memory(planned: Planned) -> tuple[str, ...]:
     """Returns where each byte of a rank is, a line for stages that are alike."""
     plan, sizes = planned.plan, planned.sizes
     alike: dict[str, list[int]] = {}
-    for stage, budget in enumerate(planned.budgets):
+    for stage, of_stage in enumerate(planned.budgets):
+        first, end = plan.stage(stage)[0].first_layer, plan.stage(stage)[0].end_layer
+        budget = of_stage.tightest(sizes, first, end)
         rank = next(rank for rank in plan.stage(stage) if rank.role == budget.role)
-        layers = sizes.layers(rank.first_layer, rank.end_layer)
+        layers = sizes.layers(first, end, budget.kernels)
         tables = rank.weight_bytes - layers - sizes.encoder_bytes
-        parts = [f"{rank.num_layers} layer{'s' * (rank.num_layers > 1)} {format_bytes(layers)}"]
+        packed = f" packed for {budget.kernels}" if layers != sizes.layers(first, end) else ""
+        parts = [f"{rank.num_layers} layer{'s' * (rank.num_layers > 1)} {format_bytes(layers)}{packed}"]
         if tables:
             names = " and ".join(sizes.table_names(stage, plan.pipeline_parallel_size))
             copies = f"{CPU_TABLE_COPIES} copies of " if rank.device is Device.CPU else ""

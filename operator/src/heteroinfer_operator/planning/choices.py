@@ -124,9 +124,7 @@ def _roomier(planned: Planned) -> tuple[str, Planned] | None:
         return None
     stages = [plan.stage(stage)[0] for stage in range(plan.pipeline_parallel_size)]
     free = [
-        (budget.free_bytes or 0)
-        - planned.sizes.layers(rank.first_layer, rank.end_layer)
-        - rank.kv_cache_bytes
+        (budget.left_bytes(planned.sizes, rank.first_layer, rank.end_layer) or 0) - rank.kv_cache_bytes
         for budget, rank in zip(planned.budgets, stages, strict=True)
     ]
     tight, other = plan.ranks[planned.limiting_rank].stage, max(range(len(free)), key=free.__getitem__)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
-from types import MappingProxyType
 from typing import Final
 
 from heteroinfer_contract import load_formats
@@ -15,7 +14,7 @@ from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.calibration import Calibration, HopPath
 from heteroinfer_contract.column_shares import share_out
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.model import LayerKind, SchemeName
+from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import (
     Device,
@@ -32,6 +31,7 @@ from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
+from heteroinfer_operator.planning.packing import packed_part, packing_copies
 from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu_rates
 from heteroinfer_operator.planning.served_architectures import is_by_transformers
@@ -42,14 +42,6 @@ _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""
 
 _OFFLOADS: Final = "its CPU ranks have what vLLM would offload; leave it out"
-_PACKED_GROUP: Final = 128
-"""Weights of an output that 4-bit kernels for AMX have in a block, with a sum of 4 bytes; a smaller group is
-one."""
-_PACKING_FOUR_BITS: Final = MappingProxyType(
-    {SchemeName.AWQ: 2, SchemeName.INT4: 2, SchemeName.GPTQ: 3},
-)
-"""Of a layer's bytes, what is beside it while it is packed: 1.2 to 1.9, of experts in GPTQ 2.3 to 2.9
-(patches/cpu_packing.py; 150 MiB a layer, 2 cores of an EPYC, 2026-11-24). In other formats one more copy."""
 _ARGS: Final = (
     ("--cpu-offload-gb", ("0",), _OFFLOADS),
     ("--offload-group-size", ("0",), _OFFLOADS),
@@ -240,9 +232,8 @@ def _missing_bytes(topology: Topology, remote: Remote, engine: EngineSettings, i
     """Returns what the role's own rank lacks for its layers and one longest sequence; <= 0 if nothing."""
     device = topology.stages[0][0].placed.device
     sizes = Sizes.of(remote.kept, engine, 1, batches=batches_at_once(Mode.FEED_FORWARD, 1, device))
-    free = stage_budgets(topology.stages, sizes, inventory)[0].free_bytes
-    layers = remote.kept.num_layers
-    return 0 if free is None else sizes.layers(0, layers) + sizes.cache(0, layers) - free
+    stage = stage_budgets(topology.stages, sizes, inventory)[0]
+    return stage.missing_bytes(sizes, 0, remote.kept.num_layers) or 0
 
 
 def _check_columns(role: str, remote: Remote) -> None:
@@ -311,19 +302,9 @@ def rank_weight_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
 def _packed(remote: Remote, index: int) -> tuple[Fraction, int]:
     """Returns what a layer has when it is packed, of its bytes, and what lies beside it meanwhile."""
     kind, scheme = remote.profile.layer(index), remote.profile.scheme
-    if scheme.name not in _PACKING_FOUR_BITS or not (kind.experts_quantized or kind.quantized_bytes):
+    if not (kind.experts_quantized or kind.quantized_bytes):
         return Fraction(1), 1
-    return _packed_four_bits(scheme.group), _PACKING_FOUR_BITS[scheme.name]
-
-
-def _packed_four_bits(group: int) -> Fraction:
-    """Returns the bytes of 4-bit weights packed for AMX, of the checkpoint's; 0 for a scale of each output.
-
-    A group has a scale of 4 bytes in place of 2, and a byte for its zero point, of which the checkpoint may
-    have none. vLLM's own packing gives 1.106 with groups of 128, 1.39 with groups of 32 (2026-11-24).
-    """
-    block = min(group or _PACKED_GROUP, _PACKED_GROUP)
-    return Fraction(block // 2 + 4 + 4 + 1, block // 2 + 2)
+    return packed_part(scheme), packing_copies(scheme)
 
 
 def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
@@ -448,10 +429,10 @@ def feed_forward_notes(
         )
     whole = Remote(spec=remote.spec, layers=(), profile=remote.profile, kept=profile)
     seat = topology.stages[0][0]
-    known = stage_budgets(topology.stages, Sizes.of(profile, engine, 1, batches=1), inventory)[0].budget
+    stage = stage_budgets(topology.stages, Sizes.of(profile, engine, 1, batches=1), inventory)[0]
     if seat.placed.device is not Device.GPU:
         return tuple(notes), ""
-    if known is None:
+    if not stage.is_known:
         if remote.spec.layers is None:
             notes.append("the GPU's memory is unknown; set deviceMemory to have layers planned by it")
         return tuple(notes), ""

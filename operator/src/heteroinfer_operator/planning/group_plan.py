@@ -231,6 +231,7 @@ def _inventory(
         gpu_memory_bytes=memory,
         gpu_product=product,
         cpu_features=features,
+        without_amx=roles_without_amx(spec, [each.node for each in free_nodes], capacity.calibrations),
         calibration=measured,
         on_cpus=on_cpus,
     )
@@ -244,8 +245,36 @@ def _anywhere(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventor
     roles = [role.name for role in spec.roles]
     return Inventory(
         cpu_features=dict.fromkeys(roles, _measured_features(machine)),
+        without_amx=roles_without_amx(spec, (), calibrations),
         calibration=dict.fromkeys(roles, machine),
     )
+
+
+def roles_without_amx(
+    spec: HeteroInferenceSpec, nodes: Sequence[NodeView], calibrations: Calibrations
+) -> frozenset[str]:
+    """Returns the roles whose pods can be on no node with AMX, as far as labels or calibrations say.
+
+    All nodes count where a role's pods may be, not those alone that were found for them: the scheduler
+    decides.
+    """
+    machine = calibrations.this_machine
+    if machine is not None:
+        return frozenset() if machine.has_amx else frozenset(role.name for role in spec.roles)
+    found = set()
+    for role in spec.roles:
+        demand = role_demand(spec, role, Device.CPU)
+        own = [node for node in nodes if not obstacle(demand, node)]
+        if own and all(_lacks_amx(node, calibrations) for node in own):
+            found.add(role.name)
+    return frozenset(found)
+
+
+def _lacks_amx(node: NodeView, calibrations: Calibrations) -> bool:
+    if _has_cpu_labels(node):
+        return AMX not in _cpu_features(node)
+    measured = calibrations.of_nodes([node.labels])
+    return bool(measured) and not any(each.has_amx for each in measured)
 
 
 def _measured_features(calibration: Calibration) -> frozenset[str]:

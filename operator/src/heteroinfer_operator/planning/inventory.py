@@ -26,6 +26,7 @@ class Inventory:
         gpu_memory_bytes: memory of one GPU, by role; used where the role has no deviceMemory.
         gpu_product: product of the GPUs as labelled, by role.
         cpu_features: what the CPUs of every node of a role can do, by role, where nodes say so.
+        without_amx: roles whose pods can be on no node with AMX, as far as nodes or calibrations say.
         calibration: what was measured of the machines of a role, by role.
         host_memory_bytes: memory of one pod, by role; used where the role's resources say none.
     """
@@ -34,5 +35,6 @@ class Inventory:
     gpu_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     gpu_product: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     cpu_features: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
+    without_amx: frozenset[str] = frozenset()
     calibration: Mapping[str, Calibration] = field(default_factory=lambda: MappingProxyType({}))
     host_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))

@@ -10,11 +10,16 @@ from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.memory import Sizes, StageBudget
+from heteroinfer_operator.planning.memory import RankBudget, Sizes, StageBudget
+from heteroinfer_operator.planning.packing import WeightKernels
 from heteroinfer_operator.planning.topology import Topology
 
 _CPU_LAYER_COST = 2**40
 """Above any sum of squares of layers, so that no split with more CPU layers is better."""
+_SHORTER: Final = ", or lower engine.maxModelLen"
+"""Said where it can help: KV cache is what is too large, and not the weights."""
+_PACKED: Final = "what a layer takes while it is packed"
+"""Said where that is more than KV cache."""
 
 
 def explicit_layers(spec: HeteroInferenceSpec, topology: Topology) -> tuple[int, ...] | None:
@@ -61,13 +66,16 @@ def check_explicit(
         )
     ends = list(accumulate(layers))
     for index, (stage, count, end) in enumerate(zip(budgets, layers, ends, strict=True)):
-        need = _cost(sizes, end - count, end)
-        if stage.free_bytes is not None and need > stage.free_bytes:
+        rank = stage.neediest(sizes, end - count, end)
+        missing = rank.missing_bytes(sizes, end - count, end)
+        if missing is not None and missing > 0:
+            have, span = rank.budget or 0, (end - count, end, rank.kernels)
+            packs = sizes.packing(*span) > sizes.cache(*span[:2])
             raise PlanError(
-                f"stage {index} (role {stage.role}): {count} layers need {format_bytes(need + stage.tables)} "
-                f"with KV cache for {min_tokens} tokens, its ranks have {format_bytes(stage.budget or 0)}: "
-                f"{format_bytes(need - stage.free_bytes)} missing; "
-                "move layers to another stage, give the role more memory, or lower engine.maxModelLen",
+                f"stage {index} (role {rank.role}): {count} layers need {format_bytes(have + missing)} "
+                f"with {_PACKED if packs else f'KV cache for {min_tokens} tokens'}, its ranks have "
+                f"{format_bytes(have)}: {format_bytes(missing)} missing; move layers to another stage"
+                f"{' or' if packs else ','} give the role more memory{'' if packs else _SHORTER}",
                 reason=PlanReason.INSUFFICIENT_MEMORY,
             )
 
@@ -94,7 +102,7 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
             "use fewer pods or ranksPerPod, or set parallelism.tensor",
             reason=PlanReason.TOO_MANY_STAGES,
         )
-    prefer_gpu = any(stage.budget is not None for stage in budgets)
+    prefer_gpu = any(stage.is_known for stage in budgets)
     # best[n]: cost and layers of the cheapest split of the first n layers over the stages so far.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for index, stage in enumerate(budgets):
@@ -116,11 +124,7 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
     return best[num_layers][1]
 
 
-_Cost: TypeAlias = Callable[[Sizes, int, int], int]
-_SHORTER: Final = ", or lower engine.maxModelLen"
-"""Said where it can help: KV cache is what is too large, and not the weights."""
-
-
+_Cost: TypeAlias = Callable[[Sizes, int, int, WeightKernels], int]
 _MORE_MEMORY: Final = MappingProxyType(
     {
         Device.CPU: "raise the role's resources.limits.memory",
@@ -132,34 +136,35 @@ _MORE_MEMORY: Final = MappingProxyType(
 _MEMORY_FIELD: Final = MappingProxyType({Device.CPU: "resources.limits.memory", Device.GPU: "deviceMemory"})
 
 
-def _cost(sizes: Sizes, first: int, end: int) -> int:
-    return sizes.layers(first, end) + sizes.cache(first, end)
-
-
-def _capacity(stage: StageBudget, sizes: Sizes, first: int, cost: _Cost = _cost) -> int:
+def _capacity(stage: StageBudget, sizes: Sizes, first: int, cost: _Cost = Sizes.needed) -> int:
     """Returns how many layers from `first` on the stage can hold."""
+    return min(_rank_capacity(rank, sizes, first, cost) for rank in stage.ranks)
+
+
+def _rank_capacity(rank: RankBudget, sizes: Sizes, first: int, cost: _Cost) -> int:
     most = sizes.profile.num_layers - first
-    free_bytes = stage.free_bytes
+    free_bytes = rank.free_bytes
     if free_bytes is None:
         return most
     # Costs grow with the count: as many counts are within the bytes as layers are.
     counts = range(1, most + 1)
-    return bisect_right(counts, free_bytes, key=lambda count: cost(sizes, first, first + count))
+    return bisect_right(counts, free_bytes, key=lambda count: cost(sizes, first, first + count, rank.kernels))
 
 
 def _shared_too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError | None:
     """Returns what is said where the last stage cannot hold what shares keys and values; None if it can."""
-    least, last = sizes.profile.last_stage_layers, budgets[-1]
-    number = sizes.profile.num_layers
-    if len(budgets) == 1 or least == 1 or last.free_bytes is None:
+    least, number = sizes.profile.last_stage_layers, sizes.profile.num_layers
+    if len(budgets) == 1 or least == 1:
         return None
-    need = _cost(sizes, number - least, number)
-    if need <= last.free_bytes:
+    last = budgets[-1].neediest(sizes, number - least, number)
+    missing = last.missing_bytes(sizes, number - least, number)
+    if missing is None or missing <= 0:
         return None
+    have = last.budget or 0
     return PlanError(
         f"stage {len(budgets) - 1} (role {last.role}): the last {least} layers share keys and values, which "
-        f"are on one rank, and need {format_bytes(need + last.tables)}; its ranks have "
-        f"{format_bytes(last.budget or 0)}: {format_bytes(need - last.free_bytes)} missing; "
+        f"are on one rank, and need {format_bytes(have + missing)}; its ranks have "
+        f"{format_bytes(have)}: {format_bytes(missing)} missing; "
         f"{_MORE_MEMORY[last.device]}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
@@ -173,32 +178,46 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
     for index, stage in enumerate(budgets):
         # Layers that could sit elsewhere are left for the stages that follow.
         count = _capacity(stage, sizes, min(first, sizes.profile.num_layers - 1))
+        rank = stage.neediest(sizes, 0, 1)
         if count == 0:
-            need = _cost(sizes, 0, 1) + stage.tables
-            shorter = _SHORTER if sizes.layers(0, 1) + stage.tables <= (stage.budget or 0) else ""
-            return PlanError(
-                f"stage {index} (role {stage.role}): one layer needs {format_bytes(need)} with embedding "
-                f"or head and KV cache for {min_tokens} tokens, its ranks have "
-                f"{format_bytes(stage.budget or 0)}: {format_bytes(need - (stage.budget or 0))} missing; "
-                f"{_MORE_MEMORY[stage.device]}{shorter}",
-                reason=PlanReason.INSUFFICIENT_MEMORY,
-            )
-        held.append(f"{count} in stage {index} (role {stage.role})")
+            return _one_too_large(rank, index, sizes, min_tokens)
+        held.append(f"{count} in stage {index} (role {rank.role})")
         first += count
     missing = sizes.profile.num_layers - first
-    size = _cost(sizes, first, sizes.profile.num_layers) * sizes.tensor
+    size = sizes.tensor * max(
+        sizes.needed(first, sizes.profile.num_layers, rank.kernels)
+        for stage in budgets
+        for rank in stage.ranks
+    )
+    memory = f"add pods for them, or memory ({_where_memory_is(budgets, sizes)})"
     shorter = _SHORTER if _fits_without_cache(budgets, sizes) else ""
     return PlanError(
         f"the model does not fit: it has {sizes.profile.num_layers} layers, and with KV cache for "
         f"{min_tokens} tokens {first} fit, {', '.join(held)}: {missing} layers ({format_bytes(size)}) "
-        f"don't; add pods for them, or memory ({_where_memory_is(budgets)}){_fewer_bits(sizes)}{shorter}",
+        f"don't; {memory}{_fewer_bits(sizes)}{shorter}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
-def _where_memory_is(budgets: Sequence[StageBudget]) -> str:
+def _one_too_large(rank: RankBudget, stage: int, sizes: Sizes, min_tokens: int) -> PlanError:
+    """Returns what is said where a stage cannot hold one layer."""
+    have = rank.budget or 0
+    need = sizes.needed(0, 1, rank.kernels) + rank.tables
+    shorter = _SHORTER if _without_cache(sizes, 0, 1, rank.kernels) + rank.tables <= have else ""
+    packs = sizes.packing(0, 1, rank.kernels) > sizes.cache(0, 1)
+    return PlanError(
+        f"stage {stage} (role {rank.role}): one layer needs {format_bytes(need)} with embedding "
+        f"or head and {_PACKED if packs else f'KV cache for {min_tokens} tokens'}, its ranks have "
+        f"{format_bytes(have)}: {format_bytes(need - have)} missing; "
+        f"{_MORE_MEMORY[rank.device]}{shorter}",
+        reason=PlanReason.INSUFFICIENT_MEMORY,
+    )
+
+
+def _where_memory_is(budgets: Sequence[StageBudget], sizes: Sizes) -> str:
     """Returns the fields that say how much memory ranks have, of the roles that are there."""
-    fields = {f"{_MEMORY_FIELD[stage.device]} of role {stage.role}": None for stage in budgets}
+    neediest = [stage.neediest(sizes, 0, 1) for stage in budgets]
+    fields = {f"{_MEMORY_FIELD[rank.device]} of role {rank.role}": None for rank in neediest}
     return ", ".join(fields)
 
 
@@ -210,5 +229,10 @@ def _fits_without_cache(budgets: Sequence[StageBudget], sizes: Sizes) -> bool:
     first = 0
     for stage in budgets:
         if first < sizes.profile.num_layers:
-            first += _capacity(stage, sizes, first, Sizes.layers)
+            first += _capacity(stage, sizes, first, _without_cache)
     return first >= sizes.profile.num_layers
+
+
+def _without_cache(sizes: Sizes, first: int, end: int, kernels: WeightKernels) -> int:
+    """Returns what one rank must have for layers first..end-1 however short sequences are, in bytes."""
+    return sizes.layers(first, end, kernels) + sizes.packing(first, end, kernels)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from typing import Final
 
 from heteroinfer_contract.byte_size import format_bytes
@@ -11,8 +12,10 @@ from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.architectures import TABLES_ON_EVERY_STAGE
 from heteroinfer_operator.planning.engine_options import has_flag, option_value
+from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, KvCache, build_kv_cache
+from heteroinfer_operator.planning.packing import WeightKernels, packed_part, packing_copies
 from heteroinfer_operator.planning.topology import Seat
 from heteroinfer_operator.quantity import parse_bytes
 
@@ -71,7 +74,8 @@ class Sizes:
         profile: of the model.
         tensor: ranks of a stage.
         scale: bytes of the engine's element type for one byte of the checkpoint, of plain weights.
-        layer_bytes: weights of each layer on one rank, in bytes.
+        layer_bytes: weights of each layer on one rank as they are stored, in bytes: what a GPU has of them.
+        quantized_bytes: of these, those in the model's scheme, which CPUs pack.
         encoder_bytes: of the encoder, on each rank; 0 where it is not served.
         kv: the KV cache of one rank.
     """
@@ -80,6 +84,7 @@ class Sizes:
     tensor: int
     scale: Fraction
     layer_bytes: tuple[int, ...]
+    quantized_bytes: tuple[int, ...]
     encoder_bytes: int
     kv: KvCache
 
@@ -89,26 +94,46 @@ class Sizes:
         element = ELEMENT_BYTES[engine.dtype]
         scale = Fraction(element, ELEMENT_BYTES.get(profile.dtype, element))
         linear = scale * online_quantization(engine.extra_args, element)
-        layers = tuple(
-            -int(-(plain * linear + (size - plain)) // tensor)
-            for size, plain in zip(profile.layer_bytes, plain_bytes(profile), strict=True)
-        )
+        sizes = tuple(zip(profile.layer_bytes, plain_bytes(profile), strict=True))
         return cls(
             profile=profile,
             tensor=tensor,
             scale=scale,
-            layer_bytes=layers,
+            layer_bytes=tuple(-int(-(plain * linear + (size - plain)) // tensor) for size, plain in sizes),
+            quantized_bytes=tuple(-(-(size - plain) // tensor) for size, plain in sizes),
             encoder_bytes=0 if serves_text_only(engine.extra_args) else int(profile.encoder_bytes * scale),
             kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
         )
 
-    def layers(self, first: int, end: int) -> int:
-        """Returns the weights of layers first..end-1 on one rank, in bytes."""
-        return sum(self.layer_bytes[first:end])
+    def layers(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+        """Returns the weights of layers first..end-1 on one rank as its kernels have them, in bytes."""
+        added = sum(self.quantized_bytes[first:end]) * (packed_part(self.profile.scheme, kernels) - 1)
+        return sum(self.layer_bytes[first:end]) + ceil(added)
 
     def cache(self, first: int, end: int) -> int:
         """Returns the least KV cache of layers first..end-1 on one rank, in bytes: one longest sequence."""
         return self.kv.block_bytes(first, end) * self.kv.least_blocks
+
+    def packing(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+        """Returns what lies beside layers first..end-1 while the largest is packed from 4 bits, in bytes.
+
+        Layers are packed one by one once all are loaded, before there is a KV cache; 0 on GPUs. Small ones
+        have up to 130 MiB beside them, which RANK_OVERHEAD_BYTES holds: of it a rank had taken 0.56 GiB by
+        then (2026-11-25). Source: vllm/model_executor/model_loader/base_loader.py::BaseModelLoader@v0.32.0.
+        """
+        scheme = self.profile.scheme
+        if kernels is WeightKernels.GPU or scheme.name not in FOUR_BITS:
+            return 0
+        return packing_copies(scheme) * max(self.quantized_bytes[first:end], default=0)
+
+    def needed(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+        """Returns the least that one rank must have for layers first..end-1, in bytes.
+
+        Their weights, and KV cache for one longest sequence or what lies beside a layer while it is packed,
+        whichever is more.
+        """
+        beside = max(self.cache(first, end), self.packing(first, end, kernels))
+        return self.layers(first, end, kernels) + beside
 
     def tables(self, stage: int, num_stages: int, device: Device) -> int:
         """Returns what a stage holds besides layers on one rank, in bytes: embedding first, head last.
@@ -182,18 +207,20 @@ def serves_text_only(args: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageBudget:
-    """What a stage may hold: that of its tightest rank, since its ranks have equal shares.
+class RankBudget:
+    """What one rank may hold.
 
     Attributes:
-        role: name of the tightest rank's role.
-        device: CPU if any of its ranks computes on one.
-        budget: bytes of the tightest rank for weights and KV cache, or None if unknown.
+        role: name of its role.
+        device: what it computes on.
+        kernels: that its layers are packed for.
+        budget: bytes for weights and KV cache, or None if unknown.
         tables: of that, taken by embedding and head.
     """
 
     role: str
     device: Device
+    kernels: WeightKernels
     budget: int | None
     tables: int
 
@@ -202,31 +229,94 @@ class StageBudget:
         """Returns the bytes for layers and their KV cache, or None if unknown; may be negative."""
         return None if self.budget is None else self.budget - self.tables
 
+    def left_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
+        """Returns what layers first..end-1 leave for KV cache, or None if unknown; may be negative."""
+        free = self.free_bytes
+        return None if free is None else free - sizes.layers(first, end, self.kernels)
+
+    def missing_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
+        """Returns what it lacks for layers first..end-1, or None if unknown; <= 0 if nothing."""
+        free = self.free_bytes
+        return None if free is None else sizes.needed(first, end, self.kernels) - free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBudget:
+    """What the ranks of a stage may hold, which have equal shares of its layers.
+
+    Attributes:
+        ranks: each that differs from the others, in rank order.
+    """
+
+    ranks: tuple[RankBudget, ...]
+
+    @property
+    def device(self) -> Device:
+        """Returns CPU if any of its ranks computes on one."""
+        return Device.CPU if any(rank.device is Device.CPU for rank in self.ranks) else Device.GPU
+
+    @property
+    def is_known(self) -> bool:
+        """Returns whether any rank's memory is known: one of unknown memory bounds nothing beside it."""
+        return any(rank.budget is not None for rank in self.ranks)
+
+    def kernels_of(self, role: str) -> WeightKernels:
+        """Returns the kernels of a role's ranks here."""
+        return next(rank.kernels for rank in self.ranks if rank.role == role)
+
+    def tightest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
+        """Returns the rank of known memory, if any, that layers first..end-1 leave the least of it."""
+
+        def left(rank: RankBudget) -> tuple[bool, int]:
+            found = rank.left_bytes(sizes, first, end)
+            return found is None, found or 0
+
+        return min(self.ranks, key=left)
+
+    def neediest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
+        """Returns the rank of known memory, if any, that lacks most for layers first..end-1."""
+
+        def missing(rank: RankBudget) -> tuple[bool, int]:
+            found = rank.missing_bytes(sizes, first, end)
+            return found is not None, found or 0
+
+        return max(self.ranks, key=missing)
+
+    def left_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
+        """Returns what layers first..end-1 leave its tightest rank for KV cache, or None if unknown."""
+        return self.tightest(sizes, first, end).left_bytes(sizes, first, end)
+
+    def missing_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
+        """Returns what its neediest rank lacks for layers first..end-1, or None if unknown; <= 0 if none."""
+        return self.neediest(sizes, first, end).missing_bytes(sizes, first, end)
+
 
 def stage_budgets(
     stages: Sequence[Sequence[Seat]], sizes: Sizes, inventory: Inventory
 ) -> tuple[StageBudget, ...]:
     """Returns the budget of each stage; raises PlanError as rank_budget."""
-    return tuple(
-        min(
-            (_seat_budget(seat, index, len(stages), seats, sizes, inventory) for seat in seats),
-            # A rank of unknown memory bounds nothing as long as another's is known.
-            key=lambda stage: (stage.free_bytes is None, stage.free_bytes or 0),
+
+    def of_rank(seat: Seat, stage: int) -> RankBudget:
+        device = seat.placed.device
+        return RankBudget(
+            role=seat.placed.role.name,
+            device=device,
+            kernels=_kernels(seat, inventory),
+            budget=rank_budget(seat, inventory),
+            tables=sizes.tables(stage, len(stages), device),
         )
+
+    return tuple(
+        StageBudget(ranks=tuple(dict.fromkeys(of_rank(seat, index) for seat in seats)))
         for index, seats in enumerate(stages)
     )
 
 
-def _seat_budget(
-    seat: Seat, index: int, num_stages: int, seats: Sequence[Seat], sizes: Sizes, inventory: Inventory
-) -> StageBudget:
-    has_cpu = any(other.placed.device is Device.CPU for other in seats)
-    return StageBudget(
-        role=seat.placed.role.name,
-        device=Device.CPU if has_cpu else Device.GPU,
-        budget=rank_budget(seat, inventory),
-        tables=sizes.tables(index, num_stages, seat.placed.device),
-    )
+def _kernels(seat: Seat, inventory: Inventory) -> WeightKernels:
+    """Returns the kernels of a rank; those for AMX, which need most memory, where a CPU may have it."""
+    if seat.placed.device is Device.GPU:
+        return WeightKernels.GPU
+    return WeightKernels.AVX512 if seat.placed.role.name in inventory.without_amx else WeightKernels.AMX
 
 
 def longest_sequence_tokens(engine: EngineSettings) -> int:

@@ -211,6 +211,7 @@ def _assign(
     ranks: list[RankAssignment] = []
     for rank, (stage, tensor_rank, seat) in enumerate(seats):
         first, end = ends[stage] - layers[stage], ends[stage]
+        weights = sizes.layers(first, end, budgets[stage].kernels_of(seat.placed.role.name))
         read = count_reads(sizes, first, end, Load(), last=end == ends[-1], engine=engine)
         ranks.append(
             RankAssignment(
@@ -224,7 +225,7 @@ def _assign(
                 first_layer=first,
                 end_layer=end,
                 kv_cache_bytes=blocks * sizes.kv.block_bytes(first, end),
-                weight_bytes=sizes.layers(first, end) + sizes.tables(stage, len(layers), seat.placed.device),
+                weight_bytes=weights + sizes.tables(stage, len(layers), seat.placed.device),
                 predicted_step_s=read.seconds(rates[rank]),
             )
         )
@@ -265,7 +266,7 @@ def _kv_blocks(
     vLLM takes the least number of blocks over all ranks, so more on one of them is of no
     use; and no more than max_num_seqs sequences of full length can ever be used.
     """
-    unknown = any(stage.free_bytes is None for stage in budgets)
+    unknown = not all(stage.is_known for stage in budgets)
     useful = (_UNKNOWN_MEMORY_SEQUENCES if unknown else engine.max_num_seqs) * sizes.kv.sequence_blocks + 1
     capacities = [blocks for blocks in block_capacities(layers, budgets, sizes) if blocks is not None]
     return max(min([*capacities, useful]), sizes.kv.least_blocks)
@@ -273,13 +274,11 @@ def _kv_blocks(
 
 def block_capacities(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> list[int | None]:
     """Returns the blocks that each stage's memory holds; None for a stage of unknown memory."""
-    return [
-        None
-        if stage.free_bytes is None
-        else (stage.free_bytes - sizes.layers(end - count, end))
-        // max(sizes.kv.block_bytes(end - count, end), 1)
-        for stage, count, end in zip(budgets, layers, accumulate(layers), strict=True)
-    ]
+    found: list[int | None] = []
+    for stage, count, end in zip(budgets, layers, accumulate(layers), strict=True):
+        left = stage.left_bytes(sizes, end - count, end)
+        found.append(None if left is None else left // max(sizes.kv.block_bytes(end - count, end), 1))
+    return found
 
 
 def _limiting_rank(
@@ -289,6 +288,7 @@ def _limiting_rank(
     if len(capacities) < len(budgets):
         return None
     stage = capacities.index(min(capacities))
-    seats = topology.stages[stage]
-    tightest = next(i for i, seat in enumerate(seats) if seat.placed.role.name == budgets[stage].role)
+    seats, end = topology.stages[stage], sum(layers[: stage + 1])
+    role = budgets[stage].tightest(sizes, end - layers[stage], end).role
+    tightest = next(i for i, seat in enumerate(seats) if seat.placed.role.name == role)
     return stage * topology.tensor + tightest

@@ -32,7 +32,8 @@ from heteroinfer_operator.planning import (
     make_plan,
     plan_group,
 )
-from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles
+from heteroinfer_operator.planning.engine_settings import FOUR_BITS
+from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles, roles_without_amx
 from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction_again import PredictedPlan, predict_again
 
@@ -110,7 +111,7 @@ class GroupPlanner:
         """Returns a plan however much is free: as sizes go, and not where its pods belong; raises as make."""
         request = self._known_request()
         gang = choose_gang(request.spec, self.observation.gangs)
-        planned = make_plan(request, Inventory())
+        planned = make_plan(request, Inventory(without_amx=self._without_amx(request)))
         return EpochPlan(plan=planned.plan, node_assignment=NodeAssignment(gang=gang))
 
     def make_again(self, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
@@ -176,9 +177,15 @@ class GroupPlanner:
             else:
                 text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
                 self._problem = _find_problem(
-                    text, request.profile, request.served_name, request.model_path
+                    text, request.profile, request.served_name, request.model_path, self._without_amx(request)
                 ).as_error()
         return self._problem
+
+    def _without_amx(self, request: GroupRequest) -> frozenset[str]:
+        """Returns the roles on CPUs without AMX, whatever is free there; only a model in 4 bits asks it."""
+        if request.profile.scheme.name not in FOUR_BITS:
+            return frozenset()
+        return roles_without_amx(request.spec, self.observation.nodes or (), self.observation.calibrations)
 
     def _known_request(self) -> GroupRequest:
         if self.request is None:
@@ -211,7 +218,9 @@ class _Problem:
 
 
 @lru_cache(maxsize=_MOST_ANSWERS)
-def _find_problem(spec_text: str, profile: ModelProfile, served_name: str, model_path: str) -> _Problem:
+def _find_problem(
+    spec_text: str, profile: ModelProfile, served_name: str, model_path: str, without_amx: frozenset[str]
+) -> _Problem:
     """Returns why there is no plan however much is free; each resync asks it again of the same spec."""
     request = GroupRequest(
         spec=parse_stored_spec(json.loads(spec_text)),
@@ -220,7 +229,7 @@ def _find_problem(spec_text: str, profile: ModelProfile, served_name: str, model
         model_path=model_path,
     )
     try:
-        make_plan(request, Inventory())
+        make_plan(request, Inventory(without_amx=without_amx))
     except PlanError as problem:
         return _Problem(message=problem.message, reason=problem.reason)
     return _Problem()

@@ -1,0 +1,68 @@
+"""Weights in 4 bits as kernels of CPUs have them: their bytes once packed, and what lies beside meanwhile.
+
+Stages on CPUs and feed-forward ranks are counted by it. Pure.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Final
+
+from heteroinfer_contract.model import Scheme, SchemeName
+
+_BLOCK: Final = 128
+"""Weights of an output that kernels for AMX have in a block, with a sum of 4 bytes; a smaller group is one
+block."""
+_ZERO_POINT: Final[Mapping[SchemeName, Fraction]] = MappingProxyType(
+    {SchemeName.AWQ: Fraction(1, 2), SchemeName.GPTQ: Fraction(1, 2), SchemeName.INT4: Fraction(0)}
+)
+"""Bytes of a group's zero point in the checkpoint: AWQ and GPTQ always store one, int4 may have none."""
+_COPIES: Final[Mapping[SchemeName, int]] = MappingProxyType(
+    {SchemeName.AWQ: 2, SchemeName.INT4: 2, SchemeName.GPTQ: 3}
+)
+"""Of a layer's bytes, what is beside it at most while it is packed: up to 1.9, of experts in GPTQ up to 2.9
+(patches/cpu_packing.py; 150 to 300 MiB a layer, 2 cores of an EPYC, 2026-11-24 and 2026-11-25)."""
+
+
+class WeightKernels(StrEnum):
+    """Whose kernels compute a rank's quantized layers, and so in which form it has them."""
+
+    GPU = "GPU"
+    AVX512 = "AVX-512"
+    """Of CPUs without AMX."""
+    AMX = "AMX"
+
+
+def packed_part(scheme: Scheme, kernels: WeightKernels = WeightKernels.AMX) -> Fraction:
+    """Returns the bytes of quantized weights as kernels have them, of the checkpoint's; 1 in other formats.
+
+    For AMX a group has its values, a sum of 4 bytes for each block of it, a scale of 4 bytes in place of 2,
+    and a byte of zero point: of int4 1.106 with groups of 128 and 1.389 with groups of 32, of AWQ and GPTQ
+    1.098 and 1.351, in linear layers and experts alike. One scale for a whole output is taken for one for 128
+    weights, and has 1.064. For AVX-512 linear layers have the same bytes in another order, of GPTQ without
+    zero points: 0.992 and 0.973; there are no experts. Measured by vLLM's own functions, with groups of 16 to
+    256, on an EPYC without AMX, where they pack for it all the same (2026-11-25).
+    Source: vllm/model_executor/kernels/linear/mixed_precision/cpu.py::CPUWNA16LinearKernel@v0.32.0,
+    vllm/model_executor/layers/fused_moe/oracle/int_wna16.py::_process_weights_cpu@v0.32.0.
+
+    Args:
+        scheme: of the model.
+        kernels: of the rank.
+    """
+    zero_point = _ZERO_POINT.get(scheme.name)
+    if zero_point is None or kernels is WeightKernels.GPU:
+        return Fraction(1)
+    group = scheme.group or _BLOCK
+    values = Fraction(group, 2)
+    stored = values + 2 + zero_point
+    if kernels is WeightKernels.AMX:
+        packed = values + 4 * -(-group // _BLOCK) + 4 + 1
+    else:
+        packed = stored - zero_point * (scheme.name is SchemeName.GPTQ)
+    return packed / stored
+
+
+def packing_copies(scheme: Scheme) -> int:
+    """Returns how often a layer's quantized bytes lie beside it while it is packed; 1 in other formats."""
+    return _COPIES.get(scheme.name, 1)

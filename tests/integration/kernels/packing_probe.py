@@ -1,0 +1,84 @@
+"""What vLLM's layers have of weights in 4 bits once they are packed; asked by `layers_probe`."""
+
+from itertools import product
+from typing import Any
+
+import torch
+
+from heteroinfer_contract.model import SchemeName
+from tests.integration.served_models.quantized import CONFIGS, GROUP
+from tests.shapes.kernels import cpu_with
+from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
+from vllm_heteroinfer.patches import cpu_packing
+
+INPUTS, OUTPUTS, EXPERTS = 1024, 512, 4
+GROUPS = (32, 64, 128)
+
+
+def packed_bytes() -> list[tuple[str, int, bool, str, float]]:
+    """Returns format, group, whether for AMX, the kind of layer, and its bytes, of those that were loaded.
+
+    By the layers that vLLM builds of a checkpoint's configuration, as a CPU rank packs them.
+    """
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    cpu_packing.install()
+    found = []
+    with set_default_torch_dtype(torch.bfloat16):
+        for name, group, amx in product(
+            (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4), GROUPS, (True, False)
+        ):
+            config, prefix = build_config(name, group), f"{name.name}.{group}.{amx}"
+            with cpu_with(amx=amx):
+                linear = ReplicatedLinear(
+                    INPUTS, OUTPUTS, bias=False, quant_config=config, prefix=f"{prefix}.up_proj"
+                )
+                found.append((name.value, group, amx, "linear", part_of_loaded(linear)))
+                if amx and group == GROUP:  # as experts alone are served
+                    found.append(
+                        (name.value, group, amx, "experts", part_of_loaded(build_experts(config, prefix)))
+                    )
+    cpu_packing.revert()
+    return found
+
+
+def build_config(name: SchemeName, group: int) -> Any:
+    """Returns vLLM's configuration of a format, as it makes it of config.json."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    given = dict(CONFIGS[name])
+    if "config_groups" in given:
+        (of_linear,) = given["config_groups"].values()
+        weights = {**of_linear["weights"], "group_size": group}
+        given["config_groups"] = {"group_0": {**of_linear, "weights": weights}}
+    else:
+        given["group_size"] = group
+    methods = {SchemeName.AWQ: "auto_awq", SchemeName.GPTQ: "auto_gptq"}
+    return get_quantization_config(methods.get(name, given["quant_method"])).from_config(given)
+
+
+def build_experts(config: Any, prefix: str) -> Any:
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+
+    runner = FusedMoEFactory(
+        num_experts=EXPERTS,
+        top_k=2,
+        hidden_size=INPUTS,
+        intermediate_size=OUTPUTS,
+        quant_config=config,
+        prefix=f"{prefix}.experts",
+        params_dtype=torch.bfloat16,
+    )
+    return runner.routed_experts
+
+
+def part_of_loaded(layer: Any) -> float:
+    """Returns a layer's bytes once it is packed, of those that are loaded of a checkpoint."""
+    for parameter in layer.parameters():
+        parameter.data.zero_()
+    # Biases of experts that no checkpoint has are dropped, and shapes are not read.
+    unread = ("_bias", "weight_shape")
+    loaded = sum(each.nbytes for name, each in layer.named_parameters() if not name.endswith(unread))
+    layer.quant_method.process_weights_after_loading(layer)
+    return weight_bytes(layer) / loaded
