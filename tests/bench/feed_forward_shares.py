@@ -45,7 +45,7 @@ NAMES: Final = {EQUAL: "equal", BY_RATE: "by rate"}
 def busy(count: int) -> Iterator[None]:
     """Keeps so many CPUs, the last ones, busy for half of their time where somebody else computes."""
     cpus = sorted(os.sched_getaffinity(0))[len(os.sched_getaffinity(0)) - count :]
-    spin = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: pass"
+    spin = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: 0"
     others = [subprocess.Popen([sys.executable, "-c", spin % cpu]) for cpu in cpus]
     try:
         yield

@@ -62,7 +62,7 @@ def test_the_rank_whose_cores_are_busy_has_the_smaller_share(tmp_path: Path) -> 
     started: list[subprocess.Popen[Any]] = list(ranks)
     try:
         assert [_line(rank) for rank in ranks] == ["connected"] * 3
-        spin = f"import os; os.sched_setaffinity(0, {{{first}}})\nwhile True: pass"
+        spin = f"import os; os.sched_setaffinity(0, {{{first}}})\nwhile True: 0"
         started.append(subprocess.Popen([sys.executable, "-c", spin]))
         _go_on(ranks)
         slow, fast = json.loads(_line(ranks[0]))

@@ -14,8 +14,10 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import vllm
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -129,9 +131,10 @@ def patch() -> Any:
     cpu_linear.revert()
     answer["reverted"] = utils.dispatch_cpu_unquantized_gemm is original
     refusals = []
-    for found in (None, lambda layer: None):
+    for found, version in ((None, None), (lambda layer: None, None), (original, "0.33.0+cpu")):
         try:
-            replacing.check(CPU_LINEAR, found)
+            with mock.patch.object(vllm, "__version__", version or vllm.__version__):
+                replacing.check(CPU_LINEAR, found)
         except PatchError as error:
             refusals.append(str(error))
     return {**answer, "refusals": refusals}

@@ -31,10 +31,13 @@ def test_a_type_that_a_method_does_not_take_is_refused(
         plan(spec(*roles, engine={"dtype": dtype}), recorded_profiles()[name])
 
 
-def test_compressed_tensors_take_float32() -> None:
+def test_compressed_tensors_take_float32_where_their_kernels_do() -> None:
     packed = recorded_profiles()["Llama-3.1-8B-Instruct-quantized.w4a16"]
-    for roles in (GPUS, CPUS):
-        assert plan(spec(*roles, engine={"dtype": "float32"}), packed).plan.engine.dtype == "float32"
+    engine = {"dtype": "float32"}
+    assert plan(spec(*GPUS, engine=engine), packed).plan.engine.dtype == "float32"
+    with pytest.raises(PlanError, match=r"with engine\.dtype float32") as caught:
+        plan(spec(*CPUS, engine=engine), packed)
+    assert "its kernel is for bfloat16, float16; set engine.dtype: bfloat16" in caught.value.message
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "aqlm", "exl3", "gguf", "foo"])

@@ -19,7 +19,7 @@ _ALIKE: Final = 0.8
 same, at each start. Two ranks of 7 cores each of one H200 host's one NUMA node read at 0.88 to 0.98 of each
 other in ten readings of a second (2026-11-25)."""
 _RATE_STEPS: Final = 100
-"""In which rates are told apart, of the largest."""
+"""That rates are rounded to, of the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,9 @@ CPU_LINEAR: Final[Mapping[SchemeName, LinearKernel]] = MappingProxyType(
         SchemeName.NONE: LinearKernel(),
         SchemeName.AWQ: LinearKernel(bits=frozenset({4}), needs=AVX512),
         SchemeName.GPTQ: LinearKernel(bits=frozenset({4}), needs=AVX512),
-        SchemeName.INT4: LinearKernel(bits=frozenset({4}), needs=AVX512),
+        SchemeName.INT4: LinearKernel(
+            dtypes=frozenset({"bfloat16", "float16"}), bits=frozenset({4}), needs=AVX512
+        ),
         SchemeName.INT8: LinearKernel(),
         SchemeName.FP8_BLOCK: LinearKernel(dtypes=frozenset({"bfloat16", "float32"}), needs=AMX),
         SchemeName.FP8_CHANNEL: LinearKernel(

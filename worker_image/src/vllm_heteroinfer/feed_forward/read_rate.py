@@ -1,4 +1,4 @@
-"""How fast each feed-forward rank of a stage reads memory while all of them do, told to the others.
+"""How fast each feed-forward rank of a stage reads memory while all of them do, published to the others.
 
 Their shares follow from it: ranks have equally many cores, but no plan knows which NUMA node each gets, or
 what else reads from it. Measured before ranks agree on their settings, so that the rank with attention,
@@ -15,7 +15,7 @@ import torch
 
 from heteroinfer_contract.column_shares import shares_by_rate
 from heteroinfer_contract.plan import Plan, RankAssignment
-from vllm_heteroinfer.kernels.memory_stream import PRODUCT_BYTES, Product, memory_stream
+from vllm_heteroinfer.kernels.memory_stream import PRODUCT_BYTES, Read, memory_stream
 
 if TYPE_CHECKING:
     from vllm_heteroinfer.group.deadline import Deadline
@@ -78,7 +78,7 @@ def _is_by_rate(lanes: Sequence[RankAssignment]) -> bool:
     return len(shares) > 1 and not any(shares)
 
 
-def _rate(products: Sequence[Product]) -> float:
+def _rate(products: Sequence[Read]) -> float:
     """Returns bytes a second of the median round."""
     rounds: list[float] = []
     end = time.perf_counter() + READING_S
@@ -87,7 +87,7 @@ def _rate(products: Sequence[Product]) -> float:
     return PRODUCT_BYTES * len(products) / statistics.median(rounds)
 
 
-def _read(products: Sequence[Product]) -> float:
+def _read(products: Sequence[Read]) -> float:
     start = time.perf_counter()
     for product in products:
         product()

@@ -15,10 +15,10 @@ INPUTS, COLUMNS = 4096, 4096
 PRODUCT_BYTES = INPUTS * COLUMNS * 2
 """That one product reads."""
 
-Product = Callable[[], torch.Tensor]
+Read = Callable[[], torch.Tensor]
 
 
-def memory_stream() -> list[Product]:
+def memory_stream() -> list[Read]:
     """Returns products of PRODUCT_BYTES each, with weights that together no cache holds.
 
     Their weights are in memory until they are let go.
@@ -33,9 +33,9 @@ def memory_stream() -> list[Product]:
     return [_our_product(x, linear.pack(dense)) for _ in range(count)]
 
 
-def _torch_product(x: torch.Tensor, weight: torch.Tensor) -> Product:
+def _torch_product(x: torch.Tensor, weight: torch.Tensor) -> Read:
     return lambda: torch.nn.functional.linear(x, weight)
 
 
-def _our_product(x: torch.Tensor, packed: torch.Tensor) -> Product:
+def _our_product(x: torch.Tensor, packed: torch.Tensor) -> Read:
     return lambda: linear.linear(x, packed, None, COLUMNS)

@@ -40,14 +40,20 @@ def restore(patch: Patch) -> None:
 
 
 def check(patch: Patch, target: Any) -> None:
-    """Raises PatchError unless `target` is the function that the patch was written for."""
+    """Raises PatchError unless `target` is the function that the patch was written for.
+
+    By the version as well: another body with the same parameters is replaced by what is no more the same.
+    """
     import vllm
 
+    version = str(vllm.__version__)
     if not callable(target):
-        raise build_refusal(patch, "nothing" if target is None else repr(target), str(vllm.__version__))
+        raise build_refusal(patch, "nothing" if target is None else repr(target), version)
     found = tuple(inspect.signature(target).parameters)
     if found != patch.parameters:
-        raise build_refusal(patch, f"parameters ({', '.join(found)})", str(vllm.__version__))
+        raise build_refusal(patch, f"parameters ({', '.join(found)})", version)
+    if version.split("+", maxsplit=1)[0] not in patch.verified:
+        raise build_refusal(patch, "a function that was not read", version)
 
 
 def _find(patch: Patch) -> tuple[Any, str]:
