@@ -15,6 +15,7 @@ def feed_forward_plan(
     num_layers: int,
     remote: Sequence[int],
     shares: Sequence[int] = (BY_RATE,),
+    by_experts: bool = False,
     device: Device = Device.CPU,
     **engine: Any,
 ) -> Plan:
@@ -25,6 +26,7 @@ def feed_forward_plan(
         num_layers: of the model.
         remote: layers whose feed-forward parts the feed-forward ranks compute.
         shares: of the feed-forward ranks.
+        by_experts: whether these have whole experts.
         device: of the rank with attention.
         **engine: fields of EngineSettings to change.
     """
@@ -42,7 +44,7 @@ def feed_forward_plan(
             first_layer=layers[0],
             end_layer=layers[-1] + 1,
             kv_cache_bytes=0,
-            feed_forward=FeedForwardShare(layers=layers, share=share),
+            feed_forward=FeedForwardShare(layers=layers, share=share, by_experts=by_experts),
         )
         for lane, share in enumerate(shares)
     )

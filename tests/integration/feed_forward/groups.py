@@ -55,6 +55,7 @@ def serving(
     logs: Path,
     *,
     shares: Sequence[int] = (1,),
+    by_experts: bool = False,
     device: Device = Device.CPU,
     env: dict[str, str] | None = None,
     ready: bool = True,
@@ -63,7 +64,13 @@ def serving(
     """Starts a group with every layer's feed-forward part on feed-forward ranks; yields it once `ready`."""
     remote = range(tiny_models.first_remote_layer(architecture), tiny_models.LAYERS)
     plan = feed_forward_plan(
-        model, num_layers=tiny_models.LAYERS, remote=remote, shares=shares, device=device, **engine
+        model,
+        num_layers=tiny_models.LAYERS,
+        remote=remote,
+        shares=shares,
+        by_experts=by_experts,
+        device=device,
+        **engine,
     )
     with start_group(plan, logs, env={**ONE_THREAD, **(env or {})}) as group:
         if ready:

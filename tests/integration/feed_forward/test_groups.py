@@ -30,6 +30,9 @@ pytestmark = pytest.mark.timeout(600)
 
 ALL = tuple(tiny_models.ARCHITECTURES)
 ONE, TWO = (1,), (1, 1)
+BY_EXPERTS = (3, 1)
+"""In the matrix: ranks that have whole experts."""
+MIXTURES = tuple(name for name in ALL if tiny_models.has_experts(name))
 _NO_PART = "expected layers with routed experts of vLLM's RoutedExperts, or with an MLP named"
 REFUSED = {
     # Gate and up columns of its experts alternate in one tensor, which is cut in the published format alone.
@@ -140,6 +143,33 @@ def test_a_dense_model_by_shares_and_the_death_of_the_rank_that_asks(tmp_path: P
         sizes = [scrape(group, rank).total(names.WEIGHT_BYTES) for rank in (1, 2)]
         assert sizes[1] == 3 * sizes[0]
         assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED
+
+
+def test_ranks_that_have_whole_experts_count_their_own(tmp_path: Path) -> None:
+    """Of a mixture whose gate and up columns are in one tensor."""
+    model = make_model("gpt_oss", tmp_path)
+    with serving("gpt_oss", model, tmp_path, shares=BY_EXPERTS, by_experts=True) as group:
+        assert answers(group) == reference(model)
+        rows = scrape(group, 1).total(names.FEED_FORWARD_ROWS_TOTAL)
+        seen = [scrape(group, rank).total for rank in (1, 2)]
+        experts = [total(names.FEED_FORWARD_EXPERTS_TOTAL) for total in seen]
+        assert rows > 0
+        assert experts[0] > experts[1] > 0
+        for total, own in zip(seen, (6, 2), strict=True):
+            each = total(names.WEIGHT_BYTES) / (tiny_models.LAYERS * own)
+            read = total(names.FEED_FORWARD_EXPERTS_TOTAL) * each
+            assert total(names.FEED_FORWARD_BYTES_TOTAL) == pytest.approx(read)
+
+
+@pytest.mark.feed_forward_matrix
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_tokens_by_experts_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    model = make_model(architecture, tmp_path)
+    engine = tiny_models.ENGINE.get(architecture, {})
+    with serving(architecture, model, tmp_path, shares=BY_EXPERTS, by_experts=True, **engine) as group:
+        assert answers(group) == reference(model)
+        sizes = [scrape(group, rank).total(names.WEIGHT_BYTES) for rank in (1, 2)]
+        assert sizes[0] == 3 * sizes[1]
 
 
 @pytest.mark.feed_forward_matrix

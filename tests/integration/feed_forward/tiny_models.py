@@ -16,6 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from heteroinfer_contract.model.config import EXPERT_COUNTS
+
 LAYERS: Final = 3
 EXPERTS: Final = 8
 SPREAD: Final = 0.15
@@ -151,6 +153,11 @@ ENGINE: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 """Model type -> fields of EngineSettings that a rank with attention on a CPU needs."""
+
+
+def has_experts(architecture: str) -> bool:
+    """Returns whether it is a mixture of experts."""
+    return any(ARCHITECTURES[architecture].get(name) == EXPERTS for name in EXPERT_COUNTS)
 
 
 def first_remote_layer(architecture: str) -> int:

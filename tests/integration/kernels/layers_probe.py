@@ -22,6 +22,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from heteroinfer_contract.column_shares import Experts
 from heteroinfer_contract.errors import ContractError
 from tests.integration.kernels.attention_probe import attention
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
@@ -227,6 +228,23 @@ def by_a_feed_forward_rank(part: Any, x: torch.Tensor, ids: torch.Tensor, weight
     return slab.y[0]
 
 
+OWN = Experts(total=12, first=4, end=8)
+"""Of a feed-forward rank that has a layer's four experts."""
+
+
+def by_a_rank_with_whole_experts(
+    part: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Returns what such a rank answers to choices among all twelve."""
+    from vllm_heteroinfer.feed_forward.compute import OwnExperts, Views, computes
+
+    slab: Any = SimpleNamespace(x=x, ids=ids.int(), weights=weights, y=[torch.full_like(x, torch.nan)])
+    skeleton: Any = SimpleNamespace(parts={0: part})
+    computes(skeleton, OwnExperts(Views(slab, 0), OWN, len(x)))[0](len(x))
+    answer: torch.Tensor = slab.y[0]
+    return answer
+
+
 def experts() -> Any:
     """bf16 and FP8 experts with SiLU are packed for our kernels, padded ones too; others are vLLM's."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -241,7 +259,7 @@ def experts() -> Any:
     original, said = targets(), Said()
     cpu_experts.install()
     cpu_experts.install()
-    ours, gaps, asked, stored = {}, {}, {}, {}
+    ours, gaps, asked, stored, whole = {}, {}, {}, {}, {}
     for name, activation, inner, held, bias in (
         ("bf16", "silu", 64, "bfloat16", False),
         ("padded", "silu", 48, "bfloat16", False),
@@ -255,6 +273,11 @@ def experts() -> Any:
         ids = torch.rand(ROWS, 4).topk(2, -1).indices
         weights = torch.rand(ROWS, 2)
         exact, loaded = exact_experts(part, activation, x, ids, weights), weight_bytes(part)
+        choices = torch.rand(ROWS, OWN.total).topk(2, -1).indices
+        choices[0] = torch.tensor([OWN.end, 0])  # a row of other ranks alone
+        here = (choices >= OWN.first) & (choices < OWN.end)
+        local = torch.where(here, choices - OWN.first, 0)
+        exact_here = exact_experts(part, activation, x, local, weights * here)
         part.quant_method.process_weights_after_loading(part)
         ours[name] = cpu_experts.library_of(part) is not None
         got = part.quant_method.apply(
@@ -263,6 +286,8 @@ def experts() -> Any:
         )  # fmt: skip
         gaps[name] = float((got.float() - exact).abs().max() / exact.abs().max())
         asked[name] = bool(torch.equal(got, by_a_feed_forward_rank(part, x, ids.int(), weights)))
+        got_here = by_a_rank_with_whole_experts(part, x, choices, weights).float()
+        whole[name] = float((got_here - exact_here).abs().max() / exact_here.abs().max())
         if inner % 32 == 0:
             stored[name] = weight_bytes(part) / loaded
     kernel = type(part.quant_method.moe_kernel.fused_experts).__name__
@@ -272,6 +297,7 @@ def experts() -> Any:
         "ours": ours,
         "gaps": gaps,
         "same when asked": asked,
+        "by whole experts": whole,
         "stored": stored,
         "fp8": [kernel, str(part.w13_weight.dtype), str(part.w2_weight.dtype)],
         "said": said.lines,

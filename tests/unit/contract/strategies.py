@@ -77,6 +77,7 @@ def _feed_forward_ranks(
         remote = sorted(draw(st.sets(st.integers(first, first + layers[stage] - 1), min_size=1)))
         pod = next(rank.pod for rank in ranks if rank.stage == stage)
         shares = draw(st.sampled_from([st.just(BY_RATE), positive]))
+        by_experts = draw(st.booleans())
         own += [
             RankAssignment(
                 rank=len(ranks) + len(own) + number,
@@ -90,7 +91,9 @@ def _feed_forward_ranks(
                 end_layer=remote[-1] + 1,
                 kv_cache_bytes=0,
                 weight_bytes=draw(counts),
-                feed_forward=FeedForwardShare(layers=tuple(remote), share=draw(shares)),
+                feed_forward=FeedForwardShare(
+                    layers=tuple(remote), share=draw(shares), by_experts=by_experts
+                ),
             )
             for number in range(draw(st.integers(1, 3)))
         ]

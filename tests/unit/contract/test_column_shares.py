@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_contract.column_shares import Columns, share_out, shares_by_rate, unit_of
+from heteroinfer_contract.column_shares import (
+    Columns,
+    share_experts,
+    share_out,
+    shares_by_rate,
+    unit_of,
+)
 from heteroinfer_contract.errors import ContractError
 
 
@@ -25,6 +31,18 @@ def test_shares_cover_all_columns_once(units: int, unit: int, shares: list[int])
     assert parts[-1].end == units * unit
     assert all(part.width >= unit and part.first % unit == 0 for part in parts)
     assert [part.once for part in parts] == [True] + [False] * (len(shares) - 1)
+
+
+@given(experts=st.integers(1, 60), shares=st.lists(st.integers(1, 1000), min_size=1, max_size=8))
+def test_every_expert_is_of_one_rank(experts: int, shares: list[int]) -> None:
+    if experts < len(shares):
+        with pytest.raises(ContractError, match=r"expected at most .* set feedForward\.ranks lower"):
+            share_experts(experts, shares)
+        return
+    parts = share_experts(experts, shares)
+    assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
+    assert parts[-1].end == parts[-1].total == experts
+    assert all(part.count >= 1 for part in parts)
 
 
 def test_shares_follow_the_rates() -> None:

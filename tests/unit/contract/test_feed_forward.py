@@ -54,6 +54,9 @@ def _lane(rank: int, lane: int, layers: tuple[int, ...] = (1, 4), share: int = 1
     )
 
 
+WHOLE = FeedForwardShare(layers=(1, 4), share=1, by_experts=True)
+
+
 def _plan(*ranks: RankAssignment, mode: Mode = Mode.FEED_FORWARD) -> Plan:
     return Plan(mode=mode, tensor_parallel_size=1, pipeline_parallel_size=1, ranks=ranks, engine=ENGINE)
 
@@ -92,6 +95,11 @@ def test_a_plan_without_them_is_the_text_that_older_versions_wrote() -> None:
         ((_rank(0), _lane(1, 0), _lane(2, 1, share=BY_RATE)), Mode.FEED_FORWARD, "got share 0 beside 1"),
         ((_rank(0), _lane(1, 0, share=BY_RATE), _lane(2, 1)), Mode.FEED_FORWARD, "got share 1 beside 0"),
         ((_rank(0), _lane(1, 0), _lane(2, 1, layers=(1, 5))), Mode.FEED_FORWARD, "other layers than rank 1"),
+        (
+            (_rank(0), _lane(1, 0), replace(_lane(2, 1), feed_forward=WHOLE)),
+            Mode.FEED_FORWARD,
+            "by_experts of one alone",
+        ),
         (
             (replace(_lane(0, 0), first_layer=0, end_layer=6), _rank(1)),
             Mode.FEED_FORWARD,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from heteroinfer_contract.column_shares import Columns
+from heteroinfer_contract.column_shares import Columns, Experts
 from heteroinfer_contract.errors import ContractError
-from vllm_heteroinfer.feed_forward.columns import Part, part_of
+from vllm_heteroinfer.feed_forward.columns import Part, experts_of, part_of
 
 HALF = Columns(total=256, first=128, end=256, once=False)
 
@@ -71,3 +71,16 @@ def test_experts_whose_gate_and_up_are_in_one_tensor_are_refused(name: str) -> N
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ContractError, match="use one feed-forward rank"):
         part_of("layers.0.mlp.experts.3.up_proj.codebook", (256, 4), HALF)
+
+
+OWN = Experts(total=8, first=6, end=8)
+
+
+def test_whole_experts_count_from_this_ranks_first() -> None:
+    name = "model.layers.0.mlp.experts.{}.gate_proj.weight"
+    assert experts_of(name.format(7), (256, 64), OWN) == (name.format(1), Part())
+    assert experts_of(name.format(5), (256, 64), OWN) is None
+    together = "model.layers.0.mlp.experts.gate_up_proj"
+    assert experts_of(together, (8, 64, 512), OWN) == (together, Part(dim=0, start=6, length=2))
+    with pytest.raises(ContractError, match=r"expected one of 8 experts first; use one feed-forward rank"):
+        experts_of("model.layers.0.mlp.experts.gate_up_proj.weight_shape", (2,), OWN)

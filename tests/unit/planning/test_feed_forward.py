@@ -16,6 +16,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import EngineSpec, HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.account import describe_capacity, describe_memory, describe_speed
 from heteroinfer_operator.planning.choices import describe_choices
 from heteroinfer_operator.planning.feed_forward import (
@@ -155,14 +156,17 @@ def test_sparse_attention_has_no_feed_forward_ranks() -> None:
         plan(feed_forward(), sparse)
 
 
-def test_experts_whose_gates_are_in_one_tensor_are_of_one_rank() -> None:
+def cuts(planned: Planned) -> set[bool]:
+    """Returns whether its feed-forward ranks have whole experts."""
+    return {rank.feed_forward.by_experts for rank in planned.plan.ranks if rank.feed_forward is not None}
+
+
+def test_experts_whose_gates_are_in_one_tensor_are_shared_whole() -> None:
     model = mixture()
     together = replace(model, kinds=tuple(replace(kind, gates_together=True) for kind in model.kinds))
-    with pytest.raises(PlanError, match=r"in one tensor, .*; set feedForward.ranks: 1") as refused:
-        plan(feed_forward(own={"ranks": 2}), together)
-    assert refused.value.reason == "UnsupportedParallelism"
-    assert len(plan(feed_forward(), together).plan.ranks) == 2
-    assert len(plan(feed_forward(own={"ranks": 2}), model).plan.ranks) == 3
+    assert cuts(plan(feed_forward(own={"ranks": 2}), together)) == {True}
+    assert cuts(plan(feed_forward(), together)) == {False}
+    assert cuts(plan(feed_forward(own={"ranks": 2}), model)) == {False}
 
 
 def test_a_gpu_whose_memory_is_unknown_is_said() -> None:
@@ -302,7 +306,7 @@ def test_ranks_that_share_by_rate_work_as_fast_as_all_nodes_together() -> None:
     assert feed_forward_rates(one, planned.plan.engine, measured).cache == 90e9 * CPU_PLAIN_OTHER
 
 
-@pytest.mark.parametrize(
+UNSHARED = pytest.mark.parametrize(
     ("unit", "columns", "why"),
     [
         (
@@ -313,11 +317,46 @@ def test_ranks_that_share_by_rate_work_as_fast_as_all_nodes_together() -> None:
         (128, 704, "got 704 intermediate columns for 4 feed-forward ranks, expected a multiple of 128"),
     ],
 )
-def test_columns_that_ranks_cannot_share_are_refused(unit: int, columns: int, why: str) -> None:
-    with pytest.raises(PlanError, match=rf"role gpu, layer 18: {why}.*; set feedForward.ranks") as refused:
-        plan(of_ranks(4), in_units(unit, columns))
+
+
+@UNSHARED
+def test_mlps_whose_columns_ranks_cannot_share_are_refused(unit: int, columns: int, why: str) -> None:
+    dense = profile(kinds=(replace(DENSE, columns=columns),), kind_of_layer=(0,) * 32)
+    with pytest.raises(PlanError, match=rf"role gpu, layer 26: {why}.*; set feedForward.ranks") as refused:
+        plan(of_ranks(4), replace(dense, column_unit=unit))
     assert refused.value.reason == "UnsupportedParallelism"
-    assert len(plan(of_ranks(1), in_units(unit, columns)).plan.ranks) == 2
+
+
+@UNSHARED
+def test_experts_whose_columns_ranks_cannot_share_are_shared_whole(unit: int, columns: int, why: str) -> None:
+    model = in_units(unit, columns)
+    planned = plan(of_ranks(4), model)
+    assert cuts(planned) == {True}
+    assert " of weights in whole experts, and up to " in "\n".join(describe_memory(planned))
+    assert [rank.weight_bytes for rank in planned.plan.ranks[1:]] == [6 * 32 * EXPERT] * 4
+    fewer = replace(model, kinds=tuple(replace(kind, experts=min(kind.experts, 3)) for kind in model.kinds))
+    fewer = replace(
+        fewer, kinds=tuple(replace(kind, experts_per_token=min(kind.experts, 2)) for kind in fewer.kinds)
+    )
+    with pytest.raises(PlanError, match="got 4 feed-forward ranks for 3 experts, expected at most 3"):
+        plan(of_ranks(4), fewer)
+
+
+def test_a_step_waits_for_the_rank_that_most_of_a_tokens_experts_are_on() -> None:
+    whole, cut = plan(of_ranks(2), in_units(1024)), plan(of_ranks(2), in_units(32))
+    assert (cuts(whole), cuts(cut)) == ({True}, {False})
+
+    def reading_s(planned: Planned, rows: int) -> float:
+        assert planned.remote is not None
+        load = Load(requests=rows)
+        rates = planned.rates[-1]
+        exchanged = rows * 2 * planned.remote.profile.hidden_size * 2 / EXCHANGE_BYTES_PER_S
+        step_s = feed_forward_seconds(planned.remote, planned.plan.engine, rates, load)
+        return step_s - 6 * (rates.exchange_s + exchanged)
+
+    # 8 of 128 experts over two ranks: the fuller one has 5.08 on average, not 4.
+    assert reading_s(whole, 1) / reading_s(cut, 1) == pytest.approx(5.08 / 4, rel=0.1)
+    assert 1 <= reading_s(whole, 4096) / reading_s(cut, 4096) < 1.01
 
 
 def test_what_an_earlier_version_planned_is_predicted_though_it_cannot_be_shared() -> None:

@@ -1,4 +1,4 @@
-"""How feed-forward ranks share the intermediate columns of experts and MLPs. Stdlib only. Pure.
+"""How feed-forward ranks share the intermediate columns of experts and MLPs, or experts. Stdlib only. Pure.
 
 The worker cuts tensors by it, and the planner counts by it: a rank's share is in whole units, so that the
 largest is more than the mean where units do not go round.
@@ -44,6 +44,26 @@ class Columns:
         return self.end - self.first
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A rank's routed experts, each whole.
+
+    Attributes:
+        total: of a layer.
+        first: its first one.
+        end: one past its last one.
+    """
+
+    total: int
+    first: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        """Returns how many experts it has."""
+        return self.end - self.first
+
+
 def share_out(total: int, shares: Sequence[int], unit: int) -> list[Columns]:
     """Returns each rank's columns: near its share, in whole units, at least one.
 
@@ -67,16 +87,39 @@ def share_out(total: int, shares: Sequence[int], unit: int) -> list[Columns]:
             f"got {len(shares)} feed-forward ranks for {total} intermediate columns in groups of {unit}, "
             f"expected at most {units}; set feedForward.ranks lower, with more cores for each"
         )
-    ends = [round(units * sum(shares[: i + 1]) / sum(shares)) for i in range(len(shares))]
-    for i in range(len(ends)):  # at least one unit each, from the front and from the back
-        ends[i] = max(ends[i], (ends[i - 1] if i else 0) + 1)
-    for i in reversed(range(len(ends))):
-        ends[i] = min(ends[i], units - (len(ends) - 1 - i))
-    bounds = [0, *(end * unit for end in ends[:-1]), total]
+    bounds = [*(bound * unit for bound in _bounds(units, shares)[:-1]), total]
     return [
         Columns(total=total, first=first, end=end, once=i == 0)
         for i, (first, end) in enumerate(pairwise(bounds))
     ]
+
+
+def share_experts(total: int, shares: Sequence[int]) -> list[Experts]:
+    """Returns each rank's experts: near its share, at least one.
+
+    Args:
+        total: experts of a layer.
+        shares: of the ranks, in relation to each other.
+
+    Raises:
+        ContractError: there are fewer experts than ranks.
+    """
+    if total < len(shares):
+        raise ContractError(
+            f"got {len(shares)} feed-forward ranks for {total} experts, expected at most {total}; set "
+            "feedForward.ranks lower, with more cores for each"
+        )
+    return [Experts(total=total, first=first, end=end) for first, end in pairwise(_bounds(total, shares))]
+
+
+def _bounds(units: int, shares: Sequence[int]) -> list[int]:
+    """Returns where each share begins, and the end: at least one unit each."""
+    ends = [round(units * sum(shares[: i + 1]) / sum(shares)) for i in range(len(shares))]
+    for i in range(len(ends)):  # from the front and from the back
+        ends[i] = max(ends[i], (ends[i - 1] if i else 0) + 1)
+    for i in reversed(range(len(ends))):
+        ends[i] = min(ends[i], units - (len(ends) - 1 - i))
+    return [0, *ends]
 
 
 def shares_by_rate(rates: Sequence[float]) -> tuple[int, ...]:

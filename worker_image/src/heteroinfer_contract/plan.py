@@ -52,10 +52,13 @@ class FeedForwardShare:
         share: how many of the intermediate columns it has, in relation to the shares of the
             stage's other feed-forward ranks; BY_RATE of all of them: in relation to the rates at
             which they read memory when they start.
+        by_experts: whether it has whole experts in place of columns; the same for every feed-forward
+            rank of a stage.
     """
 
     layers: tuple[int, ...]
     share: int = BY_RATE
+    by_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,10 +353,10 @@ class Plan:
                 f"{BY_RATE} (by measured rate) of all feed-forward ranks of stage {rank.stage}, or at least "
                 "1 of each"
             )
-        if layers != first.layers:
+        if (layers, share.by_experts) != (first.layers, first.by_experts):
             raise ContractError(
-                f"{where}: got other layers than rank {peers[0].rank}, expected the same for all "
-                f"feed-forward ranks of stage {rank.stage}"
+                f"{where}: got other layers than rank {peers[0].rank}, or by_experts of one alone, expected "
+                f"the same for all feed-forward ranks of stage {rank.stage}"
             )
 
 

@@ -67,19 +67,20 @@ def describe_memory(planned: Planned) -> tuple[str, ...]:
         if sizes.encoder_bytes:
             parts.append(f"encoder {format_bytes(sizes.encoder_bytes)}")
         parts.append(f"KV cache {format_bytes(rank.kv_cache_bytes)}")
-        whole = rank.weight_bytes + rank.kv_cache_bytes
+        taken = rank.weight_bytes + rank.kv_cache_bytes
         of = (
-            f"{format_bytes(whole)}, of a memory that is not known"
+            f"{format_bytes(taken)}, of a memory that is not known"
             if budget.budget is None
-            else f"{format_bytes(whole)} of {format_bytes(budget.budget)}"
+            else f"{format_bytes(taken)} of {format_bytes(budget.budget)}"
         )
         alike.setdefault(f"role {rank.role}: {' + '.join(parts)} = {of}", []).append(stage)
     lines = [f"memory of a rank of {_stages(stages)}, {words}" for words, stages in alike.items()]
     if planned.remote is not None:
         remote = sorted({(r.role, r.weight_bytes) for r in plan.ranks if r.feed_forward is not None})
         beside = format_bytes(beside_weights_bytes(planned.remote, plan.engine))
+        whole = " in whole experts" if planned.remote.by_experts else ""
         lines += [
-            f"memory of a feed-forward rank of role {role}: {format_bytes(size)} of weights, and up to "
+            f"memory of a feed-forward rank of role {role}: {format_bytes(size)} of weights{whole}, and up to "
             f"{beside} beside them: its process, and one layer while it is packed or the longest batch"
             for role, size in remote
         ]

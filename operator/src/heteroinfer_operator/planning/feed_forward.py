@@ -6,13 +6,14 @@ The GPU then has a model without them, which the rest of the planner sees as any
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, sqrt
+from statistics import NormalDist
 from typing import Final
 
 from heteroinfer_contract import load_formats
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.calibration import Calibration, HopPath
-from heteroinfer_contract.column_shares import share_out
+from heteroinfer_contract.column_shares import share_experts, share_out
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
@@ -60,12 +61,14 @@ class Remote:
         layers: whose experts or MLPs they have, ascending.
         profile: the model with nothing but these, so that reads are counted as in any other.
         kept: the model without them, which the role's own rank has.
+        by_experts: whether each rank has whole experts, where their columns cannot be shared.
     """
 
     spec: FeedForwardSpec
     layers: tuple[int, ...]
     profile: ModelProfile
     kept: ModelProfile
+    by_experts: bool = False
 
 
 def choose_remote(
@@ -111,20 +114,14 @@ def choose_remote(
             f"experts or an MLP; set {len(order)} or less",
             reason=PlanReason.LAYERS_MISMATCH,
         )
-    if own.ranks > 1 and any(profile.layer(index).gates_together for index in order):
-        raise PlanError(
-            f"role {role.name}: got feedForward.ranks {own.ranks}, but the checkpoint of "
-            f"{profile.architecture} has the gate and up columns of its experts in one tensor, which ranks "
-            "cannot split; set feedForward.ranks: 1, with the cores and memory of all",
-            reason=PlanReason.UNSUPPORTED_PARALLELISM,
-        )
+    by_experts = _is_by_experts(own, profile, order)
     counts = range(1, len(order) + 1) if own.layers is None else (own.layers,)
     missing = 0
     for count in counts:
-        remote = remote_of(own, profile, order[:count])
+        remote = remote_of(own, profile, order[:count], by_experts=by_experts)
         missing = _missing_bytes(topology, remote, engine, inventory)
         if missing <= 0:
-            _check_columns(role.name, remote)
+            _check_shares(role.name, remote)
             _check_memory(role.name, remote, engine)
             return remote
     raise PlanError(
@@ -134,6 +131,25 @@ def choose_remote(
         "or lower engine.maxModelLen",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
+
+
+def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence[int]) -> bool:
+    """Returns whether ranks have whole experts: some layer's columns cannot be shared, and all have experts.
+
+    Columns are better: each rank then reads as much in each step, whatever experts a token goes through.
+    """
+    kinds = [profile.layer(index) for index in layers]
+    if own.ranks == 1 or not all(kind.experts for kind in kinds):
+        return False
+    if any(kind.gates_together for kind in kinds):
+        return True
+    try:
+        for kind in kinds:
+            if kind.columns and profile.column_unit:
+                share_out(kind.columns, (1,) * own.ranks, profile.column_unit)
+    except ContractError:
+        return True
+    return False
 
 
 def _check_args(role: str, engine: EngineSettings) -> None:
@@ -166,7 +182,9 @@ def _cheapest_first(profile: ModelProfile) -> list[int]:
     return sorted(mixed or having, key=cost)
 
 
-def remote_of(own: FeedForwardSpec, profile: ModelProfile, chosen: Sequence[int]) -> Remote:
+def remote_of(
+    own: FeedForwardSpec, profile: ModelProfile, chosen: Sequence[int], *, by_experts: bool = False
+) -> Remote:
     """Returns what feed-forward ranks have of a model if they have these layers' experts or MLPs."""
     layers = tuple(sorted(chosen))
     kinds = profile.layers
@@ -177,6 +195,7 @@ def remote_of(own: FeedForwardSpec, profile: ModelProfile, chosen: Sequence[int]
     return Remote(
         spec=own,
         layers=layers,
+        by_experts=by_experts,
         profile=replace(
             _with_kinds(profile, only),
             layer_bytes=tuple(gone),
@@ -236,31 +255,35 @@ def _missing_bytes(topology: Topology, remote: Remote, engine: EngineSettings, i
     return stage.missing_bytes(sizes, 0, remote.kept.num_layers) or 0
 
 
-def _check_columns(role: str, remote: Remote) -> None:
-    """Raises PlanError where the ranks cannot share the intermediate columns of a layer."""
+def _check_shares(role: str, remote: Remote) -> None:
+    """Raises PlanError where the ranks cannot share a layer, neither by columns nor by experts."""
     for index in remote.layers:
         try:
-            _columns(remote, index)
+            _units(remote, index)
         except ContractError as error:
             raise PlanError(
                 f"role {role}, layer {index}: {error}", reason=PlanReason.UNSUPPORTED_PARALLELISM.value
             ) from error
 
 
-def _columns(remote: Remote, index: int) -> list[int]:
-    """Returns each rank's intermediate columns of a layer, in order of ranks; [] where none are known.
+def _units(remote: Remote, index: int) -> list[int]:
+    """Returns each rank's intermediate columns of a layer, or its experts, in order of ranks.
 
     Those of ranks that read equally fast. Others share by their rates once they start
     (vllm_heteroinfer/feed_forward/read_rate.py), which moves memory between ranks of one pod.
 
+    Returns:
+        [] where columns are not known.
+
     Raises:
-        ContractError: as share_out.
+        ContractError: as share_out, or share_experts.
     """
-    total = remote.profile.layer(index).columns
-    if not total or not remote.profile.column_unit:
+    shares, kind = (1,) * remote.spec.ranks, remote.profile.layer(index)
+    if remote.by_experts:
+        return [own.count for own in share_experts(kind.experts, shares)]
+    if not kind.columns or not remote.profile.column_unit:
         return []
-    shares = share_out(total, (1,) * remote.spec.ranks, remote.profile.column_unit)
-    return [columns.width for columns in shares]
+    return [columns.width for columns in share_out(kind.columns, shares, remote.profile.column_unit)]
 
 
 def _parts(remote: Remote, index: int) -> list[Fraction]:
@@ -269,10 +292,10 @@ def _parts(remote: Remote, index: int) -> list[Fraction]:
     All the same where columns are not known, and where an earlier version planned what cannot be shared.
     """
     try:
-        columns = _columns(remote, index)
+        units = _units(remote, index)
     except ContractError:
-        columns = []
-    return [Fraction(each, sum(columns)) for each in columns] or [
+        units = []
+    return [Fraction(each, sum(units)) for each in units] or [
         Fraction(1, remote.spec.ranks)
     ] * remote.spec.ranks
 
@@ -321,7 +344,7 @@ def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
         rows = engine.max_num_batched_tokens * kind.experts_per_token
         bits = remote.profile.scheme.bits if kind.experts_quantized else 0
         total = kind.columns or kind.expert_bytes * 8 // (3 * hidden * (bits or 16))
-        columns = ceil(total * max(_parts(remote, index)))
+        columns = total if remote.by_experts else ceil(total * max(_parts(remote, index)))
         scratch = max(scratch, rows * (_SCRATCH_OF_HIDDEN * hidden + _SCRATCH_OF_COLUMN * columns))
     return RANK_OVERHEAD_BYTES + max(packing, scratch)
 
@@ -385,7 +408,7 @@ def feed_forward_ranks(
             kv_cache_bytes=0,
             weight_bytes=rank_weight_bytes(remote, engine, number),
             predicted_step_s=step_s,
-            feed_forward=FeedForwardShare(layers=remote.layers),
+            feed_forward=FeedForwardShare(layers=remote.layers, by_experts=remote.by_experts),
         )
         for number in range(remote.spec.ranks)
     )
@@ -398,7 +421,23 @@ def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, l
     rows = load.requests * load.tokens
     there_and_back = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
     exchange_s = rates.exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
-    return reads.seconds(rates) + len(remote.layers) * exchange_s
+    return reads.seconds(rates) * _unevenness(remote, rows) + len(remote.layers) * exchange_s
+
+
+def _unevenness(remote: Remote, rows: int) -> float:
+    """Returns the most experts that one rank has of those that so many rows go through, of the mean.
+
+    1 by columns. Which rank has them is as good as drawn, without replacement: the mean and the spread are
+    of the hypergeometric distribution, the largest of several ranks' by Blom's approximation.
+    """
+    ranks = remote.spec.ranks
+    if not remote.by_experts:
+        return 1.0
+    kind = remote.profile.layer(remote.layers[0])
+    chosen = kind.expected_experts(rows)
+    spread = sqrt(chosen / ranks * (1 - 1 / ranks) * (1 - chosen / kind.experts))
+    above = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread
+    return min(1 + above * ranks / chosen, float(ranks))
 
 
 def feed_forward_notes(

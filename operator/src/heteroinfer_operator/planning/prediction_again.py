@@ -86,7 +86,8 @@ def _remote(plan: Plan, roles: Mapping[str, RoleSpec], profile: ModelProfile) ->
     for rank in plan.ranks:
         own = roles[rank.role].feed_forward
         if rank.feed_forward is not None and own is not None:
-            return remote_of(own, profile, rank.feed_forward.layers)
+            share = rank.feed_forward
+            return remote_of(own, profile, share.layers, by_experts=share.by_experts)
     return None
 
 

@@ -61,6 +61,9 @@ _ROPE_IN_LENGTH: Final = frozenset(
 )
 """Types of rotary embedding whose factor vLLM takes to be in the length already."""
 
+EXPERT_COUNTS: Final = ("num_experts", *_ALIASES["num_experts"])
+"""Under which a config has how many routed experts a layer has."""
+
 
 def whole_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the part that vLLM serves (Qwen-Omni's thinker), or the config itself."""

@@ -17,7 +17,7 @@ from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.feed_forward import read_rate, slab_library
-from vllm_heteroinfer.feed_forward.compute import Compute, Views, computes
+from vllm_heteroinfer.feed_forward.compute import AskTensors, Compute, OwnExperts, Views, computes
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key
 from vllm_heteroinfer.feed_forward.meters import LaneMeter
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
@@ -53,7 +53,7 @@ def serve(context: "RankPort", config: Any) -> NoReturn:
     cpu_packing.install()
     lanes = context.plan.feed_forward_ranks(context.rank.stage)
     shares = read_rate.agreed_shares(context.plan, context.rank, context.store, context.startup)
-    skeleton = SkeletonBuilder(config, share.layers, shares, context.rank.tensor_rank).build()
+    skeleton = SkeletonBuilder(config, share, shares, context.rank.tensor_rank).build()
     context.metrics.weight_bytes.set(skeleton.stored_bytes)
     reporter.phase(RankPhase.WARMING_UP, skeleton.stored_bytes, skeleton.stored_bytes)
     _logger.info(
@@ -95,7 +95,9 @@ class Lane:
         asking = served_rank(context.plan, context.rank).rank
         text = context.store.get(offer_key(asking), context.startup, what=f"slab of rank {asking}")
         self._slab, nonce = connect(Offer.from_json(text), self._number, shape)
-        self._computes = computes(skeleton, Views(self._slab, self._number))
+        asks = self._own(Views(self._slab, self._number), shape.max_rows)
+        self._ids = asks.ids.data_ptr() if isinstance(asks, OwnExperts) else self._slab.ids.data_ptr()
+        self._computes = computes(skeleton, asks)
         self._meter = LaneMeter(context, self._slab, skeleton)
         ready = LaneReady(nonce=nonce.hex(), ask_s=ask_s, row_s=row_s)
         context.store.put(lane_key(context.rank.rank), ready.to_json())
@@ -109,19 +111,26 @@ class Lane:
         """
         dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
         experts = max((int(part.global_num_experts) for part in self._expert_parts()), default=1)
+        own = self._skeleton.own_experts
+        ids = torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32)
         scratch = _Scratch(
             x=torch.randn((rows, shape.hidden)).to(dtype),
-            ids=torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32),
+            ids=ids + (own.first if own else 0),
             weights=torch.full((rows, topk), 1 / topk),
             y=[torch.empty((rows, shape.hidden), dtype=dtype)] * (self._number + 1),
         )
-        all_computes = computes(self._skeleton, Views(scratch, self._number))  # type: ignore[arg-type]
+        views = Views(scratch, self._number)  # type: ignore[arg-type]
+        all_computes = computes(self._skeleton, self._own(views, rows))
         with torch.inference_mode():
             for compute in all_computes.values():
                 compute(1)
             ask_s = max(_seconds(compute, 1) for compute in all_computes.values())
             row_s = _seconds(next(iter(all_computes.values())), rows) / rows
         return ask_s, row_s
+
+    def _own(self, asks: AskTensors, rows: int) -> AskTensors:
+        own = self._skeleton.own_experts
+        return asks if own is None else OwnExperts(asks, own, rows)
 
     def _expert_parts(self) -> list[Any]:
         return [self._skeleton.parts[layer] for layer in self._skeleton.experts]
@@ -133,7 +142,7 @@ class Lane:
         layer_at, rows_at = ctypes.byref(layer), ctypes.byref(rows)
         wait, answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
         topk = self._skeleton.topk
-        ids = address + self._slab.layout.ids if topk else None
+        ids = self._ids if topk else None
         spin_ns = spin_time_ns(os.environ)
         self._meter.start()
         with torch.inference_mode():

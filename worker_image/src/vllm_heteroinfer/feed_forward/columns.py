@@ -1,15 +1,17 @@
-"""Which part of each expert's or MLP's tensors is a feed-forward rank's: its intermediate columns. PURE.
+"""Which part of each expert's or MLP's tensors is a feed-forward rank's: its columns, or experts. PURE.
 
 Gate and up projections give the intermediate columns, down projections take them: a rank that has
 columns [first, end) of both computes its part of the sum by itself. Formats differ in which dimension of a
-tensor that is, and in how many columns one of its elements stands for.
+tensor that is, and in how many columns one of its elements stands for. Whole experts are tensors of their
+own, or a first dimension.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from heteroinfer_contract.column_shares import Columns
+from heteroinfer_contract.column_shares import Columns, Experts
 from heteroinfer_contract.errors import ContractError
 
 _UP: Final = frozenset({"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "input_linear"})
@@ -32,6 +34,7 @@ _STACKED: Final = {
     "down_proj_scales": 2,
 }
 _ONCE: Final = frozenset({"down_proj_bias"})
+_NUMBER: Final = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,35 @@ def part_of(name: str, shape: Sequence[int], columns: Columns) -> Part:
     if dim < 0 or (role in _DOWN and leaf in {"scales", "weight_scale"} and shape[dim] == 1):
         return Part()  # a scale of each output holds for each rank's part of its sum
     return _narrow(name, shape, dim, columns, blocks=2 if role in _HALVES else 1)
+
+
+def experts_of(name: str, shape: Sequence[int], own: Experts) -> tuple[str, Part] | None:
+    """Returns the name that a tensor of routed experts has on this rank, and what of it is this rank's.
+
+    Experts count from 0 on each rank, as if the model had no others.
+
+    Args:
+        name: of the tensor.
+        shape: of the whole tensor.
+        own: experts of this rank.
+
+    Returns:
+        None for an expert of another rank.
+
+    Raises:
+        ContractError: the tensor is of all experts, and its first dimension is not theirs.
+    """
+    number = _NUMBER.search(name)
+    if number is not None:
+        local = int(number[0]) - own.first
+        renamed = f"{name[: number.start()]}{local}{name[number.end() :]}"
+        return (renamed, Part()) if 0 <= local < own.count else None
+    if not shape or shape[0] != own.total:
+        raise ContractError(
+            f"{name}: got a tensor {tuple(shape)} that cannot be split over feed-forward ranks, expected one "
+            f"of {own.total} experts first; use one feed-forward rank"
+        )
+    return name, Part(dim=0, start=own.first, length=own.count)
 
 
 _NEITHER: Final = -1

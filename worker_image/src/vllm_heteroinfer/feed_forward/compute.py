@@ -7,6 +7,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from heteroinfer_contract.column_shares import Experts
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton
 from vllm_heteroinfer.feed_forward.slab import Slab
 from vllm_heteroinfer.kernels.experts import experts
@@ -24,6 +25,46 @@ class AskTensors(Protocol):
 
     def of(self, rows: int) -> tuple[torch.Tensor, ...]:
         """Returns x, ids, weights and y of the first `rows` rows."""
+
+
+class OwnExperts:
+    """Asks of which a rank has whole experts: choices of other ranks' experts get a weight of 0.
+
+    Such a choice stands for an expert of the same row that is this rank's, which is read anyway; a row
+    without any for the first, and its answer is 0.
+    """
+
+    def __init__(self, asks: AskTensors, own: Experts, rows: int) -> None:
+        """Prepares.
+
+        Args:
+            asks: with ids of all ranks' experts.
+            own: of this rank.
+            rows: of the longest ask.
+        """
+        self._asks, self._own = asks, own
+        _, ids, weights, _ = asks.of(rows)
+        self.ids, self._weights = torch.empty_like(ids), torch.empty_like(weights)
+
+    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Returns x, ids, weights and y of the first `rows` rows, ids counting from this rank's first."""
+        x, ids, weights, y = self._asks.of(rows)
+        local = ids - self._own.first
+        here = (local >= 0) & (local < self._own.count)
+        some = local.gather(1, here.to(torch.uint8).argmax(1, keepdim=True)).clamp_(0, self._own.count - 1)
+        torch.where(here, local, some, out=self.ids[:rows])
+        torch.mul(weights, here, out=self._weights[:rows])
+        return x, self.ids[:rows], self._weights[:rows], y
+
+    def computing(self, compute: Compute) -> Compute:
+        """Returns what computes an ask, and answers 0 for rows of which this rank has no expert."""
+
+        def computed(rows: int) -> None:
+            compute(rows)
+            *_, y = self._asks.of(rows)
+            y.masked_fill_((self._weights[:rows] == 0).all(1, keepdim=True), 0.0)
+
+        return computed
 
 
 class Views:
@@ -44,9 +85,11 @@ class Views:
         return views
 
 
-def computes(skeleton: Skeleton, views: Views) -> dict[int, Compute]:
+def computes(skeleton: Skeleton, asks: AskTensors) -> dict[int, Compute]:
     """Returns for each layer what computes an ask of so many rows, from the slab into the lane's answer."""
-    return {layer: compute_of(part, views) for layer, part in skeleton.parts.items()}
+    if isinstance(asks, OwnExperts):
+        return {layer: asks.computing(compute_of(part, asks)) for layer, part in skeleton.parts.items()}
+    return {layer: compute_of(part, asks) for layer, part in skeleton.parts.items()}
 
 
 def compute_of(part: Any, asks: AskTensors) -> Compute:

@@ -1,8 +1,8 @@
 """A model of which only the feed-forward parts of some layers exist. Imports vLLM; for CPU ranks only.
 
 The model is built as vLLM builds it, on the meta device, in a private world of one rank; its experts
-and MLPs of the plan's layers get memory, with this rank's columns. The model's own `load_weights` then reads
-their tensors of the checkpoint, cut to these columns, and vLLM packs them for its kernels.
+and MLPs of the plan's layers get memory, with this rank's columns or whole experts. The model's own
+`load_weights` then reads their tensors of the checkpoint, cut to these, and vLLM packs them for its kernels.
 """
 
 import logging
@@ -23,9 +23,11 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.offloader import NoopOffloader, set_offloader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from heteroinfer_contract.column_shares import Columns, share_out, unit_of
+from heteroinfer_contract.column_shares import Columns, Experts, share_experts, share_out, unit_of
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model.config import EXPERT_COUNTS
 from heteroinfer_contract.model.scheme import find_quantization
+from heteroinfer_contract.plan import FeedForwardShare
 from vllm_heteroinfer.feed_forward import columns, remote
 from vllm_heteroinfer.feed_forward.columns import Part
 from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, check_one_size, layer_of
@@ -56,7 +58,8 @@ class Skeleton:
         hidden: elements of a row.
         topk: experts of a row; 0 if there are none.
         stored_bytes: of all weights as the kernels read them.
-        loaded_bytes: of their tensors in the checkpoint, this rank's columns only; 0 for dummy weights.
+        loaded_bytes: of their tensors in the checkpoint, this rank's part only; 0 for dummy weights.
+        own_experts: of each layer; None where this rank has a part of each expert.
         method: name of vLLM's method that holds them, and of its kernels.
         memory: where they are.
     """
@@ -67,6 +70,7 @@ class Skeleton:
     topk: int
     stored_bytes: int
     loaded_bytes: int
+    own_experts: Experts | None
     method: str
     memory: WeightMemory
 
@@ -74,19 +78,21 @@ class Skeleton:
 class SkeletonBuilder:
     """Builds and loads a skeleton; use once."""
 
-    def __init__(self, config: Any, layers: tuple[int, ...], shares: tuple[int, ...], lane: int) -> None:
+    def __init__(self, config: Any, own: FeedForwardShare, shares: tuple[int, ...], lane: int) -> None:
         """Prepares.
 
         Args:
             config: vLLM's, of this rank.
-            layers: of the plan.
-            shares: of all feed-forward ranks of the stage.
+            own: of the plan.
+            shares: of all feed-forward ranks of the stage, as they agreed.
             lane: number of this one among them.
         """
-        self._config, self._layers = config, frozenset(layers)
+        self._config, self._layers = config, frozenset(own.layers)
+        self._by_experts = own.by_experts
         self._shares, self._lane = shares, lane
         whole, text = config.model_config.hf_config, config.model_config.hf_text_config
         self._unit = unit_of(find_quantization(vars(whole), vars(text)))
+        self._experts: Experts | None = None
         self._found = RemoteParts()
         self._totals: dict[int, Columns] = {}
         self._parts: dict[int, Any] = {}
@@ -102,6 +108,8 @@ class SkeletonBuilder:
         """
         _private_world(self._config)
         self._plan_mlps()
+        if self._by_experts:
+            self._plan_experts()
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # without it vLLM's expert kernels end with SIGILL
         with set_current_vllm_config(self._config):
@@ -125,6 +133,20 @@ class SkeletonBuilder:
             return
         self._dense = share_out(width, self._shares, self._unit)[self._lane]
         text.intermediate_size = self._dense.width
+
+    def _plan_experts(self) -> None:
+        """Leaves the model this rank's experts: it builds and loads as many as its configuration says."""
+        text = self._config.model_config.hf_text_config
+        counts = {name: getattr(text, name, None) for name in EXPERT_COUNTS}
+        known = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
+        if len(set(known.values())) != 1:
+            raise ContractError(
+                f"{self._config.model_config.model}: got {counts} for the experts of a layer, expected one "
+                "number; set feedForward.ranks: 1, with the cores and memory of all"
+            )
+        self._experts = share_experts(next(iter(known.values())), self._shares)[self._lane]
+        for name in known:
+            setattr(text, name, self._experts.count)
 
     def _build_model(self) -> Any:
         builder = self
@@ -159,7 +181,10 @@ class SkeletonBuilder:
     def narrow(self, moe_config: Any, layer: int | None) -> None:
         """Gives a layer's experts this rank's columns; called before they are built."""
         assert layer is not None
-        own = share_out(moe_config.intermediate_size, self._shares, self._unit)[self._lane]
+        width = moe_config.intermediate_size
+        own = Columns(total=width, first=0, end=width, once=True)
+        if self._experts is None:
+            own = share_out(width, self._shares, self._unit)[self._lane]
         self._totals[layer] = own
         moe_config.intermediate_size = own.width
         moe_config.intermediate_size_per_partition = own.width
@@ -253,14 +278,23 @@ class SkeletonBuilder:
             layer = layer_of(name)
             assert layer is not None
             self._loaded.add(layer)
-            part = columns.part_of(name, tuple(tensor.shape), self._totals[layer])
+            found = self._part_of(name, tuple(tensor.shape), layer)
+            if found is None:
+                continue
+            renamed, part = found
             own = _cut(tensor, part)
             if part.zero:
                 own = torch.zeros_like(own)
             elif part.dim is not None and name.endswith(".g_idx"):
                 own = own - own[0]
             self._loaded_bytes += own.nbytes
-            yield name, own
+            yield renamed, own
+
+    def _part_of(self, name: str, shape: tuple[int, ...], layer: int) -> tuple[str, Part] | None:
+        """Returns a tensor's name on this rank, and what of it is this rank's; None for nothing."""
+        if self._experts is not None:
+            return columns.experts_of(name, shape, self._experts)
+        return name, columns.part_of(name, shape, self._totals[layer])
 
     # The result
 
@@ -278,6 +312,7 @@ class SkeletonBuilder:
             topk=topk.pop(),
             stored_bytes=stored,
             loaded_bytes=self._loaded_bytes,
+            own_experts=self._experts,
             method=", ".join(sorted(methods)),
             memory=self._memory,
         )
