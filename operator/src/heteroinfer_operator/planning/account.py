@@ -80,8 +80,8 @@ def describe_memory(planned: Planned) -> tuple[str, ...]:
         beside = format_bytes(beside_weights_bytes(planned.remote, plan.engine))
         whole = " in whole experts" if planned.remote.by_experts else ""
         lines += [
-            f"memory of a feed-forward rank of role {role}: {format_bytes(size)} of weights{whole}, and up to "
-            f"{beside} beside them: its process, and one layer while it is packed or the longest batch"
+            f"memory of a feed-forward rank of role {role}: {format_bytes(size)} of weights{whole}, and up "
+            f"to {beside} beside them: its process, and one layer while it is packed or the longest batch"
             for role, size in remote
         ]
     return tuple(lines)
