@@ -177,6 +177,20 @@ FAULTS: Final = (
         tests=(f"{_KERNELS}/test_experts.py", "-k", "every_path and fp8 and avx512f"),
     ),
     PlantedFault(
+        name="a rank of whole experts answers for those of others, too",
+        path=f"{_WORKER}/feed_forward/compute.py",
+        right="torch.mul(weights, here, out=self._weights[:rows])",
+        wrong="self._weights[:rows] = weights",
+        tests=(f"{_KERNELS}/test_experts.py", "-k", "layers_of_vllm"),
+    ),
+    PlantedFault(
+        name="the slowest feed-forward rank has the largest share",
+        path="worker_image/src/heteroinfer_contract/column_shares.py",
+        right="_RATE_STEPS * rate / most",
+        wrong="_RATE_STEPS * min(rates) / rate",
+        tests=("tests/unit/contract/test_column_shares.py", "-k", "by_rate"),
+    ),
+    PlantedFault(
         name="a dashboard asks for a metric that nobody serves",
         path="charts/dashboards/queries.py",
         right='"vllm:num_requests_waiting"',
