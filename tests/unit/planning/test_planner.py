@@ -278,6 +278,20 @@ def test_a_stage_without_capacity_for_a_layer_says_by_how_much() -> None:
     assert error.message.endswith("missing; raise the role's resources.limits.memory")
 
 
+def test_a_stage_without_capacity_for_a_layer_says_what_its_own_first_layer_needs() -> None:
+    """Its pod holds the small layers that the first stage has, and not a large one."""
+    model = profile(
+        num_layers=6, layer_bytes=(MIB, MIB, *(4 * GIB,) * 4), embedding_bytes=0, head_bytes=0, other_bytes=0
+    )
+    first = {**gpu(deviceMemory="1Gi"), "name": "first"}
+    short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
+    error = refusal(spec(first, cpu(memory="4Gi"), **short), model=model)
+    cache = 2 * 32 * 4096  # of two blocks
+    need = (4 * GIB + cache) / GIB
+    assert f"stage 1 (role cpu): one layer needs {need:.2f} GiB" in error.message, error.message
+    assert f"its ranks have 3.00 GiB: {need - 3:.2f} GiB missing" in error.message
+
+
 def test_a_pod_smaller_than_its_processes_is_refused() -> None:
     error = refusal(spec(cpu(memory="2Gi")))
     assert error.message == (

@@ -70,7 +70,7 @@ def check_explicit(
         missing = rank.missing_bytes(sizes, end - count, end)
         if missing is not None and missing > 0:
             have, span = rank.budget or 0, (end - count, end, rank.kernels)
-            packs = sizes.packing(*span) > sizes.cache(*span[:2])
+            packs = sizes.loads_to_more(*span)
             raise PlanError(
                 f"stage {index} (role {rank.role}): {count} layers need {format_bytes(have + missing)} "
                 f"with {_PACKED if packs else f'KV cache for {min_tokens} tokens'}, its ranks have "
@@ -177,10 +177,11 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
     first = 0
     for index, stage in enumerate(budgets):
         # Layers that could sit elsewhere are left for the stages that follow.
-        count = _capacity(stage, sizes, min(first, sizes.profile.num_layers - 1))
-        rank = stage.neediest(sizes, 0, 1)
+        layer = min(first, sizes.profile.num_layers - 1)
+        count = _capacity(stage, sizes, layer)
+        rank = stage.neediest(sizes, layer, layer + 1)
         if count == 0:
-            return _one_too_large(rank, index, sizes, min_tokens)
+            return _one_too_large(rank, index, layer, sizes, min_tokens)
         held.append(f"{count} in stage {index} (role {rank.role})")
         first += count
     missing = sizes.profile.num_layers - first
@@ -199,12 +200,12 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
     )
 
 
-def _one_too_large(rank: RankBudget, stage: int, sizes: Sizes, min_tokens: int) -> PlanError:
-    """Returns what is said where a stage cannot hold one layer."""
-    have = rank.budget or 0
-    need = sizes.needed(0, 1, rank.kernels) + rank.tables
-    shorter = _SHORTER if _without_cache(sizes, 0, 1, rank.kernels) + rank.tables <= have else ""
-    packs = sizes.packing(0, 1, rank.kernels) > sizes.cache(0, 1)
+def _one_too_large(rank: RankBudget, stage: int, layer: int, sizes: Sizes, min_tokens: int) -> PlanError:
+    """Returns what is said where a stage cannot hold the layer that it begins with."""
+    have, span = rank.budget or 0, (layer, layer + 1, rank.kernels)
+    need = sizes.needed(*span) + rank.tables
+    shorter = _SHORTER if sizes.loading(*span) + rank.tables <= have else ""
+    packs = sizes.loads_to_more(*span)
     return PlanError(
         f"stage {stage} (role {rank.role}): one layer needs {format_bytes(need)} with embedding "
         f"or head and {_PACKED if packs else f'KV cache for {min_tokens} tokens'}, its ranks have "
@@ -229,10 +230,5 @@ def _fits_without_cache(budgets: Sequence[StageBudget], sizes: Sizes) -> bool:
     first = 0
     for stage in budgets:
         if first < sizes.profile.num_layers:
-            first += _capacity(stage, sizes, first, _without_cache)
+            first += _capacity(stage, sizes, first, Sizes.loading)
     return first >= sizes.profile.num_layers
-
-
-def _without_cache(sizes: Sizes, first: int, end: int, kernels: WeightKernels) -> int:
-    """Returns what one rank must have for layers first..end-1 however short sequences are, in bytes."""
-    return sizes.layers(first, end, kernels) + sizes.packing(first, end, kernels)
