@@ -88,6 +88,43 @@ def _go_on(ranks: Sequence["subprocess.Popen[str]"]) -> None:
         rank.stdin.flush()
 
 
+ONE_RANK = """
+import json, os
+from dataclasses import replace
+from heteroinfer_contract.plan import Plan
+from vllm_heteroinfer.feed_forward import read_rate
+from vllm_heteroinfer.group.deadline import Deadline
+from vllm_heteroinfer.kernels import linear, memory_stream
+
+class Store:
+    put = staticmethod(lambda key, value: kept.update({key: value}))
+    get = staticmethod(lambda key, deadline, what: kept.get(key, ""))
+
+def reads(products):
+    counts.append(len(products))
+    return read(products)
+
+kept, counts, plan = {}, [], Plan.from_env(os.environ)
+memory_stream.bytes_beyond_caches = lambda: 768 << 20
+read_rate._read, read = reads, read_rate._read
+for weight_bytes in (1 << 20, 400 << 20):
+    read_rate.publish(plan, replace(plan.ranks[1], weight_bytes=weight_bytes), Store(), Deadline.after(60))
+assert int(kept["feed-forward/rate/1"]) > 1e8, kept
+print(json.dumps([bool(linear._prepared), sorted(set(counts))]))
+"""
+
+
+def test_measuring_leaves_alone_what_is_turned_off_and_takes_no_more_than_weights(tmp_path: Path) -> None:
+    plan = feed_forward_plan(tmp_path, num_layers=1, remote=[0], shares=[BY_RATE, BY_RATE])
+    said = {}
+    for kernels in ("auto", "onednn"):
+        env = {**os.environ, **plan.to_env(), **ONE_THREAD, "HETEROINFER_CPU_LINEAR": kernels}
+        command = [str(WORKER_PYTHON), "-c", ONE_RANK]
+        done = subprocess.run(command, env=env, check=True, timeout=120, stdout=subprocess.PIPE, text=True)
+        said[kernels] = json.loads(done.stdout)
+    assert said == {"auto": [True, [6, 13]], "onednn": [False, [6, 13]]}
+
+
 def test_a_group_that_shares_by_rate_has_the_whole_model_and_its_tokens(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path)
     with serving("llama", model, tmp_path, shares=(BY_RATE, BY_RATE)) as group:

@@ -241,6 +241,54 @@ def test_a_layer_is_packed_in_the_memory_that_kv_cache_gets_afterwards() -> None
     assert "maxModelLen" not in said
 
 
+@pytest.mark.parametrize("group", [16, 32, 128])
+def test_all_layers_are_loaded_before_one_is_packed(group: int) -> None:
+    """Kernels for AVX-512 have GPTQ in less than the checkpoint has."""
+    model, short = four_bits(SchemeName.GPTQ, group), {"maxModelLen": 32}
+    loaded = 32 * (PLAIN + QUANTIZED) + 3 * QUANTIZED
+    memory = loaded + 2 * 2 * 1002 * MIB + 8192 + 2 * GIB  # tables, the process and the API server
+    assert plan(spec(cpu(memory=str(memory)), engine=short), model, WITHOUT)
+    refusal(spec(cpu(memory=str(memory - 1)), engine=short), model, WITHOUT)
+
+
+def plain_mixture(experts: int) -> ModelProfile:
+    """Returns a mixture in bf16, of 6 MiB an expert."""
+    kind = LayerKind(kv_heads=8, kv_width=256, experts=experts, experts_per_token=4, expert_bytes=6 * MIB)
+    return profile(
+        kinds=(kind,),
+        num_layers=4,
+        kind_of_layer=(0,) * 4,
+        layer_bytes=((6 * experts + 20) * MIB,) * 4,
+        routing=Routing.TOP_K_SOFTMAX,
+    )
+
+
+def test_experts_in_16_bits_lie_twice_while_they_are_packed() -> None:
+    """Beside 1.5 GiB of experts 1.5 GiB, of which the process has left 384 MiB; KV cache needs 4 * 3 MiB."""
+    model, short = plain_mixture(256), {"maxModelLen": 64}
+    beside = (6 * 256 - 384) * MIB
+    (rank,) = plan(spec(cpu(), engine=short), model).plan.ranks
+    need = rank.weight_bytes + beside + 2 * GIB
+    assert plan(spec(cpu(memory=str(need)), engine=short), model)
+    said = refusal(spec(cpu(memory=str(need - 1), layers=[4]), engine=short), model)
+    assert "with what a layer takes while it is packed" in said, said
+    on_gpu = spec(gpu(deviceMemory=str((rank.weight_bytes + GIB // 2) * 10 // 9)), engine=short)
+    assert plan(on_gpu, model)
+
+
+def test_a_large_mlp_in_16_bits_is_packed_beside_itself() -> None:
+    kind = LayerKind(kv_heads=8, kv_width=256, mlp_bytes=1200 * MIB)
+    model = profile(num_layers=2, layer_bytes=(1300 * MIB,) * 2, kinds=(kind,), kind_of_layer=(0, 0))
+    planned = plan(spec(cpu(), engine={"maxModelLen": 64}), model)
+    assert planned.sizes.packing(0, 2, planned.budgets[0].ranks[0].kernels) == (800 - 384) * MIB
+    assert planned.sizes.packing(0, 2) == 0
+
+
+def test_a_small_layer_is_packed_in_what_its_process_has_left() -> None:
+    planned = plan(spec(cpu()), plain_mixture(64))
+    assert planned.sizes.packing(0, 4, planned.budgets[0].ranks[0].kernels) == 0
+
+
 def in_one_stage(device_memory: str) -> Planned:
     return plan(
         spec(gpu(deviceMemory=device_memory), cpu(memory="12Gi"), parallelism={"mode": "Tensor"}), four_bits()
@@ -322,6 +370,14 @@ def test_amx_is_counted_unless_no_node_has_it(
 ) -> None:
     found = roles_without_amx(spec(cpu()), nodes, calibrations)
     assert found == (frozenset({"cpu"}) if without else frozenset())
+
+
+def test_a_node_with_amx_counts_while_it_is_cordoned() -> None:
+    """It is opened again, and the plan lasts."""
+    cordoned = replace(AMX_NODE, schedulable=False, problem="cordoned")
+    assert roles_without_amx(spec(cpu()), (AVX512_NODE, cordoned), Calibrations()) == frozenset()
+    closed = replace(AVX512_NODE, schedulable=False)
+    assert roles_without_amx(spec(cpu()), (closed,), Calibrations()) == {"cpu"}
 
 
 def test_nodes_where_a_roles_pods_cannot_be_do_not_count() -> None:

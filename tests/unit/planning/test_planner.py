@@ -278,6 +278,46 @@ def test_a_stage_without_capacity_for_a_layer_says_by_how_much() -> None:
     assert error.message.endswith("missing; raise the role's resources.limits.memory")
 
 
+def test_a_stage_without_capacity_for_a_layer_says_what_its_own_first_layer_needs() -> None:
+    """Its pod holds the small layers that the first stage has, and not a large one."""
+    model = profile(
+        num_layers=6, layer_bytes=(MIB, MIB, *(4 * GIB,) * 4), embedding_bytes=0, head_bytes=0, other_bytes=0
+    )
+    first = {**gpu(deviceMemory="1Gi"), "name": "first"}
+    short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
+    error = refusal(spec(first, cpu(memory="4Gi"), **short), model=model)
+    cache = 2 * 32 * 4096  # of two blocks
+    need = (4 * GIB + cache) / GIB
+    assert f"stage 1 (role cpu): one layer needs {need:.2f} GiB" in error.message, error.message
+    assert f"its ranks have 3.00 GiB: {need - 3:.2f} GiB missing" in error.message
+
+
+def test_layers_that_a_stage_must_have_at_least_are_asked_for_together() -> None:
+    """Of 8 layers all were counted as fitting, and 0 as too many."""
+    model = profile(
+        num_layers=8, layer_bytes=(GIB,) * 8, embedding_bytes=0, head_bytes=0, first_stage_layers=3
+    )
+    first, second = ({**gpu(deviceMemory=size), "name": name} for name, size in (("a", "3Gi"), ("b", "30Gi")))
+    short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
+    said = refusal(spec(first, second, **short), model=model).message
+    assert said.startswith("stage 0 (role a): 3 layers, the fewest that it can have, need 3.00 GiB"), said
+    assert "its ranks have 2.70 GiB: 0.30 GiB missing" in said
+    pods = spec(gpu(pods=3), **short)
+    error = refusal(pods, model=replace(model, first_stage_layers=7))
+    assert error.reason == "TooManyStages"
+    assert "got 3 stages, the model has 8 layers and stages need 7, 1, 1" in error.message
+
+
+def test_layers_that_fit_add_up_where_they_differ() -> None:
+    """The second stage could hold a small layer, and has to have the large one before it."""
+    sizes = (GIB, GIB, GIB, 4 * GIB, GIB)
+    model = profile(num_layers=5, layer_bytes=sizes, embedding_bytes=0, head_bytes=0, other_bytes=0)
+    roles = [{**gpu(deviceMemory=f"{size}Gi"), "name": f"r{size}"} for size in (10, 3, 2)]
+    short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
+    said = refusal(spec(*roles, **short), model=model).message
+    assert said.startswith("stage 1 (role r3): one layer needs 4.00 GiB"), said
+
+
 def test_a_pod_smaller_than_its_processes_is_refused() -> None:
     error = refusal(spec(cpu(memory="2Gi")))
     assert error.message == (

@@ -25,6 +25,7 @@ from heteroinfer_operator.planning.placement import (
     assign_nodes,
     device_memory_mib,
     explain,
+    lasting_obstacle,
     obstacle,
 )
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
@@ -256,16 +257,17 @@ def roles_without_amx(
     """Returns the roles whose pods can be on no node with AMX, as far as labels or calibrations say.
 
     All nodes count where a role's pods may be, not those alone that were found for them: the scheduler
-    decides.
+    decides. So do those that are cordoned or not Ready: a plan outlasts that.
     """
     machine = calibrations.this_machine
     if machine is not None:
         return frozenset() if machine.has_amx else frozenset(role.name for role in spec.roles)
+    others = [node for node in nodes if not _lacks_amx(node, calibrations)]
     found = set()
     for role in spec.roles:
         demand = role_demand(spec, role, Device.CPU)
-        own = [node for node in nodes if not obstacle(demand, node)]
-        if own and all(_lacks_amx(node, calibrations) for node in own):
+        nowhere_else = all(lasting_obstacle(demand, node) for node in others)
+        if nowhere_else and any(not lasting_obstacle(demand, node) for node in nodes):
             found.add(role.name)
     return frozenset(found)
 

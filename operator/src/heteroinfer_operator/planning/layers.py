@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from heteroinfer_contract.byte_size import format_bytes
+from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
@@ -70,7 +71,7 @@ def check_explicit(
         missing = rank.missing_bytes(sizes, end - count, end)
         if missing is not None and missing > 0:
             have, span = rank.budget or 0, (end - count, end, rank.kernels)
-            packs = sizes.packing(*span) > sizes.cache(*span[:2])
+            packs = sizes.loads_to_more(*span)
             raise PlanError(
                 f"stage {index} (role {rank.role}): {count} layers need {format_bytes(have + missing)} "
                 f"with {_PACKED if packs else f'KV cache for {min_tokens} tokens'}, its ranks have "
@@ -95,10 +96,11 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
         PlanError: there are fewer layers than stages, or the model doesn't fit; the
             message says what is missing.
     """
-    num_layers, num_stages = sizes.profile.num_layers, len(budgets)
-    if num_layers < num_stages:
+    num_layers, least = sizes.profile.num_layers, _least_layers(sizes.profile, len(budgets))
+    if num_layers < sum(least):
+        needs = "a stage needs one" if max(least) == 1 else f"stages need {', '.join(map(str, least))}"
         raise PlanError(
-            f"roles: got {num_stages} stages, the model has {num_layers} layers and a stage needs one; "
+            f"roles: got {len(budgets)} stages, the model has {num_layers} layers and {needs}; "
             "use fewer pods or ranksPerPod, or set parallelism.tensor",
             reason=PlanReason.TOO_MANY_STAGES,
         )
@@ -106,13 +108,10 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
     # best[n]: cost and layers of the cheapest split of the first n layers over the stages so far.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for index, stage in enumerate(budgets):
-        least = sizes.profile.first_stage_layers if index == 0 else 1
-        if index == num_stages - 1 > 0:
-            least = max(least, sizes.profile.last_stage_layers)
         dear = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
         following: dict[int, tuple[int, tuple[int, ...]]] = {}
         for first, (cost, split) in best.items():
-            for count in range(least, _capacity(stage, sizes, first) + 1):
+            for count in range(least[index], _capacity(stage, sizes, first) + 1):
                 total, end = cost + dear * count + count * count, first + count
                 known = following.get(end)
                 # Among equal splits earlier stages get more: the last has the head.
@@ -122,6 +121,15 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
     if num_layers not in best:
         raise _too_large(budgets, sizes, min_tokens)
     return best[num_layers][1]
+
+
+def _least_layers(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
+    """Returns the least layers of each stage."""
+    least = [1] * num_stages
+    least[0] = profile.first_stage_layers
+    if num_stages > 1:
+        least[-1] = profile.last_stage_layers
+    return tuple(least)
 
 
 _Cost: TypeAlias = Callable[[Sizes, int, int, WeightKernels], int]
@@ -173,16 +181,19 @@ def _shared_too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError
 def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) -> PlanError:
     if (shared := _shared_too_large(budgets, sizes)) is not None:
         return shared
-    held: list[str] = []
-    first = 0
+    least, held, first = _least_layers(sizes.profile, len(budgets)), [0] * len(budgets), 0
     for index, stage in enumerate(budgets):
-        # Layers that could sit elsewhere are left for the stages that follow.
-        count = _capacity(stage, sizes, min(first, sizes.profile.num_layers - 1))
-        rank = stage.neediest(sizes, 0, 1)
-        if count == 0:
-            return _one_too_large(rank, index, sizes, min_tokens)
-        held.append(f"{count} in stage {index} (role {rank.role})")
-        first += count
+        # What this stage and those that follow need at least is left for them.
+        layer = min(first, sizes.profile.num_layers - sum(least[index:]))
+        held[index - 1] -= first - layer
+        held[index] = _capacity(stage, sizes, layer)
+        if held[index] < least[index]:
+            return _least_too_large(stage, index, (layer, layer + least[index]), sizes, min_tokens)
+        first = layer + held[index]
+    words = [
+        f"{count} in stage {index} (role {stage.neediest(sizes, 0, 1).role})"
+        for index, (count, stage) in enumerate(zip(held, budgets, strict=True))
+    ]
     missing = sizes.profile.num_layers - first
     size = sizes.tensor * max(
         sizes.needed(first, sizes.profile.num_layers, rank.kernels)
@@ -193,21 +204,26 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
     shorter = _SHORTER if _fits_without_cache(budgets, sizes) else ""
     return PlanError(
         f"the model does not fit: it has {sizes.profile.num_layers} layers, and with KV cache for "
-        f"{min_tokens} tokens {first} fit, {', '.join(held)}: {missing} layers ({format_bytes(size)}) "
+        f"{min_tokens} tokens {first} fit, {', '.join(words)}: {missing} layers ({format_bytes(size)}) "
         f"don't; {memory}{_fewer_bits(sizes)}{shorter}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
-def _one_too_large(rank: RankBudget, stage: int, sizes: Sizes, min_tokens: int) -> PlanError:
-    """Returns what is said where a stage cannot hold one layer."""
-    have = rank.budget or 0
-    need = sizes.needed(0, 1, rank.kernels) + rank.tables
-    shorter = _SHORTER if _without_cache(sizes, 0, 1, rank.kernels) + rank.tables <= have else ""
-    packs = sizes.packing(0, 1, rank.kernels) > sizes.cache(0, 1)
+def _least_too_large(
+    stage: StageBudget, index: int, layers: tuple[int, int], sizes: Sizes, min_tokens: int
+) -> PlanError:
+    """Returns what is said where a stage cannot hold the layers that it must at least: from, and to."""
+    rank, count = stage.neediest(sizes, *layers), layers[1] - layers[0]
+    have, span = rank.budget or 0, (*layers, rank.kernels)
+    need = sizes.needed(*span) + rank.tables
+    shorter = _SHORTER if sizes.loading(*span) + rank.tables <= have else ""
+    packs = sizes.loads_to_more(*span)
     return PlanError(
-        f"stage {stage} (role {rank.role}): one layer needs {format_bytes(need)} with embedding "
-        f"or head and {_PACKED if packs else f'KV cache for {min_tokens} tokens'}, its ranks have "
+        f"stage {index} (role {rank.role}): "
+        f"{'one layer needs' if count == 1 else f'{count} layers, the fewest that it can have, need'} "
+        f"{format_bytes(need)} with embedding or head and "
+        f"{_PACKED if packs else f'KV cache for {min_tokens} tokens'}, its ranks have "
         f"{format_bytes(have)}: {format_bytes(need - have)} missing; "
         f"{_MORE_MEMORY[rank.device]}{shorter}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
@@ -229,10 +245,5 @@ def _fits_without_cache(budgets: Sequence[StageBudget], sizes: Sizes) -> bool:
     first = 0
     for stage in budgets:
         if first < sizes.profile.num_layers:
-            first += _capacity(stage, sizes, first, _without_cache)
+            first += _capacity(stage, sizes, first, Sizes.loading)
     return first >= sizes.profile.num_layers
-
-
-def _without_cache(sizes: Sizes, first: int, end: int, kernels: WeightKernels) -> int:
-    """Returns what one rank must have for layers first..end-1 however short sequences are, in bytes."""
-    return sizes.layers(first, end, kernels) + sizes.packing(first, end, kernels)

@@ -15,7 +15,7 @@ from heteroinfer_operator.planning.engine_options import has_flag, option_value
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, KvCache, build_kv_cache
-from heteroinfer_operator.planning.packing import WeightKernels, packed_part, packing_copies
+from heteroinfer_operator.planning.packing import WeightKernels, bytes_beside, packed_part, packing_copies
 from heteroinfer_operator.planning.topology import Seat
 from heteroinfer_operator.quantity import parse_bytes
 
@@ -23,6 +23,9 @@ GPU_USABLE: Final = Fraction(9, 10)
 """Share of a GPU's memory for weights and KV cache; the rest: activations, CUDA graphs, the driver."""
 RANK_OVERHEAD_BYTES: Final = 2**30
 """Host memory of a CPU rank without weights and KV cache: Python, torch and vLLM, activations."""
+PACKED_IN_OVERHEAD_BYTES: Final = 3 * 2**27
+"""Of RANK_OVERHEAD_BYTES, what may lie beside a layer while it is packed: of it a rank had taken 0.56 to
+0.58 GiB by then (2026-11-25)."""
 LEADER_OVERHEAD_BYTES: Final = 2**30
 """Host memory of the API server and the scheduler, in the pod of rank 0."""
 CPU_TABLE_COPIES: Final = 2
@@ -76,6 +79,7 @@ class Sizes:
         scale: bytes of the engine's element type for one byte of the checkpoint, of plain weights.
         layer_bytes: weights of each layer on one rank as they are stored, in bytes: what a GPU has of them.
         quantized_bytes: of these, those in the model's scheme, which CPUs pack.
+        packing_bytes: what lies beside each layer on a CPU while it is packed.
         encoder_bytes: of the encoder, on each rank; 0 where it is not served.
         kv: the KV cache of one rank.
     """
@@ -85,6 +89,7 @@ class Sizes:
     scale: Fraction
     layer_bytes: tuple[int, ...]
     quantized_bytes: tuple[int, ...]
+    packing_bytes: tuple[int, ...]
     encoder_bytes: int
     kv: KvCache
 
@@ -95,12 +100,14 @@ class Sizes:
         scale = Fraction(element, ELEMENT_BYTES.get(profile.dtype, element))
         linear = scale * online_quantization(engine.extra_args, element)
         sizes = tuple(zip(profile.layer_bytes, plain_bytes(profile), strict=True))
+        quantized = tuple(-(-(size - plain) // tensor) for size, plain in sizes)
         return cls(
             profile=profile,
             tensor=tensor,
             scale=scale,
             layer_bytes=tuple(-int(-(plain * linear + (size - plain)) // tensor) for size, plain in sizes),
-            quantized_bytes=tuple(-(-(size - plain) // tensor) for size, plain in sizes),
+            quantized_bytes=quantized,
+            packing_bytes=_packing_bytes(profile, quantized, scale, tensor),
             encoder_bytes=0 if serves_text_only(engine.extra_args) else int(profile.encoder_bytes * scale),
             kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
         )
@@ -115,25 +122,34 @@ class Sizes:
         return self.kv.block_bytes(first, end) * self.kv.least_blocks
 
     def packing(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
-        """Returns what lies beside layers first..end-1 while the largest is packed from 4 bits, in bytes.
+        """Returns what lies beside layers first..end-1 while the one that needs most is packed, in bytes.
 
-        Layers are packed one by one once all are loaded, before there is a KV cache; 0 on GPUs. Small ones
-        have up to 130 MiB beside them, which RANK_OVERHEAD_BYTES holds: of it a rank had taken 0.56 GiB by
-        then (2026-11-25). Source: vllm/model_executor/model_loader/base_loader.py::BaseModelLoader@v0.32.0.
+        Layers are packed one by one once all are loaded, before there is a KV cache; 0 on GPUs.
+        Source: vllm/model_executor/model_loader/base_loader.py::BaseModelLoader@v0.32.0.
         """
-        scheme = self.profile.scheme
-        if kernels is WeightKernels.GPU or scheme.name not in FOUR_BITS:
-            return 0
-        return packing_copies(scheme) * max(self.quantized_bytes[first:end], default=0)
+        return 0 if kernels is WeightKernels.GPU else max(self.packing_bytes[first:end], default=0)
+
+    def loading(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+        """Returns the most that one rank has of layers first..end-1 before there is a KV cache, in bytes.
+
+        All are loaded as they are stored before the first is packed, and packed before the last is done.
+        """
+        most = max(self.layers(first, end), self.layers(first, end, kernels))
+        return most + self.packing(first, end, kernels)
 
     def needed(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
         """Returns the least that one rank must have for layers first..end-1, in bytes.
 
-        Their weights, and KV cache for one longest sequence or what lies beside a layer while it is packed,
-        whichever is more.
+        Their weights with KV cache for one longest sequence, or what it has while it loads them, whichever
+        is more.
         """
-        beside = max(self.cache(first, end), self.packing(first, end, kernels))
-        return self.layers(first, end, kernels) + beside
+        with_cache = self.layers(first, end, kernels) + self.cache(first, end)
+        return max(with_cache, self.loading(first, end, kernels))
+
+    def loads_to_more(self, first: int, end: int, kernels: WeightKernels) -> bool:
+        """Returns whether loading layers first..end-1 is what needs most, and not KV cache."""
+        with_cache = self.layers(first, end, kernels) + self.cache(first, end)
+        return self.loading(first, end, kernels) > with_cache
 
     def tables(self, stage: int, num_stages: int, device: Device) -> int:
         """Returns what a stage holds besides layers on one rank, in bytes: embedding first, head last.
@@ -176,6 +192,20 @@ class Sizes:
     def share(self, size: int) -> int:
         """Returns one rank's part of plain weights, in bytes of the engine's type."""
         return -int(-size * self.scale // self.tensor)
+
+
+def _packing_bytes(
+    profile: ModelProfile, quantized: Sequence[int], scale: Fraction, tensor: int
+) -> tuple[int, ...]:
+    copies = packing_copies(profile.scheme) if profile.scheme.name in FOUR_BITS else 0
+    others = [
+        ceil(bytes_beside(profile.layer(index), profile.scheme, scale) / tensor)
+        for index in range(profile.num_layers)
+    ]
+    return tuple(
+        max(copies * in_scheme, other - PACKED_IN_OVERHEAD_BYTES, 0)
+        for in_scheme, other in zip(quantized, others, strict=True)
+    )
 
 
 def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:

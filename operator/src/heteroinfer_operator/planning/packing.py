@@ -1,4 +1,4 @@
-"""Weights in 4 bits as kernels of CPUs have them: their bytes once packed, and what lies beside meanwhile.
+"""Weights as kernels of CPUs have them: in 4 bits their bytes once packed, and what lies beside meanwhile.
 
 Stages on CPUs and feed-forward ranks are counted by it. Pure.
 """
@@ -9,7 +9,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Final
 
-from heteroinfer_contract.model import Scheme, SchemeName
+from heteroinfer_contract.model import LayerKind, Scheme, SchemeName
 
 _BLOCK: Final = 128
 """Weights of an output that kernels for AMX have in a block, with a sum of 4 bytes; a smaller group is one
@@ -23,6 +23,9 @@ _COPIES: Final[Mapping[SchemeName, int]] = MappingProxyType(
 )
 """Of a layer's bytes, what is beside it at most while it is packed: up to 1.9, of experts in GPTQ up to 2.9
 (patches/cpu_packing.py; 150 to 300 MiB a layer, 2 cores of an EPYC, 2026-11-24 and 2026-11-25)."""
+
+_GATE_AND_UP: Final = Fraction(2, 3)
+"""Of an MLP."""
 
 
 class WeightKernels(StrEnum):
@@ -66,3 +69,22 @@ def packed_part(scheme: Scheme, kernels: WeightKernels = WeightKernels.AMX) -> F
 def packing_copies(scheme: Scheme) -> int:
     """Returns how often a layer's quantized bytes lie beside it while it is packed; 1 in other formats."""
     return _COPIES.get(scheme.name, 1)
+
+
+def bytes_beside(kind: LayerKind, scheme: Scheme, scale: Fraction) -> Fraction:
+    """Returns what lies beside a layer at most while weights of it are packed that are not in 4 bits.
+
+    All its experts once more, since both their tensors are replaced before the first of them goes; of an MLP
+    gate and up, which are one tensor. Of experts of 0.75 GiB 0.75 GiB, of an MLP of 0.66 GiB 0.4 (bf16, 2
+    cores of an EPYC, 2026-11-25).
+
+    Args:
+        kind: of the layer.
+        scheme: of the model.
+        scale: bytes of the engine's element type for one byte of the checkpoint, of plain weights.
+    """
+    in_four_bits = scheme.name in _ZERO_POINT
+    experts = 0 if kind.experts_quantized and in_four_bits else kind.routed_bytes
+    mlp = 0 if kind.quantized_bytes and in_four_bits else kind.mlp_bytes
+    of_experts = experts * (Fraction(1) if kind.experts_quantized else scale)
+    return max(of_experts, _GATE_AND_UP * mlp * scale)

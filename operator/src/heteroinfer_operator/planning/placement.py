@@ -75,8 +75,11 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
 
 def obstacle(demand: PodDemand, node: NodeView) -> str:
     """Returns why a pod may not be on a node however much is free there, or ""."""
-    if not node.schedulable:
-        return f"is {node.problem}"
+    return lasting_obstacle(demand, node) if node.schedulable else f"is {node.problem}"
+
+
+def lasting_obstacle(demand: PodDemand, node: NodeView) -> str:
+    """Returns why a pod may not be on a node even once that is Ready and not cordoned, or ""."""
     taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
     if taint is not None:
         return f"is tainted {taint}"

@@ -6,6 +6,7 @@ which waits for that, does not load meanwhile. Imports torch.
 """
 
 import logging
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import torch
 
 from heteroinfer_contract.column_shares import shares_by_rate
 from heteroinfer_contract.plan import Plan, RankAssignment
+from vllm_heteroinfer.kernels.host_caches import LEAST_BYTES
+from vllm_heteroinfer.kernels.linear_layers import is_wanted
 from vllm_heteroinfer.kernels.memory_stream import PRODUCT_BYTES, Read, memory_stream
 
 if TYPE_CHECKING:
@@ -33,12 +36,15 @@ def publish(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "De
     Called by all of them; nothing where the plan says their shares.
 
     Raises:
+        ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
         TimeoutError: another one was not there by the deadline.
     """
     lanes = plan.feed_forward_ranks(rank.stage)
     if not _is_by_rate(lanes):
         return
-    products = memory_stream()
+    # What its weights will take it has, and nothing is loaded yet.
+    most_bytes = max(rank.weight_bytes, LEAST_BYTES)
+    products = memory_stream(ours=is_wanted(os.environ), most_bytes=most_bytes)
     with torch.inference_mode():
         _read(products)
         store.put(_key("reads", rank), "")

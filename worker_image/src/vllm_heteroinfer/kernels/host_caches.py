@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-_LEAST_BYTES, _MOST_BYTES = 192 << 20, 768 << 20
+LEAST_BYTES, MOST_BYTES = 192 << 20, 768 << 20
 
 
 def bytes_beyond_caches(cache: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
     """Returns how many bytes of weights a round reads, twice what the largest cache holds."""
     sizes = [_cache_bytes(file.read_text()) for file in cache.glob("index*/size")]
-    return min(max(2 * max(sizes, default=0), _LEAST_BYTES), _MOST_BYTES)
+    return min(max(2 * max(sizes, default=0), LEAST_BYTES), MOST_BYTES)
 
 
 def _cache_bytes(text: str) -> int:

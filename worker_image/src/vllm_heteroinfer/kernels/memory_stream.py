@@ -1,6 +1,7 @@
 """Products with one row, whose time is that of reading their weights from memory. Imports torch, not vLLM.
 
-The stream is that of our linear kernel, or torch's own product where this CPU has no kernels of ours.
+The stream is that of our linear kernel, or torch's own product where there are none or the user has turned
+them off.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_heteroinfer.kernels import linear
-from vllm_heteroinfer.kernels.host_caches import bytes_beyond_caches
+from vllm_heteroinfer.kernels.host_caches import MOST_BYTES, bytes_beyond_caches
 from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 
 INPUTS, COLUMNS = 4096, 4096
@@ -18,19 +19,29 @@ PRODUCT_BYTES = INPUTS * COLUMNS * 2
 Read = Callable[[], torch.Tensor]
 
 
-def memory_stream() -> list[Read]:
+def memory_stream(*, ours: bool = True, most_bytes: int = MOST_BYTES) -> list[Read]:
     """Returns products of PRODUCT_BYTES each, with weights that together no cache holds.
 
     Their weights are in memory until they are let go.
+
+    Args:
+        ours: whether our kernel may run.
+        most_bytes: of all weights together, whatever caches hold.
     """
-    count = -(-bytes_beyond_caches() // PRODUCT_BYTES)
+    count = -(-min(bytes_beyond_caches(), most_bytes) // PRODUCT_BYTES)
     x = torch.randn((1, INPUTS)).to(torch.bfloat16)
     dense = torch.randn((COLUMNS, INPUTS)).to(torch.bfloat16)
+    if ours and _are_there():
+        return [_our_product(x, linear.pack(dense)) for _ in range(count)]
+    return [_torch_product(x, dense.clone()) for _ in range(count)]
+
+
+def _are_there() -> bool:
     try:
         linear.prepare()
     except KernelsUnavailableError:
-        return [_torch_product(x, dense.clone()) for _ in range(count)]
-    return [_our_product(x, linear.pack(dense)) for _ in range(count)]
+        return False
+    return True
 
 
 def _torch_product(x: torch.Tensor, weight: torch.Tensor) -> Read:
