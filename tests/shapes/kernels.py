@@ -315,6 +315,25 @@ def overflows() -> bool:
     return bool((blocks.view(torch.float32) == 1.0).sum() == ones.numel())
 
 
+def four_bits_compute() -> dict[str, bool]:
+    """Returns whether the kernel that vLLM chooses for 4 bits computes activations of a type."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    columns, inputs, group = 32, 64, 32
+    packed = torch.zeros((columns // 16, inputs * 16 // 8), dtype=torch.int32)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x, scales = torch.ones((1, inputs), dtype=dtype), torch.ones((inputs // group, columns), dtype=dtype)
+        try:
+            ops.cpu_gemm_wna16(x, packed, scales, None, None, 8, "vec")
+        except NotImplementedError:
+            found[str(dtype).removeprefix("torch.")] = False
+        else:
+            found[str(dtype).removeprefix("torch.")] = True
+    return found
+
+
 def answers() -> dict[str, Any]:
     """Returns all of it; of what depends on AMX first with it, then without."""
     found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": [], "latent": []}
@@ -333,6 +352,8 @@ def answers() -> dict[str, Any]:
 
     found["latents_decode"] = latents_decode() if torch.cpu._is_amx_tile_supported() else None
     found["libraries"] = libraries()
+    avx512 = torch.cpu._is_avx512_supported()
+    found["four_bits_compute"] = four_bits_compute() if avx512 else None
     with cpu_with(amx=False):
         return {**found, "head_sizes": head_sizes(), "overflows": overflows()}
 

@@ -116,10 +116,17 @@ def test_linear_layers_have_the_kernels_of_the_table(kernels: dict[str, Any]) ->
             takes = ours is not None and _takes(ours, int(bits), dtype)
             of_table[key, dtype] = (takes, takes and ours is not None and ours.needs != AMX)
     stricter = {which for which in said if which[0] == f"{SchemeName.FP8_TENSOR} 8"}
+    stricter.add((f"{SchemeName.INT4} 4", "float32"))  # chosen, and not computed: see the next test
     assert {of_table.pop(which) for which in stricter} == {(False, False)}
     assert of_table == {which: runs for which, runs in said.items() if which not in stricter}
     asked = {SchemeName(key.rpartition(" ")[0]) for key in with_amx}
     assert asked >= set(CPU_LINEAR) - {SchemeName.NONE}
+
+
+def test_four_bits_in_float32_are_chosen_and_not_computed(kernels: dict[str, Any]) -> None:
+    computed = kernels["four_bits_compute"]
+    if computed is not None:  # this CPU has AVX-512
+        assert computed == {"bfloat16": True, "float32": False}, "int4 in float32 may be planned on CPUs now"
 
 
 def test_what_is_in_the_libraries_for_avx_512_alone_is_in_the_table(kernels: dict[str, Any]) -> None:
