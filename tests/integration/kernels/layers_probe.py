@@ -22,7 +22,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from heteroinfer_contract.column_shares import Experts
+from heteroinfer_contract.column_shares import Span
 from heteroinfer_contract.errors import ContractError
 from tests.integration.kernels.attention_probe import attention
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
@@ -228,7 +228,7 @@ def by_a_feed_forward_rank(part: Any, x: torch.Tensor, ids: torch.Tensor, weight
     return slab.y[0]
 
 
-OWN = Experts(total=12, first=4, end=8)
+OWN = Span(total=12, first=4, end=8)
 """Of a feed-forward rank that has a layer's four experts."""
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heteroinfer_contract.column_shares import (
-    Columns,
+    Span,
     share_experts,
     share_out,
     shares_by_rate,
@@ -29,7 +29,7 @@ def test_shares_cover_all_columns_once(units: int, unit: int, shares: list[int])
     parts = share_out(units * unit, shares, unit)
     assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
     assert parts[-1].end == units * unit
-    assert all(part.width >= unit and part.first % unit == 0 for part in parts)
+    assert all(part.count >= unit and part.first % unit == 0 for part in parts)
     assert [part.once for part in parts] == [True] + [False] * (len(shares) - 1)
 
 
@@ -46,8 +46,8 @@ def test_every_expert_is_of_one_rank(experts: int, shares: list[int]) -> None:
 
 
 def test_shares_follow_the_rates() -> None:
-    assert [part.width for part in share_out(768, [1, 3], 32)] == [192, 576]
-    assert [part.width for part in share_out(768, [1000, 1], 128)] == [640, 128]
+    assert [part.count for part in share_out(768, [1, 3], 32)] == [192, 576]
+    assert [part.count for part in share_out(768, [1000, 1], 128)] == [640, 128]
 
 
 @given(st.lists(st.floats(10e9, 200e9), min_size=1, max_size=8))
@@ -65,7 +65,7 @@ def test_ranks_that_read_about_as_fast_have_equal_shares() -> None:
 
 
 def test_one_rank_takes_whatever_size_there_is() -> None:
-    assert share_out(100, [1], 128) == [Columns(total=100, first=0, end=100, once=True)]
+    assert share_out(100, [1], 128) == [Span(total=100, first=0, end=100)]
 
 
 def test_columns_that_no_unit_divides_are_refused() -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from heteroinfer_contract.column_shares import Columns, Experts
+from heteroinfer_contract.column_shares import Span
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward.columns import Part, experts_of, part_of
 
-HALF = Columns(total=256, first=128, end=256, once=False)
+HALF = Span(total=256, first=128, end=256)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_each_format_is_cut_where_its_columns_are(name: str, shape: tuple[int, .
 
 
 def test_the_first_rank_adds_the_bias() -> None:
-    first = Columns(total=256, first=0, end=128, once=True)
+    first = Span(total=256, first=0, end=128)
     assert part_of("layers.0.mlp.experts.down_proj_bias", (8, 64), first) == Part()
 
 
 def test_a_rank_of_its_own_takes_any_tensor_whole() -> None:
-    whole = Columns(total=256, first=0, end=256, once=True)
+    whole = Span(total=256, first=0, end=256)
     assert part_of("layers.0.mlp.experts.anything", (3,), whole) == Part()
 
 
@@ -73,7 +73,7 @@ def test_an_unknown_format_is_refused() -> None:
         part_of("layers.0.mlp.experts.3.up_proj.codebook", (256, 4), HALF)
 
 
-OWN = Experts(total=8, first=6, end=8)
+OWN = Span(total=8, first=6, end=8)
 
 
 def test_whole_experts_count_from_this_ranks_first() -> None:

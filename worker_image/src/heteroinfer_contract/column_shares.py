@@ -23,33 +23,11 @@ _RATE_STEPS: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """A rank's intermediate columns.
+class Span:
+    """A rank's part of a layer: intermediate columns of each expert or of the MLP, or whole experts.
 
     Attributes:
-        total: of a layer.
-        first: its first one.
-        end: one past its last one.
-        once: whether this rank adds what must be added once, such as the down projection's bias.
-    """
-
-    total: int
-    first: int
-    end: int
-    once: bool
-
-    @property
-    def width(self) -> int:
-        """Returns how many columns it has."""
-        return self.end - self.first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """A rank's routed experts, each whole.
-
-    Attributes:
-        total: of a layer.
+        total: columns or experts of the layer.
         first: its first one.
         end: one past its last one.
     """
@@ -60,11 +38,16 @@ class Experts:
 
     @property
     def count(self) -> int:
-        """Returns how many experts it has."""
+        """Returns how many it has."""
         return self.end - self.first
 
+    @property
+    def once(self) -> bool:
+        """Returns whether this rank adds what must be added once, such as the down projection's bias."""
+        return self.first == 0
 
-def share_out(total: int, shares: Sequence[int], unit: int) -> list[Columns]:
+
+def share_out(total: int, shares: Sequence[int], unit: int) -> list[Span]:
     """Returns each rank's columns: near its share, in whole units, at least one.
 
     Args:
@@ -87,14 +70,10 @@ def share_out(total: int, shares: Sequence[int], unit: int) -> list[Columns]:
             f"got {len(shares)} feed-forward ranks for {total} intermediate columns in groups of {unit}, "
             f"expected at most {units}; set feedForward.ranks lower, with more cores for each"
         )
-    bounds = [*(bound * unit for bound in _bounds(units, shares)[:-1]), total]
-    return [
-        Columns(total=total, first=first, end=end, once=i == 0)
-        for i, (first, end) in enumerate(pairwise(bounds))
-    ]
+    return _spans(total, shares, unit)
 
 
-def share_experts(total: int, shares: Sequence[int]) -> list[Experts]:
+def share_experts(total: int, shares: Sequence[int]) -> list[Span]:
     """Returns each rank's experts: near its share, at least one.
 
     Args:
@@ -109,17 +88,18 @@ def share_experts(total: int, shares: Sequence[int]) -> list[Experts]:
             f"got {len(shares)} feed-forward ranks for {total} experts, expected at most {total}; set "
             "feedForward.ranks lower, with more cores for each"
         )
-    return [Experts(total=total, first=first, end=end) for first, end in pairwise(_bounds(total, shares))]
+    return _spans(total, shares, unit=1)
 
 
-def _bounds(units: int, shares: Sequence[int]) -> list[int]:
-    """Returns where each share begins, and the end: at least one unit each."""
+def _spans(total: int, shares: Sequence[int], unit: int) -> list[Span]:
+    units = total // unit
     ends = [round(units * sum(shares[: i + 1]) / sum(shares)) for i in range(len(shares))]
-    for i in range(len(ends)):  # from the front and from the back
+    for i in range(len(ends)):  # at least one unit each, from the front and from the back
         ends[i] = max(ends[i], (ends[i - 1] if i else 0) + 1)
     for i in reversed(range(len(ends))):
         ends[i] = min(ends[i], units - (len(ends) - 1 - i))
-    return [0, *ends]
+    bounds = [0, *(end * unit for end in ends[:-1]), total]
+    return [Span(total=total, first=first, end=end) for first, end in pairwise(bounds)]
 
 
 def shares_by_rate(rates: Sequence[float]) -> tuple[int, ...]:

@@ -145,8 +145,7 @@ def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence
         return True
     try:
         for kind in kinds:
-            if kind.columns and profile.column_unit:
-                share_out(kind.columns, (1,) * own.ranks, profile.column_unit)
+            _column_counts(kind, profile.column_unit, own.ranks)
     except ContractError:
         return True
     return False
@@ -278,12 +277,17 @@ def _units(remote: Remote, index: int) -> list[int]:
     Raises:
         ContractError: as share_out, or share_experts.
     """
-    shares, kind = (1,) * remote.spec.ranks, remote.profile.layer(index)
+    kind = remote.profile.layer(index)
     if remote.by_experts:
-        return [own.count for own in share_experts(kind.experts, shares)]
-    if not kind.columns or not remote.profile.column_unit:
+        return [own.count for own in share_experts(kind.experts, (1,) * remote.spec.ranks)]
+    return _column_counts(kind, remote.profile.column_unit, remote.spec.ranks)
+
+
+def _column_counts(kind: LayerKind, unit: int, ranks: int) -> list[int]:
+    """Returns each rank's intermediate columns, [] where they are not known; raises as share_out."""
+    if not kind.columns or not unit:
         return []
-    return [columns.width for columns in share_out(kind.columns, shares, remote.profile.column_unit)]
+    return [own.count for own in share_out(kind.columns, (1,) * ranks, unit)]
 
 
 def _parts(remote: Remote, index: int) -> list[Fraction]:

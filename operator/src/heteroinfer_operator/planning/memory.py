@@ -137,19 +137,21 @@ class Sizes:
         most = max(self.layers(first, end), self.layers(first, end, kernels))
         return most + self.packing(first, end, kernels)
 
+    def serving(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+        """Returns layers first..end-1 with KV cache for one longest sequence on one rank, in bytes."""
+        return self.layers(first, end, kernels) + self.cache(first, end)
+
     def needed(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
         """Returns the least that one rank must have for layers first..end-1, in bytes.
 
         Their weights with KV cache for one longest sequence, or what it has while it loads them, whichever
         is more.
         """
-        with_cache = self.layers(first, end, kernels) + self.cache(first, end)
-        return max(with_cache, self.loading(first, end, kernels))
+        return max(self.serving(first, end, kernels), self.loading(first, end, kernels))
 
     def loads_to_more(self, first: int, end: int, kernels: WeightKernels) -> bool:
         """Returns whether loading layers first..end-1 is what needs most, and not KV cache."""
-        with_cache = self.layers(first, end, kernels) + self.cache(first, end)
-        return self.loading(first, end, kernels) > with_cache
+        return self.loading(first, end, kernels) > self.serving(first, end, kernels)
 
     def tables(self, stage: int, num_stages: int, device: Device) -> int:
         """Returns what a stage holds besides layers on one rank, in bytes: embedding first, head last.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from heteroinfer_contract.column_shares import Columns, Experts
+from heteroinfer_contract.column_shares import Span
 from heteroinfer_contract.errors import ContractError
 
 _UP: Final = frozenset({"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "input_linear"})
@@ -56,7 +56,7 @@ class Part:
     blocks: int = 1
 
 
-def part_of(name: str, shape: Sequence[int], columns: Columns) -> Part:
+def part_of(name: str, shape: Sequence[int], columns: Span) -> Part:
     """Returns what of a checkpoint's tensor is this rank's.
 
     Args:
@@ -69,7 +69,7 @@ def part_of(name: str, shape: Sequence[int], columns: Columns) -> Part:
     """
     *path, leaf = name.split(".")
     role = next((segment for segment in reversed(path) if segment in _UP | _DOWN), "")
-    if columns.width == columns.total or (role and leaf in _WHOLE):
+    if columns.count == columns.total or (role and leaf in _WHOLE):
         return Part()
     if leaf in _ONCE or (role in _DOWN and leaf == "bias"):
         return Part(zero=not columns.once)
@@ -86,7 +86,7 @@ def part_of(name: str, shape: Sequence[int], columns: Columns) -> Part:
     return _narrow(name, shape, dim, columns, blocks=2 if role in _HALVES else 1)
 
 
-def experts_of(name: str, shape: Sequence[int], own: Experts) -> tuple[str, Part] | None:
+def experts_of(name: str, shape: Sequence[int], own: Span) -> tuple[str, Part] | None:
     """Returns the name that a tensor of routed experts has on this rank, and what of it is this rank's.
 
     Experts count from 0 on each rank, as if the model had no others.
@@ -131,7 +131,7 @@ def _dim(down: bool, leaf: str, dims: int) -> int | None:
     return None
 
 
-def _narrow(name: str, shape: Sequence[int], dim: int, columns: Columns, blocks: int) -> Part:
+def _narrow(name: str, shape: Sequence[int], dim: int, columns: Span, blocks: int) -> Part:
     size = shape[dim] // blocks
     start, end = size * columns.first, size * columns.end
     if start % columns.total or end % columns.total:

@@ -7,7 +7,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from heteroinfer_contract.column_shares import Experts
+from heteroinfer_contract.column_shares import Span
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton
 from vllm_heteroinfer.feed_forward.slab import Slab
 from vllm_heteroinfer.kernels.experts import experts
@@ -34,7 +34,7 @@ class OwnExperts:
     without any for the first, and its answer is 0.
     """
 
-    def __init__(self, asks: AskTensors, own: Experts, rows: int) -> None:
+    def __init__(self, asks: AskTensors, own: Span, rows: int) -> None:
         """Prepares.
 
         Args:

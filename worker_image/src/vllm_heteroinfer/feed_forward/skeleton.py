@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.offloader import NoopOffloader, set_offloader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from heteroinfer_contract.column_shares import Columns, Experts, share_experts, share_out, unit_of
+from heteroinfer_contract.column_shares import Span, share_experts, share_out, unit_of
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model.config import EXPERT_COUNTS
 from heteroinfer_contract.model.scheme import find_quantization
@@ -70,7 +70,7 @@ class Skeleton:
     topk: int
     stored_bytes: int
     loaded_bytes: int
-    own_experts: Experts | None
+    own_experts: Span | None
     method: str
     memory: WeightMemory
 
@@ -92,9 +92,9 @@ class SkeletonBuilder:
         self._shares, self._lane = shares, lane
         whole, text = config.model_config.hf_config, config.model_config.hf_text_config
         self._unit = unit_of(find_quantization(vars(whole), vars(text)))
-        self._experts: Experts | None = None
+        self._experts: Span | None = None
         self._found = RemoteParts()
-        self._totals: dict[int, Columns] = {}
+        self._totals: dict[int, Span] = {}
         self._parts: dict[int, Any] = {}
         self._loaded_bytes = 0
         self._loaded: set[int] = set()
@@ -128,11 +128,11 @@ class SkeletonBuilder:
         """Narrows the MLPs of dense models: the model makes them as wide as its configuration says."""
         text = self._config.model_config.hf_text_config
         width = getattr(text, "intermediate_size", None)
-        self._dense: Columns | None = None
+        self._dense: Span | None = None
         if self._config.model_config.is_moe or not isinstance(width, int):
             return
         self._dense = share_out(width, self._shares, self._unit)[self._lane]
-        text.intermediate_size = self._dense.width
+        text.intermediate_size = self._dense.count
 
     def _plan_experts(self) -> None:
         """Leaves the model this rank's experts: it builds and loads as many as its configuration says."""
@@ -179,16 +179,14 @@ class SkeletonBuilder:
             set_offloader(None)
 
     def narrow(self, moe_config: Any, layer: int | None) -> None:
-        """Gives a layer's experts this rank's columns; called before they are built."""
+        """Gives a layer's experts this rank's columns, or leaves them whole; called before they are built."""
         assert layer is not None
-        width = moe_config.intermediate_size
-        own = Columns(total=width, first=0, end=width, once=True)
         if self._experts is None:
-            own = share_out(width, self._shares, self._unit)[self._lane]
-        self._totals[layer] = own
-        moe_config.intermediate_size = own.width
-        moe_config.intermediate_size_per_partition = own.width
-        moe_config.intermediate_size_per_partition_unpadded = own.width
+            own = share_out(moe_config.intermediate_size, self._shares, self._unit)[self._lane]
+            self._totals[layer] = own
+            moe_config.intermediate_size = own.count
+            moe_config.intermediate_size_per_partition = own.count
+            moe_config.intermediate_size_per_partition_unpadded = own.count
         # Another one only chooses kernels that route by themselves; what comes here is routed.
         moe_config.routing_method = RoutingMethodType.Default
 
