@@ -20,11 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.bench.model_shapes import SHAPES
+from tests.spinning import spinning
 
 SHAPE = SHAPES["qwen3-30b-a3b"]
 REPEATS = {1: 60, 4: 25, 16: 10, 64: 6}
@@ -106,18 +107,6 @@ def bind(how: str, cpus: Sequence[int]) -> None:
             os.sched_setaffinity(entry, set(cpus) if how == "free" else {order[number % len(order)]})
 
 
-@contextlib.contextmanager
-def spinning(count: int) -> Iterator[None]:
-    """Has so many processes spin."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 def measure(options: argparse.Namespace) -> None:
     """Prints a row for everything with one kind of page, while no other process of this program measures."""
     import torch
@@ -142,7 +131,7 @@ def measure(options: argparse.Namespace) -> None:
             for threads in options.threads:
                 line(threads, how)
         for beside in options.neighbours:
-            with spinning(beside):
+            with spinning([cpus] * beside):
                 for threads in options.threads:
                     if threads + beside > len(cpus) - 3:
                         line(threads, "free", beside)

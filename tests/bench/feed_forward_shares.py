@@ -15,10 +15,8 @@ import contextlib
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -35,24 +33,11 @@ from tests.bench.feed_forward_cells import (
 )
 from tests.bench.model_shapes import SHAPES, make_shape
 from tests.integration.worker.groups import Group, start_group
+from tests.spinning import spinning
 
 EQUAL: Final = 1
 START_TIMEOUT_S: Final = 300.0
 NAMES: Final = {EQUAL: "equal", BY_RATE: "by rate"}
-
-
-@contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
-    """Keeps so many CPUs, the last ones, busy for half of their time where somebody else computes."""
-    cpus = sorted(os.sched_getaffinity(0))[len(os.sched_getaffinity(0)) - count :]
-    spin = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: 0"
-    others = [subprocess.Popen([sys.executable, "-c", spin % cpu]) for cpu in cpus]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
 
 
 def main() -> int:
@@ -75,7 +60,8 @@ def main() -> int:
     options.prompts = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model = make_shape(Path(folder) / "model", options.shape, options.layers)
-        stack.enter_context(busy(options.busy))
+        cpus = sorted(os.sched_getaffinity(0))
+        stack.enter_context(spinning([{cpu} for cpu in cpus[len(cpus) - options.busy :]]))
         groups = {share: start(share, model, Path(folder), options, stack) for share in NAMES}
         print("| requests | shares | a step, ms (each round) |", "|---|---|---|", sep="\n")
         for requests in options.requests:

@@ -4,10 +4,8 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.plan import BY_RATE
@@ -17,6 +15,7 @@ from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.feed_forward.groups import ONE_THREAD, answers, make_model, reference, serving
 from tests.integration.worker.groups import WORKER_PYTHON
 from tests.ports import free_port
+from tests.spinning import spinning
 
 RANK = """
 import json, os, sys
@@ -59,21 +58,18 @@ def test_the_rank_whose_cores_are_busy_has_the_smaller_share(tmp_path: Path) -> 
         )
         for number, (cpu, nice) in enumerate([(last, "0"), (first, "10"), (last, "0")])
     ]
-    started: list[subprocess.Popen[Any]] = list(ranks)
     try:
         assert [_line(rank) for rank in ranks] == ["connected"] * 3
-        spin = f"import os; os.sched_setaffinity(0, {{{first}}})\nwhile True: 0"
-        started.append(subprocess.Popen([sys.executable, "-c", spin]))
-        _go_on(ranks)
-        slow, fast = json.loads(_line(ranks[0]))
-        assert slow < 0.8 * fast, (slow, fast)
-        assert [json.loads(_line(rank)) for rank in ranks[1:]] == [[slow, fast]] * 2
-        _go_on(ranks)
+        with spinning([{first}]):
+            _go_on(ranks)
+            slow, fast = json.loads(_line(ranks[0]))
+            assert slow < 0.8 * fast, (slow, fast)
+            assert [json.loads(_line(rank)) for rank in ranks[1:]] == [[slow, fast]] * 2
+            _go_on(ranks)
     finally:
-        for process in started:
-            process.kill()
-        for process in started:
-            process.communicate()
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def _line(rank: "subprocess.Popen[str]") -> str:
@@ -100,13 +96,13 @@ class Store:
     put = staticmethod(lambda key, value: kept.update({key: value}))
     get = staticmethod(lambda key, deadline, what: kept.get(key, ""))
 
-def reads(products):
+def reads(products, **limits):
     counts.append(len(products))
-    return read(products)
+    return read(products, **limits)
 
 kept, counts, plan = {}, [], Plan.from_env(os.environ)
 memory_stream.bytes_beyond_caches = lambda: 768 << 20
-read_rate._read, read = reads, read_rate._read
+read_rate.median_s, read = reads, read_rate.median_s
 for weight_bytes in (1 << 20, 400 << 20):
     read_rate.publish(plan, replace(plan.ranks[1], weight_bytes=weight_bytes), Store(), Deadline.after(60))
 assert int(kept["feed-forward/rate/1"]) > 1e8, kept

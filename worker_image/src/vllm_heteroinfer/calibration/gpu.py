@@ -13,7 +13,8 @@ from typing import Final
 import torch
 
 from heteroinfer_contract.calibration import Direction, HopPath
-from vllm_heteroinfer.calibration.timing import ROUNDS, report, report_skipped, rounded
+from vllm_heteroinfer.calibration.reports import report, report_skipped, rounded
+from vllm_heteroinfer.kernels.rounds import ROUNDS
 
 COPY_BYTES: Final = 256 << 20
 SIDE: Final = 8192

@@ -11,7 +11,8 @@ from typing import Final
 import torch
 
 from heteroinfer_contract.calibration import HopPath
-from vllm_heteroinfer.calibration.timing import median_s, report, rounded
+from vllm_heteroinfer.calibration.reports import report, rounded
+from vllm_heteroinfer.kernels.rounds import median_s
 
 SIZES: Final = (8 << 10, 64 << 10, 1 << 20)
 """Bytes: the hidden states of one token of a 4096 wide model, of 8, and of 128."""

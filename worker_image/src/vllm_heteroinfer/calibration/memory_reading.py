@@ -8,8 +8,9 @@ import sys
 import torch
 
 from heteroinfer_contract.calibration import ALL_NODES
-from vllm_heteroinfer.calibration.timing import median_s, report, rounded
+from vllm_heteroinfer.calibration.reports import report, rounded
 from vllm_heteroinfer.kernels.memory_stream import COLUMNS, INPUTS, PRODUCT_BYTES, memory_stream
+from vllm_heteroinfer.kernels.rounds import median_s
 
 MANY_ROWS = 512
 """Of a product that computes longer than it reads."""

@@ -17,7 +17,7 @@ from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.feed_forward import read_rate, slab_library
-from vllm_heteroinfer.feed_forward.compute import AskTensors, Compute, OwnExperts, Views, computes
+from vllm_heteroinfer.feed_forward.compute import Compute, OwnExperts, Views, computes
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key
 from vllm_heteroinfer.feed_forward.meters import LaneMeter
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
@@ -96,7 +96,7 @@ class Lane:
         text = context.store.get(offer_key(asking), context.startup, what=f"slab of rank {asking}")
         self._slab, nonce = connect(Offer.from_json(text), self._number, shape)
         asks = self._own(Views(self._slab, self._number), shape.max_rows)
-        self._ids = asks.ids.data_ptr() if isinstance(asks, OwnExperts) else self._slab.ids.data_ptr()
+        self._ids = asks.ids.data_ptr()
         self._computes = computes(skeleton, asks)
         self._meter = LaneMeter(context, self._slab, skeleton)
         ready = LaneReady(nonce=nonce.hex(), ask_s=ask_s, row_s=row_s)
@@ -128,9 +128,9 @@ class Lane:
             row_s = _seconds(next(iter(all_computes.values())), rows) / rows
         return ask_s, row_s
 
-    def _own(self, asks: AskTensors, rows: int) -> AskTensors:
+    def _own(self, views: Views, rows: int) -> Views | OwnExperts:
         own = self._skeleton.own_experts
-        return asks if own is None else OwnExperts(asks, own, rows)
+        return views if own is None else OwnExperts(views, own, rows)
 
     def _expert_parts(self) -> list[Any]:
         return [self._skeleton.parts[layer] for layer in self._skeleton.experts]

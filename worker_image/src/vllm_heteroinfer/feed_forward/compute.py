@@ -71,7 +71,7 @@ class Views:
     """The slab's tensors with as many rows as an ask has; those of small asks are kept."""
 
     def __init__(self, slab: Slab, lane: int) -> None:
-        self._slab, self._lane = slab, lane
+        self._slab, self._lane, self.ids = slab, lane, slab.ids
         self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def of(self, rows: int) -> tuple[torch.Tensor, ...]:

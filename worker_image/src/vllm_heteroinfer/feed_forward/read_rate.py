@@ -7,8 +7,6 @@ which waits for that, does not load meanwhile. Imports torch.
 
 import logging
 import os
-import statistics
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +16,8 @@ from heteroinfer_contract.column_shares import shares_by_rate
 from heteroinfer_contract.plan import Plan, RankAssignment
 from vllm_heteroinfer.kernels.host_caches import LEAST_BYTES
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
-from vllm_heteroinfer.kernels.memory_stream import PRODUCT_BYTES, Read, memory_stream
+from vllm_heteroinfer.kernels.memory_stream import PRODUCT_BYTES, memory_stream
+from vllm_heteroinfer.kernels.rounds import median_s
 
 if TYPE_CHECKING:
     from vllm_heteroinfer.group.deadline import Deadline
@@ -45,13 +44,12 @@ def publish(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "De
     # What its weights will take it has, and nothing is loaded yet.
     most_bytes = max(rank.weight_bytes, LEAST_BYTES)
     products = memory_stream(ours=is_wanted(os.environ), most_bytes=most_bytes)
+    store.put(_key("reads", rank), "")
+    for lane in lanes:
+        store.get(_key("reads", lane), deadline, what=f"start of reading of rank {lane.rank}")
     with torch.inference_mode():
-        _read(products)
-        store.put(_key("reads", rank), "")
-        for lane in lanes:
-            store.get(_key("reads", lane), deadline, what=f"start of reading of rank {lane.rank}")
-        rate = _rate(products)
-    store.put(_key("rate", rank), str(round(rate)))
+        round_s = median_s(products, least_s=READING_S, most_s=READING_S)
+    store.put(_key("rate", rank), str(round(PRODUCT_BYTES * len(products) / round_s)))
 
 
 def agreed_shares(
@@ -82,22 +80,6 @@ def agreed_shares(
 def _is_by_rate(lanes: Sequence[RankAssignment]) -> bool:
     shares = [lane.feed_forward.share for lane in lanes if lane.feed_forward is not None]
     return len(shares) > 1 and not any(shares)
-
-
-def _rate(products: Sequence[Read]) -> float:
-    """Returns bytes a second of the median round."""
-    rounds: list[float] = []
-    end = time.perf_counter() + READING_S
-    while not rounds or time.perf_counter() < end:
-        rounds.append(_read(products))
-    return PRODUCT_BYTES * len(products) / statistics.median(rounds)
-
-
-def _read(products: Sequence[Read]) -> float:
-    start = time.perf_counter()
-    for product in products:
-        product()
-    return time.perf_counter() - start
 
 
 def _key(what: str, rank: RankAssignment) -> str:

@@ -1,0 +1,33 @@
+"""How long calls take, by the median of rounds over them. Stdlib only."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+ROUNDS: Final = 5
+LEAST_S: Final = 0.05
+"""Of one measurement: shorter rounds are repeated, so that a tick of the clock is nothing of it."""
+MOST_S: Final = 1.5
+"""After which no further round begins."""
+
+
+def median_s(
+    calls: Sequence[Callable[[], Any]], *, least_s: float = LEAST_S, most_s: float = MOST_S
+) -> float:
+    """Returns the median time of a round over all calls, in seconds; the first round counts for nothing."""
+    _round(calls)
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < ROUNDS or time.perf_counter() - start < least_s:
+        times.append(_round(calls))
+        if time.perf_counter() - start > most_s:
+            break
+    return statistics.median(times)
+
+
+def _round(calls: Sequence[Callable[[], Any]]) -> float:
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    return time.perf_counter() - start
