@@ -208,7 +208,6 @@ def test_a_killed_rank_is_named(served: Served, references: References, report: 
             assert failure is not None, group.logs()
             death.check_failure(failure, rank, killed_at)
             assert code == (contract.EXIT_RANK_FAILED if index == pod else contract.EXIT_PEER_FAILED)
-        for request in requests:
-            assert request.exception(30) is not None, "a request was answered by a group that has ended"
+        death.check_cut_off(requests)
     left = wait_gone(held, group.log_dir, group.scratch, time.monotonic() + death.ENDED_WITHIN_S)
     assert not left

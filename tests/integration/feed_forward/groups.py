@@ -15,6 +15,7 @@ from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.plan import Device
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
+from tests.integration.worker.deaths import check_cut_off, keep_asking, wait_steps
 from tests.integration.worker.groups import (
     REPOSITORY,
     WORKER_PYTHON,
@@ -92,16 +93,12 @@ def check_signal(group: Group, rank: int, number: signal.Signals) -> Failure:
     """
     with ThreadPoolExecutor(2) as pool:
         before = group.status().ranks[0].steps
-        requests = [pool.submit(group.complete, prompt, 400) for prompt in tiny_models.PROMPTS]
-        deadline = time.monotonic() + 60
-        while group.status().ranks[0].steps < before + 5:
-            assert time.monotonic() < deadline, group.logs()
-            time.sleep(0.02)
+        clients = [pool.submit(keep_asking, group, prompt) for prompt in tiny_models.PROMPTS]
+        wait_steps(group, before + 5)
         sent_at = time.time()
         os.kill(group.rank_pid(rank), number)
         group.children[0].process.wait(ENDED_WITHIN_S)
-        for request in requests:
-            assert request.exception(30) is not None, "a request was answered by a group that has ended"
+        check_cut_off(clients)
     failure = group.failure(0)
     assert failure is not None, group.logs()
     assert failure.rank == rank, failure

@@ -3,6 +3,7 @@
 Groups of several shapes end so, once their other tests are done.
 """
 
+import http.client
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
@@ -22,7 +24,7 @@ ENDED_WITHIN_S = 10.0
 MAX_TOKENS = 400
 
 
-def check_death(group: Group, rank: int, requests: "Sequence[Future[list[int]]]") -> None:
+def check_death(group: Group, rank: int, requests: "Sequence[Future[NoReturn]]") -> None:
     """Kills a rank; every pod names it and ends, and so do the requests under way."""
     pids, of_rank = session_pids(group), group.plan.ranks[rank].pod
     killed_at = time.time()
@@ -34,8 +36,7 @@ def check_death(group: Group, rank: int, requests: "Sequence[Future[list[int]]]"
         assert failure is not None, group.logs()
         check_failure(failure, rank, killed_at)
         assert code == (names.EXIT_RANK_FAILED if pod == of_rank else names.EXIT_PEER_FAILED)
-    for request in requests:
-        assert request.exception(30) is not None, "a request was answered by a group that has ended"
+    check_cut_off(requests)
     # Whose parent died before it is taken away by the machine's init, a moment later.
     deadline = time.monotonic() + NAMED_WITHIN_S
     while left := living(pids):
@@ -43,18 +44,37 @@ def check_death(group: Group, rank: int, requests: "Sequence[Future[list[int]]]"
         time.sleep(0.02)
 
 
-def ask(group: Group, reference: Reference, pool: ThreadPoolExecutor) -> "list[Future[list[int]]]":
-    """Returns requests under way: the group has run some of their decode steps."""
+def ask(group: Group, reference: Reference, pool: ThreadPoolExecutor) -> "list[Future[NoReturn]]":
+    """Returns clients under way, who ask on until the group fails; it has run some of their decode steps."""
     before = group.status().ranks[0].steps
-    requests = [
-        pool.submit(group.complete, answer["prompt_token_ids"], MAX_TOKENS) for answer in reference.values()
-    ]
+    prompts = [answer["prompt_token_ids"] for answer in reference.values()]
+    clients = [pool.submit(keep_asking, group, prompt) for prompt in prompts]
+    wait_steps(group, before + 20)
+    return clients
+
+
+def wait_steps(group: Group, steps: int) -> None:
+    """Returns once the first rank has run so many steps since it started."""
     deadline = time.monotonic() + 60
-    while group.status().ranks[0].steps < before + 20:
+    while group.status().ranks[0].steps < steps:
         assert time.monotonic() < deadline, group.logs()
         time.sleep(0.02)
-    assert not any(request.done() for request in requests)
-    return requests
+
+
+def keep_asking(group: Group, prompt: Sequence[int]) -> NoReturn:
+    """Asks for the tokens after a prompt, again and again: at any moment a request is under way.
+
+    Raises:
+        OSError, http.client.HTTPException: the group answered no more.
+    """
+    while True:
+        assert len(group.complete(prompt, MAX_TOKENS)) == MAX_TOKENS, "part of an answer came as a whole one"
+
+
+def check_cut_off(clients: "Sequence[Future[NoReturn]]") -> None:
+    """Those who asked a group that has ended got an error, and soon."""
+    for client in clients:
+        assert isinstance(client.exception(30), OSError | http.client.HTTPException), client.exception()
 
 
 def wait_not_ready(group: Group, killed_at: float) -> None:
