@@ -150,7 +150,8 @@ def test_ranks_that_have_whole_experts_count_their_own(tmp_path: Path) -> None:
     model = make_model("gpt_oss", tmp_path)
     with serving("gpt_oss", model, tmp_path, shares=BY_EXPERTS, by_experts=True) as group:
         assert answers(group) == reference(model)
-        rows = scrape(group, 1).total(names.FEED_FORWARD_ROWS_TOTAL)
+        wait_until(lambda: has_counted_each_layer(group), group)
+        rows = rows_computed(group, 1)
         seen = [scrape(group, rank).total for rank in (1, 2)]
         experts = [total(names.FEED_FORWARD_EXPERTS_TOTAL) for total in seen]
         assert rows > 0
@@ -159,6 +160,28 @@ def test_ranks_that_have_whole_experts_count_their_own(tmp_path: Path) -> None:
             each = total(names.WEIGHT_BYTES) / (tiny_models.LAYERS * own)
             read = total(names.FEED_FORWARD_EXPERTS_TOTAL) * each
             assert total(names.FEED_FORWARD_BYTES_TOTAL) == pytest.approx(read)
+
+
+def rows_computed(group: Group, rank: int) -> float:
+    return scrape(group, rank).total(names.FEED_FORWARD_ROWS_TOTAL)
+
+
+def has_counted_each_layer(group: Group) -> bool:
+    """Whether both ranks have counted each row once in each layer, and no row of the probe at the start."""
+    return all(rows_computed(group, rank) % tiny_models.LAYERS == 0 for rank in (1, 2))
+
+
+def test_a_rank_of_whose_experts_a_layer_has_no_tensors_says_so(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", tmp_path)
+    (file,) = model.glob("*.safetensors")
+    # Those of the second rank are named as if they were of experts that the model has not.
+    content = file.read_bytes()
+    for own, other in ((b"6", b"8"), (b"7", b"9")):
+        content = content.replace(b".layers.2.mlp.experts.%b." % own, b".layers.2.mlp.experts.%b." % other)
+    file.write_bytes(content)
+    with serving("qwen3_moe", model, tmp_path, shares=BY_EXPERTS, by_experts=True, ready=False) as group:
+        group.children[0].process.wait(300)
+        assert "got no weights of the experts or MLPs of layers [2]" in group.logs(), group.logs()
 
 
 @pytest.mark.feed_forward_matrix

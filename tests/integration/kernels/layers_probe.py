@@ -234,15 +234,16 @@ OWN = Span(total=12, first=4, end=8)
 
 def by_a_rank_with_whole_experts(
     part: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Returns what such a rank answers to choices among all twelve."""
+) -> tuple[torch.Tensor, int]:
+    """Returns what such a rank answers to choices among all twelve, and how many of them it leaves out."""
     from vllm_heteroinfer.feed_forward.compute import OwnExperts, Views, computes
 
     slab: Any = SimpleNamespace(x=x, ids=ids.int(), weights=weights, y=[torch.full_like(x, torch.nan)])
     skeleton: Any = SimpleNamespace(parts={0: part})
-    computes(skeleton, OwnExperts(Views(slab, 0), OWN, len(x)))[0](len(x))
+    own = OwnExperts(Views(slab, 0), OWN, len(x))
+    computes(skeleton, own)[0](len(x))
     answer: torch.Tensor = slab.y[0]
-    return answer
+    return answer, int((own.ids < 0).sum())
 
 
 def experts() -> Any:
@@ -259,7 +260,7 @@ def experts() -> Any:
     original, said = targets(), Said()
     cpu_experts.install()
     cpu_experts.install()
-    ours, gaps, asked, stored, whole = {}, {}, {}, {}, {}
+    ours, gaps, asked, stored, whole, left_out = {}, {}, {}, {}, {}, {}
     for name, activation, inner, held, bias in (
         ("bf16", "silu", 64, "bfloat16", False),
         ("padded", "silu", 48, "bfloat16", False),
@@ -286,8 +287,9 @@ def experts() -> Any:
         )  # fmt: skip
         gaps[name] = float((got.float() - exact).abs().max() / exact.abs().max())
         asked[name] = bool(torch.equal(got, by_a_feed_forward_rank(part, x, ids.int(), weights)))
-        got_here = by_a_rank_with_whole_experts(part, x, choices, weights).float()
-        whole[name] = float((got_here - exact_here).abs().max() / exact_here.abs().max())
+        got_here, left = by_a_rank_with_whole_experts(part, x, choices, weights)
+        left_out[name] = left / int((~here).sum())
+        whole[name] = float((got_here.float() - exact_here).abs().max() / exact_here.abs().max())
         if inner % 32 == 0:
             stored[name] = weight_bytes(part) / loaded
     kernel = type(part.quant_method.moe_kernel.fused_experts).__name__
@@ -298,6 +300,7 @@ def experts() -> Any:
         "gaps": gaps,
         "same when asked": asked,
         "by whole experts": whole,
+        "left out": left_out,
         "stored": stored,
         "fp8": [kernel, str(part.w13_weight.dtype), str(part.w2_weight.dtype)],
         "said": said.lines,

@@ -130,6 +130,7 @@ def test_layers_of_vllm(usable: list[str]) -> None:
     assert max(answer["gaps"].values()) < 2.0**-6, answer
     assert all(answer["same when asked"].values()), answer
     assert max(answer["by whole experts"].values()) < 2.0**-6, answer
+    assert answer["left out"] == answer["ours"], "our kernels compute no choice of another rank's expert"
     assert set(answer["stored"].values()) == {1.0}, "one copy, in the format of the checkpoint"
     assert answer["fp8"] == ["CPUExpertsFp8", *["torch.float8_e4m3fn"] * 2]
     paths = ", ".join(of_this_cpu() or SETS)

@@ -359,6 +359,37 @@ def test_a_step_waits_for_the_rank_that_most_of_a_tokens_experts_are_on() -> Non
     assert 1 <= reading_s(whole, 4096) / reading_s(cut, 4096) < 1.01
 
 
+@pytest.mark.parametrize(
+    ("ranks", "experts", "topk", "rows", "most"),
+    [
+        (8, 128, 1, 1, 1.0),  # of the one rank that has it
+        (2, 128, 1, 1, 1.0),
+        (8, 16, 8, 2, 2.0),  # all that a rank has
+        (8, 8, 4, 2, 1.0),
+        (3, 8, 8, 1, 3.0),
+    ],
+)
+def test_the_fullest_rank_has_one_expert_of_a_step_at_least_and_none_that_it_does_not_hold(
+    ranks: int, experts: int, topk: int, rows: int, most: float
+) -> None:
+    model = in_units(1024)
+    kinds = tuple(replace(kind, experts=experts, experts_per_token=topk) for kind in model.kinds)
+    model = replace(model, kinds=kinds, layer_bytes=(experts * EXPERT + 40 * MIB,) * 24)
+    planned = plan(of_ranks(ranks), model)
+    assert cuts(planned) == {True}
+    assert planned.remote is not None
+    rates = planned.rates[-1]
+    exchanged = rates.exchange_s + rows * 2 * 2048 * 2 / EXCHANGE_BYTES_PER_S
+    step_s = feed_forward_seconds(planned.remote, planned.plan.engine, rates, Load(requests=rows))
+    assert (step_s / 6 - exchanged) * rates.experts / EXPERT == pytest.approx(most)
+
+
+def test_columns_that_fill_no_block_of_the_kernels_take_memory_as_if_they_did() -> None:
+    planned = plan(of_ranks(2), in_units(32, columns=200))
+    assert cuts(planned) == {True}
+    assert planned.plan.ranks[1].weight_bytes == ceil(6 * 64 * EXPERT * Fraction(224, 200))
+
+
 def test_what_an_earlier_version_planned_is_predicted_though_it_cannot_be_shared() -> None:
     planned = plan(of_ranks(4), in_units(32))
     assert planned.remote is not None

@@ -159,7 +159,9 @@ class Lane:
                 except BaseException:
                     answer(address, lane, FAILED, 0, None, 0, 0)
                     raise
-                answer(address, lane, 0, rows.value, ids, topk, time.perf_counter_ns() - start)
+                # The probe reads no weights, and comes before anything is chosen.
+                counted = 0 if layer.value == PROBE_LAYER else rows.value
+                answer(address, lane, 0, counted, ids, topk, time.perf_counter_ns() - start)
 
     def _compute(self, layer: int) -> Compute:
         found = self._computes.get(layer)

@@ -28,10 +28,11 @@ class AskTensors(Protocol):
 
 
 class OwnExperts:
-    """Asks of which a rank has whole experts: choices of other ranks' experts get a weight of 0.
+    """Asks of which a rank has whole experts: choices of other ranks' experts count nothing.
 
-    Such a choice stands for an expert of the same row that is this rank's, which is read anyway; a row
-    without any for the first, and its answer is 0.
+    Our kernels leave them out. Others' know no such choice: it stands with a weight of 0 for an expert of the
+    same row that is this rank's, which is read anyway; in a row without any for some expert, and the row's
+    answer is 0.
     """
 
     def __init__(self, asks: AskTensors, own: Span, rows: int) -> None:
@@ -56,8 +57,14 @@ class OwnExperts:
         torch.mul(weights, here, out=self._weights[:rows])
         return x, self.ids[:rows], self._weights[:rows], y
 
+    def chosen(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Returns as `of`, but ids below 0 for choices of other ranks' experts, and all weights."""
+        x, ids, weights, y = self._asks.of(rows)
+        local = torch.sub(ids, self._own.first, out=self.ids[:rows])
+        return x, local.masked_fill_(local >= self._own.count, -1), weights, y
+
     def computing(self, compute: Compute) -> Compute:
-        """Returns what computes an ask, and answers 0 for rows of which this rank has no expert."""
+        """Returns what computes an ask from `of`, and answers 0 for rows of which this rank has no expert."""
 
         def computed(rows: int) -> None:
             compute(rows)
@@ -87,13 +94,16 @@ class Views:
 
 def computes(skeleton: Skeleton, asks: AskTensors) -> dict[int, Compute]:
     """Returns for each layer what computes an ask of so many rows, from the slab into the lane's answer."""
-    if isinstance(asks, OwnExperts):
-        return {layer: asks.computing(compute_of(part, asks)) for layer, part in skeleton.parts.items()}
     return {layer: compute_of(part, asks) for layer, part in skeleton.parts.items()}
 
 
 def compute_of(part: Any, asks: AskTensors) -> Compute:
     """Returns what computes an ask of so many rows by a layer's part, with the weights that it has now."""
+    compute = _any_part(part, asks)
+    return asks.computing(compute) if isinstance(asks, OwnExperts) and library_of(part) is None else compute
+
+
+def _any_part(part: Any, asks: AskTensors) -> Compute:
     if not isinstance(part, RoutedExperts):
         return _mlp(part, asks)
     kernel = part.quant_method.moe_kernel
@@ -124,9 +134,10 @@ def _unquantized(part: Any, vllms: Any, asks: AskTensors) -> Compute:
 
 def _ours(part: Any, vllms: Any, library: KernelLibrary, asks: AskTensors) -> Compute:
     packed = packed_experts(vllms, part.w13_weight.data, part.w2_weight.data)
+    of = asks.chosen if isinstance(asks, OwnExperts) else asks.of
 
     def compute(rows: int) -> None:
-        x, ids, weights, y = asks.of(rows)
+        x, ids, weights, y = of(rows)
         experts(library, y, x, packed, weights=weights, ids=ids)
 
     return compute

@@ -275,10 +275,10 @@ class SkeletonBuilder:
                 continue
             layer = layer_of(name)
             assert layer is not None
-            self._loaded.add(layer)
             found = self._part_of(name, tuple(tensor.shape), layer)
             if found is None:
                 continue
+            self._loaded.add(layer)
             renamed, part = found
             own = _cut(tensor, part)
             if part.zero:
