@@ -276,6 +276,20 @@ def test_experts_in_16_bits_lie_twice_while_they_are_packed() -> None:
     assert plan(on_gpu, model)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "columns", "filled"), [(1, 200, 224), (2, 200, 256), (1, 768, 768), (8, 1408, 1536)]
+)
+def test_columns_of_experts_are_filled_up_to_blocks_of_the_kernels(
+    tensor: int, columns: int, filled: int
+) -> None:
+    parsed = spec(cpu(ranksPerPod=tensor), parallelism={"tensor": tensor}, engine={"maxModelLen": 64})
+    whole = plain_mixture(64)
+    model = replace(whole, kinds=(replace(whole.kinds[0], columns=columns),))
+    (with_zeros, *_), (without, *_) = (plan(parsed, each).plan.ranks for each in (model, whole))
+    experts = 4 * 64 * 6 * MIB / tensor
+    assert with_zeros.weight_bytes - without.weight_bytes == pytest.approx(experts * (filled / columns - 1))
+
+
 def test_a_large_mlp_in_16_bits_is_packed_beside_itself() -> None:
     kind = LayerKind(kv_heads=8, kv_width=256, mlp_bytes=1200 * MIB)
     model = profile(num_layers=2, layer_bytes=(1300 * MIB,) * 2, kinds=(kind,), kind_of_layer=(0, 0))

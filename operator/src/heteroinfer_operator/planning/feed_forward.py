@@ -13,7 +13,7 @@ from typing import Final
 from heteroinfer_contract import load_formats
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.calibration import Calibration, HopPath
-from heteroinfer_contract.column_shares import KERNEL_BLOCK, share_experts, share_out
+from heteroinfer_contract.column_shares import share_experts, share_out
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
@@ -32,7 +32,7 @@ from heteroinfer_operator.planning.engine_options import option_value
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
-from heteroinfer_operator.planning.packing import packed_part, packing_copies
+from heteroinfer_operator.planning.packing import filled_part, packed_part, packing_copies
 from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu_rates
 from heteroinfer_operator.planning.served_architectures import is_by_transformers
@@ -330,10 +330,7 @@ def _packed(remote: Remote, index: int) -> tuple[Fraction, int]:
     """Returns what a layer has when it is packed, of its bytes, and what lies beside it meanwhile."""
     kind, scheme = remote.profile.layer(index), remote.profile.scheme
     if not (kind.experts_quantized or kind.quantized_bytes):
-        # Of experts alone: columns are filled up with zeros to whole blocks
-        # (vllm/…/experts/cpu_moe.py::CPUUnquantizedExperts._pad_moe_intermediate@v0.32.0).
-        columns = kind.columns if kind.experts else 0
-        return Fraction(-columns // KERNEL_BLOCK * -KERNEL_BLOCK, columns) if columns else Fraction(1), 1
+        return filled_part(kind), 1
     return packed_part(scheme), packing_copies(scheme)
 
 

@@ -15,7 +15,13 @@ from heteroinfer_operator.planning.engine_options import has_flag, option_value
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, KvCache, build_kv_cache
-from heteroinfer_operator.planning.packing import WeightKernels, bytes_beside, packed_part, packing_copies
+from heteroinfer_operator.planning.packing import (
+    WeightKernels,
+    bytes_beside,
+    filled_part,
+    packed_part,
+    packing_copies,
+)
 from heteroinfer_operator.planning.topology import Seat
 from heteroinfer_operator.quantity import parse_bytes
 
@@ -79,6 +85,7 @@ class Sizes:
         scale: bytes of the engine's element type for one byte of the checkpoint, of plain weights.
         layer_bytes: weights of each layer on one rank as they are stored, in bytes: what a GPU has of them.
         quantized_bytes: of these, those in the model's scheme, which CPUs pack.
+        filling_bytes: zeros that CPUs add to the experts of each layer.
         packing_bytes: what lies beside each layer on a CPU while it is packed.
         encoder_bytes: of the encoder, on each rank; 0 where it is not served.
         kv: the KV cache of one rank.
@@ -89,6 +96,7 @@ class Sizes:
     scale: Fraction
     layer_bytes: tuple[int, ...]
     quantized_bytes: tuple[int, ...]
+    filling_bytes: tuple[int, ...]
     packing_bytes: tuple[int, ...]
     encoder_bytes: int
     kv: KvCache
@@ -107,6 +115,10 @@ class Sizes:
             scale=scale,
             layer_bytes=tuple(-int(-(plain * linear + (size - plain)) // tensor) for size, plain in sizes),
             quantized_bytes=quantized,
+            filling_bytes=tuple(
+                ceil(kind.routed_bytes * (filled_part(kind, tensor) - 1) * scale / tensor)
+                for kind in profile.layers
+            ),
             packing_bytes=_packing_bytes(profile, quantized, scale, tensor),
             encoder_bytes=0 if serves_text_only(engine.extra_args) else int(profile.encoder_bytes * scale),
             kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
@@ -114,8 +126,10 @@ class Sizes:
 
     def layers(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
         """Returns the weights of layers first..end-1 on one rank as its kernels have them, in bytes."""
+        if kernels is WeightKernels.GPU:
+            return sum(self.layer_bytes[first:end])
         added = sum(self.quantized_bytes[first:end]) * (packed_part(self.profile.scheme, kernels) - 1)
-        return sum(self.layer_bytes[first:end]) + ceil(added)
+        return sum(self.layer_bytes[first:end]) + sum(self.filling_bytes[first:end]) + ceil(added)
 
     def cache(self, first: int, end: int) -> int:
         """Returns the least KV cache of layers first..end-1 on one rank, in bytes: one longest sequence."""

@@ -6,9 +6,11 @@ Stages on CPUs and feed-forward ranks are counted by it. Pure.
 from collections.abc import Mapping
 from enum import StrEnum
 from fractions import Fraction
+from math import ceil
 from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.column_shares import KERNEL_BLOCK
 from heteroinfer_contract.model import LayerKind, Scheme, SchemeName
 
 _BLOCK: Final = 128
@@ -64,6 +66,23 @@ def packed_part(scheme: Scheme, kernels: WeightKernels = WeightKernels.AMX) -> F
     else:
         packed = stored - zero_point * (scheme.name is SchemeName.GPTQ)
     return packed / stored
+
+
+def filled_part(kind: LayerKind, tensor: int = 1) -> Fraction:
+    """Returns the bytes of a layer's routed experts in 16 bits as kernels have them, of the checkpoint's.
+
+    Columns are filled up with zeros to whole blocks of the kernels.
+    Source: vllm/model_executor/layers/fused_moe/experts/cpu_moe.py
+    ::CPUUnquantizedExperts._pad_moe_intermediate@v0.32.0.
+
+    Args:
+        kind: of the layer; 1 for one whose experts are quantized, or that has none.
+        tensor: ranks that share each expert's columns.
+    """
+    columns = Fraction(kind.columns, tensor)
+    if not (kind.experts and columns) or kind.experts_quantized:
+        return Fraction(1)
+    return ceil(columns / KERNEL_BLOCK) * KERNEL_BLOCK / columns
 
 
 def packing_copies(scheme: Scheme) -> int:
