@@ -4,16 +4,18 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from heteroinfer_contract import metric_names as names
+from heteroinfer_contract.names import PATH_GROUP
 from heteroinfer_contract.plan import BY_RATE
 from tests.gpu.scrape import scrape
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.feed_forward.groups import ONE_THREAD, answers, make_model, reference, serving
-from tests.integration.worker.groups import WORKER_PYTHON
+from tests.integration.worker.groups import WORKER_PYTHON, fetch
 from tests.ports import free_port
 from tests.spinning import spinning
 
@@ -41,6 +43,24 @@ if number:
 print(json.dumps(read_rate.agreed_shares(plan, rank, store, deadline)), flush=True)
 sys.stdin.readline()
 """
+
+
+def test_a_rank_that_hangs_before_it_is_asked_is_who_the_others_wait_for(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", tmp_path)
+    env = {"PYTHONPATH": str(Path(__file__).parent / "hanging"), "HANGS": "2"}
+    with serving("qwen3_moe", model, tmp_path, shares=[BY_RATE, BY_RATE], env=env, ready=False) as group:
+        awaited = ", ".join(
+            [
+                "rank 0 (pod 0) is Connecting and waits for rank 1",
+                "rank 1 (pod 0) is Connecting and waits for rank 2",
+                "rank 2 (pod 0) is Connecting",
+            ]
+        )
+        deadline = time.monotonic() + 120
+        url = f"http://{group.addresses[0].host}:{group.addresses[0].health_port}{PATH_GROUP}"
+        while awaited not in (said := fetch(url) or ""):
+            assert time.monotonic() < deadline, f"{said}\n{group.logs()}"
+            time.sleep(0.1)
 
 
 def test_the_rank_whose_cores_are_busy_has_the_smaller_share(tmp_path: Path) -> None:
@@ -94,7 +114,7 @@ from vllm_heteroinfer.kernels import linear, memory_stream
 
 class Store:
     put = staticmethod(lambda key, value: kept.update({key: value}))
-    get = staticmethod(lambda key, deadline, what: kept.get(key, ""))
+    get = staticmethod(lambda key, deadline, what, rank: kept.get(key, ""))
 
 def reads(products, **limits):
     counts.append(len(products))

@@ -133,8 +133,8 @@ def test_stranger_on_the_control_port_is_sent_away(tmp_path: Path) -> None:
         assert group.pods[0].is_ready()
 
 
-def test_startup_timeout_names_the_rank_and_its_phase(tmp_path: Path) -> None:
-    with tiny_group(tmp_path, do={1: "late"}, startup_timeout_s=5) as group:
+def test_startup_timeout_names_the_rank_that_others_wait_for_and_its_phase(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do={0: "await", 1: "late"}, startup_timeout_s=5) as group:
         group.start()
         codes = group.wait_exits(time.monotonic() + 20)
         assert group.marked() == []
@@ -142,7 +142,7 @@ def test_startup_timeout_names_the_rank_and_its_phase(tmp_path: Path) -> None:
     failure = group.pods[1].failure()
     assert (failure.reason, failure.rank, failure.pod) == (FailureReason.STARTUP_TIMEOUT, 1, 1)
     assert "no progress for 5 s" in failure.message
-    assert "rank 1 (pod 1) is Loading" in failure.message
+    assert "rank 0 (pod 0) is Loading and waits for rank 1, rank 1 (pod 1) is Loading" in failure.message
 
 
 @pytest.mark.parametrize("first", [0, 1])

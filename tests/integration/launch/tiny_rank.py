@@ -6,7 +6,8 @@ neighbours as a real ConnectionResetError or EOF, as in a process group.
 Environment:
     TINY_PORTS: JSON list of a free port for each rank.
     TINY_DO: JSON object from rank to what it does once ready: `idle` (default), `compute`,
-        `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `crawl` (reads
+        `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `await` (nor is it, for the
+        next rank), `crawl` (reads
         until the trigger), `grandchild`, `allocate`, `chat`.
     TINY_IMPORT: what the first rank of a pod does before it forks: `exit3`, `hang`, or `refuse` the forks.
     TINY_TRIGGER: path of a file; `raise`, `exit3` and `accuse` act when it exists.
@@ -43,7 +44,9 @@ def main() -> None:
         reporter.phase(RankPhase.LOADING, 50, 100)
         if do == "crawl":
             crawl(reporter)
-        if do != "late":
+        if do == "await":
+            reporter.waits_for(rank + 1)
+        elif do != "late":
             reporter.phase(RankPhase.READY, 100, 100)
         act(do, reporter)
     except OSError as error:
@@ -157,6 +160,7 @@ def allocate(reporter: RankReporter) -> None:
 acts: dict[str, Callable[[RankReporter], None]] = {
     "idle": lambda reporter: None,
     "late": lambda reporter: None,
+    "await": lambda reporter: None,
     "crawl": lambda reporter: None,
     "compute": compute,
     "chat": chat,

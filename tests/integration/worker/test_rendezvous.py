@@ -71,7 +71,10 @@ stranger = GroupStore.connect(launch, Deadline.after(20))
 os.environ["HETEROINFER_GROUP_KEY"] = key
 rank = GroupStore.connect(launch, Deadline.after(20))
 own.put("executor", "tcp://10.0.0.1:5")
-assert rank.get("executor", Deadline.after(5), what="queue") == "tcp://10.0.0.1:5"
+said = []
+rank.waits_for = said.append
+assert rank.get("executor", Deadline.after(5), what="queue", rank=0) == "tcp://10.0.0.1:5"
+assert said == [0, None]
 signed = stranger.get("executor", Deadline.after(5), what="queue")
 for name, value in (("executor", "tcp://10.6.6.6:5"), ("rank/1", signed)):
     stranger.put(name, value)

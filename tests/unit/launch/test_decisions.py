@@ -36,6 +36,17 @@ def beat(rank: int, pod: int, phase: RankPhase = RankPhase.READY) -> RankBeat:
     return RankBeat(status=RankStatus(rank=rank, pod=pod, phase=phase))
 
 
+def loading(rank: int, pod: int, percent: int) -> RankBeat:
+    status = RankStatus(
+        rank=rank,
+        pod=pod,
+        phase=RankPhase.LOADING,
+        loaded_bytes=percent * (1 + rank),
+        total_bytes=100 * (1 + rank),
+    )
+    return RankBeat(status=status)
+
+
 ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
 
 
@@ -52,6 +63,42 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
         (
             GroupView(plan=PLAN, beats=(*ALL[:2], beat(2, 1, RankPhase.LOADING), ALL[3])),
             "waiting: rank 2 (pod 1) is Loading",
+            1,
+            2,
+        ),
+        (
+            GroupView(
+                plan=PLAN,
+                beats=(
+                    replace(beat(0, 0, RankPhase.CONNECTING), waiting_for_rank=2),
+                    ALL[1],
+                    replace(beat(2, 1, RankPhase.CONNECTING), waiting_for_rank=3),
+                    beat(3, 1, RankPhase.CONNECTING),
+                ),
+            ),
+            (
+                "waiting: rank 0 (pod 0) is Connecting and waits for rank 2, rank 2 (pod 1) is Connecting "
+                "and waits for rank 3, rank 3 (pod 1) is Connecting"
+            ),
+            1,
+            3,
+        ),
+        (  # who waits for one that is ready is as suspect as any
+            GroupView(
+                plan=PLAN,
+                beats=(
+                    *ALL[:2],
+                    replace(beat(2, 1, RankPhase.LOADING), waiting_for_rank=1),
+                    beat(3, 1, RankPhase.WARMING_UP),
+                ),
+            ),
+            "waiting: rank 2 (pod 1) is Loading and waits for rank 1, rank 3 (pod 1) is WarmingUp",
+            1,
+            2,
+        ),
+        (
+            GroupView(plan=PLAN, beats=(loading(0, 0, 60), loading(1, 0, 100), loading(2, 1, 59), ALL[3])),
+            "waiting: rank 0 (pod 0) is Loading, rank 1 (pod 0) is Loading, rank 2 (pod 1) is Loading",
             1,
             2,
         ),

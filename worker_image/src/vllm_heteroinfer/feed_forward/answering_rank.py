@@ -93,7 +93,9 @@ class Lane:
         )
         ask_s, row_s = self._warm_up(shape)
         asking = served_rank(context.plan, context.rank).rank
-        text = context.store.get(offer_key(asking), context.startup, what=f"slab of rank {asking}")
+        text = context.store.get(
+            offer_key(asking), context.startup, what=f"slab of rank {asking}", rank=asking
+        )
         self._slab, nonce = connect(Offer.from_json(text), self._number, shape)
         asks = self._own(Views(self._slab, self._number), shape.max_rows)
         self._ids = asks.ids.data_ptr()

@@ -89,7 +89,7 @@ def open_slab(
     ready = []
     for lane, rank in enumerate(lanes):
         what = f"word from feed-forward rank {rank.rank} that it can answer"
-        ready.append(LaneReady.from_json(store.get(lane_key(rank.rank), deadline, what=what)))
+        ready.append(LaneReady.from_json(store.get(lane_key(rank.rank), deadline, what=what, rank=rank.rank)))
         if slab.lane(lane).nonce.hex() != ready[-1].nonce:
             raise ContractError(
                 f"rank {asking.rank} does not see what feed-forward rank {rank.rank} wrote into their slab; "

@@ -46,7 +46,7 @@ def publish(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "De
     products = memory_stream(ours=is_wanted(os.environ), most_bytes=most_bytes)
     store.put(_key("reads", rank), "")
     for lane in lanes:
-        store.get(_key("reads", lane), deadline, what=f"start of reading of rank {lane.rank}")
+        store.get(_key("reads", lane), deadline, what=f"start of reading of rank {lane.rank}", rank=lane.rank)
     with torch.inference_mode():
         round_s = median_s(products, least_s=READING_S, most_s=READING_S)
     store.put(_key("rate", rank), str(round(PRODUCT_BYTES * len(products) / round_s)))
@@ -64,7 +64,8 @@ def agreed_shares(
     if not _is_by_rate(lanes):
         return tuple(lane.feed_forward.share or 1 for lane in lanes if lane.feed_forward is not None)
     rates = [
-        int(store.get(_key("rate", lane), deadline, what=f"read rate of rank {lane.rank}")) for lane in lanes
+        int(store.get(_key("rate", lane), deadline, what=f"read rate of rank {lane.rank}", rank=lane.rank))
+        for lane in lanes
     ]
     shares = shares_by_rate(rates)
     if rank == lanes[0]:

@@ -7,7 +7,7 @@ Every wait has a deadline. Imports torch.
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Final
 from urllib.parse import parse_qs, urlsplit
@@ -87,9 +87,14 @@ def _listen(host: str, port: int, what: str) -> int:
 
 
 class GroupStore:
-    """Keys of one epoch of one group, on the leader's executor port."""
+    """Keys of one epoch of one group, on the leader's executor port.
+
+    Attributes:
+        waits_for: called with the rank whose word this process waits for, and with None when it has come.
+    """
 
     def __init__(self, store: TCPStore, launch: PodLaunch) -> None:
+        self.waits_for: Callable[[int | None], None] = lambda rank: None
         key = GroupKey.from_env(os.environ)
         self._key = None if key is None else key.of_epoch(launch.epoch)
         self._store = store
@@ -154,13 +159,14 @@ class GroupStore:
             value = self._key.sign("store", key, value)
         self._store.set(self._prefix + key, value)
 
-    def get(self, key: str, deadline: Deadline, *, what: str) -> str:
+    def get(self, key: str, deadline: Deadline, *, what: str, rank: int | None = None) -> str:
         """Returns the text under a key, waiting for it.
 
         Args:
             key: as given to `put`.
             deadline: of the wait.
             what: what is waited for and from whom, for the error.
+            rank: the global rank that will put it, if it is one.
 
         Raises:
             TimeoutError: it was not there by the deadline.
@@ -168,11 +174,15 @@ class GroupStore:
             ContractError: no process of the epoch has stored what is there.
         """
         full = self._prefix + key
+        if rank is not None:
+            self.waits_for(rank)
         while not self._store.check([full]):
             if deadline.left_s == 0:
                 raise TimeoutError(
                     f"got no {what} within {deadline.total_s:.0f} s; look at that process's log"
                 )
             time.sleep(min(0.02, deadline.left_s))
+        if rank is not None:
+            self.waits_for(None)
         value = str(self._store.get(full).decode())
         return value if self._key is None else self._key.read_signed("store", key, value)

@@ -52,11 +52,7 @@ class GroupView:
         if asleep and not self.missing_pods:
             return f"asleep: rank {', '.join(asleep)}; POST /wake_up to the leader's API wakes the group"
         waits = [f"pod {pod} has not connected" for pod in self.missing_pods]
-        waits += [
-            f"rank {status.rank} (pod {status.pod}) is {status.phase}"
-            for status in self._not_ready()
-            if status.pod not in self.missing_pods
-        ]
+        waits += [self._words(status) for status in self._not_ready() if status.pod not in self.missing_pods]
         if not waits and not self.api_healthy:
             waits = ["the API server does not answer"]
         if not waits and not self.engine_answers:
@@ -65,19 +61,17 @@ class GroupView:
 
     @property
     def pod(self) -> int | None:
-        """Returns the first pod that is waited for, None if all are ready.
+        """Returns the pod that the others wait for, None if all are ready.
 
         A pod that has not come holds up the ranks of the others, so it comes first.
         """
-        waited_for = [*self.missing_pods, *(status.pod for status in self._not_ready())]
+        waited_for = [*self.missing_pods, *(status.pod for status in self._by_suspicion())]
         return next(iter(waited_for), None if self.api_healthy and self.engine_answers else 0)
 
     @property
     def rank(self) -> int | None:
-        """Returns the first rank of that pod that is waited for; None if the whole pod is missing."""
-        if self.pod in self.missing_pods:
-            return None
-        return next((status.rank for status in self._not_ready() if status.pod == self.pod), None)
+        """Returns the rank that the others wait for; None if a whole pod is missing."""
+        return None if self.missing_pods else next((status.rank for status in self._by_suspicion()), None)
 
     def busy_ranks(self) -> list[Stuck]:
         """Returns the ranks that are doing something."""
@@ -103,6 +97,26 @@ class GroupView:
             message=message,
             ranks=self.statuses(),
         )
+
+    def _words(self, status: RankStatus) -> str:
+        text = f"rank {status.rank} (pod {status.pod}) is {status.phase}"
+        for_rank = self._waits_for(status)
+        return text if for_rank is None else f"{text} and waits for rank {for_rank}"
+
+    def _by_suspicion(self) -> list[RankStatus]:
+        """Returns who is not ready: first who waits for no other such rank, then who is furthest behind."""
+        not_ready = {status.rank: status for status in self._not_ready()}
+        phases = list(RankPhase)
+
+        def order(status: RankStatus) -> tuple[bool, int, float]:
+            loaded = status.loaded_bytes / status.total_bytes if status.total_bytes else 0.0
+            return self._waits_for(status) in not_ready, phases.index(status.phase), loaded
+
+        return sorted(not_ready.values(), key=order)
+
+    def _waits_for(self, status: RankStatus) -> int | None:
+        waits = {beat.status.rank: beat.waiting_for_rank for beat in self.beats}
+        return waits.get(status.rank)
 
     def _not_ready(self) -> list[RankStatus]:
         return [status for status in self.statuses() if status.phase is not RankPhase.READY]

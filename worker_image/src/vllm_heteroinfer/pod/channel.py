@@ -166,6 +166,11 @@ class RankReporter:
         with self._state_lock:
             self._report = replace(self._report, busy=what, waiting_for_rank=waiting_for_rank)
 
+    def waits_for(self, rank: int | None) -> None:
+        """Says for which global rank's word this rank waits before it is ready; None when it has come."""
+        with self._state_lock:
+            self._report = replace(self._report, waiting_for_rank=rank)
+
     def asked_to_drain(self) -> bool:
         """Returns whether this process shall take no more requests."""
         with self._state_lock:

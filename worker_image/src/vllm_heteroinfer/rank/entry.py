@@ -118,6 +118,7 @@ def run(
     config = arguments.build_config(plan, launch, rank)
     reporter.phase(RankPhase.CONNECTING)
     store = store or GroupStore.connect(launch, startup)
+    store.waits_for = reporter.waits_for
     if rank.feed_forward is not None:
         from vllm_heteroinfer.feed_forward import read_rate
         from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
@@ -177,7 +178,9 @@ def agree(
     ours = fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
     store.put(f"fingerprint/{rank.rank}", fingerprint.to_json(ours))
     fingerprints = [
-        fingerprint.from_json(store.get(f"fingerprint/{r.rank}", startup, what=f"settings of rank {r.rank}"))
+        fingerprint.from_json(
+            store.get(f"fingerprint/{r.rank}", startup, what=f"settings of rank {r.rank}", rank=r.rank)
+        )
         for r in plan.ranks
     ]
     store.put(f"compared/{rank.rank}", "")

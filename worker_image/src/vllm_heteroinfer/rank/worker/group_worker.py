@@ -285,7 +285,9 @@ class GroupWorkerMixin:
         if group.is_first_rank:
             return
         peer = group.prev_rank
-        theirs = context.store.get(f"hop/{peer}", context.startup, what=f"hop schema of rank {peer}")
+        theirs = context.store.get(
+            f"hop/{peer}", context.startup, what=f"hop schema of rank {peer}", rank=peer
+        )
         if theirs != ours:
             raise RuntimeError(
                 f"rank {context.rank.rank} expects hidden states {ours}, but rank {peer} sends {theirs}; "
