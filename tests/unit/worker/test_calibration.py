@@ -214,10 +214,27 @@ def test_the_machine_is_what_the_kernel_says() -> None:
     ("size", "expected"), [("105M", 210 << 20), ("32K", 192 << 20), ("2G?", 192 << 20), ("999M", 768 << 20)]
 )
 def test_a_round_is_twice_the_largest_cache(tmp_path: Path, size: str, expected: int) -> None:
-    for index, text in enumerate(("32K", size)):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}" / "size").write_text(text + "\n")
-    assert bytes_beyond_caches(tmp_path) == expected
+    write_caches(tmp_path, 3, {"32K": "3,11", size: "0-15"})
+    write_caches(tmp_path, 4, {size: "0-15"})
+    assert bytes_beyond_caches([3, 4], tmp_path) == expected
+
+
+def test_a_round_is_twice_all_the_largest_caches_of_the_cores(tmp_path: Path) -> None:
+    for cpu in range(32):
+        first = cpu // 8 * 8
+        write_caches(tmp_path, cpu, {"1024K": str(cpu), "96M": f"{first}-{first + 7}"})
+    assert bytes_beyond_caches(range(8, 24), tmp_path) == 4 * 96 << 20
+    assert bytes_beyond_caches([8, 9, 23], tmp_path) == 4 * 96 << 20
+    assert bytes_beyond_caches([8], tmp_path) == 192 << 20
+    assert bytes_beyond_caches([99], tmp_path) == 192 << 20
+
+
+def write_caches(folder: Path, cpu: int, shared_by: dict[str, str]) -> None:
+    for index, (size, cpus) in enumerate(shared_by.items()):
+        cache = folder / f"cpu{cpu}/cache/index{index}"
+        cache.mkdir(parents=True)
+        (cache / "size").write_text(size + "\n")
+        (cache / "shared_cpu_list").write_text(cpus + "\n")
 
 
 def test_a_quota_is_of_any_cores_and_not_of_the_first_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

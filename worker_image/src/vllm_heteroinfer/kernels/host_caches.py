@@ -1,14 +1,36 @@
 """How much must be read for memory to be timed, not caches. Stdlib only; Linux only."""
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 LEAST_BYTES, MOST_BYTES = 192 << 20, 768 << 20
 
 
-def bytes_beyond_caches(cache: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Returns how many bytes of weights a round reads, twice what the largest cache holds."""
-    sizes = [_cache_bytes(file.read_text()) for file in cache.glob("index*/size")]
-    return min(max(2 * max(sizes, default=0), LEAST_BYTES), MOST_BYTES)
+def bytes_beyond_caches(
+    cpus: Iterable[int] | None = None, folder: Path = Path("/sys/devices/system/cpu")
+) -> int:
+    """Returns how many bytes of weights a round reads, twice what the largest caches of its cores hold.
+
+    Cores of one processor may have several such caches, each its own part of the weights.
+
+    Args:
+        cpus: logical cores that read; those of this process if None.
+        folder: with what the kernel says of each core.
+    """
+    largest: dict[str, int] = {}
+    for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
+        caches = [_cache(file) for file in (folder / f"cpu{cpu}/cache").glob("index*/size")]
+        if caches:
+            size, shared = max(caches)
+            largest[shared or str(cpu)] = size
+    return min(max(2 * sum(largest.values()), LEAST_BYTES), MOST_BYTES)
+
+
+def _cache(size: Path) -> tuple[int, str]:
+    """Returns a cache's bytes, and the list of cores that share it; "" where that is not said."""
+    shared = size.with_name("shared_cpu_list")
+    return _cache_bytes(size.read_text()), shared.read_text().strip() if shared.exists() else ""
 
 
 def _cache_bytes(text: str) -> int:
