@@ -34,6 +34,7 @@ from heteroinfer_operator.planning.prediction import (
     forecast_first_token,
     predict,
 )
+from heteroinfer_operator.planning.prediction_again import predict_again
 from heteroinfer_operator.planning.rates import CPU_PLAIN_OTHER, EXCHANGE_BYTES_PER_S
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.calibrated import CALIBRATION
@@ -237,6 +238,7 @@ def test_the_largest_share_is_what_the_kernels_scratch_is_for() -> None:
     assert beside(in_units(32)) == GIB + rows * (8 * 2048 + 12 * 192)
     assert beside(in_units(128)) == GIB + rows * (8 * 2048 + 12 * 256)
     assert beside(mixture()) == beside(in_units(32))
+    assert beside(in_units(512)) == GIB + rows * (8 * 2048 + 12 * 768), "whole experts have all columns"
 
 
 @pytest.mark.parametrize(
@@ -334,6 +336,9 @@ def test_experts_whose_columns_ranks_cannot_share_are_shared_whole(unit: int, co
     assert cuts(planned) == {True}
     assert " of weights in whole experts, and up to " in "\n".join(describe_memory(planned))
     assert [rank.weight_bytes for rank in planned.plan.ranks[1:]] == [6 * 32 * EXPERT] * 4
+    again = predict_again(planned.plan, of_ranks(4), model, Inventory())
+    assert again is not None
+    assert again.plan == planned.plan
     fewer = replace(model, kinds=tuple(replace(kind, experts=min(kind.experts, 3)) for kind in model.kinds))
     fewer = replace(
         fewer, kinds=tuple(replace(kind, experts_per_token=min(kind.experts, 2)) for kind in fewer.kinds)
