@@ -171,17 +171,26 @@ def has_counted_each_layer(group: Group) -> bool:
     return all(rows_computed(group, rank) % tiny_models.LAYERS == 0 for rank in (1, 2))
 
 
-def test_a_rank_of_whose_experts_a_layer_has_no_tensors_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (r"6\.up_proj", "got no weights for model.layers.2.mlp.experts.6.up_proj.weight, expected"),
+        (r"\d\.down_proj", "got no weights for model.layers.2.mlp.experts.routed_experts.w2_weight, "),
+        (r"\d", "got no weights of the experts or MLPs of layers [2]"),
+    ],
+    ids=["tensor", "kind", "layer"],
+)
+def test_weights_that_a_layer_has_not_are_named(lost: str, words: str, tmp_path: Path) -> None:
     model = make_model("qwen3_moe", tmp_path)
     (file,) = model.glob("*.safetensors")
-    # Those of the second rank are named as if they were of experts that the model has not.
-    content = file.read_bytes()
-    for own, other in ((b"6", b"8"), (b"7", b"9")):
-        content = content.replace(b".layers.2.mlp.experts.%b." % own, b".layers.2.mlp.experts.%b." % other)
-    file.write_bytes(content)
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    header, rest = file.read_bytes()[8 : 8 + size].decode(), file.read_bytes()[8 + size :]
+    # Named as if they were another layer's, of experts that it has not.
+    header = re.sub(rf"layers\.2\.mlp\.experts\.({lost})", r"layers.1.mlp.experts.10\1", header)
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + rest)
     with serving("qwen3_moe", model, tmp_path, shares=BY_EXPERTS, by_experts=True, ready=False) as group:
         group.children[0].process.wait(300)
-        assert "got no weights of the experts or MLPs of layers [2]" in group.logs(), group.logs()
+        assert words in group.logs(), group.logs()
 
 
 @pytest.mark.feed_forward_matrix

@@ -230,6 +230,15 @@ def by_a_feed_forward_rank(part: Any, x: torch.Tensor, ids: torch.Tensor, weight
 
 OWN = Span(total=12, first=4, end=8)
 """Of a feed-forward rank that has a layer's four experts."""
+SOUND = torch.tensor([number for number in range(OWN.total) if number not in {OWN.first, OWN.end - 1}])
+"""Experts that rows choose; the others are numbers no longer, and must not be in any answer."""
+
+
+def spoil(part: Any) -> None:
+    """Makes the weights of that rank's first and last expert NaN."""
+    for weight in (part.w13_weight, part.w2_weight):
+        for number in (0, OWN.count - 1):
+            weight.data[number].view(torch.uint8).fill_(0x7F if weight.dtype == FP8 else 0xFF)
 
 
 def by_a_rank_with_whole_experts(
@@ -274,11 +283,15 @@ def experts() -> Any:
         ids = torch.rand(ROWS, 4).topk(2, -1).indices
         weights = torch.rand(ROWS, 2)
         exact, loaded = exact_experts(part, activation, x, ids, weights), weight_bytes(part)
-        choices = torch.rand(ROWS, OWN.total).topk(2, -1).indices
+        alone = build_experts(f"{name} by experts", activation, inner, held, bias=bias)
+        choices = SOUND[torch.rand(ROWS, len(SOUND)).topk(2, -1).indices]
         choices[0] = torch.tensor([OWN.end, 0])  # a row of other ranks alone
+        choices[1] = torch.tensor([OWN.first + 1, 0])
         here = (choices >= OWN.first) & (choices < OWN.end)
-        local = torch.where(here, choices - OWN.first, 0)
-        exact_here = exact_experts(part, activation, x, local, weights * here)
+        local = torch.where(here, choices - OWN.first, 1)
+        spoil(alone)
+        exact_here = exact_experts(alone, activation, x, local, weights * here)
+        alone.quant_method.process_weights_after_loading(alone)
         part.quant_method.process_weights_after_loading(part)
         ours[name] = cpu_experts.library_of(part) is not None
         got = part.quant_method.apply(
@@ -287,7 +300,7 @@ def experts() -> Any:
         )  # fmt: skip
         gaps[name] = float((got.float() - exact).abs().max() / exact.abs().max())
         asked[name] = bool(torch.equal(got, by_a_feed_forward_rank(part, x, ids.int(), weights)))
-        got_here, left = by_a_rank_with_whole_experts(part, x, choices, weights)
+        got_here, left = by_a_rank_with_whole_experts(alone, x, choices, weights)
         left_out[name] = left / int((~here).sum())
         whole[name] = float((got_here.float() - exact_here).abs().max() / exact_here.abs().max())
         if inner % 32 == 0:

@@ -80,6 +80,7 @@ def test_whole_experts_count_from_this_ranks_first() -> None:
     name = "model.layers.0.mlp.experts.{}.gate_proj.weight"
     assert experts_of(name.format(7), (256, 64), OWN) == (name.format(1), Part())
     assert experts_of(name.format(5), (256, 64), OWN) is None
+    assert experts_of(name.format(2), (256, 64), Span(total=8, first=0, end=2)) is None
     together = "model.layers.0.mlp.experts.gate_up_proj"
     assert experts_of(together, (8, 64, 512), OWN) == (together, Part(dim=0, start=6, length=2))
     with pytest.raises(ContractError, match=r"expected one of 8 experts first; use one feed-forward rank"):

@@ -2,7 +2,7 @@
 
 | module | what is in it |
 |---|---|
-| `remote_parts`, `columns` | which layers and tensors are a feed-forward rank's, and which part |
+| `remote_parts`, `columns`, `holes` | a feed-forward rank's layers and tensors, which part, what lacks |
 | `slab_library`, `slab` | the shared memory that both sides map, and who proves it |
 | `kernels.cu`, `cuda_exchange` | asking from a CUDA graph |
 | `exchange`, `remote` | the asking side: what stands in for a layer's experts or MLP |

@@ -115,6 +115,20 @@ def experts_of(name: str, shape: Sequence[int], own: Span) -> tuple[str, Part] |
     return name, Part(dim=0, start=own.first, length=own.count)
 
 
+def kind_of(name: str) -> tuple[str, int] | None:
+    """Returns the name of a numbered expert's tensor without the number, and the number; None for others.
+
+    None of scales of activations too, which checkpoints lack of experts that their calibration did not reach.
+
+    Args:
+        name: of a tensor.
+    """
+    number = _NUMBER.search(name)
+    if number is None or name.rpartition(".")[2] in _WHOLE:
+        return None
+    return f"{name[: number.start()]}*{name[number.end() :]}", int(number[0])
+
+
 _NEITHER: Final = -1
 
 

@@ -28,8 +28,9 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model.config import EXPERT_COUNTS
 from heteroinfer_contract.model.scheme import find_quantization
 from heteroinfer_contract.plan import FeedForwardShare
-from vllm_heteroinfer.feed_forward import columns, remote
+from vllm_heteroinfer.feed_forward import columns, holes, remote
 from vllm_heteroinfer.feed_forward.columns import Part
+from vllm_heteroinfer.feed_forward.holes import ExpertNumbers
 from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, check_one_size, layer_of
 from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
@@ -98,6 +99,7 @@ class SkeletonBuilder:
         self._parts: dict[int, Any] = {}
         self._loaded_bytes = 0
         self._loaded: set[int] = set()
+        self._numbers = ExpertNumbers()
         self._memory = WeightMemory()
 
     def build(self) -> Skeleton:
@@ -260,13 +262,26 @@ class SkeletonBuilder:
             for part in self._parts.values():
                 _fill(part)
             return
-        model.load_weights(self._own(loader.get_all_weights(config, model)))
+        filled = model.load_weights(self._own(loader.get_all_weights(config, model)))
+        holes.check(config.model, self._numbers.lacking(self._expert_totals()))
         missing = sorted(set(self._parts) - self._loaded)
         if missing:
             raise ContractError(
                 f"{config.model}: got no weights of the experts or MLPs of layers {missing} under the "
                 "names that are known; use spec.parallelism.mode: Pipeline"
             )
+        # As vLLM, of plain weights alone
+        # (vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.load_weights@v0.32.0).
+        if self._config.quant_config is None and filled is not None:
+            holes.check(config.model, holes.unfilled(model, self._parts.values(), filled))
+
+    def _expert_totals(self) -> dict[int | None, int]:
+        """Returns how many experts the checkpoint has of each layer."""
+        whole = self._experts
+        return {
+            layer: whole.total if whole else int(self._parts[layer].global_num_experts)
+            for layer in self._found.experts
+        }
 
     def _own(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields this rank's part of each tensor that it has a part of."""
@@ -275,6 +290,7 @@ class SkeletonBuilder:
                 continue
             layer = layer_of(name)
             assert layer is not None
+            self._numbers.add(name)
             found = self._part_of(name, tuple(tensor.shape), layer)
             if found is None:
                 continue
