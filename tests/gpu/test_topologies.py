@@ -175,7 +175,7 @@ def test_sleep_and_wake(served: Served, references: References) -> None:
 
 
 def is_ready(group: Group, pod: int) -> bool:
-    return fetch(f"http://127.0.0.1:{group.addresses[pod].health_port}{contract.PATH_READYZ}") is not None
+    return fetch(group.health_url(contract.PATH_READYZ, pod)) is not None
 
 
 def wait_until(group: Group, holds: Callable[[], bool], timeout_s: float = 20.0) -> None:

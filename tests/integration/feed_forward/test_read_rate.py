@@ -57,8 +57,7 @@ def test_a_rank_that_hangs_before_it_is_asked_is_who_the_others_wait_for(tmp_pat
             ]
         )
         deadline = time.monotonic() + 120
-        url = f"http://{group.addresses[0].host}:{group.addresses[0].health_port}{PATH_GROUP}"
-        while awaited not in (said := fetch(url) or ""):
+        while awaited not in (said := fetch(group.health_url(PATH_GROUP)) or ""):
             assert time.monotonic() < deadline, f"{said}\n{group.logs()}"
             time.sleep(0.1)
 

@@ -7,8 +7,7 @@ Environment:
     TINY_PORTS: JSON list of a free port for each rank.
     TINY_DO: JSON object from rank to what it does once ready: `idle` (default), `compute`,
         `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `await` (nor is it, for the
-        next rank), `crawl` (reads
-        until the trigger), `grandchild`, `allocate`, `chat`.
+        next rank), `crawl` (reads until the trigger), `grandchild`, `allocate`, `chat`.
     TINY_IMPORT: what the first rank of a pod does before it forks: `exit3`, `hang`, or `refuse` the forks.
     TINY_TRIGGER: path of a file; `raise`, `exit3` and `accuse` act when it exists.
 """

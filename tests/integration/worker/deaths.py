@@ -78,7 +78,7 @@ def check_cut_off(clients: "Sequence[Future[NoReturn]]") -> None:
 
 
 def wait_not_ready(group: Group, killed_at: float) -> None:
-    url = f"http://127.0.0.1:{group.addresses[0].health_port}{names.PATH_READYZ}"
+    url = group.health_url(names.PATH_READYZ)
     while fetch(url, timeout_s=1.0) is not None:
         assert time.time() - killed_at < NAMED_WITHIN_S, group.logs()
         time.sleep(0.02)

@@ -80,7 +80,7 @@ def check_drain(group: Group, prompt: list[int], tokens: list[int]) -> None:
 def check_refused(group: Group, prompt: list[int]) -> None:
     """The pods are not ready at once, and refuse requests a moment later."""
     deadline = time.monotonic() + 5
-    ready = f"http://127.0.0.1:{group.addresses[0].health_port}{names.PATH_READYZ}"
+    ready = group.health_url(names.PATH_READYZ)
     while fetch(ready) is not None:
         assert time.monotonic() < deadline, group.logs()
     while (answer := refusal(group, prompt))[0] == 200:

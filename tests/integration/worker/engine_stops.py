@@ -52,7 +52,7 @@ def engine_pid(group: Group) -> int:
 
 
 def is_ready(group: Group) -> bool:
-    url = f"http://127.0.0.1:{group.addresses[0].health_port}{names.PATH_READYZ}"
+    url = group.health_url(names.PATH_READYZ)
     return fetch(url, timeout_s=2.0) is not None
 
 

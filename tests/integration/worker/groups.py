@@ -158,10 +158,15 @@ class Group:
     def url(self) -> str:
         return f"http://{self.addresses[0].host}:{self.addresses[0].api_port}"
 
+    def health_url(self, path: str, pod: int = 0) -> str:
+        """Returns where a pod's supervisor answers."""
+        address = self.addresses[pod]
+        return f"http://{address.host}:{address.health_port}{path}"
+
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
         """Returns after how many seconds a request would be answered; raises when a pod ends."""
         start = time.monotonic()
-        url = f"http://{self.addresses[0].host}:{self.addresses[0].health_port}{names.PATH_READYZ}"
+        url = self.health_url(names.PATH_READYZ)
         while time.monotonic() - start < timeout_s:
             for child in self.children:
                 if child.ended():
@@ -179,7 +184,7 @@ class Group:
 
     def status(self) -> GroupReport:
         """Returns the group as its leader sees it."""
-        text = fetch(f"http://{self.addresses[0].host}:{self.addresses[0].health_port}{names.PATH_GROUP}")
+        text = fetch(self.health_url(names.PATH_GROUP))
         assert text is not None, self.logs()
         return GroupReport.from_json(text)
 

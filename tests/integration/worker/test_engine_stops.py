@@ -30,6 +30,7 @@ from tests.integration.worker.groups import Group, build_plan, start_group
 pytestmark = pytest.mark.timeout(600)
 
 LONG = 1500
+"""Tokens of requests that are under way while their engine waits."""
 LIMIT_S = 15.0
 """Longer than a step may take while images are built beside it: one of more than 7 s was seen."""
 ENV = {

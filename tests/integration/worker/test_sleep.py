@@ -96,7 +96,7 @@ def phases(group: Group) -> set[RankPhase]:
 
 
 def ready(group: Group, pod: int) -> bool:
-    return fetch(f"http://127.0.0.1:{group.addresses[pod].health_port}{names.PATH_READYZ}") is not None
+    return fetch(group.health_url(names.PATH_READYZ, pod)) is not None
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:

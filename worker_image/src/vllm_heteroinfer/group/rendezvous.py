@@ -174,15 +174,13 @@ class GroupStore:
             ContractError: no process of the epoch has stored what is there.
         """
         full = self._prefix + key
-        if rank is not None:
-            self.waits_for(rank)
+        self.waits_for(rank)
         while not self._store.check([full]):
             if deadline.left_s == 0:
                 raise TimeoutError(
                     f"got no {what} within {deadline.total_s:.0f} s; look at that process's log"
                 )
             time.sleep(min(0.02, deadline.left_s))
-        if rank is not None:
-            self.waits_for(None)
+        self.waits_for(None)
         value = str(self._store.get(full).decode())
         return value if self._key is None else self._key.read_signed("store", key, value)

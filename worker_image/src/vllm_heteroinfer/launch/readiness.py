@@ -100,7 +100,7 @@ class GroupView:
 
     def _words(self, status: RankStatus) -> str:
         text = f"rank {status.rank} (pod {status.pod}) is {status.phase}"
-        for_rank = self._waits_for(status)
+        for_rank = self._waits_for(status.rank)
         return text if for_rank is None else f"{text} and waits for rank {for_rank}"
 
     def _by_suspicion(self) -> list[RankStatus]:
@@ -110,13 +110,12 @@ class GroupView:
 
         def order(status: RankStatus) -> tuple[bool, int, float]:
             loaded = status.loaded_bytes / status.total_bytes if status.total_bytes else 0.0
-            return self._waits_for(status) in not_ready, phases.index(status.phase), loaded
+            return self._waits_for(status.rank) in not_ready, phases.index(status.phase), loaded
 
         return sorted(not_ready.values(), key=order)
 
-    def _waits_for(self, status: RankStatus) -> int | None:
-        waits = {beat.status.rank: beat.waiting_for_rank for beat in self.beats}
-        return waits.get(status.rank)
+    def _waits_for(self, rank: int) -> int | None:
+        return next((beat.waiting_for_rank for beat in self.beats if beat.status.rank == rank), None)
 
     def _not_ready(self) -> list[RankStatus]:
         return [status for status in self.statuses() if status.phase is not RankPhase.READY]
