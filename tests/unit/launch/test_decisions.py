@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from heteroinfer_contract.group_report import RankPhase, RankStatus
 from tests.unit.launch.test_environment import FOLLOWER, LEADER, PLAN
@@ -129,6 +131,44 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
 def test_readiness(view: GroupView, message: str, pod: int | None, rank: int | None) -> None:
     assert (view.message, view.pod, view.rank) == (message, pod, rank)
     assert view.ready is not bool(message)
+
+
+@st.composite
+def waiting(draw: st.DrawFn) -> list[RankBeat]:
+    """Draws beats of some ranks, each of which waits for any, for one that is not there, or for none."""
+    ranks = draw(st.permutations(PLAN.ranks))[: draw(st.integers(0, len(PLAN.ranks)))]
+    phases, awaited = st.sampled_from(list(RankPhase)), st.none() | st.integers(0, len(PLAN.ranks))
+    return [
+        replace(beat(rank.rank, rank.pod, draw(phases)), waiting_for_rank=draw(awaited)) for rank in ranks
+    ]
+
+
+@given(waiting(), st.sets(st.sampled_from([1])), st.sampled_from([None, 0, 1]))
+def test_who_is_named_is_not_ready_and_in_the_pod_that_is(
+    beats: list[RankBeat], missing: set[int], only: int | None
+) -> None:
+    view = GroupView(plan=PLAN, beats=tuple(beats), missing_pods=tuple(missing), only_pod=only)
+    statuses = {status.rank: status for status in view.statuses()}
+    if missing:
+        assert (view.pod, view.rank) == (1, None)
+    elif all(status.phase is RankPhase.READY for status in statuses.values()):
+        assert (view.pod, view.rank, view.message) == (None, None, "")
+    else:
+        assert view.rank is not None
+        assert statuses[view.rank].phase is not RankPhase.READY
+        assert statuses[view.rank].pod == view.pod
+        assert view.message
+
+
+@given(st.permutations(range(4)), st.data())
+def test_the_one_that_all_others_wait_for_is_named(order: list[int], data: st.DataObject) -> None:
+    hanging, *others = order
+    phases = st.sampled_from([RankPhase.CONNECTING, RankPhase.LOADING, RankPhase.WARMING_UP])
+    beats = [beat(hanging, PLAN.ranks[hanging].pod, data.draw(phases))]
+    for number, rank in enumerate(others, start=1):  # each for one before it, however far it has come itself
+        awaited = data.draw(st.sampled_from(order[:number]))
+        beats.append(replace(beat(rank, PLAN.ranks[rank].pod, data.draw(phases)), waiting_for_rank=awaited))
+    assert GroupView(plan=PLAN, beats=tuple(beats)).rank == hanging
 
 
 def test_status_has_every_rank() -> None:
