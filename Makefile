@@ -37,7 +37,7 @@ quickstart: setup  ## a small model on this machine, from a file to served token
 	@$(BIN)/python -m tests.quickstart
 
 # What holds bounds of seconds begins when nothing computes beside it, and a real node has the machine for itself:
-# what is unhurried gets only the time that they leave over.
+# what is unhurried gets the time that they leave over, and a tenth of theirs (.ci/idle says why not less).
 test: need-root check  ## what CI runs
 	@failed=0; for lanes in "computing programs images" "hurried unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 hurried: waiting nodes
@@ -75,7 +75,7 @@ integration: setup  ## a real API server; real vLLM groups on the CPU
 computing: setup  ## those of them that start vLLM or compile
 	$(TESTS) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not unhurried"
 
-unhurried: setup  ## those of them without any bound of seconds, at the least priority
+unhurried: setup  ## those of them without any bound of seconds, at a tenth of the priority
 	./.ci/idle $(PYTEST) $(LONGEST) tests/integration -m "unhurried and not served_models_matrix"
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
@@ -83,7 +83,7 @@ waiting: setup  ## those of them that mostly wait: for an API server, for time-o
 	$(TESTS) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not unhurried" \
 	  $(COMPUTING:%=--ignore=%)
 
-programs: setup  ## builds the programs of the test cluster ahead of the tests that need them, at the least priority
+programs: setup  ## builds the programs of the test cluster ahead of the tests that need them, at a tenth of the priority
 	@./.ci/idle $(BIN)/python -m tests.cluster build
 
 images: need-root setup  ## the same with the images of this tree
