@@ -27,6 +27,10 @@ REAP_TIMEOUT_S = 30.0
 """A killed process needs as long as the kernel takes to free its memory; beyond this it
 hangs in the kernel, and nothing in user space can help."""
 REAP_INTERVAL_S = 0.01
+subprocess._USE_VFORK = False  # type: ignore[misc]
+"""Of the standard library, which names it for such cases: a vfork holds the interpreter's lock until the
+kernel has loaded the command, seconds where a disk is busy or what starts is scanned, and no thread of ours
+would run."""
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 """Who opens connections to us takes files; those that are too many are closed in a moment."""
 
@@ -113,7 +117,9 @@ class ChildProcess:
     def start(
         cls, *, label: str, command: Sequence[str], env: Mapping[str, str], inherited_fds: Sequence[int] = ()
     ) -> "ChildProcess":
-        """Starts it; must be called on a thread that lives as long as the supervisor (PR_SET_PDEATHSIG).
+        """Starts it; returns once the kernel has loaded the command, which may take seconds.
+
+        Call it on a thread that lives as long as the supervisor (PR_SET_PDEATHSIG).
 
         Raises:
             OSError: the command cannot be started.

@@ -47,6 +47,17 @@ def observe_host(launch: PodLaunch, address: str) -> Host:
     )
 
 
+def waited_for_cpu_s() -> float:
+    """Returns for how long the main thread could have run and got no CPU, since its start, in seconds.
+
+    0 where the kernel does not count it (CONFIG_SCHED_INFO).
+    """
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 def observe_cpus(ids: Sequence[int], system: Path) -> tuple[Cpu, ...]:
     """Returns the cores and NUMA nodes of these CPUs; each a core of node 0 where the kernel tells nothing.
 

@@ -28,8 +28,8 @@ class LoopClock:
         self._late: deque[tuple[float, float]] = deque()
         """When and by how much, the worst first: a turn outlives those before it that were less late."""
 
-    def turn(self, now_s: float) -> None:
-        """Takes in that this process has its turn now."""
+    def turn(self, now_s: float) -> float:
+        """Takes in that this process has its turn now; returns by how much it comes too late, in seconds."""
         late_s = self._overdue_s(now_s)
         self._missed_s += late_s
         self._turn_s = now_s
@@ -38,6 +38,7 @@ class LoopClock:
         self._late.append((now_s, late_s))
         while now_s - self._late[0][0] > WINDOW_S:
             self._late.popleft()
+        return late_s
 
     def awake_s(self, now_s: float) -> float:
         """Returns a time that goes on only while turns come when they are due, in seconds."""

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from vllm_heteroinfer.launch.child_process import (
 )
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.environment import Host, api_environment, can_be_forked, rank_environment
+from vllm_heteroinfer.launch.lasting_thread import LastingThread
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 from vllm_heteroinfer.pod.channel import RankChannel, RankReport, SupervisorMessage
 from vllm_heteroinfer.pod.forking import ForkClient, ForkRequest, difference
@@ -115,12 +117,14 @@ class PodProcesses:
         self._launch = launch
         self._on_evidence = on_evidence
         self._processes: list[SupervisedProcess] = []
+        self._starts = LastingThread("starts")
+        self._starting = False
         self._forks: ForkClient | None = None
         self._draining = False
         self._engine_pids: list[int] | None = None
         self._engine_ran_at_s = 0.0
 
-    def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
+    async def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
         """Starts every rank of the pod, and the API server on the leader's.
 
         Raises:
@@ -141,56 +145,38 @@ class PodProcesses:
         forks = commands.forks and ranks[0].device is Device.CPU
         # The API server computes nothing: how many threads it would have loaded with does not matter.
         forked = [w for w in others if forks and (w.assignment is None or can_be_forked(w.env, first.env))]
-        self._start_first(first, forked, sorted(cpu.id for cpu in host.cpus))
+        self._starting = True
+        await self._start_first(first, forked, sorted(cpu.id for cpu in host.cpus))
         for each in others:
             if each not in forked:
-                self._start_one(each)
+                await self._start_one(each)
+        self._starting = False
 
-    def _start_first(self, first: "_Wanted", forked: "Sequence[_Wanted]", cpus: Sequence[int]) -> None:
+    async def _start_first(self, first: "_Wanted", forked: "Sequence[_Wanted]", cpus: Sequence[int]) -> None:
         """Starts the pod's first rank, and asks it for those that are forked from it."""
         if not forked:
-            self._start_one(first)
+            await self._start_one(first)
             return
         self._forks, theirs = ForkClient.open_pair()
-        with theirs:
-            env = {**first.env, names.ENV_FORK_FD: str(theirs.fileno())}
-            self._start_one(replace(first, env=env), theirs.fileno())
+        env = {**first.env, names.ENV_FORK_FD: str(theirs.fileno())}
+        await self._start_one(replace(first, env=env), theirs)
         for each in forked:
-            self._ask_for(each, first, cpus)
+            await self._ask_for(each, first, cpus)
         with contextlib.suppress(OSError):
             self._forks.end_requests()
         asyncio.get_running_loop().add_reader(self._forks.fileno(), self._take_forks, self._forks)
 
-    def _start_one(self, wanted: "_Wanted", *inherited_fds: int) -> None:
-        channel, theirs = RankChannel.open_pair()
-        with theirs:
-            env = {**wanted.env, names.ENV_RANK_CHANNEL_FD: str(theirs.fileno())}
-            child = ChildProcess.start(
-                label=wanted.label,
-                command=wanted.command,
-                env=env,
-                inherited_fds=(theirs.fileno(), *inherited_fds),
-            )
-        self._add(SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment))
-        log.info("started %s as process %d", wanted.label, child.pid)
+    async def _start_one(self, wanted: "_Wanted", *theirs: socket.socket) -> None:
+        """Starts a process that inherits `theirs`, closed here then; the loop goes on meanwhile."""
+        process = await self._starts.call(lambda: _start(wanted, theirs))
+        self._add(process)
+        log.info("started %s as process %d", wanted.label, process.child.pid)
 
-    def _ask_for(self, wanted: "_Wanted", first: "_Wanted", cpus: Sequence[int]) -> None:
+    async def _ask_for(self, wanted: "_Wanted", first: "_Wanted", cpus: Sequence[int]) -> None:
         """Asks the pod's first rank for a process; its answer comes when it has imported all it needs."""
-        assert self._forks is not None
-        channel, theirs = RankChannel.open_pair()
-        read_fd, write_fd = os.pipe()
-        request = ForkRequest(
-            label=wanted.label,
-            module=wanted.command[-1],
-            environment=difference(first.env, wanted.env),
-            cpus=cpus,
-        )
-        with contextlib.suppress(ConnectionError):  # it has ended already, and the watch will see it
-            self._forks.ask(request, output_fd=write_fd, channel_fd=theirs.fileno())
-        os.close(write_fd)
-        theirs.close()
-        child = ChildProcess(wanted.label, os.fdopen(read_fd, "rb", buffering=0))
-        self._add(SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment))
+        forks = self._forks
+        assert forks is not None
+        self._add(await self._starts.call(lambda: _ask(forks, wanted, first, cpus)))
 
     def _add(self, process: SupervisedProcess) -> None:
         self._processes.append(process)
@@ -271,7 +257,7 @@ class PodProcesses:
         for process in self._processes:
             if not process.blamed and not (self._draining and process.assignment is None):
                 self._watch_one(process, now_s)
-        if self._forks is None:
+        if self._forks is None and not self._starting:
             reap_orphans([process.child for process in self._processes])
 
     def failing(self) -> bool:
@@ -336,6 +322,38 @@ class PodProcesses:
         since_s = process.failing_since_s if process.failing_since_s is not None else now_s
         failure = _failure(process, self._plan, self._launch.pod_index, seen)
         self._on_evidence(Evidence(failure=failure, age_s=now_s - since_s))
+
+
+def _start(wanted: _Wanted, theirs: Sequence[socket.socket]) -> SupervisedProcess:
+    """Starts a process, and closes our copies of what it inherits."""
+    channel, their_end = RankChannel.open_pair()
+    with contextlib.ExitStack() as inherited:
+        descriptors = [inherited.enter_context(each).fileno() for each in (their_end, *theirs)]
+        child = ChildProcess.start(
+            label=wanted.label,
+            command=wanted.command,
+            env={**wanted.env, names.ENV_RANK_CHANNEL_FD: str(their_end.fileno())},
+            inherited_fds=descriptors,
+        )
+    return SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment)
+
+
+def _ask(forks: ForkClient, wanted: _Wanted, first: _Wanted, cpus: Sequence[int]) -> SupervisedProcess:
+    """Asks the pod's first rank for a process, which has no number yet."""
+    channel, theirs = RankChannel.open_pair()
+    read_fd, write_fd = os.pipe()
+    request = ForkRequest(
+        label=wanted.label,
+        module=wanted.command[-1],
+        environment=difference(first.env, wanted.env),
+        cpus=cpus,
+    )
+    with contextlib.suppress(ConnectionError):  # it has ended already, and the watch will see it
+        forks.ask(request, output_fd=write_fd, channel_fd=theirs.fileno())
+    os.close(write_fd)
+    theirs.close()
+    child = ChildProcess(wanted.label, os.fdopen(read_fd, "rb", buffering=0))
+    return SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment)
 
 
 def _beat(process: SupervisedProcess, assignment: RankAssignment, now_s: float) -> RankBeat:

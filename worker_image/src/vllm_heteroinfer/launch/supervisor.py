@@ -31,7 +31,8 @@ from vllm_heteroinfer.launch.control_client import ControlClient, Refused
 from vllm_heteroinfer.launch.control_server import ControlServer
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.engine_clock import EngineClock
-from vllm_heteroinfer.launch.host import find_leader_address, observe_host
+from vllm_heteroinfer.launch.environment import Host
+from vllm_heteroinfer.launch.host import find_leader_address, observe_host, waited_for_cpu_s
 from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
@@ -54,6 +55,8 @@ VERDICT_TIMEOUT_S = 1.5
 TURNS_TO_READ = 3
 """Of the loop, before a beat: what peers have said meanwhile is read before they are judged, and before a
 write to one that has left breaks the connection with its last word."""
+LATE_TURN_S = 1.0
+"""A turn of the loop that is late by more is in the log: peers may take this pod for lost."""
 LATE_POD_S = 1.0
 """For pods that have not connected yet to come and get the verdict."""
 _ENDING = "the group is ending"
@@ -162,7 +165,7 @@ class Supervisor:
         return self._outcome.result()
 
     async def _start_pod(self) -> None:
-        """Joins the group, starts the ranks, and then listens to the leader."""
+        """Joins the group, starts the ranks, and listens to the leader from then on."""
         try:
             address = await self._join()
         except TimeoutError:
@@ -172,11 +175,20 @@ class Supervisor:
         except Refused as refusal:
             self._conclude(refusal.failure)
             return
-        host = observe_host(self._launch, address)
+        listening = asyncio.ensure_future(self._listen_to_leader())  # commands may take long to load
         try:
-            self._pod.start(self._settings.commands, self._settings.base_env, host)
+            await self._start_processes(observe_host(self._launch, address))
+            await listening
+        finally:
+            listening.cancel()
+
+    async def _start_processes(self, host: Host) -> None:
+        try:
+            await self._pod.start(self._settings.commands, self._settings.base_env, host)
         except OSError as error:
             raise ContractError(f"a process cannot be started: {error}") from error
+
+    async def _listen_to_leader(self) -> None:
         if self._client is not None:
             await self._client.listen()
 
@@ -199,8 +211,17 @@ class Supervisor:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _beat_for_ever(self) -> None:
+        waited_s = waited_for_cpu_s()
         while True:
-            self._clock.turn(time.monotonic())
+            late_s = self._clock.turn(time.monotonic())
+            before_s, waited_s = waited_s, waited_for_cpu_s()
+            if late_s > LATE_TURN_S:
+                log.warning(
+                    "this supervisor had no turn for %.1f s, %.1f s of them for want of a CPU and the rest "
+                    "stopped or held up in the kernel: look at what else runs on this node",
+                    late_s,
+                    min(late_s, waited_s - before_s),
+                )
             for _ in range(TURNS_TO_READ):
                 await asyncio.sleep(0)
             self._beat()
