@@ -76,6 +76,17 @@ def test_a_full_disk_of_logs_holds_up_no_rank(tmp_path: Path) -> None:
         assert group.wait_exits(time.monotonic() + 10) == [0]
 
 
+def test_a_disk_that_takes_no_last_word_holds_up_no_end(tmp_path: Path) -> None:
+    with tiny_group(tmp_path) as group:
+        os.mkfifo(tmp_path / "0-0.termination")  # a writer waits for a reader, and none comes
+        group.start()
+        group.wait_ready()
+        os.kill(group.rank_pid(1), signal.SIGKILL)
+        assert group.wait_exits(time.monotonic() + 10) == [names.EXIT_PEER_FAILED, names.EXIT_RANK_FAILED]
+        assert group.marked() == []
+    assert "the termination message is not written" in group.logs()
+
+
 def test_strangers_who_take_all_files_of_a_supervisor_end_nothing(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()

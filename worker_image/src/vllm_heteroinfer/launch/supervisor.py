@@ -33,6 +33,7 @@ from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.engine_clock import EngineClock
 from vllm_heteroinfer.launch.environment import Host
 from vllm_heteroinfer.launch.host import find_leader_address, observe_host, waited_for_cpu_s
+from vllm_heteroinfer.launch.lasting_thread import LastingThread
 from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
@@ -59,6 +60,8 @@ LATE_TURN_S = 1.0
 """A turn of the loop that is late by more is in the log: peers may take this pod for lost."""
 LATE_POD_S = 1.0
 """For pods that have not connected yet to come and get the verdict."""
+LEAVE_TIMEOUT_S = 0.5
+"""For the failure to be on the node's disk, before the end goes on without it."""
 _ENDING = "the group is ending"
 
 log = logging.getLogger(__name__)
@@ -390,7 +393,7 @@ class Supervisor:
         if verdict is None:
             gone = await self._pod.stop(self._hurry)
         else:
-            termination_message.leave(self._settings.termination_message_path, verdict.to_json())
+            await self._leave(verdict)
             log.error("group %s ends: %s: %s", self._launch.group, verdict.reason, verdict.message)
             gone = await self._pod.kill()
         if not gone:
@@ -398,6 +401,17 @@ class Supervisor:
         await telling
         self._health.close()
         log.info("ended")
+
+    async def _leave(self, verdict: Failure) -> None:
+        """Writes the failure where the operator finds it; a disk that takes no bytes holds up no end."""
+        path, text = self._settings.termination_message_path, verdict.to_json()
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await LastingThread("last word").call(lambda: termination_message.leave(path, text))
+        except TimeoutError:
+            log.error(
+                "the termination message is not written after %g s: see the node's disk", LEAVE_TIMEOUT_S
+            )
 
     async def _tell(self, verdict: Failure | None) -> None:
         if self._server is not None:
