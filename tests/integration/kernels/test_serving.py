@@ -1,11 +1,13 @@
 """Groups of real CPU ranks in bf16: the kernels serve them, and their logprobs are transformers'."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from heteroinfer_contract import names
+from heteroinfer_contract.plan import Plan
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.feed_forward.groups import make_model
@@ -67,18 +69,35 @@ def test_kernels_serve_bf16(
     for other in others:
         assert SERVED not in other
         assert "CPU linear layers: oneDNN, as HETEROINFER_CPU_LINEAR=onednn says" in other
-    within = sum(gap <= GAP for gap in found) / len(found)
-    assert within >= SHARE, sorted(found)[:: max(1, len(found) // 20)]
+    assert_close(found)
 
 
 def test_experts_of_a_feed_forward_rank_serve_bf16(tmp_path: Path) -> None:
+    """Where vLLM's own serve, which choose other experts here and there: as in a group without such ranks."""
     model = make_model("qwen3_moe", tmp_path, "bfloat16", spread=0.05)
     layers = tiny_models.LAYERS
     plan = feed_forward_plan(model, num_layers=layers, remote=range(layers), dtype="bfloat16")
-    with start_group(plan, tmp_path, env=ONE_THREAD) as group:
+    found, log = gaps_and_log(plan, model, tmp_path / "feed-forward")
+    if of_this_cpu():
+        assert log.count(EXPERTS_SERVED) == 1
+        assert_close(found)
+    else:
+        assert EXPERTS_SERVED not in log
+        without = build_plan(model, layers=[layers], pods=[1], dtype="bfloat16")
+        assert found == gaps_and_log(without, model, tmp_path / "without")[0]
+
+
+def gaps_and_log(plan: Plan, model: Path, logs: Path) -> tuple[list[float], str]:
+    """Returns the gaps of a group of one pod, and what it wrote."""
+    logs.mkdir()
+    with start_group(plan, logs, env=ONE_THREAD) as group:
         group.wait_ready()
         found = gaps(group, model)
-        (log,) = (child.log.read_text() for child in group.children)
-    assert log.count(EXPERTS_SERVED) == (1 if of_this_cpu() else 0)
+        (child,) = group.children
+        return found, child.log.read_text()
+
+
+def assert_close(found: Sequence[float]) -> None:
+    """Asserts the bar."""
     within = sum(gap <= GAP for gap in found) / len(found)
     assert within >= SHARE, sorted(found)[:: max(1, len(found) // 20)]
