@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tests.integration.launch.groups import Pod, tiny_group, wait_until
+from vllm_heteroinfer.launch.child_process import child_pids
 
 LINES = 200_000
 ROOT = Path(__file__).parents[3]
@@ -23,7 +24,7 @@ def memory_bytes(pid: int) -> int:
 
 def written_bytes(supervisor: int) -> int:
     """Returns how much the one rank of a supervisor has written, in bytes."""
-    (rank,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    (rank,) = child_pids(supervisor)
     fields = dict(line.split(": ") for line in Path(f"/proc/{rank}/io").read_text().splitlines())
     return int(fields["wchar"])
 

@@ -3,23 +3,26 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+END_POLL_S = 0.005
 
 
 class LastingThread:
-    """One thread that lives as long as the process, and whose calls nobody waits for at its end.
+    """One thread that lives until it is ended, or as long as the process, which does not wait for it.
 
     asyncio.to_thread() has neither: its threads are joined before the loop ends, so that one call that
     hangs in the kernel would keep the process.
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     async def call(self, function: Callable[[], T]) -> T:
         """Returns what `function` does, or raises what it raises; calls come one after another.
@@ -30,9 +33,16 @@ class LastingThread:
         self._calls.put((answer, function))
         return await asyncio.wrap_future(answer)
 
+    async def end(self, timeout_s: float) -> None:
+        """Ends it once its calls have returned; waits for that for so long."""
+        self._calls.put(None)
+        deadline_s = time.monotonic() + timeout_s
+        while self._thread.is_alive() and time.monotonic() < deadline_s:
+            await asyncio.sleep(END_POLL_S)
+
     def _run(self) -> None:
-        while True:
-            answer, function = self._calls.get()
+        while (call := self._calls.get()) is not None:
+            answer, function = call
             if not answer.set_running_or_notify_cancel():
                 continue
             try:

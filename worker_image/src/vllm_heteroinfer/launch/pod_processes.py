@@ -168,18 +168,22 @@ class PodProcesses:
 
     async def _start_one(self, wanted: "_Wanted", *theirs: socket.socket) -> None:
         """Starts a process that inherits `theirs`, closed here then; the loop goes on meanwhile."""
-        process = await self._starts.call(lambda: _start(wanted, theirs))
-        self._add(process)
+        process = await self._starts.call(lambda: self._keep(_start(wanted, theirs)))
+        self._hear(process)
         log.info("started %s as process %d", wanted.label, process.child.pid)
 
     async def _ask_for(self, wanted: "_Wanted", first: "_Wanted", cpus: Sequence[int]) -> None:
         """Asks the pod's first rank for a process; its answer comes when it has imported all it needs."""
         forks = self._forks
         assert forks is not None
-        self._add(await self._starts.call(lambda: _ask(forks, wanted, first, cpus)))
+        self._hear(await self._starts.call(lambda: self._keep(_ask(forks, wanted, first, cpus))))
 
-    def _add(self, process: SupervisedProcess) -> None:
+    def _keep(self, process: SupervisedProcess) -> SupervisedProcess:
+        """Keeps a process, on the thread that started it: kill() finds it also when nobody waits for it."""
         self._processes.append(process)
+        return process
+
+    def _hear(self, process: SupervisedProcess) -> None:
         asyncio.get_running_loop().add_reader(process.channel.fileno(), self._readable, process)
 
     def _take_forks(self, forks: ForkClient) -> None:
@@ -290,6 +294,7 @@ class PodProcesses:
             self._forks.close()
         gone = await kill_everything([process.child for process in self._processes])
         deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
+        await self._starts.end(EXIT_CODE_WAIT_S)  # a start that was under way ends with its process
         for process in self._processes:
             process.child.output.join(max(0.0, deadline_s - time.monotonic()))
             process.channel.close()

@@ -405,9 +405,11 @@ class Supervisor:
     async def _leave(self, verdict: Failure) -> None:
         """Writes the failure where the operator finds it; a disk that takes no bytes holds up no end."""
         path, text = self._settings.termination_message_path, verdict.to_json()
+        thread = LastingThread("last word")
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await LastingThread("last word").call(lambda: termination_message.leave(path, text))
+                await thread.call(lambda: termination_message.leave(path, text))
+            await thread.end(LEAVE_TIMEOUT_S)
         except TimeoutError:
             log.error(
                 "the termination message is not written after %g s: see the node's disk", LEAVE_TIMEOUT_S
