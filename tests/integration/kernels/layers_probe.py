@@ -28,7 +28,7 @@ from tests.integration.kernels.attention_probe import attention
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
 from tests.integration.kernels.mixture_probe import choice, mixture
 from tests.integration.kernels.norms_probe import patched_norms
-from tests.integration.kernels.packing_probe import packed_bytes
+from tests.integration.kernels.packing_probe import kernels_of_4_bits, packed_bytes
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8
@@ -553,9 +553,11 @@ def packing() -> dict[str, Any]:
 
     def everything() -> list[torch.Tensor]:
         torch.manual_seed(0)
-        shapes = product(((2048, 4128), (4096, 1056), (128, 96)), (False, True), (False, True))
+        for_amx = True in kernels_of_4_bits()
+        shapes = product(((2048, 4128), (4096, 1056), (128, 96)), (False, True), kernels_of_4_bits())
         found = [each for shape, z, amx in shapes for each in linear_of(*shape, zeros=z, amx=amx)]
-        return [*found, *awq(2048, 4128), *awq(128, 96), *experts_of(zeros=False), *experts_of(zeros=True)]
+        found += [*awq(2048, 4128), *awq(128, 96)]
+        return [*found, *experts_of(zeros=False), *experts_of(zeros=True)] if for_amx else found
 
     at_once, large = everything(), (4096, 14336)
     peaks = [peak(lambda: awq(*large))]

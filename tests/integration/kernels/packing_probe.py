@@ -27,7 +27,7 @@ def packed_bytes() -> list[tuple[str, int, bool, str, float]]:
     found = []
     with set_default_torch_dtype(torch.bfloat16):
         for name, group, amx in product(
-            (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4), GROUPS, (True, False)
+            (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4), GROUPS, kernels_of_4_bits()
         ):
             config, prefix = build_config(name, group), f"{name.name}.{group}.{amx}"
             with cpu_with(amx=amx):
@@ -41,6 +41,11 @@ def packed_bytes() -> list[tuple[str, int, bool, str, float]]:
                     )
     cpu_packing.revert()
     return found
+
+
+def kernels_of_4_bits() -> tuple[bool, ...]:
+    """Returns whether for AMX, of each kernel that can be packed for; vLLM's build for AVX2 has but one."""
+    return (False, True) if hasattr(torch.ops._C, "convert_weight_packed_scale_zp") else (False,)
 
 
 def build_config(name: SchemeName, group: int) -> Any:
