@@ -553,11 +553,11 @@ def packing() -> dict[str, Any]:
 
     def everything() -> list[torch.Tensor]:
         torch.manual_seed(0)
-        for_amx = True in kernels_of_4_bits()
-        shapes = product(((2048, 4128), (4096, 1056), (128, 96)), (False, True), kernels_of_4_bits())
+        kernels = kernels_of_4_bits()
+        shapes = product(((2048, 4128), (4096, 1056), (128, 96)), (False, True), kernels)
         found = [each for shape, z, amx in shapes for each in linear_of(*shape, zeros=z, amx=amx)]
         found += [*awq(2048, 4128), *awq(128, 96)]
-        return [*found, *experts_of(zeros=False), *experts_of(zeros=True)] if for_amx else found
+        return [*found, *experts_of(zeros=False), *experts_of(zeros=True)] if True in kernels else found
 
     at_once, large = everything(), (4096, 14336)
     peaks = [peak(lambda: awq(*large))]

@@ -28,10 +28,10 @@ from vllm_heteroinfer.launch.child_process import (
 )
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.environment import Host, api_environment, can_be_forked, rank_environment
-from vllm_heteroinfer.launch.lasting_thread import LastingThread
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 from vllm_heteroinfer.pod.channel import RankChannel, RankReport, SupervisorMessage
 from vllm_heteroinfer.pod.forking import ForkClient, ForkRequest, difference
+from vllm_heteroinfer.pod.lasting_thread import LastingThread
 
 STOPPED_LIMIT_S = 1.0
 """A debugger or profiler stops a process for less."""

@@ -33,7 +33,6 @@ from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.engine_clock import EngineClock
 from vllm_heteroinfer.launch.environment import Host
 from vllm_heteroinfer.launch.host import find_leader_address, observe_host, waited_for_cpu_s
-from vllm_heteroinfer.launch.lasting_thread import LastingThread
 from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView
@@ -42,6 +41,7 @@ from vllm_heteroinfer.launch.supervisor_messages import Message
 from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
+from vllm_heteroinfer.pod.lasting_thread import call_aside
 
 WATCH_INTERVAL_S = 0.05
 GATHER_S = 0.25
@@ -405,11 +405,9 @@ class Supervisor:
     async def _leave(self, verdict: Failure) -> None:
         """Writes the failure where the operator finds it; a disk that takes no bytes holds up no end."""
         path, text = self._settings.termination_message_path, verdict.to_json()
-        thread = LastingThread("last word")
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await thread.call(lambda: termination_message.leave(path, text))
-            await thread.end(LEAVE_TIMEOUT_S)
+                await call_aside("last word", lambda: termination_message.leave(path, text))
         except TimeoutError:
             log.error(
                 "the termination message is not written after %g s: see the node's disk", LEAVE_TIMEOUT_S

@@ -1,14 +1,12 @@
 """Where a pod is reached, and where its processes listen. Stdlib only."""
 
-import asyncio
-import contextlib
 import ipaddress
 import socket
-import threading
 from collections.abc import Mapping
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.pod.lasting_thread import call_aside
 
 
 def resolve(host: str) -> str:
@@ -22,33 +20,16 @@ def resolve(host: str) -> str:
 async def look_up(host: str, port: int) -> str:
     """Returns the first IP address of a host; raises OSError when it has none.
 
-    In a thread that no end of the process waits for: a resolver may take half a minute, and asyncio's own
-    threads are joined.
+    A resolver may take half a minute, for which no end of the process waits.
     """
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[str] = loop.create_future()
 
-    def settle(answer: str | OSError) -> None:
-        if found.done():  # nobody waits any more
-            return
-        if isinstance(answer, OSError):
-            found.set_exception(answer)
-        else:
-            found.set_result(answer)
-
-    def ask() -> None:
-        answer: str | OSError
+    def ask() -> str:
         try:
-            answer = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError as error:
-            answer = error
+            return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
         except UnicodeError as error:
-            answer = OSError(f"{host!r} is no name: {error}")
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, answer)
+            raise OSError(f"{host!r} is no name: {error}") from error
 
-    threading.Thread(target=ask, name="name", daemon=True).start()
-    return await found
+    return await call_aside("name", ask)
 
 
 def own_address(env: Mapping[str, str]) -> str:

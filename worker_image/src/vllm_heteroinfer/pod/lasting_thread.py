@@ -33,9 +33,13 @@ class LastingThread:
         self._calls.put((answer, function))
         return await asyncio.wrap_future(answer)
 
+    def close(self) -> None:
+        """Ends it once its calls have returned."""
+        self._calls.put(None)
+
     async def end(self, timeout_s: float) -> None:
         """Ends it once its calls have returned; waits for that for so long."""
-        self._calls.put(None)
+        self.close()
         deadline_s = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < deadline_s:
             await asyncio.sleep(END_POLL_S)
@@ -49,3 +53,15 @@ class LastingThread:
                 answer.set_result(function())
             except BaseException as error:  # for whoever awaits it
                 answer.set_exception(error)
+
+
+async def call_aside(name: str, function: Callable[[], T]) -> T:
+    """Returns what `function` does on a thread that the process does not wait for, or raises what it raises.
+
+    One that has begun when this is cancelled goes on, and what it returns is dropped.
+    """
+    thread = LastingThread(name)
+    try:
+        return await thread.call(function)
+    finally:
+        thread.close()
