@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from heteroinfer_contract import names
 from heteroinfer_contract.pod_launch import PodLaunch
-from tests.integration.launch.groups import addresses, pipeline_plan, tiny_group, wait_until
+from tests.integration.launch.groups import REPOSITORY, addresses, pipeline_plan, tiny_group, wait_until
 from vllm_heteroinfer.launch.child_process import ChildProcess, ProcessState, child_pids, is_stopped
 from vllm_heteroinfer.launch.cli import MOST_FILES
 from vllm_heteroinfer.rank import step_metrics
@@ -62,6 +62,41 @@ def test_a_rank_of_such_a_name() -> None:
         child.kill()
         wait_until(child.reaped, 20)
         child.output.join(5)
+
+
+ENDED_EARLY = """
+import asyncio, os, sys, time
+from heteroinfer_contract.parent_death import adopt_orphans
+from heteroinfer_contract.pod_launch import PodLaunch
+from tests.integration.launch.groups import addresses, pipeline_plan
+from vllm_heteroinfer.launch.child_process import ChildProcess, child_pids
+from vllm_heteroinfer.launch.host import observe_host
+from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
+
+def start_late(**given):
+    time.sleep(0.1)
+    return start(**given)
+
+async def life():
+    pod = PodProcesses(pipeline_plan([1]), launch, lambda evidence: None)
+    commands = Commands(rank=("/bin/sleep", "600"), api_server=())
+    starting = asyncio.ensure_future(pod.start(commands, os.environ, observe_host(launch, "127.0.0.1")))
+    await asyncio.sleep(0.02)
+    assert not child_pids()
+    starting.cancel()
+    return await pod.kill()
+
+adopt_orphans()
+launch = PodLaunch(group="g", group_uid="u", epoch=1, pod_index=0, addresses=addresses(1))
+start, ChildProcess.start = ChildProcess.start, start_late
+print(asyncio.run(life()), child_pids())
+"""
+
+
+def test_an_end_just_before_a_fork_leaves_no_process() -> None:
+    command = [sys.executable, "-c", ENDED_EARLY]
+    done = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert done.stdout == "True []\n"
 
 
 def test_a_full_disk_of_logs_holds_up_no_rank(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from heteroinfer_contract.group_report import RankPhase, RankStatus
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.child_process import (
+    REAP_TIMEOUT_S,
     ChildProcess,
     ProcessObservation,
     ProcessState,
@@ -292,13 +293,18 @@ class PodProcesses:
         if self._forks is not None:
             loop.remove_reader(self._forks.fileno())
             self._forks.close()
-        gone = await kill_everything([process.child for process in self._processes])
+        deadline_s = time.monotonic() + REAP_TIMEOUT_S
+        while not await self._starts.end(STOP_INTERVAL_S) and time.monotonic() < deadline_s:
+            await self._kill_all()  # a start that is under way ends with its process, once that is forked
+        gone = await self._kill_all()
         deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
-        await self._starts.end(EXIT_CODE_WAIT_S)  # a start that was under way ends with its process
         for process in self._processes:
             process.child.output.join(max(0.0, deadline_s - time.monotonic()))
             process.channel.close()
         return gone
+
+    async def _kill_all(self) -> bool:
+        return await kill_everything([process.child for process in self._processes])
 
     def _readable(self, process: SupervisedProcess) -> None:
         try:

@@ -37,12 +37,13 @@ class LastingThread:
         """Ends it once its calls have returned."""
         self._calls.put(None)
 
-    async def end(self, timeout_s: float) -> None:
-        """Ends it once its calls have returned; waits for that for so long."""
+    async def end(self, timeout_s: float) -> bool:
+        """Ends it once its calls have returned; returns whether that was within so long."""
         self.close()
         deadline_s = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < deadline_s:
             await asyncio.sleep(END_POLL_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
