@@ -6,6 +6,7 @@ test_tensor.py, at their ends.
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +30,6 @@ from tests.integration.worker.groups import Group, build_plan, start_group
 
 pytestmark = pytest.mark.timeout(600)
 
-LONG = 1500
-"""Tokens of requests that are under way while their engine waits."""
 LIMIT_S = 15.0
 """Longer than a step may take while images are built beside it: one of more than 7 s was seen."""
 ENV = {
@@ -59,17 +58,19 @@ def test_a_stopped_engine_is_named_while_requests_wait(group: Group, reference: 
 def test_an_engine_that_hangs_is_named_and_a_long_step_is_waited_for(
     group: Group, reference: Reference
 ) -> None:
-    with ThreadPoolExecutor(len(reference)) as pool:
-        prompts = [answer["prompt_token_ids"] for answer in reference.values()]
-        running = [pool.submit(group.complete, prompt, LONG) for prompt in prompts]
-        wait_steps(group, 20)
-        os.kill(rank_pids(group)[0], signal.SIGUSR1)  # hangs for 4 s, and the engine waits for it
-        began = time.monotonic()
-        while time.monotonic() - began < 4.0:
-            assert is_ready(group), group.logs()
-            time.sleep(0.05)
-        for request in running:
-            request.result(300)  # LONG tokens on any machine
+    enough = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(answer_until, enough, group, reference)
+        try:
+            wait_steps(group, 20)
+            os.kill(rank_pids(group)[0], signal.SIGUSR1)  # hangs for 4 s, and the engine waits for it
+            began = time.monotonic()
+            while time.monotonic() - began < 4.0:
+                assert is_ready(group), group.logs()
+                time.sleep(0.05)
+        finally:
+            enough.set()
+        answers.result()
     answer_all(group, reference)
     engine = engine_pid(group)
     began = time.monotonic()
@@ -78,3 +79,9 @@ def test_an_engine_that_hangs_is_named_and_a_long_step_is_waited_for(
     failure = end_of(group, began, LIMIT_S + STOPPED_WITHIN_S)
     assert time.monotonic() - began > LIMIT_S
     assert "the engine (pod 0) has answered nothing for" in failure.message
+
+
+def answer_until(enough: threading.Event, group: Group, reference: Reference) -> None:
+    """Asks every prompt at once, again and again: requests are under way for as long as a test needs them."""
+    while not enough.is_set():
+        answer_all(group, reference)
