@@ -13,7 +13,7 @@ from heteroinfer_contract.plan import Device, Mode, Plan
 from tests.gpu.machine import visible_gpus
 from tests.integration.worker.conftest import make
 from tests.integration.worker.groups import build_plan
-from tests.integration.worker.test_platform import CONFIG, ON_CPU, SEEN, environment, see
+from tests.integration.worker.inside_ranks import CONFIG, ON_CPU, SEEN, environment, see
 
 pytestmark = pytest.mark.gpu
 

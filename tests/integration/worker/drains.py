@@ -29,7 +29,7 @@ def ask(group: Group, prompt: list[int], max_tokens: int) -> Any:
         json.dumps({**body, **stream}).encode(),
         {"Content-Type": "application/json"},
     )
-    return urllib.request.urlopen(request, timeout=120)  # of silence, not of the whole
+    return urllib.request.urlopen(request, timeout=300)  # of silence, not of the whole
 
 
 def read(answer: Any) -> Iterator[tuple[list[int], str | None]]:

@@ -188,7 +188,7 @@ class Group:
         assert text is not None, self.logs()
         return GroupReport.from_json(text)
 
-    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 300.0) -> Any:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

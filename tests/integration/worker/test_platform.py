@@ -13,32 +13,18 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.plan import Device
 from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
 from tests.integration.forked_script import run_script
 from tests.integration.worker.answers import answer_all, rank_pids
 from tests.integration.worker.conftest import Reference
 from tests.integration.worker.engine_stops import check_stopped_engine
 from tests.integration.worker.groups import WORKER_PYTHON, build_addresses, build_plan, start_group
+from tests.integration.worker.inside_ranks import CONFIG, ON_CPU, SEEN, environment, see
 from vllm_heteroinfer.launch.environment import rank_environment
 from vllm_heteroinfer.launch.host import observe_host
 
 pytestmark = pytest.mark.timeout(600)
-
-SEEN = """
-import json, sys
-from vllm.platforms import current_platform
-print(json.dumps({"class": type(current_platform).__name__, "cpu": current_platform.is_cpu(),
-    "cuda_alike": current_platform.is_cuda_alike(), "device": current_platform.device_type}))
-"""
-ON_CPU = {"class": "HeteroCpuPlatform", "cpu": True, "cuda_alike": False, "device": "cpu"}
-
-CONFIG = """
-import json, os
-from vllm_heteroinfer.rank import entry
-from vllm_heteroinfer.engine import arguments
-config = arguments.build_config(*entry.read_assignment(os.environ))
-"""
 
 FAKE_NVML = """
 int nvmlInitWithFlags(unsigned flags) { return 0; }
@@ -47,28 +33,6 @@ int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
 """
 """A driver library with one GPU."""
-
-
-def environment(plan: Plan, rank: int, **variables: str) -> dict[str, str]:
-    """Returns the environment of a rank's process, less its channel."""
-    assignment = plan.ranks[rank]
-    launch = PodLaunch(
-        group="test/platform/0",
-        group_uid="u",
-        epoch=1,
-        pod_index=assignment.pod,
-        addresses=build_addresses(plan),
-    )
-    base = {**os.environ, **plan.to_env(), **launch.to_env(), "OMP_NUM_THREADS": "1", **variables}
-    return {
-        **rank_environment(plan, launch, assignment, base, observe_host(launch, "127.0.0.1")),
-        **variables,
-    }
-
-
-def see(script: str, env: dict[str, str], directory: Path, *arguments: str) -> Any:
-    """Returns what the script prints as its last line, parsed."""
-    return run_script(WORKER_PYTHON, script, *arguments, env=env, folder=directory).answer()
 
 
 def see_alone(script: str, env: dict[str, str], directory: Path) -> Any:

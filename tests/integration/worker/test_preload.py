@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.worker.groups import build_plan
-from tests.integration.worker.test_platform import environment, see
+from tests.integration.worker.inside_ranks import environment, see
 
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON, build_plan
-from tests.integration.worker.test_platform import environment
+from tests.integration.worker.inside_ranks import environment
 
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 

@@ -1,0 +1,16 @@
+"""Tests for machines with a GPU are found, under settings of their own, on machines without."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_every_file_of_gpu_tests_is_collected() -> None:
+    files = {path.name for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--devices-as-cpu", "--collect-only", "-vv"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert files
+    assert {name for name in files if name in done.stdout} == files, done.stdout
