@@ -1,8 +1,9 @@
 """Tests that failed while this machine stood still: they say nothing of bounds of seconds, and are run again.
 
-`.ci/tests` loads this as a plugin of pytest. A process beside the tests wants a turn each TURN_S, in which it
-writes a byte, as programs write their logs. A turn that comes late was late for everybody: the host gave its
-CPUs to others, or the disk took no bytes. What fails without such a turn has failed; so has what fails again.
+`.ci/tests` loads this as a plugin of pytest. A process for each CPU wants a turn there each TURN_S, in which
+it writes a byte, as programs write their logs. A turn that comes late was late for everybody on that CPU: the
+host gave it to others (it may take one and leave the rest, and who waits for the one it took waits on), or
+the disk took no bytes. What fails without such a turn has failed; so has what fails again.
 """
 
 import os
@@ -29,7 +30,15 @@ ENV_FILE = "HETEROINFER_STANDSTILLS"
 
 
 def watch(file: Path) -> None:
-    """Writes a line `BEGIN END` for each standstill, on the monotonic clock; for ever."""
+    """Writes a line `BEGIN END` for each standstill of a CPU, on the monotonic clock; for ever."""
+    own, *others = os.sched_getaffinity(0)
+    first = os.getpid()
+    for cpu in others:  # a process for each: one that stands still holds up no other
+        if os.fork() == 0:
+            die_with_parent(first)
+            own = cpu
+            break
+    os.sched_setaffinity(0, {own})
     with file.with_suffix(".turns").open("wb", buffering=0) as turns, file.open("a") as found:
         before_s = time.monotonic()
         while True:
@@ -44,9 +53,12 @@ def watch(file: Path) -> None:
 
 
 def stood_still_s(lines: str, begin_s: float, end_s: float) -> float:
-    """Returns for how long the machine stood still between two times, in seconds."""
-    spans = [tuple(map(float, line.split())) for line in lines.splitlines()]
-    return sum(max(0.0, min(end_s, end) - max(begin_s, begin)) for begin, end in spans)
+    """Returns for how long a CPU or more of the machine stood still between two times, in seconds."""
+    still_s, until_s = 0.0, begin_s
+    for begin, end in sorted(tuple(map(float, line.split())) for line in lines.splitlines()):
+        still_s += max(0.0, min(end_s, end) - max(until_s, begin))
+        until_s = max(until_s, end)
+    return still_s
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
