@@ -1,9 +1,9 @@
 """Tests that failed while this machine stood still: they say nothing of bounds of seconds, and are run again.
 
 `.ci/tests` loads this as a plugin of pytest. A process for each CPU wants a turn there each TURN_S, in which
-it writes a byte, as programs write their logs. A turn that comes late was late for everybody on that CPU: the
-host gave it to others (it may take one and leave the rest, and who waits for the one it took waits on), or
-the disk took no bytes. What fails without such a turn has failed; so has what fails again.
+it writes a byte, as programs write their logs. A turn that comes late was late for others on that CPU, too:
+host or scheduler gave it away, for seconds and not always with the rest of them, or the disk took no bytes.
+What fails without such a turn has failed; so has what fails again.
 """
 
 import os
