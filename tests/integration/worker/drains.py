@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from heteroinfer_contract import names
-from tests.integration.worker.groups import Group, fetch
+from tests.integration.worker.groups import ANSWER_TIMEOUT_S, Group, fetch
 
 LONG = 1000
 """Tokens that take longer than the seconds in which requests are still taken."""
@@ -29,7 +29,7 @@ def ask(group: Group, prompt: list[int], max_tokens: int) -> Any:
         json.dumps({**body, **stream}).encode(),
         {"Content-Type": "application/json"},
     )
-    return urllib.request.urlopen(request, timeout=300)  # of silence, not of the whole
+    return urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S)
 
 
 def read(answer: Any) -> Iterator[tuple[list[int], str | None]]:

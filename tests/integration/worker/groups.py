@@ -32,6 +32,8 @@ from vllm_heteroinfer.pod.channel import RankChannel
 
 REPOSITORY = Path(__file__).parents[3]
 READY_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 300.0
+"""Of silence: a step takes 0.1 s on a busy machine, and answers have hundreds of tokens."""
 KV_CACHE_BYTES = 64 << 20
 
 
@@ -188,7 +190,7 @@ class Group:
         assert text is not None, self.logs()
         return GroupReport.from_json(text)
 
-    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 300.0) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
