@@ -1,0 +1,20 @@
+"""Text from other parties, made safe for a terminal and a log."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract.printable import printable
+
+
+def test_escapes_terminal_sequences() -> None:
+    assert printable("a\x1b]52;c;aGk=\x07b\u202ec\r\n") == "a\\x1b]52;c;aGk=\\x07b\\u202ec\\r\\n"
+
+
+def test_keeps_readable_text() -> None:
+    assert printable("Größe: 日本語, 5 µs") == "Größe: 日本語, 5 µs"
+    assert printable("one\ntwo\x1b", keep="\n") == "one\ntwo\\x1b"
+
+
+@given(st.text(st.characters()))
+def test_any_text_becomes_printable(text: str) -> None:
+    assert printable(text).isprintable()
