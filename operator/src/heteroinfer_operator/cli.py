@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.printable import printable
 from heteroinfer_contract.signal_exit import exit_code_of
 from heteroinfer_operator.errors import HeteroInferError
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(parsed.run(parsed))
     except HeteroInferError as error:
         for line in error.message.splitlines():
-            sys.stderr.write(f"error: {line}\n")
+            sys.stderr.write(f"error: {printable(line)}\n")
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -6,6 +6,8 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
+from heteroinfer_contract.printable import printable
+
 _NUMBERS: Final = frozenset(
     {"rank", "stage", "steps", "step", "compute", "wait", "seen", "predicted", "kv", "restarts"}
 )
@@ -18,5 +20,5 @@ def build_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, capti
     for heading in headings:
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
     for cells in rows:
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table

@@ -27,7 +27,7 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
     SetFinalizer,
 )
-from heteroinfer_operator.local.adapter import LocalCluster, LocalOptions, LocalPodError
+from heteroinfer_operator.local.adapter import LocalCluster, LocalClusterError, LocalOptions, LocalPodError
 from heteroinfer_operator.local.process import PodFolder
 from tests.running_up import Processes
 from tests.unit.local.pods import pod
@@ -83,6 +83,7 @@ class Running:
         self.cluster = cluster
         self.folder = folder
         self.log_dir = log_dir
+        self.started = False
 
     async def observe(self) -> ResourceObservation:
         observation = await self.cluster.observe(self.cluster.key)
@@ -106,7 +107,12 @@ class Running:
 
 @asynccontextmanager
 async def _cluster(
-    tmp_path: Path, program: str, *, gpus: tuple[str, ...] = (), **env: str
+    tmp_path: Path,
+    program: str,
+    *,
+    gpus: tuple[str, ...] = (),
+    on_change: Callable[[], None] = lambda: None,
+    **env: str,
 ) -> AsyncIterator[Running]:
     scratch, log_dir = tmp_path / "scratch", tmp_path / "logs"
     scratch.mkdir()
@@ -119,7 +125,7 @@ async def _cluster(
         gpus=gpus,
         env={**os.environ, **env},
     )
-    cluster = LocalCluster(RESOURCE, options, on_change=lambda: None, on_event=lambda event: None)
+    cluster = LocalCluster(RESOURCE, options, on_change=on_change, on_event=lambda event: None)
     try:
         yield Running(cluster, scratch / "p1", log_dir)
     finally:
@@ -151,6 +157,47 @@ async def test_termination_message_is_cut_as_kubernetes_cuts_it(tmp_path: Path) 
         assert ended.termination is not None
         assert (ended.phase, ended.termination.exit_code) == ("Succeeded", 0)
         assert ended.termination.message == ("why" * 4000)[:4096]
+
+
+async def test_a_termination_message_that_cannot_be_read_ends_the_pod_all_the_same(tmp_path: Path) -> None:
+    program = f"import os, sys; os.mkdir(os.environ['{names.ENV_TERMINATION_MESSAGE_PATH}']); sys.exit(3)"
+    async with _cluster(tmp_path, program) as running:
+        await running.run(CreateObject(manifest=pod()))
+        (ended,) = await running.wait(_ended)
+        assert ended.termination is not None
+        assert ended.termination.exit_code == 3
+        assert ended.termination.message == "the termination message cannot be read (Is a directory)"
+
+
+async def test_a_task_that_raises_ends_the_run_with_its_pod_and_cause(tmp_path: Path) -> None:
+    broken = [RuntimeError("a defect")]
+
+    def changed() -> None:
+        if running.started and broken:
+            raise broken.pop()
+
+    async with _cluster(tmp_path, SLEEPS, on_change=changed) as running:
+        await running.run(CreateObject(manifest=pod()))
+        await running.wait_started()
+        running.started = True
+        (pid,) = _of_folder(running.folder).living()
+        os.kill(pid, 9)
+        with pytest.raises(LocalClusterError, match=r"pod p-0-1-0: .*RuntimeError\('a defect'\)"):
+            await running.wait(lambda pods: False)
+        running.cluster._leftover = None  # `close` raises it, too
+
+
+async def test_a_pod_that_does_not_start_gives_its_gpus_back(tmp_path: Path) -> None:
+    gpu = pod(resources={"limits": {"nvidia.com/gpu": "1"}})
+    async with _cluster(tmp_path, SLEEPS, gpus=("0",)) as running:
+        python = tmp_path / "python"
+        python.chmod(0)
+        with pytest.raises(LocalPodError, match="could not be started"):
+            await running.run(CreateObject(manifest=gpu))
+        python.chmod(0o755)
+        running.folder = running.folder.with_name("p2")
+        await running.run(CreateObject(manifest=gpu))
+        await running.wait_started()
 
 
 async def test_killed_pod_has_the_exit_code_of_its_signal(tmp_path: Path) -> None:

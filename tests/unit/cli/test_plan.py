@@ -61,7 +61,7 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     assert main(["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi"]) == 0
     head, columns, first, last, *account, every, note = capsys.readouterr().out.splitlines()
     made_of, of_cpu, of_gpu, step, load, rates, missing, tokens, requests, length, *choices = account
-    without_gpu, without_cpu, cheaper, faster = choices
+    without_gpu, without_cpu, cheaper = choices
     assert head.startswith("llama: mode Pipeline, 2 stages of 1 ranks, 2 pods, plan ")
     assert columns.split() == [
         "RANK",
@@ -87,7 +87,6 @@ def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.C
     )
     assert tokens.endswith("a step has 64 requests at most")
     assert cheaper.startswith("cheaper: with one longest sequence at a time it needs ")
-    assert faster.startswith("faster: a layer that GPUs take over from role cpu saves ")
     assert step.startswith("predicted decode step of one request: ")
     assert of_cpu.startswith("memory of a rank of stage 0, role cpu: 1 layer ")
     assert of_cpu.endswith(", of a memory that is not known")
@@ -234,16 +233,51 @@ def test_an_argument_belongs_to_the_plan(
     )
 
 
-def test_what_the_chart_does_not_allow_is_noted(
+def test_names_each_argument_and_annotation_that_the_chart_refuses(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A plan can be had all the same: the administrator may allow it."""
-    file = write(tmp_path, model, engine={"args": ["--middleware", "a.B"]})
-    assert main(["plan", "-f", file]) == 0
-    noted = capsys.readouterr().err
-    assert noted.startswith("note: an operator with the chart's own values refuses this: engine.args: got")
+    """The plan is printed all the same, since an administrator may allow it; the exit code says 4."""
+    file = write(tmp_path, model, engine={"args": ["--middleware", "a.B", "--trust-remote-code", "--foo"]})
+    assert main(["plan", "-f", file]) == 4
+    out, err = capsys.readouterr()
+    assert out.startswith("llama: mode Pipeline, ")
+    lines = err.splitlines()
+    assert len(lines) == 3
+    for line, argument in zip(lines, ("--middleware", "--trust-remote-code", "--foo"), strict=True):
+        assert line.startswith("refused by an operator with the chart's default values: engine.args: got")
+        assert argument in line
     assert main(["plan", "-f", write(tmp_path, model, engine={"args": ["--max-log-len", "0"]})]) == 0
     assert not capsys.readouterr().err
+
+
+def test_names_each_argument_that_no_plan_takes(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, model, engine={"args": ["--tensor-parallel-size=2", "--max-log-len", "5", "-n2"]})
+    lines = error(capsys, "-f", file).splitlines()
+    assert len(lines) == 2
+    assert "--tensor-parallel-size" in lines[0]
+    assert "'-n2'" in lines[1]
+
+
+def test_reports_the_line_at_which_a_file_of_nodes_is_no_yaml(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = tmp_path / "README.md"
+    nodes.write_text("# Title\n\nsome: text: more\n")
+    reported = error(capsys, "-f", write(tmp_path, model), "--nodes", str(nodes))
+    assert f"--nodes: {nodes} is not a list of Kubernetes objects (line 3: mapping values are not" in reported
+
+
+def test_a_missing_calibration_file_names_the_command_that_makes_it(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nope.json"
+    reported = error(capsys, "-f", write(tmp_path, model), "--calibration", str(file))
+    assert reported == (
+        f"error: --calibration: {file} cannot be read (No such file or directory). Create it with "
+        f"`heteroinfer calibrate -o {file}`, which takes under a minute\n"
+    )
 
 
 def test_the_name_is_too_long(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,7 +350,8 @@ def test_what_holds_no_nodes_is_refused(
     nodes = tmp_path / "nodes.yaml"
     nodes.write_text(text)
     reported = error(capsys, "-f", write(tmp_path, model), "--nodes", str(nodes))
-    assert "give what `kubectl get nodes,pods -A -o json` prints" in reported
+    assert "Create the file with `kubectl get nodes,pods -A -o json`" in reported
+    assert "Error(" not in reported
     assert "No such file" in error(capsys, "-f", write(tmp_path, model), "--nodes", str(tmp_path / "none"))
 
 

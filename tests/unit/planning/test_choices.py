@@ -125,14 +125,25 @@ def test_a_pod_less_or_more_is_planned_and_not_guessed() -> None:
     )
     (more, layer) = lines(planned, "faster")
     assert more.startswith(f"faster: with a pod more of role gpu a step takes {steps[2]} ms instead of")
-    assert layer.startswith("faster: a layer that GPUs take over from role cpu saves ")
+    assert layer.startswith("faster: each layer that a GPU takes over from rank 0 (CPU) saves ")
 
 
 def test_a_role_that_is_not_needed_is_named() -> None:
     (without_gpu, without_cpu, spare) = lines(plan(spec(*MIXED)), "cheaper")
     assert without_gpu.startswith("cheaper: without role gpu a step takes ")
     assert without_cpu.startswith("cheaper: without role cpu a step takes ")
+    assert " instead of " in without_gpu + without_cpu
     assert spare.startswith("cheaper: with one longest sequence at a time it needs ")
+
+
+def test_a_choice_that_changes_nothing_compares_no_equal_figures() -> None:
+    """`plan -f examples/quickstart.yaml --gpus 0` printed "11.8 ms instead of 11.8"."""
+    twice = spec(cpu(name="a"), cpu(name="b"))
+    for line in describe_choices(plan(twice)):
+        for now, other in re.findall(r"takes ([0-9.e+]+) ms instead of ([0-9.e+]+), and", line):
+            room = re.search(r"and ([0-9.]+) sequences .* instead of ([0-9.]+)$", line)
+            assert room is not None
+            assert (now, room[1]) != (other, room[2])
 
 
 def test_a_layer_less_where_memory_is_short_is_planned() -> None:

@@ -4,7 +4,7 @@ Stdlib only; pure: data and one function. The operator refuses such options whil
 the worker once more before it builds its configuration.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -248,7 +248,12 @@ class RefusedArg:
 
 
 def find_refused(args: Sequence[str]) -> RefusedArg | None:
-    """Returns the first argument that may not be given, owned or unsupported, or None.
+    """Returns the first argument that may not be given, or None; `args` as of find_all_refused."""
+    return next(find_all_refused(args), None)
+
+
+def find_all_refused(args: Sequence[str]) -> Iterator[RefusedArg]:
+    """Finds the arguments that may not be given: the plan owns them, or groups do not support them.
 
     Args:
         args: as given to vLLM. Every spelling that vLLM's parser takes is found:
@@ -259,22 +264,22 @@ def find_refused(args: Sequence[str]) -> RefusedArg | None:
     for arg in args:
         option = _match(arg, PLAN_OWNED)
         if option is not None:
-            return RefusedArg(
+            yield RefusedArg(
                 option=option,
                 given=arg,
                 reason=f"{option} belongs to the plan",
                 remedy=PLAN_OWNED[option],
             )
+            continue
         option = _match(arg, unsupported)
         if option is not None:
             entry = unsupported[option]
-            return RefusedArg(
+            yield RefusedArg(
                 option=option,
                 given=arg,
                 reason=f"{entry.feature} is not supported ({entry.why})",
                 remedy=entry.remedy,
             )
-    return None
 
 
 def _match(arg: str, options: Mapping[str, object]) -> str | None:

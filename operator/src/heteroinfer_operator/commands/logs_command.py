@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.printable import printable
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
@@ -17,6 +18,7 @@ from heteroinfer_operator.kube.server import ApiError, ApiServer, Query, load_co
 from heteroinfer_operator.kube.trim import pod_view
 
 _TAIL_LINES: Final = 50
+_TAB: Final = "\t"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,4 +135,5 @@ async def _tell_pod(server: ApiServer, namespace: str, story: PodStory, tail: in
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    """Prints one line. Pods, leaders and the status can hold any text, terminal sequences too."""
+    sys.stdout.write(f"{printable(line, keep=_TAB)}\n")

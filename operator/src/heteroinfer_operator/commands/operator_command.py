@@ -27,6 +27,7 @@ from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.operator_process import Operator
+from heteroinfer_operator.printable_logs import PrintableFormatter
 from heteroinfer_operator.reconcile import Allowed, Options, reconcile
 from heteroinfer_operator.settings import InstallationSettings
 from heteroinfer_operator.version import own_version
@@ -82,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         HeteroInferError: the settings are wrong, or the API server cannot be reached at all.
     """
     settings = InstallationSettings.from_env(os.environ)
-    logging.basicConfig(level=settings.log_level, format=LOG_FORMAT, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter(LOG_FORMAT))
+    logging.basicConfig(level=settings.log_level, handlers=[handler])
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
     # Its only warning is that it leaves signals alone in a thread, as it should.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Final
 
 import yaml
 
@@ -15,11 +16,12 @@ from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, RankAssignment
+from heteroinfer_contract.printable import printable
 from heteroinfer_operator.api import HeteroInference
 from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.commands.plan_nodes import load_free_nodes
-from heteroinfer_operator.errors import HeteroInferError, ModelError
+from heteroinfer_operator.errors import HeteroInferError, ModelError, PlanError, PlanReason
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.local.hub_profile import read_hub_profile
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
@@ -31,6 +33,7 @@ from heteroinfer_operator.planning.account import (
     describe_speed,
 )
 from heteroinfer_operator.planning.choices import describe_choices
+from heteroinfer_operator.planning.engine_settings import refused_arguments
 from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction import overhead_s, predict
 from heteroinfer_operator.quantity import parse_bytes
@@ -39,6 +42,7 @@ from heteroinfer_operator.resource_file import load_resource
 
 _FILE_SCHEME = "file://"
 _NO_CALIBRATION = "none"
+EXIT_REFUSED_BY_POLICY: Final = 4
 _NODE_OF_OPTIONS = "(--gpus)"
 """The only node where --gpus says what there is."""
 
@@ -76,12 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan; returns 0.
+    """Prints the plan. Returns 0, or 4 if an operator with the chart's default values refuses the spec.
 
     Raises:
         HeteroInferError: the file is no good, the model can't be read, or there is no plan.
     """
     resource = load_resource(arguments.filename)
+    impossible = [refused.message for refused in refused_arguments(resource.spec)]
+    if impossible:
+        raise PlanError("\n".join(impossible), reason=PlanReason.REFUSED_ARGUMENT)
     request = GroupRequest(
         spec=resource.spec,
         profile=_profile(resource, arguments.model_dir),
@@ -91,11 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
     calibrations = _calibrations(arguments)
     capacity = Capacity(free_nodes=_free_nodes(resource, arguments), calibrations=calibrations)
     planned = plan_group(request, capacity)
-    refused = Allowed().find_forbidden(resource.spec)
-    if refused is not None:
-        sys.stderr.write(f"note: an operator with the chart's own values refuses this: {refused.message}\n")
     sys.stdout.write(_render(planned, calibrations, arguments.output, resource.metadata.name))
-    return 0
+    refused = [error.message for error in Allowed().find_all_forbidden(resource.spec)]
+    for message in refused:
+        sys.stderr.write(f"refused by an operator with the chart's default values: {printable(message)}\n")
+    return EXIT_REFUSED_BY_POLICY if refused else 0
 
 
 def _calibrations(arguments: argparse.Namespace) -> Calibrations:

@@ -15,7 +15,7 @@ from heteroinfer_operator.kube import trim
 from heteroinfer_operator.planning import build_free_nodes
 from heteroinfer_operator.planning.placement import FreeNode
 
-_HOW = "give what `kubectl get nodes,pods -A -o json` prints"
+_HOW = "Create the file with `kubectl get nodes,pods -A -o json`"
 
 
 def load_free_nodes(file: str) -> list[FreeNode]:
@@ -37,10 +37,11 @@ def load_free_nodes(file: str) -> list[FreeNode]:
         raise HeteroInferError(f"--nodes: {file}: {error.strerror}", reason="NodesNotReadable") from error
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise HeteroInferError(
-            f"--nodes: {file}: no list of objects ({error!r}); {_HOW}", reason="NodesNotReadable"
+            f"--nodes: {file} is not a list of Kubernetes objects{_where(error)}. {_HOW}",
+            reason="NodesNotReadable",
         ) from error
     if not nodes:
-        raise HeteroInferError(f"--nodes: {file}: got no nodes; {_HOW}", reason="NodesNotReadable")
+        raise HeteroInferError(f"--nodes: {file} contains no nodes. {_HOW}", reason="NodesNotReadable")
     requests: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
     for pod in pods:
         if pod is not None:
@@ -49,6 +50,13 @@ def load_free_nodes(file: str) -> list[FreeNode]:
     return build_free_nodes(
         placed, [pod.promised for pod in pods if pod is not None and pod.promised is not None]
     )
+
+
+def _where(error: Exception) -> str:
+    """Returns line and problem of a file that is no YAML, in words, or ""."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None)
+    return f" (line {mark.line + 1}: {problem})" if mark is not None and problem else ""
 
 
 def _items(stored: Any) -> list[Mapping[str, Any]]:

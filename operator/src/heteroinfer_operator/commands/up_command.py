@@ -26,6 +26,7 @@ from heteroinfer_operator.local import (
 )
 from heteroinfer_operator.local.calibration_file import cache_folder
 from heteroinfer_operator.local.worker_python import HELP as WORKER_PYTHON_HELP
+from heteroinfer_operator.printable_logs import PrintableFormatter
 from heteroinfer_operator.resource_file import read_resource
 from heteroinfer_operator.up import Session, SessionOptions
 from heteroinfer_operator.up.console import Display
@@ -82,9 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
+    handler = RichHandler(console=console, show_path=False)
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     with _folders(arguments.log_dir) as (scratch, log_dir):
         options = SessionOptions(
             document=document,

@@ -143,5 +143,14 @@ class LeaderReader:
 
 def kv_use_of(exposition: str) -> float | None:
     """Returns the share of the KV cache in use that vLLM's metrics tell, 0 to 1, or None without them."""
-    found = [float(value) for value in _KV_USE.findall(exposition)]
+    found = [share for text in _KV_USE.findall(exposition) if (share := _share(text)) is not None]
     return max(found) if found else None
+
+
+def _share(text: str) -> float | None:
+    """Returns the number if it is a share, 0 to 1; a leader may send any text."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0.0 <= value <= 1.0 else None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from heteroinfer_contract.printable import printable
 from heteroinfer_operator.fleet.lines import HEADINGS, ResourceLine, build_cells, predictions, waits
 from heteroinfer_operator.tables import build_table
 
@@ -20,5 +21,5 @@ def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType
         return Text("no HeteroInference here; -A looks in all namespaces")
     table = build_table(HEADINGS, build_cells(resources), caption=_CAPTION)
     lines = (*waits(resources), *predictions(resources), *([note] if note else ()))
-    words = [Text(line) for line in lines]
+    words = [Text(printable(line)) for line in lines]
     return Group(table, *words)

@@ -30,7 +30,7 @@ class PodStory:
 
 def epochs(pods: Sequence[PodView]) -> tuple[int, ...]:
     """Returns the epochs that pods are of, the newest last."""
-    return tuple(sorted({int(pod.labels.get(names.LABEL_EPOCH, "0")) for pod in pods}))
+    return tuple(sorted({_epoch(pod) for pod in pods}))
 
 
 def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tuple[PodStory, ...]:
@@ -38,7 +38,7 @@ def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tu
 
     In an epoch that runs, the rank that ended the last one comes first.
     """
-    current = [pod for pod in pods if int(pod.labels.get(names.LABEL_EPOCH, "0")) == epoch]
+    current = [pod for pod in pods if _epoch(pod) == epoch]
     ranks = _ranks_by_pod(group)
     culprit = _culprit(group, current, ranks)
 
@@ -69,7 +69,17 @@ def tell_group(group: GroupStatus) -> str:
 
 
 def _index(pod: PodView) -> int:
-    return int(pod.labels.get(names.LABEL_POD_INDEX, "0"))
+    return _number(pod, names.LABEL_POD_INDEX)
+
+
+def _epoch(pod: PodView) -> int:
+    return _number(pod, names.LABEL_EPOCH)
+
+
+def _number(pod: PodView, label: str) -> int:
+    """Returns the number in a label; 0 if somebody changed the label to other text."""
+    text = pod.labels.get(label, "")
+    return int(text) if text.isascii() and text.isdecimal() else 0
 
 
 def _ranks_by_pod(group: GroupStatus) -> Mapping[str, tuple[int, ...]]:

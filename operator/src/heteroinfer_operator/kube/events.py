@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.printable import printable
 from heteroinfer_operator.cluster import RecordEvent, ResourceView
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE
 from heteroinfer_operator.kube.server import NAMESPACE_ENDS, NOT_FOUND, ApiError, ApiServer
@@ -113,7 +114,7 @@ class EventRecorder:
             "reportingInstance": self._reporter[:128],
             "action": "Reconcile",
             "reason": event.reason,
-            "note": event.message[:MESSAGE_CHARACTERS],
+            "note": printable(event.message)[:MESSAGE_CHARACTERS],
             "type": "Warning" if event.warning else "Normal",
             "regarding": {
                 "apiVersion": HETERO_INFERENCE.api_version,

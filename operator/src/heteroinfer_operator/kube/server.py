@@ -147,7 +147,7 @@ async def load_configuration(kubeconfig: str | None = None) -> client.Configurat
     load_kubeconfig: Any = config.load_kube_config
     try:
         load_in_pod(client_configuration=configuration)
-    except ConfigException as in_cluster:
+    except ConfigException:
         try:
             if not find_kubeconfigs(kubeconfig):
                 named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
@@ -156,8 +156,8 @@ async def load_configuration(kubeconfig: str | None = None) -> client.Configurat
             await load_kubeconfig(kubeconfig, client_configuration=configuration, persist_config=False)
         except ConfigException as error:
             raise HeteroInferError(
-                f"no way to the API server: not in a pod ({in_cluster}), and no kubeconfig ({error}); "
-                "run in a pod with a service account, or set KUBECONFIG",
+                f"cannot reach a cluster: no kubeconfig ({error}), and this process does not run in a pod. "
+                "Set KUBECONFIG",
                 reason="NoCluster",
             ) from error
     # Without a proxy the environment says nothing of use, and aiohttp would look for a ~/.netrc in another

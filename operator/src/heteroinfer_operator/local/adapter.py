@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.background import start_task
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
@@ -36,6 +37,12 @@ from heteroinfer_operator.local.stored_pod import StoredPod
 from heteroinfer_operator.local.supervisor_client import SupervisorClient
 
 CLOSE_TIMEOUT_S: Final = 10.0
+
+
+class LocalClusterError(HeteroInferError):
+    """`heteroinfer up` itself failed while it looked after a pod; the message names the pod and the cause."""
+
+    reason = "LocalClusterFailed"
 
 
 class LocalPodError(HeteroInferError):
@@ -185,7 +192,7 @@ class LocalCluster:
         """
         running = [pod for pod in self._pods.values() if pod.termination is None]
         for pod in running:
-            self._start_task(self._stop(pod, grace_s=0.0))
+            self._start_task(pod, self._stop(pod, grace_s=0.0))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
         for task in self._tasks:
@@ -242,8 +249,8 @@ class LocalCluster:
             return
         pod = await self._start(manifest)
         self._pods[name] = pod
-        self._start_task(self._watch(pod))
-        self._start_task(self._probe(pod))
+        self._start_task(pod, self._watch(pod))
+        self._start_task(pod, self._probe(pod))
         self._on_change()
 
     def _apply(self, manifest: Manifest) -> None:
@@ -265,7 +272,7 @@ class LocalCluster:
             self._remove(pod)
         else:
             grace_s = pod.running.pod.grace_s if action.grace_s is None else action.grace_s
-            self._start_task(self._stop(pod, grace_s=grace_s))
+            self._start_task(pod, self._stop(pod, grace_s=grace_s))
 
     async def _start(self, manifest: Manifest) -> StoredPod:
         config_maps = {name: stored for (kind, name), stored in self._objects.items() if kind == "ConfigMap"}
@@ -290,6 +297,8 @@ class LocalCluster:
                 pod, self._options.worker_python, folder, gpus, self._options.env
             )
         except OSError as error:
+            self._free_gpus = sorted([*self._free_gpus, *gpus])
+            folder.remove()
             raise LocalPodError(f"pod {pod.name} could not be started: {error}") from error
         return StoredPod(manifest=manifest, uid=str(uuid.uuid4()), running=running, gpus=tuple(gpus))
 
@@ -325,8 +334,17 @@ class LocalCluster:
             if changed:
                 self._on_change()
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+    def _start_task(self, pod: StoredPod, work: Coroutine[Any, Any, None]) -> None:
+        """Starts a task of a pod. Its exception ends this run, since nobody looks after the pod any more."""
+
+        def failed(error: BaseException) -> None:
+            self._leftover = self._leftover or LocalClusterError(
+                f"pod {pod.name}: `heteroinfer up` cannot look after the pod any more ({error!r}). "
+                "Report this, with the log of the pod"
+            )
+            self._on_change()
+
+        task = start_task(work, name=f"pod {pod.name}", failed=failed)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -74,8 +74,15 @@ def read(file: Path) -> Calibration:
     """
     try:
         return Calibration.from_json(file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"--calibration: {file}: {error}; {HOW} -o {file}") from error
+    except OSError as error:
+        raise CalibrationError(
+            f"--calibration: {file} cannot be read ({error.strerror}). Create it with "
+            f"`heteroinfer calibrate -o {file}`, which takes under a minute"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise CalibrationError(
+            f"--calibration: {file} is not text. Create it with `heteroinfer calibrate -o {file}`"
+        ) from error
     except ContractError as error:
         raise CalibrationError(
             f"--calibration: {file}: {error}; expected what `heteroinfer calibrate` writes: run it again"

@@ -54,6 +54,10 @@ class PodFolder:
         """Returns the pod's TMPDIR."""
         return self.path / "tmp"
 
+    def remove(self) -> None:
+        """Removes the folder, but not the log."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
 
 class RunningPod:
     """A pod's processes, from the supervisor's start to the end of the last of them."""
@@ -152,20 +156,23 @@ class RunningPod:
 
     def remove_folder(self) -> None:
         """Removes what the pod had to itself on disk, but not its log."""
-        shutil.rmtree(self.folder.path, ignore_errors=True)
+        self.folder.remove()
 
     def _termination_message(self) -> str:
         try:
             text = self.folder.termination_message.read_bytes()
         except FileNotFoundError:
             return ""
+        except OSError as error:
+            return f"the termination message cannot be read ({error.strerror})"
         return text[:MAX_TERMINATION_MESSAGE_BYTES].decode(errors="replace")
 
     async def _kill_rest(self) -> None:
         deadline = asyncio.get_running_loop().time() + KILL_TIMEOUT_S
         while left := sorted(self._living()):
             for pid in left:
-                with contextlib.suppress(ProcessLookupError):
+                # A process of another user cannot be killed: the deadline below reports it.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() > deadline:
                 raise LeftoverProcessError(

@@ -12,6 +12,8 @@ from heteroinfer_operator.planning.account import sequences_at_once
 from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
 
+_LEAST_MS: Final = 0.005
+"""A layer that saves less shows as 0.00 ms."""
 _FASTER: Final = 0.97
 """Of a step, at most, where another choice is called faster."""
 
@@ -31,20 +33,28 @@ def describe_choices(planned: Planned) -> tuple[str, ...]:
     on_cpus = [rank for rank in plan.ranks if rank.device is Device.CPU]
     if on_cpus and len(on_cpus) < len(plan.ranks):
         need = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in on_cpus)
-        layer_s = on_cpus[0].predicted_step_s / max(on_cpus[0].num_layers, 1)
-        lines.append(
-            f"faster: a layer that GPUs take over from role {on_cpus[0].role} saves {layer_s * 1e3:.2f} ms a "
-            f"step; all that is on CPUs takes {format_bytes(need)}"
-        )
+        layer_ms = on_cpus[0].predicted_step_s * 1e3 / max(on_cpus[0].num_layers, 1)
+        if layer_ms >= _LEAST_MS:
+            lines.append(
+                f"faster: each layer that a GPU takes over from rank {on_cpus[0].rank} (CPU) saves "
+                f"{layer_ms:.2f} ms a step; all layers on CPUs take {format_bytes(need)}"
+            )
     return tuple(lines)
 
 
 def _compared(other: Planned, planned: Planned) -> str:
     steps = [predict(each.plan, each.rates).step_s * 1e3 for each in (other, planned)]
     held = [sequences_at_once(each) for each in (other, planned)]
+    length = planned.plan.engine.max_model_len
+    step, step_now = (f"{step:.3g}" for step in steps)
+    room, room_now = (f"{sequences:.1f}" for sequences in held)
+    if step == step_now and room == room_now:
+        return (
+            f"a step takes as long ({step} ms), and as many sequences of {length} tokens fit at once ({room})"
+        )
     return (
-        f"a step takes {steps[0]:.3g} ms instead of {steps[1]:.3g}, and {held[0]:.1f} sequences of "
-        f"{planned.plan.engine.max_model_len} tokens fit at once instead of {held[1]:.1f}"
+        f"a step takes {step} ms instead of {step_now}, and {room} sequences of {length} tokens fit at once "
+        f"instead of {room_now}"
     )
 
 

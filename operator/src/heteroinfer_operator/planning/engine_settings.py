@@ -1,5 +1,6 @@
 """Engine settings that must agree between all ranks, each with its reason. Pure."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 from typing import Final
@@ -7,7 +8,7 @@ from typing import Final
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
-from heteroinfer_contract.refused_args import find_refused
+from heteroinfer_contract.refused_args import find_all_refused
 from heteroinfer_operator.api import DType, HeteroInferenceSpec, When
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.engine_options import option_value
@@ -22,10 +23,10 @@ _DEFAULT_MAX_MODEL_LEN: Final = 8192
 """KV headroom must hold one such sequence at least, which long-context models would not fit into."""
 
 
-def refused_argument(spec: HeteroInferenceSpec) -> PlanError | None:
-    """Returns why no plan takes the arguments for vLLM, whatever the model; None if one may."""
-    refused = find_refused(spec.engine.args)
-    return None if refused is None else PlanError(str(refused), reason=PlanReason.REFUSED_ARGUMENT)
+def refused_arguments(spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+    """Finds the arguments for vLLM that no plan takes, whatever the model."""
+    for refused in find_all_refused(spec.engine.args):
+        yield PlanError(str(refused), reason=PlanReason.REFUSED_ARGUMENT)
 
 
 def engine_settings(
@@ -52,8 +53,7 @@ def engine_settings(
     Raises:
         PlanError: an argument belongs to the plan or isn't supported, or a setting doesn't fit the model.
     """
-    refused = refused_argument(spec)
-    if refused is not None:
+    for refused in refused_arguments(spec):
         raise refused
     settings = EngineSettings(
         model=model_path,

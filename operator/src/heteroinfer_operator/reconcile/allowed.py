@@ -4,13 +4,13 @@ Annotations are read by webhooks and by runtimes, which give pods volumes, devic
 them: so those that are known to do no such thing are allowed, and what an installation adds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.engine_settings import refused_argument
+from heteroinfer_operator.planning.engine_settings import refused_arguments
 from heteroinfer_operator.reconcile.allowed_args import find_unlisted
 
 ANNOTATIONS: Final = (
@@ -37,31 +37,32 @@ class Allowed:
     annotations: tuple[str, ...] | None = ()
 
     def find_forbidden(self, spec: HeteroInferenceSpec) -> PlanError | None:
-        """Returns why a spec is refused here, or None if it is not; the model need not be known."""
-        return self._forbidden_argument(spec) or self._forbidden_annotation(spec)
+        """Returns the first reason why a spec is refused here, or None; the model need not be known."""
+        return next(self.find_all_forbidden(spec), None)
 
-    def _forbidden_argument(self, spec: HeteroInferenceSpec) -> PlanError | None:
-        refused = refused_argument(spec)
-        if refused is not None or self.arguments is None:
-            return refused
-        found = find_unlisted(spec.engine.args, more=self.arguments, remote_code=self.remote_code)
-        if found is None:
-            return None
-        reason = "RemoteCodeNotAllowed" if found.is_remote_code else "ArgumentNotAllowed"
-        return PlanError(str(found), reason=reason)
+    def find_all_forbidden(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+        """Finds each argument and annotation that is refused here."""
+        yield from refused_arguments(spec)
+        yield from self._forbidden_arguments(spec)
+        yield from self._forbidden_annotations(spec)
 
-    def _forbidden_annotation(self, spec: HeteroInferenceSpec) -> PlanError | None:
+    def _forbidden_arguments(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+        if self.arguments is None:
+            return
+        for found in find_unlisted(spec.engine.args, more=self.arguments, remote_code=self.remote_code):
+            reason = "RemoteCodeNotAllowed" if found.is_remote_code else "ArgumentNotAllowed"
+            yield PlanError(str(found), reason=reason)
+
+    def _forbidden_annotations(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
         for role in spec.roles:
-            given = (role.template.annotations if role.template else None) or {}
-            found = next((key for key in given if not self._allows(key)), None)
-            if found is not None:
-                return PlanError(
-                    f"roles[{role.name}].template.annotations: got {found}, which is not on the list of "
-                    "annotations, since others may act on it: remove it, or have the chart's "
-                    "allowedAnnotations name it",
-                    reason="AnnotationNotAllowed",
-                )
-        return None
+            for key in (role.template.annotations if role.template else None) or {}:
+                if not self._allows(key):
+                    yield PlanError(
+                        f"roles[{role.name}].template.annotations: got {key}, which is not on the list of "
+                        "annotations, since others may act on it: remove it, or have the chart's "
+                        "allowedAnnotations name it",
+                        reason="AnnotationNotAllowed",
+                    )
 
     def _allows(self, key: str) -> bool:
         is_plain = "/" not in key and "." not in key

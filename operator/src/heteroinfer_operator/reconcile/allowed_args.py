@@ -195,8 +195,8 @@ class _Given:
     value: str | None
 
 
-def find_unlisted(args: Sequence[str], *, more: Collection[str], remote_code: bool) -> Unlisted | None:
-    """Returns the first argument that is not allowed, or None.
+def find_unlisted(args: Sequence[str], *, more: Collection[str], remote_code: bool) -> Iterator[Unlisted]:
+    """Finds the arguments that are not allowed.
 
     Only options that are spelled in full are: with hyphens or underscores, `--opt value` or `--opt=value`,
     and `--opt.key` or JSON for options that hold JSON.
@@ -206,7 +206,10 @@ def find_unlisted(args: Sequence[str], *, more: Collection[str], remote_code: bo
         more: options that an installation allows beside those listed.
         remote_code: whether code that comes with models may run.
     """
-    return next(filter(None, (_refuse(given, more, remote_code) for given in _options(args))), None)
+    for given in _options(args):
+        unlisted = _refuse(given, more, remote_code)
+        if unlisted is not None:
+            yield unlisted
 
 
 def _options(args: Sequence[str]) -> Iterator[_Given]:

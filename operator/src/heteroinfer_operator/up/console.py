@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from heteroinfer_contract.printable import printable
 from heteroinfer_operator.tables import build_table
 from heteroinfer_operator.up.rank_rows import HEADINGS, RankRow
 
@@ -70,7 +71,9 @@ class Display:
 
     def _print(self, text: str, style: str | None) -> None:
         # Never wrapped or marked up: lines are read by programs as well.
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            printable(text, keep="\n"), style=style, markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def _table(rows: Sequence[RankRow]) -> Table:

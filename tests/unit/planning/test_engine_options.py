@@ -1,0 +1,44 @@
+"""vLLM's options are found in every spelling that its parser takes."""
+
+import pytest
+
+from heteroinfer_operator.planning.engine_options import has_flag, option_value
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--kv-cache-dtype", "fp8"],
+        ["--kv-cache-dtype=fp8"],
+        ["--kv_cache_dtype", "fp8"],
+        ["--kv-cache-d", "fp8"],
+        ["--kv_cache=fp8"],
+        ["--kv-cache-dtype", "auto", "--kv-cache-dtype", "fp8"],
+    ],
+)
+def test_finds_the_value_in_each_spelling(args: list[str]) -> None:
+    assert option_value(args, "--kv-cache-dtype") == "fp8"
+
+
+@pytest.mark.parametrize("args", [["-q", "awq"], ["-q=awq"], ["-qawq"], ["--quant", "awq"]])
+def test_finds_the_value_of_a_short_form(args: list[str]) -> None:
+    assert option_value(args, "--quantization", "-q") == "awq"
+
+
+@pytest.mark.parametrize("args", [[], ["--", "x"], ["-", "x"], ["--kv-cache-dtype-x", "fp8"], ["fp8"]])
+def test_other_arguments_are_not_the_option(args: list[str]) -> None:
+    assert option_value(args, "--kv-cache-dtype") is None
+
+
+@pytest.mark.parametrize(
+    ("args", "given"),
+    [
+        (["--language-model-only"], True),
+        (["--language-model"], True),
+        (["--language_model_only", "--no-language-model-only"], False),
+        (["--no-language-model-only", "--language-model-only"], True),
+        (["--no-"], False),
+    ],
+)
+def test_finds_a_flag_unless_it_is_taken_back(args: list[str], given: bool) -> None:
+    assert has_flag(args, "--language-model-only") is given
