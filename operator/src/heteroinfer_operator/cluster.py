@@ -1,6 +1,6 @@
 """The port between decisions and the world: what is observed, and which actions exist.
 
-Pure: values and a Protocol. `kube.py` implements the port on Kubernetes, `local.py` on
+Pure: values and a Protocol. The package `kube` implements the port on Kubernetes, `local` on
 this machine's processes.
 """
 

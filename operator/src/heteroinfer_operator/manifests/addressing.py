@@ -1,6 +1,6 @@
 """How the pods of a group reach each other, their model, and their clients. Pure.
 
-On a cluster these are DNS names and fixed ports; `local.py` gives loopback and free
+On a cluster these are DNS names and fixed ports; the package `local` gives loopback and free
 ports instead (`heteroinfer up`), with the same manifests.
 """
 

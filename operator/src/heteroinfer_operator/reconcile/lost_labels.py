@@ -19,7 +19,6 @@ _OF_CLIENTS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, nam
 """What the Service of clients selects leaders by."""
 _OF_GROUPS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_GROUP})
 """What the NetworkPolicy, the headless Service and the budget of a group select its pods by."""
-"""Characters of a group's message."""
 
 
 def find_lost(owner: Owner, pods: Sequence[PodView]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.background import start_task
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.fresh_keys import new_key
 from heteroinfer_contract.pod_launch import PodAddress
@@ -34,6 +35,7 @@ from heteroinfer_operator.up.rank_rows import RankRow, build_rows
 from heteroinfer_operator.workqueue import WorkQueue, build_process
 
 REFRESH_S: Final = 0.5
+_POLL_S: Final = 0.05
 KILL_AFTER_S: Final = 15.0
 """Beyond the time that pods have to end; what is left then is killed."""
 _IMAGES: Final = WorkerImages(cpu="none", gpu="none")
@@ -103,7 +105,7 @@ class Session:
         self._stops = 0
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
-        self._failure: HeteroInferError | None = None
+        self._failure: BaseException | None = None
 
     async def run(self) -> None:
         """Serves until SIGINT or SIGTERM; nothing is left when it returns or raises.
@@ -115,12 +117,13 @@ class Session:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        tasks = [loop.create_task(work) for work in (self._stop.wait(), self._queue.run(), self._refresh())]
+        tasks = [
+            start_task(self._queue.run(), name="reconciles", failed=self._fail),
+            start_task(self._refresh(), name="display", failed=self._fail),
+        ]
         try:
             self._look()
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # the queue and the display end by a defect only, which is raised here
+            await self._stop.wait()
             self._display.table(self._rows())
             await self._tear_down()
         finally:
@@ -133,12 +136,12 @@ class Session:
     async def _tear_down(self) -> None:
         self._display.line("stopping; Ctrl-C again kills")
         self._cluster.request_deletion()
-        ends = [asyncio.ensure_future(end.wait()) for end in (self._cluster.gone, self._kill)]
         timeout_s = termination_grace_s(self._spec) + KILL_AFTER_S
-        done, pending = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for end in pending:
-            end.cancel()
-        if not done:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (self._cluster.gone.is_set() or self._kill.is_set()):
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
             self._display.line(f"not stopped after {timeout_s:g} s: killing", warning=True)
 
     def _on_signal(self) -> None:
@@ -155,14 +158,15 @@ class Session:
         try:
             look_again_s = await self._reconcile(key)
         except HeteroInferError as error:
-            if self._stop.is_set():
-                self._kill.set()
             self._fail(error)
             return None
         self._tell_status(parse_status(self._cluster.status))
         return look_again_s
 
-    def _fail(self, error: HeteroInferError) -> None:
+    def _fail(self, error: BaseException) -> None:
+        """Ends this run with an error. Kills the pods if they are being stopped already."""
+        if self._stop.is_set():
+            self._kill.set()
         self._failure = self._failure or error
         self._stop.set()
 
