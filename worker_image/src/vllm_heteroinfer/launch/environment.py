@@ -61,8 +61,8 @@ class Host:
 ONEDNN_CACHE: Final = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 MOST_PRIMITIVES: Final = "128"
 """oneDNN compiles a matrix product for each number of rows and keeps 1,024 of them by default. After prompts
-of 500 lengths a float32 rank of 32 layers had grown by 965 MB, and with 128 by 215 MB at the same speed (2 cores
-of an AMD EPYC, 2026-11-26), which the planner's RANK_OVERHEAD_BYTES covers."""
+of 500 lengths a float32 rank of 32 layers had grown by 965 MB, and with 128 by 215 MB at the same speed
+(2 cores of an AMD EPYC, 2026-11-26), which the planner's RANK_OVERHEAD_BYTES covers."""
 
 
 def rank_environment(
