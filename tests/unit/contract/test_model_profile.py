@@ -10,6 +10,7 @@ import pytest
 from heteroinfer_contract.column_shares import unit_of
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme, SchemeName
+from heteroinfer_contract.model.attention import layer_attention
 from heteroinfer_contract.model.config import from_params, text_config
 from heteroinfer_contract.model.scheme import has_limited_experts, read_routing
 from heteroinfer_contract.model_fetch import FetchedModel
@@ -103,6 +104,27 @@ def test_a_field_that_is_lost_loses_only_itself(field: dict[str, Any]) -> None:
     assert profile.dropped_bytes == 77
     assert profile.layer_bytes == (1000, 1000)
     assert profile.layer(0).attention is AttentionKind.FULL
+
+
+def test_values_narrower_than_keys_are_read() -> None:
+    config = {
+        "model_type": "mimo_v2_flash",
+        "num_hidden_layers": 2,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "swa_num_key_value_heads": 8,
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 192,
+        "sliding_window": 128,
+        "hybrid_layer_pattern": [0, 1],
+    }
+    full, window = layer_attention(config)
+    assert (full.kv_width, full.head_sizes) == (320, (192, 128))
+    assert (window.kv_width, window.head_sizes) == (384, (192, 192))
+    assert LayerKind(kv_width=256).head_sizes == (128, 128)
 
 
 def test_kinds_of_published_layers() -> None:

@@ -82,6 +82,7 @@ def test_cpu_rank() -> None:
         "HETEROINFER_RANK": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "7",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         "OMP_PLACES": "{9,10,11,12,13,14,15}",
         "OMP_PROC_BIND": "true",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -108,6 +108,24 @@ def test_four_bits_run_in_bfloat16_and_float16_is_refused() -> None:
     assert "set engine.dtype: bfloat16" in refusal(awq, spec(*MIXED, engine={"dtype": "float16"}))
 
 
+@pytest.mark.parametrize("mode", ["Pipeline", "FeedForward"])
+def test_refuses_keys_and_values_of_different_sizes_on_cpus(mode: str) -> None:
+    """MiMo-V2 has keys of 192 and values of 128 elements: kernels exist for each, and for their mean."""
+    llama = recorded_profiles()["Llama-3.1-8B-Instruct"]
+    kinds = tuple(replace(kind, kv_width=192 + 128, value_width=128) for kind in llama.kinds)
+    mimo = replace(llama, head_dim=192, kinds=kinds)
+    if mode == "Pipeline":
+        attention_on_cpus = spec(*MIXED)
+    else:
+        role = gpu(feedForward={"ranks": 1, "cpu": "8", "memory": "400Gi"})
+        attention_on_cpus = spec(role, parallelism={"mode": mode})
+    with pytest.raises(
+        PlanError, match="keys of 192 elements and values of 128 in each head, which CPU ranks"
+    ):
+        plan(attention_on_cpus, mimo, Inventory(on_cpus={"gpu": "no GPU"} if mode == "FeedForward" else {}))
+    plan(spec(gpu()), mimo)
+
+
 def test_heads_that_no_kernel_of_cpus_is_for_are_refused_and_where_they_are_no_matter_planned() -> None:
     llama = recorded_profiles()["Llama-3.1-8B-Instruct"]
 

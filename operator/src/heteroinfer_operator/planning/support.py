@@ -240,6 +240,14 @@ def _check_sparse(profile: ModelProfile) -> None:
 
 def _check_attention(profile: ModelProfile) -> None:
     _check_sparse(profile)
+    for kind in profile.layers:
+        key, value = kind.head_sizes
+        if kind.attention in _KEYS_AND_VALUES and kind.kv_heads and key != value:
+            raise _refuse(
+                f"{profile.architecture} with keys of {key} elements and values of {value} in each head",
+                "its kernels are for keys and values of one size",
+                "use GPU roles only, or give CPUs no attention (parallelism.mode: FeedForward)",
+            )
     # A profile of version 0.1.0 says nothing of its layers, and what started with it starts again.
     for size in sorted(_head_sizes(profile) - CPU_HEAD_SIZES) if profile.kinds else ():
         raise _refuse(
@@ -290,7 +298,7 @@ def _check_states(profile: ModelProfile, engine: EngineSettings) -> None:
 
 def _head_sizes(profile: ModelProfile) -> frozenset[int]:
     kinds = [kind for kind in profile.layers if kind.attention in _KEYS_AND_VALUES and kind.kv_heads]
-    return frozenset(kind.kv_width // 2 for kind in kinds)
+    return frozenset(size for kind in kinds for size in kind.head_sizes)
 
 
 def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:

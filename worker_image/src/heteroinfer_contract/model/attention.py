@@ -249,7 +249,11 @@ def _cached(text: Mapping[str, Any], prefix: str = "") -> LayerKind:
     value_dim = head_dim
     if text.get("model_type") in ("mimo_v2_flash", "mimo_v2"):
         value_dim = int(text.get(f"{prefix}v_head_dim") or text.get("v_head_dim") or head_dim)
-    return LayerKind(kv_heads=int(own["num_key_value_heads"] or heads), kv_width=head_dim + value_dim)
+    return LayerKind(
+        kv_heads=int(own["num_key_value_heads"] or heads),
+        kv_width=head_dim + value_dim,
+        value_width=0 if value_dim == head_dim else value_dim,
+    )
 
 
 def _linear(text: Mapping[str, Any]) -> LayerKind:

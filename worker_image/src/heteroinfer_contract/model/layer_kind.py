@@ -35,6 +35,7 @@ class LayerKind:
         kv_heads: heads whose keys and values are cached; 1 of a latent, 0 without a cache by token.
         kv_width: elements cached for one token in one head: key and value together, or the latents of all
             its attentions.
+        value_width: elements of a value in one head; 0 if it is as wide as the key, or without both.
         shares_kv: whether it reads an earlier layer's keys and values, and has none of its own.
         index_bytes: of a token in the index of sparse attention.
         window: tokens of the window or chunk; 0 without one.
@@ -56,6 +57,7 @@ class LayerKind:
     attention: AttentionKind = AttentionKind.FULL
     kv_heads: int = 0
     kv_width: int = 0
+    value_width: int = 0
     shares_kv: bool = False
     index_bytes: int = 0
     window: int = 0
@@ -76,6 +78,13 @@ class LayerKind:
         numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "attention"}
         codec.at_least(0, "LayerKind", **numbers)
         codec.at_most(self.experts, "LayerKind", experts_per_token=self.experts_per_token)
+        codec.at_most(self.kv_width, "LayerKind", value_width=self.value_width)
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Elements of a key and of a value in one head."""
+        value = self.value_width or self.kv_width // 2
+        return self.kv_width - value, value
 
     @property
     def feed_forward_bytes(self) -> int:

@@ -21,6 +21,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.engine.draining import DRAIN
+from vllm_heteroinfer.engine.first_tokens import generate_first_tokens
 from vllm_heteroinfer.group.sleep_levels import check_level
 from vllm_heteroinfer.pod.channel import RankReporter
 
@@ -78,10 +79,12 @@ def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
 async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     """Serves the OpenAI API until SIGTERM or SIGINT; drains before that when its supervisor says so.
 
+    Clients are answered only after every rank computed a request of the group's own.
+
     Source: vllm/entrypoints/launchers/api_server/entry.py::run_server@v0.32.0.
 
     Raises:
-        RuntimeError: the engine did not start.
+        RuntimeError: the engine did not start, or did not answer the group's own request.
     """
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.launchers.launcher import setup_server
@@ -94,6 +97,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     async with entry.build_async_engine_client(args) as client:
         refuse_levels(client)
         watchers = [asyncio.create_task(work(client, reporter)) for work in (_watch, _ask)]
+        await generate_first_tokens(client)
         shutdown = await entry.build_and_serve(client, listen_address, sock, args)
         for watcher in watchers:
             watcher.cancel()

@@ -1,9 +1,18 @@
 """What a step of vLLM's scheduler holds; read alike by the scheduler and by every rank."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+FIRST_REQUEST: Final = "heteroinfer-first-tokens"
+"""Id of a group's own first request. vLLM appends to it; ids of clients' requests begin with an endpoint."""
+
+
+def is_first_request(output: "SchedulerOutput") -> bool:
+    """Returns whether a step holds the group's own first request and no other."""
+    scheduled = output.num_scheduled_tokens
+    return len(scheduled) == 1 and next(iter(scheduled)).startswith(FIRST_REQUEST)
 
 
 def count_tokens(output: "SchedulerOutput") -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Steps add up: step = compute + wait for peers + transfer, from the arrival of a step's call
 to its completion, on a GPU the device's included; between steps a rank is idle. Warm-up runs no
-steps of the engine, so it is not counted.
+steps of the engine, so it is not counted; nor is the group's own first request.
 Imports prometheus_client; not torch or vLLM.
 """
 
@@ -226,14 +226,19 @@ class RankMetrics:
         if not self._on_device and not self._inside:
             self._reporter.busy(None)
 
-    def finish_step(self, *, prefill_tokens: int, decode_tokens: int) -> None:
+    def finish_step(self, *, prefill_tokens: int, decode_tokens: int, counts: bool = True) -> None:
         """Records the step whose calls have all been left.
 
         Args:
             prefill_tokens: prompt tokens of the step; a step with any is a prefill.
             decode_tokens: others.
+            counts: whether the step is a client's; a step of the group's own is not recorded.
         """
         step, self._step, self._busy = self._step, Step(), None
+        if not counts:
+            with self._lock:
+                self._left = None  # idle time counts from the first step of a client on
+            return
         with self._lock:
             step.tokens = (prefill_tokens, decode_tokens)
             if not step.runs_on:

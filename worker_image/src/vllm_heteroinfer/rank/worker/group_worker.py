@@ -22,7 +22,7 @@ from vllm_heteroinfer.distributed import communicators
 from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
 from vllm_heteroinfer.group import kv_blocks
 from vllm_heteroinfer.group.fingerprint import SAME_MODEL
-from vllm_heteroinfer.group.steps import count_tokens
+from vllm_heteroinfer.group.steps import count_tokens, is_first_request
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.worker import headroom, sampling, weight_loading
@@ -196,10 +196,11 @@ class GroupWorkerMixin:
         if self._transport is not None:
             self._transport.expect(rows)
         ends_here = not get_pp_group().is_last_rank
+        self._counts_step = not is_first_request(scheduler_output)
         with self._call_of_step():
             if self.tensor_group is not None:
                 self.tensor_group.begin_step()
-            if self._asking is not None:
+            if self._asking is not None and self._counts_step:
                 self._asking.begin_step()
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
             if self.tensor_group is not None and ends_here:
@@ -250,12 +251,15 @@ class GroupWorkerMixin:
         return sampling.without_discarded_seeds(runner.input_batch, runner.discard_request_mask.np)
 
     _step_tokens: tuple[int, int] | None = None
+    _counts_step = True
 
     def _finish_step(self) -> None:
         assert self._step_tokens is not None
         prefill, decode = self._step_tokens
         self._step_tokens = None
-        self.context.metrics.finish_step(prefill_tokens=prefill, decode_tokens=decode)
+        self.context.metrics.finish_step(
+            prefill_tokens=prefill, decode_tokens=decode, counts=self._counts_step
+        )
 
     def _build_transport(self, model: Any) -> None:
         context, group = self.context, get_pp_group()

@@ -1,0 +1,60 @@
+"""The first request of a group is its own: no client is answered before a token went through every rank.
+
+Warm-up runs without a KV cache, so a model whose attention fails only with one would turn Ready and end at
+the first request of a client. Imports vLLM inside functions.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_heteroinfer.group.steps import FIRST_REQUEST
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+_logger = logging.getLogger(__name__)
+
+_PROMPT_TOKENS: Final = 3
+_NEW_TOKENS: Final = 2
+"""The first comes of the prompt's step, the second of a decode step."""
+
+
+async def generate_first_tokens(client: "EngineClient") -> None:
+    """Generates two tokens by all ranks; counted neither by vLLM's metrics nor by those of the ranks.
+
+    Raises:
+        RuntimeError: the engine answered with fewer tokens.
+        Exception: what vLLM raises if a rank failed; the rank reports its own failure.
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    prompt: Any = {"prompt_token_ids": list(range(_PROMPT_TOKENS))}
+    tokens = 0
+    with _uncounted(client):
+        async for output in client.generate(prompt, params, FIRST_REQUEST):
+            tokens = len(output.outputs[0].token_ids)
+    if tokens != _NEW_TOKENS:
+        raise RuntimeError(
+            f"the group's own first request got {tokens} tokens, expected {_NEW_TOKENS}. "
+            "See the logs of the ranks"
+        )
+    _logger.info("the group generated its first %d tokens", tokens)
+
+
+@contextmanager
+def _uncounted(client: Any) -> Iterator[None]:
+    """Keeps a request out of vLLM's metrics.
+
+    Source: vllm/v1/engine/async_llm.py::AsyncLLM._run_output_handler@v0.32.0, which records into the logger
+    that this list holds.
+    """
+    loggers = client._logger_ref
+    kept = loggers[0]
+    loggers[0] = None
+    try:
+        yield
+    finally:
+        loggers[0] = kept
