@@ -1,6 +1,7 @@
 """A cluster's own cgroup, in every hierarchy (cgroup v1) or in the one (v2)."""
 
 import contextlib
+import errno
 from pathlib import Path
 
 from tests.cluster import processes
@@ -51,22 +52,34 @@ def pids(name: str) -> list[int]:
 def remove(name: str) -> None:
     """Kills whatever is in the cgroup /`name` and below it, and removes it from every hierarchy.
 
+    Containers that were ending anyway come and go meanwhile: their own tools remove cgroups, too, and
+    the kernel keeps one busy until the last process has given its memory back.
+
     Raises:
-        ClusterError: a process in it would not end within 20 s.
+        ClusterError: a process in it would not end, or a cgroup not go, within 20 s.
     """
 
-    def emptied() -> bool:
+    def removed() -> bool:
         left = pids(name)
         processes.kill(left)
-        return not left
+        return not left and all(_remove_below(root / name) for root in hierarchies())
 
-    processes.wait_until(f"the end of the processes of cgroup {name}", emptied, timeout_s=20)
-    for root in hierarchies():
-        folder = root / name
-        if folder.exists():
-            for child in sorted((c for c in folder.rglob("*") if c.is_dir()), reverse=True):
-                child.rmdir()
-            folder.rmdir()
+    processes.wait_until(f"the end of the processes of cgroup {name}", removed, timeout_s=20)
+
+
+def _remove_below(folder: Path) -> bool:
+    """Removes a cgroup and those below it; returns whether all are gone."""
+    try:
+        children = sorted((child for child in folder.rglob("*") if child.is_dir()), reverse=True)
+        for child in (*children, folder):
+            child.rmdir()
+    except FileNotFoundError:
+        return not folder.exists()
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
 
 
 def _read(file: Path) -> str:

@@ -1,0 +1,38 @@
+"""The cgroup of a cluster goes, whatever ends in it at that moment."""
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+from tests.cluster import cluster_cgroup
+
+
+def test_removes_a_cgroup_while_others_make_and_remove_some_below_it() -> None:
+    name = f"heteroinfer-test-{os.getpid()}"
+    cluster_cgroup.create(name)
+    folder = cluster_cgroup.hierarchies()[0] / name
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        """As containers that end by themselves: their cgroups are made, and removed by their own tools."""
+        for number in range(3000):
+            child = Path(folder, f"pod-{number % 7}", "container")
+            with contextlib.suppress(OSError):
+                child.parent.mkdir()
+                child.mkdir()
+            with contextlib.suppress(OSError):
+                child.rmdir()
+                child.parent.rmdir()
+        ended.set()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        while not ended.is_set():
+            cluster_cgroup.create(name)
+            cluster_cgroup.remove(name)
+    finally:
+        thread.join()
+        cluster_cgroup.remove(name)
+    assert not any((root / name).exists() for root in cluster_cgroup.hierarchies())
