@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import gt
 from pathlib import Path
 
 import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
-from tests.integration.launch.groups import TinyGroup, tiny_group, wait_until
+from tests.integration.launch.groups import Pod, TinyGroup, tiny_group, wait_until
 from tests.integration.launch.held_commands import held_commands
 
 LOWEST = 19
@@ -90,3 +91,59 @@ def test_a_supervisor_without_a_turn_says_so_afterwards(tmp_path: Path) -> None:
         supervisor.send_signal(signal.SIGCONT)
         wait_until(lambda: "had no turn for" in group.logs(), 10, group.logs)
         assert supervisor.poll() is None
+
+
+def steps_of(group: TinyGroup) -> list[int]:
+    return [rank.steps for rank in group.status().ranks]
+
+
+def check_all_is_heard(group: TinyGroup) -> None:
+    """Every rank's news come, and the API server hears that the group drains."""
+    before = steps_of(group)
+    wait_until(lambda: all(map(gt, steps_of(group), before)), 5, group.logs)
+    wait_until(lambda: all(pod.is_ready() for pod in group.pods), 5, group.logs)
+    assert max(rank.heartbeat_age_s for rank in group.status().ranks) < 2.0
+    asked = time.monotonic()
+    for pod in group.pods:
+        pod.process.terminate()
+    assert group.wait_exits(asked + 5.0) == [names.EXIT_STOPPED] * len(group.pods), group.logs()
+
+
+def lives_on(group: TinyGroup, seconds: float) -> bool:
+    """Returns whether every supervisor runs for so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if any(pod.process.poll() is not None for pod in group.pods):
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def stop_for(pod: Pod, seconds: float) -> None:
+    pod.process.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    pod.process.send_signal(signal.SIGCONT)
+
+
+def test_a_supervisor_that_stood_still_for_long_hears_all_again(tmp_path: Path) -> None:
+    """Nobody judges the supervisor of a group of one pod; it names no engine that has answered."""
+    env = {names.ENV_STEP_TIMEOUT: "4", "TINY_API": "asks"}
+    with tiny_group(tmp_path, (2,), do={0: "compute", 1: "compute"}, env=env) as group:
+        group.start()
+        group.wait_ready()
+        stop_for(group.pods[0], 12.0)
+        wait_until(lambda: "had no turn for" in group.logs(), 10, group.logs)
+        assert lives_on(group, 6.0), group.logs()
+        check_all_is_heard(group)
+
+
+def test_a_supervisor_of_several_pods_that_was_waited_for_hears_all_again(tmp_path: Path) -> None:
+    """Its turns come late, and later still, as on a machine that gets busier: its leader waits longer."""
+    with tiny_group(tmp_path, do={0: "compute", 1: "compute"}) as group:
+        group.start()
+        group.wait_ready()
+        for seconds in (1.2, 3.5, 12.0):
+            stop_for(group.pods[1], seconds)
+            wait_until(lambda: all(pod.is_ready() for pod in group.pods), 5, group.logs)
+            assert lives_on(group, 1.0), group.logs()
+        check_all_is_heard(group)

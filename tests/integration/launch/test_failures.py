@@ -224,3 +224,101 @@ def test_process_that_left_its_group_is_killed_too(tmp_path: Path) -> None:
         death = time.monotonic()
         os.kill(group.rank_pid(0), signal.SIGKILL)
         end_of(group, death)
+
+
+@pytest.mark.parametrize("do", ["give_up", "idle"])
+def test_the_accused_ranks_own_word_is_named(tmp_path: Path, do: str) -> None:
+    """Rank 0 accuses it first; rank 1 says a moment later what it was."""
+    with tiny_group(tmp_path, do={0: do, 1: "raise_late"}) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        (tmp_path / "trigger").touch()
+        end_of(group, death)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.rank) == (FailureReason.RANK_RAISED, 1)
+    assert "RuntimeError: expert weights: Input/output error" in failure.message
+    assert failure.last_log == "RuntimeError: expert weights: Input/output error"
+
+
+def test_an_own_error_that_sounds_like_a_lost_peer_is_named(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (1, 1, 1), do={1: "nfs"}) as group:
+        group.start()
+        group.wait_ready()
+        death = time.monotonic()
+        (tmp_path / "trigger").touch()
+        end_of(group, death)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.rank) == (FailureReason.RANK_RAISED, 1)
+    assert "(NFS)" in failure.message
+
+
+def test_a_rank_that_tells_nothing_any_more_is_named(tmp_path: Path) -> None:
+    """Not the one that waits for it, which is busy as far as is known, while the mute one is not."""
+    env = {names.ENV_STEP_TIMEOUT: "4"}
+    with tiny_group(tmp_path, do={0: "wait_on_cue", 1: "mute"}, env=env) as group:
+        group.start()
+        group.wait_ready()
+        began = time.monotonic()
+        (tmp_path / "trigger").touch()
+        end_of(group, began, limit_s=10.0)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.rank) == (FailureReason.RANK_STOPPED, 1), failure
+    assert "rank 1 has told its supervisor nothing for" in failure.message
+
+
+def engine_of(group: TinyGroup) -> int:
+    """Returns the process that the API server has for its engine, once there is one."""
+
+    def find() -> re.Match[str] | None:
+        return re.search(r"engine (\d+) runs", group.pods[0].log.read_text())
+
+    wait_until(lambda: find() is not None, 30, group.logs)
+    found = find()
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (
+            signal.SIGKILL,
+            "was killed by SIGKILL while Ready; if nobody killed it, the pod's memory limit was",
+        ),
+        (signal.SIGABRT, "was killed by SIGABRT while Ready"),
+        (signal.SIGTERM, "was killed by SIGTERM while Ready"),
+    ],
+)
+def test_an_engine_that_is_killed_is_named(tmp_path: Path, number: signal.Signals, words: str) -> None:
+    with tiny_group(tmp_path, env={"TINY_API": "parent"}) as group:
+        group.start()
+        group.wait_ready()
+        engine, death = engine_of(group), time.monotonic()
+        os.kill(engine, number)
+        end_of(group, death)
+    failure = group.pods[1].failure()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
+    assert f"the engine (pod 0) {words}" in failure.message
+    assert failure.exit_code == -number
+
+
+def test_an_engine_that_is_stopped_during_the_start_is_named(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, do=dict.fromkeys(range(2), "engine"), env={"TINY_API": "parent"}) as group:
+        group.start()
+        engine, death = engine_of(group), time.monotonic()
+        os.kill(engine, signal.SIGSTOP)
+        end_of(group, death, limit_s=5.0)
+    failure = group.pods[1].failure()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
+    assert f"the engine (pod 0, process {engine}) has been stopped" in failure.message
+
+
+def test_an_engine_that_hangs_during_the_start_is_what_the_ranks_wait_for(tmp_path: Path) -> None:
+    ranks = dict.fromkeys(range(2), "engine")
+    with tiny_group(tmp_path, do=ranks, env={"TINY_API": "parent"}, startup_timeout_s=3) as group:
+        group.start()
+        end_of(group, time.monotonic(), limit_s=20.0)
+    failure = group.pods[1].failure()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.STARTUP_TIMEOUT, 0, None)
+    assert "rank 1 (pod 1) is Loading and waits for the engine" in failure.message

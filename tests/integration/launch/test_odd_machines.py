@@ -61,7 +61,7 @@ def test_a_rank_of_such_a_name() -> None:
     finally:
         child.kill()
         wait_until(child.reaped, 20)
-        child.output.join(5)
+        wait_until(lambda: child.output.ended, 5)
 
 
 ENDED_EARLY = """

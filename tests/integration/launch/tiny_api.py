@@ -1,7 +1,9 @@
 """An API server as far as the supervisor knows one: /health answers 200; SIGTERM ends it with 0.
 
 TINY_API says what it does once TINY_TRIGGER exists: `silent` (answers nothing), `engine` (says that its
-engine answers nothing), `endless` (answers with a line of 100,000 bytes); else it serves on.
+engine answers nothing), `endless` (answers with a line of 100,000 bytes); else it serves on. From its start:
+`asks` (asks its engine, which answers, again and again), `parent` (has a process for an engine, and ends
+with it).
 
 /slow answers a line every 0.1 s until TINY_TRIGGER exists, and is waited for when the supervisor
 says that the group drains; new requests are then refused.
@@ -11,6 +13,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.pod.channel import RankReporter
 
 running: set[int] = set()
@@ -76,11 +80,32 @@ def ask() -> None:
     reporter.busy("question 7 to the engine")
 
 
+def ask_again_and_again() -> None:
+    question = 0
+    while True:
+        question += 1
+        reporter.busy(f"question {question} to the engine")
+        time.sleep(0.15)
+        reporter.busy(None)
+        time.sleep(0.02)
+
+
+def be_parent() -> None:
+    """Ends as the engine, a child of this process, does."""
+    engine = subprocess.Popen(["sleep", "600"])
+    print(f"engine {engine.pid} runs", flush=True)
+    code = engine.wait()
+    reporter.engine_ended(code)
+    os._exit(70)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stop)
     own = json.loads(os.environ[names.ENV_ADDRESSES])[int(os.environ[names.ENV_POD_INDEX])]
     reporter = RankReporter.from_env(os.environ)
     threading.Thread(target=drain, daemon=True).start()
-    if os.environ.get("TINY_API") == "engine":
-        threading.Thread(target=ask, daemon=True).start()
+    reporter.phase(RankPhase.READY)
+    works = {"engine": ask, "asks": ask_again_and_again, "parent": be_parent}
+    if work := works.get(os.environ.get("TINY_API", "")):
+        threading.Thread(target=work, daemon=True).start()
     ThreadingHTTPServer((own["host"], own["api_port"]), Handler).serve_forever()

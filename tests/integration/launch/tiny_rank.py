@@ -7,11 +7,15 @@ Environment:
     TINY_PORTS: JSON list of a free port for each rank.
     TINY_DO: JSON object from rank to what it does once ready: `idle` (default), `compute`,
         `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `await` (nor is it, for the
-        next rank), `crawl` (reads until the trigger), `grandchild`, `allocate`, `chat`.
+        next rank), `engine` (nor is it, for the engine), `crawl` (reads until the trigger), `grandchild`,
+        `allocate`, `chat`. From the trigger on: `wait_on_cue` (for rank 1), `mute` (its interpreter does
+        nothing any more), `give_up` (accuses rank 1), `raise_late` (as rank 1 may then), `nfs` (raises as a
+        file system that is gone does).
     TINY_IMPORT: what the first rank of a pod does before it forks: `exit3`, `hang`, or `refuse` the forks.
-    TINY_TRIGGER: path of a file; `raise`, `exit3` and `accuse` act when it exists.
+    TINY_TRIGGER: path of a file; `raise`, `exit3`, `accuse`, `mute`, `give_up` and `nfs` act when it exists.
 """
 
+import ctypes
 import json
 import os
 import socket
@@ -27,6 +31,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.pod.channel import RankReporter
 from vllm_heteroinfer.pod.forking import MAX_MESSAGE_BYTES, ForkAnswer, run_or_fork
+from vllm_heteroinfer.pod.lost_peer import Lost
 
 
 def main() -> None:
@@ -45,6 +50,8 @@ def main() -> None:
             crawl(reporter)
         if do == "await":
             reporter.waits_for(rank + 1)
+        elif do == "engine":
+            reporter.waits_for_engine()
         elif do != "late":
             reporter.phase(RankPhase.READY, 100, 100)
         act(do, reporter)
@@ -82,12 +89,13 @@ def watch_peer(reporter: RankReporter, peer: socket.socket) -> None:
     except OSError:
         ended = True
     if ended:
-        fail(reporter, RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"))
+        fail(reporter, RuntimeError("the other end is gone"), Lost.RANK)
 
 
-def fail(reporter: RankReporter, error: Exception) -> None:
+def fail(reporter: RankReporter, error: Exception, lost: Lost | None = None) -> None:
     print(f"{type(error).__name__}: {error}", flush=True)
-    reporter.failure(Failure(reason=FailureReason.RANK_RAISED, message=f"{type(error).__name__}: {error}"))
+    failure = Failure(reason=FailureReason.RANK_RAISED, message=f"{type(error).__name__}: {error}")
+    reporter.failure(failure, lost)
     os._exit(1)
 
 
@@ -137,6 +145,37 @@ def accuse_on_cue(reporter: RankReporter) -> None:
     os._exit(1)
 
 
+def give_up_on_cue(reporter: RankReporter) -> None:
+    """Says that rank 1 gave no answer, before rank 1 has said why."""
+    wait_for_trigger()
+    failure = Failure(reason=FailureReason.STEP_TIMEOUT, message="rank 1 gave no answer", rank=1)
+    reporter.failure(failure)
+    if reporter.rank != 1:
+        time.sleep(60)
+
+
+def raise_late(reporter: RankReporter) -> None:
+    wait_for_trigger()
+    time.sleep(0.1)
+    fail(reporter, RuntimeError("expert weights: Input/output error"))
+
+
+def lose_a_file_system(reporter: RankReporter) -> None:
+    wait_for_trigger()
+    fail(reporter, ConnectionResetError(104, "Connection reset by peer while reading /models (NFS), gloo"))
+
+
+def wait_on_cue(reporter: RankReporter) -> None:
+    wait_for_trigger()
+    reporter.busy("step 7", waiting_for_rank=1)
+
+
+def fall_mute(reporter: RankReporter) -> None:
+    """Hangs in a call that holds the interpreter's lock: no thread of Python runs any more."""
+    wait_for_trigger()
+    ctypes.PyDLL(None).sleep(600)
+
+
 def exit_on_cue(reporter: RankReporter) -> None:
     wait_for_trigger()
     print("about to leave", flush=True)
@@ -165,6 +204,12 @@ acts: dict[str, Callable[[RankReporter], None]] = {
     "chat": chat,
     "raise": raise_on_cue,
     "accuse": accuse_on_cue,
+    "engine": lambda reporter: None,
+    "mute": fall_mute,
+    "wait_on_cue": wait_on_cue,
+    "give_up": give_up_on_cue,
+    "raise_late": raise_late,
+    "nfs": lose_a_file_system,
     "exit3": exit_on_cue,
     "hang": lambda reporter: reporter.busy("step 7"),
     "wait": lambda reporter: reporter.busy("step 7", waiting_for_rank=1),

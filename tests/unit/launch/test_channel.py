@@ -1,23 +1,34 @@
 """Both ends of the channel, over a real socket pair."""
 
+import fcntl
 import os
+import socket
+import struct
+import termios
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from heteroinfer_contract.group_report import RankPhase
+from vllm_heteroinfer.pod import channel as pod_channel
 from vllm_heteroinfer.pod.channel import (
     MAX_LINE_BYTES,
     LineBuffer,
+    LineSender,
     RankChannel,
     RankMessage,
     RankReporter,
     SupervisorMessage,
 )
+from vllm_heteroinfer.pod.lost_peer import Lost
 
 LIMIT_S = 5.0
 
@@ -27,7 +38,7 @@ def ends() -> Iterator[tuple[RankChannel, RankReporter]]:
     channel, theirs = RankChannel.open_pair()
     env = {names.ENV_RANK_CHANNEL_FD: str(os.dup(theirs.fileno())), names.ENV_RANK: "3"}
     theirs.close()
-    reporter = RankReporter.from_env(env)
+    reporter = RankReporter.from_env(env, gone=lambda: None)
     yield channel, reporter
     reporter.close()
     channel.close()
@@ -96,11 +107,122 @@ def test_a_word_to_drain_holds_and_is_answered(ends: tuple[RankChannel, RankRepo
     assert said[-1]
 
 
-def test_supervisor_that_is_gone_does_not_disturb_the_rank(ends: tuple[RankChannel, RankReporter]) -> None:
+def test_last_words_to_a_supervisor_that_is_gone_are_dropped(ends: tuple[RankChannel, RankReporter]) -> None:
     channel, reporter = ends
     channel.close()
     reporter.failure(Failure(reason=FailureReason.RANK_RAISED, message="nobody hears this"))
     reporter.phase(RankPhase.READY)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has reporters speak a hundred times as often, so that a buffer is full in a moment."""
+    monkeypatch.setattr(pod_channel, "BEAT_INTERVAL_S", 0.002)
+
+
+@contextmanager
+def reporting() -> Iterator[tuple[RankChannel, RankReporter, threading.Event]]:
+    """Yields both ends, and an event that is set once the rank's end sees that the supervisor is gone."""
+    channel, theirs = RankChannel.open_pair()
+    gone = threading.Event()
+    reporter = RankReporter(theirs, 0, gone.set)
+    try:
+        yield channel, reporter, gone
+    finally:
+        reporter.close()
+        channel.close()
+
+
+def fill(channel: RankChannel) -> None:
+    """Returns once the reporter's beats fill the buffer, which nobody reads."""
+    unread, since = 0, time.monotonic()
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() - since < 0.2:
+        assert time.monotonic() < deadline
+        now = struct.unpack("i", fcntl.ioctl(channel.fileno(), termios.FIONREAD, bytes(4)))[0]
+        if now != unread:
+            unread, since = now, time.monotonic()
+    assert unread
+
+
+def test_a_supervisor_that_stood_still_hears_and_is_heard_again(quick: None) -> None:
+    """Whole lines are dropped while the buffer is full; the next one has the newest state."""
+    with reporting() as (channel, reporter, gone):
+        reporter.busy("step 1")
+        fill(channel)
+        reporter.busy("step 2")
+        deadline, said = time.monotonic() + LIMIT_S, ""
+        while said != "step 2" and time.monotonic() < deadline:
+            said = "".join(m.report.busy or "" for m in channel.read()[-1:] if m.report)
+        assert said == "step 2"
+        channel.send(SupervisorMessage(group_age_s=0.0, drain=True))
+        while not reporter.asked_to_drain() and time.monotonic() < deadline:
+            pass
+        assert reporter.asked_to_drain()
+        assert not gone.is_set()
+
+
+def test_last_words_wait_for_a_supervisor_that_stands_still(quick: None) -> None:
+    failure = Failure(reason=FailureReason.RANK_RAISED, message="no", rank=0)
+    with reporting() as (channel, reporter, _):
+        fill(channel)
+        sending = threading.Thread(target=reporter.failure, args=(failure, Lost.RANK))
+        sending.start()
+        last: list[tuple[Failure, Lost | None]] = []
+        deadline = time.monotonic() + LIMIT_S
+        while not last and time.monotonic() < deadline:
+            last = [(m.failure, m.lost) for m in channel.read() if m.failure]
+        sending.join(LIMIT_S)
+        assert last == [(failure, Lost.RANK)]
+
+
+def test_a_supervisor_that_is_gone_ends_the_process() -> None:
+    with reporting() as (channel, _, gone):
+        channel.close()
+        assert gone.wait(LIMIT_S)
+
+
+def test_a_supervisor_of_another_version_ends_the_process() -> None:
+    """The thread that speaks and listens does not end alone: the process would be deaf and mute."""
+    ours, theirs = socket.socketpair()
+    gone = threading.Event()
+    reporter = RankReporter(theirs, 0, gone.set)
+    ours.send(b'{"unknown": 1}\n')
+    assert gone.wait(LIMIT_S)
+    reporter.close()
+    ours.close()
+
+
+@given(
+    lines=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_size=3000), max_size=60
+    ),
+    pauses=st.sets(st.integers(0, 59)),
+)
+def test_no_half_line_is_ever_read(lines: list[str], pauses: set[int]) -> None:
+    """Whenever the reader stands still: it reads lines that were sent, whole, in their order."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        sender, buffer = LineSender(theirs), LineBuffer()
+        taken, got = [], []
+
+        def read() -> None:
+            with suppress(BlockingIOError):
+                while True:
+                    got.extend(buffer.feed(ours.recv(65536)))
+
+        for number, line in enumerate(lines):
+            if sender.send(line):
+                taken.append(line)
+            if number not in pauses:
+                read()
+        while not sender.flush():
+            read()
+        read()
+    assert got == taken
 
 
 def test_closed_channel_is_seen(ends: tuple[RankChannel, RankReporter]) -> None:

@@ -1,12 +1,16 @@
 """Who is to blame."""
 
 import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from vllm_heteroinfer.launch.culprit import Evidence, Stuck, Weight, blame, blame_stuck, exit_code, weigh
+from vllm_heteroinfer.pod.lost_peer import Lost
 
 KILLED = Failure(reason=FailureReason.RANK_EXITED, message="killed", pod=1, rank=1, exit_code=-9)
 CLOSED = Failure(
@@ -31,44 +35,42 @@ ENGINE = Failure(reason=FailureReason.API_SERVER_EXITED, message="exited with co
 
 
 @pytest.mark.parametrize(
-    ("failure", "weight"),
+    ("evidence", "weight"),
     [
-        (KILLED, Weight.OWN_END),
-        (RAISED, Weight.OWN_ERROR),
-        (CLOSED, Weight.LOST_PEER),
-        (ABORTED, Weight.LOST_PEER),
-        (ENGINE, Weight.ENGINE),
-        (Failure(reason=FailureReason.API_SERVER_EXITED, message="", exit_code=-9), Weight.OWN_END),
-        (Failure(reason=FailureReason.POD_LOST, message="closed its connection", pod=1), Weight.OWN_END),
-        (Failure(reason=FailureReason.RANK_STOPPED, message="stopped", rank=1), Weight.OWN_END),
-        (Failure(reason=FailureReason.RANK_EXITED, message="", rank=1, exit_code=3), Weight.OWN_END),
-        (Failure(reason=FailureReason.CONFIG_MISMATCH, message="dtype differs", rank=1), Weight.OWN_ERROR),
+        (Evidence(failure=KILLED), Weight.OWN_END),
+        (Evidence(failure=RAISED), Weight.OWN_ERROR),
+        (Evidence(failure=RAISED, accused=True), Weight.ACCUSED),
+        (Evidence(failure=CLOSED, lost=Lost.RANK), Weight.LOST_PEER),
+        (Evidence(failure=CLOSED, lost=Lost.ENGINE), Weight.LOST_ENGINE),
+        (Evidence(failure=CLOSED), Weight.OWN_ERROR),
+        (Evidence(failure=ABORTED), Weight.OWN_ERROR),
+        (Evidence(failure=ENGINE), Weight.ENGINE),
+        (Evidence(failure=replace(ENGINE, exit_code=-9)), Weight.OWN_END),
+        (Evidence(failure=replace(ENGINE, exit_code=-6)), Weight.ENGINE),
+        (Evidence(failure=Failure(reason=FailureReason.POD_LOST, message="closed", pod=1)), Weight.OWN_END),
+        (Evidence(failure=Failure(reason=FailureReason.RANK_STOPPED, message="", rank=1)), Weight.OWN_END),
+        (Evidence(failure=replace(KILLED, exit_code=3)), Weight.OWN_END),
+        (
+            Evidence(failure=Failure(reason=FailureReason.CONFIG_MISMATCH, message="dtype", rank=1)),
+            Weight.OWN_ERROR,
+        ),
     ],
 )
-def test_weight(failure: Failure, weight: Weight) -> None:
-    assert weigh(failure) is weight
+def test_weight(evidence: Evidence, weight: Weight) -> None:
+    assert weigh(evidence) is weight
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242",
-        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv",
-        "ConnectionResetError: [Errno 104] Connection reset by peer",
-        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
-        "DistBackendError: NCCL communicator was aborted on rank 0",
-        "BrokenPipeError: [Errno 32] Broken pipe",
-    ],
-)
-def test_words_of_a_lost_peer(message: str) -> None:
-    failure = Failure(reason=FailureReason.RANK_RAISED, message=message, rank=0)
-    assert weigh(failure) is Weight.LOST_PEER
+@given(st.sampled_from(list(FailureReason)), st.text(max_size=40), st.text(max_size=40))
+def test_no_words_decide(reason: FailureReason, message: str, last_log: str) -> None:
+    failure = Failure(reason=reason, message=message, last_log=last_log, rank=1, pod=1, exit_code=1)
+    gloo = replace(failure, message="Connection closed by peer (gloo)", last_log="DistNetworkError: gloo")
+    assert weigh(Evidence(failure=failure)) is weigh(Evidence(failure=gloo))
 
 
 def test_cause_is_found_whatever_the_order() -> None:
     # The death is seen last, as over a slow network.
     evidence = [
-        Evidence(failure=CLOSED, age_s=0.2),
+        Evidence(failure=CLOSED, age_s=0.2, lost=Lost.RANK),
         Evidence(failure=ABORTED, age_s=0.19),
         Evidence(failure=ENGINE, age_s=0.1),
         Evidence(failure=KILLED, age_s=0.01),
@@ -76,8 +78,68 @@ def test_cause_is_found_whatever_the_order() -> None:
     for seed in range(10):
         random.Random(seed).shuffle(evidence)
         assert blame(evidence) == KILLED
-    assert blame([e for e in evidence if e.failure is not KILLED]) == CLOSED
+    assert blame([e for e in evidence if e.failure is not KILLED]) == ABORTED
+    assert blame([e for e in evidence if e.failure in (CLOSED, ENGINE)]) == CLOSED
     assert blame([Evidence(failure=ENGINE)]) == ENGINE
+
+
+def test_an_own_error_of_input_is_no_lost_peer() -> None:
+    """A rank that reads from NFS raised first, and its engine's end took another rank along."""
+    own = replace(RAISED, message="OSError: [Errno 104] Connection reset by peer while reading /models (NFS)")
+    gone = replace(CLOSED, message="PeerGoneError: the engine's calls have ended")
+    evidence = [Evidence(failure=own, age_s=2.0), Evidence(failure=gone, age_s=0.1, lost=Lost.ENGINE)]
+    assert blame(evidence) == own
+
+
+OWN_WORDS = st.sampled_from(
+    [
+        RAISED,
+        replace(RAISED, reason=FailureReason.BAD_SETTINGS),
+        replace(RAISED, reason=FailureReason.RANK_EXITED, exit_code=-9),
+        replace(RAISED, reason=FailureReason.RANK_EXITED, exit_code=-6),
+        replace(RAISED, reason=FailureReason.RANK_STOPPED),
+        replace(RAISED, reason=FailureReason.CONFIG_MISMATCH),
+    ]
+)
+"""Of rank 2."""
+
+
+@st.composite
+def accused_ranks(draw: st.DrawFn) -> tuple[Failure, list[Evidence]]:
+    """Draws what rank 2 says of its end, and all that others say: accusations of it, and lost connections."""
+    ages = st.floats(0.0, 5.0)
+    own = draw(OWN_WORDS)
+    accusation = replace(RAISED, reason=FailureReason.STEP_TIMEOUT, message="rank 2 gave no answer")
+    others = [
+        *(
+            Evidence(failure=accusation, age_s=draw(ages), accused=True)
+            for _ in range(draw(st.integers(1, 3)))
+        ),
+        *(
+            Evidence(failure=replace(CLOSED, rank=rank), age_s=draw(ages), lost=draw(st.sampled_from(Lost)))
+            for rank in draw(st.sets(st.sampled_from([0, 1, 3])))
+        ),
+    ]
+    if draw(st.booleans()):
+        others.append(Evidence(failure=ENGINE, age_s=draw(ages)))
+    evidence = [*others, Evidence(failure=own, age_s=draw(ages))]
+    return own, draw(st.permutations(evidence))
+
+
+@given(accused_ranks())
+def test_the_accused_ranks_own_word_comes_before_accusations(drawn: tuple[Failure, list[Evidence]]) -> None:
+    """In whatever order all arrive, and however old each is."""
+    own, evidence = drawn
+    assert blame(evidence) == own
+
+
+@given(accused_ranks())
+def test_an_accusation_is_nearer_to_the_cause_than_a_lost_connection(
+    drawn: tuple[Failure, list[Evidence]],
+) -> None:
+    own, evidence = drawn
+    blamed = blame([e for e in evidence if e.failure is not own])
+    assert (blamed.rank, blamed.message) == (2, "rank 2 gave no answer")
 
 
 def test_oldest_of_equals_is_the_cause() -> None:
@@ -111,6 +173,10 @@ def stuck(rank: int, busy_s: float, waiting_for: int | None = None) -> Stuck:
     return Stuck(rank=rank, pod=rank, busy="step 3", busy_s=busy_s, waiting_for_rank=waiting_for)
 
 
+def silent(rank: int, silent_s: float) -> Stuck:
+    return Stuck(rank=rank, pod=rank, busy=None, busy_s=0.0, waiting_for_rank=None, silent_s=silent_s)
+
+
 @pytest.mark.parametrize(
     ("ranks", "culprit"),
     [
@@ -130,3 +196,24 @@ def stuck(rank: int, busy_s: float, waiting_for: int | None = None) -> Stuck:
 def test_stuck_rank(ranks: list[Stuck], culprit: int | None) -> None:
     failure = blame_stuck(ranks, 300.0)
     assert (failure.rank if failure else None) == culprit
+
+
+@pytest.mark.parametrize(
+    ("ranks", "culprit", "reason"),
+    [
+        # It hangs, and says nothing of it: others wait for a rank that is not busy, as far as is known.
+        ([stuck(0, 310.0, 1), silent(1, 305.0)], 1, FailureReason.RANK_STOPPED),
+        ([stuck(0, 301.0, 1), silent(1, 299.0)], 1, FailureReason.RANK_STOPPED),
+        ([silent(1, 301.0)], 1, FailureReason.RANK_STOPPED),
+        ([silent(1, 299.0)], None, None),
+        # What it waited for when it last spoke says nothing.
+        (
+            [replace(stuck(0, 310.0, 1), silent_s=309.0), stuck(1, 305.0, 2), stuck(2, 1.0)],
+            0,
+            FailureReason.RANK_STOPPED,
+        ),
+    ],
+)
+def test_silent_rank(ranks: list[Stuck], culprit: int | None, reason: FailureReason | None) -> None:
+    failure = blame_stuck(ranks, 300.0)
+    assert (failure and failure.rank, failure and failure.reason) == (culprit, reason)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from heteroinfer_contract.group_report import RankPhase, RankStatus
 from tests.unit.launch.test_environment import FOLLOWER, LEADER, PLAN
 from vllm_heteroinfer.launch.child_process import ProcessObservation, ProcessState, parse_stat
-from vllm_heteroinfer.launch.pod_processes import describe_exit
 from vllm_heteroinfer.launch.readiness import GroupView
+from vllm_heteroinfer.launch.supervised_process import describe_exit
 from vllm_heteroinfer.launch.supervisor_messages import Hello, RankBeat, check_hello
 from vllm_heteroinfer.pod.addresses import bind_host
 
@@ -118,6 +118,54 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
             "waiting: pod 1 has not connected, rank 0 (pod 0) is Connecting",
             1,
             None,
+        ),
+        (  # the engine, which all that are not ready wait for, is in pod 0 and no rank
+            GroupView(
+                plan=PLAN,
+                beats=(
+                    ALL[0],
+                    replace(beat(1, 0, RankPhase.LOADING), waiting_for_engine=True),
+                    ALL[2],
+                    replace(beat(3, 1, RankPhase.WARMING_UP), waiting_for_engine=True),
+                ),
+            ),
+            (
+                "waiting: rank 1 (pod 0) is Loading and waits for the engine, "
+                "rank 3 (pod 1) is WarmingUp and waits for the engine"
+            ),
+            0,
+            None,
+        ),
+        (  # which may wait for a rank itself
+            GroupView(
+                plan=PLAN,
+                beats=(
+                    ALL[0],
+                    replace(beat(1, 0, RankPhase.LOADING), waiting_for_engine=True),
+                    ALL[2],
+                    beat(3, 1, RankPhase.WARMING_UP),
+                ),
+            ),
+            "waiting: rank 1 (pod 0) is Loading and waits for the engine, rank 3 (pod 1) is WarmingUp",
+            1,
+            3,
+        ),
+        (  # what a silent rank said last says nothing
+            GroupView(
+                plan=PLAN,
+                beats=(
+                    beat(0, 0, RankPhase.CONNECTING),
+                    ALL[1],
+                    replace(beat(2, 1, RankPhase.LOADING), waiting_for_engine=True, silent_s=11.0),
+                    ALL[3],
+                ),
+            ),
+            (
+                "waiting: rank 0 (pod 0) is Connecting, "
+                "rank 2 (pod 1) is Loading and has told its supervisor nothing for 11 s"
+            ),
+            1,
+            2,
         ),
         (GroupView(plan=PLAN, beats=ALL[2:], only_pod=1), "", None, None),
         (

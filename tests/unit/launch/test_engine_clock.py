@@ -12,9 +12,17 @@ TICK_S = 0.2
 
 
 def look(
-    clock: EngineClock, now_s: float, *, busy: bool = False, api: bool = True, waits_s: float = 0.0
+    clock: EngineClock,
+    now_s: float,
+    *,
+    busy: bool = False,
+    api: bool = True,
+    api_silent_s: float = 0.0,
+    waits_s: float = 0.0,
 ) -> None:
-    clock.look(ranks_busy=busy, api_answers=api, engine_waits_s=waits_s, now_s=now_s)
+    clock.look(
+        ranks_busy=busy, api_answers=api, api_silent_s=api_silent_s, engine_waits_s=waits_s, now_s=now_s
+    )
 
 
 def test_an_engine_that_answers_nothing_is_named() -> None:
@@ -36,6 +44,17 @@ def test_an_engine_that_answers_nothing_is_named() -> None:
 def test_an_api_server_that_answers_nothing_is_named_before_its_engine() -> None:
     clock = EngineClock(LIMIT_S, 100.0)
     look(clock, 111.0, api=False, waits_s=11.0)
+    failure = clock.overdue()
+    assert failure is not None
+    assert failure.message.startswith("the API server (pod 0) has answered nothing")
+
+
+def test_an_api_server_that_answers_but_tells_its_supervisor_nothing_is_named() -> None:
+    """It would not hear that the group drains."""
+    clock = EngineClock(LIMIT_S, 100.0)
+    look(clock, 110.0, api_silent_s=10.0)
+    assert clock.overdue() is None
+    look(clock, 111.0, api_silent_s=11.0)
     failure = clock.overdue()
     assert failure is not None
     assert failure.message.startswith("the API server (pod 0) has answered nothing")

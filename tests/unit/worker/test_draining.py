@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_heteroinfer.engine import draining
-from vllm_heteroinfer.engine.draining import STILL_TAKEN_S, Drain, DrainMiddleware
+from vllm_heteroinfer.engine.draining import BODY_TIMEOUT_S, STILL_TAKEN_S, Drain, DrainMiddleware
 
 
 class Clock:
@@ -85,3 +85,87 @@ def test_a_realtime_connection_is_closed(clock: Clock) -> None:
     draining.DRAIN.begin()
     clock.now_s += STILL_TAKEN_S
     assert asyncio.run(get(type="websocket")) == [{"type": "websocket.close", "code": 1001}]
+
+
+class Posted:
+    """A request whose body has begun, before a server that reads it and then answers."""
+
+    def __init__(self) -> None:
+        self.body: asyncio.Queue[Any] = asyncio.Queue()
+        self.sent: list[Any] = []
+        self.read: list[Any] = []
+        self.body.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers 400 to a client that leaves before the end of its body, as FastAPI does."""
+        while True:
+            self.read.append(await receive())
+            if self.read[-1]["type"] == "http.disconnect" or not self.read[-1]["more_body"]:
+                break
+        status = 400 if self.read[-1]["type"] == "http.disconnect" else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def run(self) -> None:
+        await DrainMiddleware(self.app)({"type": "http", "path": "/v1/completions"}, self.body.get, self.send)
+
+    @property
+    def statuses(self) -> list[int]:
+        return [message["status"] for message in self.sent if message["type"] == "http.response.start"]
+
+
+def test_a_body_that_never_comes_holds_up_no_drain(clock: Clock) -> None:
+    """Its client is answered, and its connection is closed; whoever sends the body in time is served."""
+
+    async def scenario() -> None:
+        slow, never = Posted(), Posted()
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            for request in (slow, never):
+                group.create_task(request.run())
+            await asyncio.sleep(0)
+            draining.DRAIN.begin()
+            clock.now_s += STILL_TAKEN_S + BODY_TIMEOUT_S - 0.1
+            draining.DRAIN.give_up_bodies()
+            slow.body.put_nowait({"type": "http.request", "body": b"}", "more_body": False})
+            while not slow.sent:
+                await asyncio.sleep(0)
+            assert not never.sent
+            assert not draining.DRAIN.is_done()
+            clock.now_s += 0.1
+            while not draining.DRAIN.is_done():
+                draining.DRAIN.give_up_bodies()
+                await asyncio.sleep(0)
+        assert (slow.statuses, never.statuses) == ([200], [503])
+        assert (b"connection", b"close") in never.sent[0]["headers"]
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_has_begun_before_its_body_ends_is_not_cut(clock: Clock) -> None:
+    """A server may stream while it still listens for its client's end."""
+
+    async def scenario() -> None:
+        posted = Posted()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while (await receive())["more_body"]:
+                pass
+            await send({"type": "http.response.body", "body": b"all"})
+
+        posted.app = app  # type: ignore[method-assign]
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            group.create_task(posted.run())
+            await asyncio.sleep(0)
+            draining.DRAIN.begin()
+            clock.now_s += STILL_TAKEN_S + BODY_TIMEOUT_S
+            draining.DRAIN.give_up_bodies()
+            await asyncio.sleep(0.01)
+            assert not draining.DRAIN.is_done()
+            posted.body.put_nowait({"type": "http.request", "body": b"}", "more_body": False})
+        assert posted.sent[-1] == {"type": "http.response.body", "body": b"all"}
+        assert posted.statuses == [200]
+
+    asyncio.run(scenario())

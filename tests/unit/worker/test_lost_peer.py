@@ -1,42 +1,74 @@
-"""A rank holds back an error that only says that a peer is gone, by the supervisors' own words."""
+"""An error says that a peer is lost where it is raised; its words decide nothing."""
+
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import FailureReason
 from tests.unit.launch.test_environment import PLAN
 from vllm_heteroinfer.distributed.errors import PeerLostError
-from vllm_heteroinfer.launch.culprit import is_communication_error
-from vllm_heteroinfer.rank.entry import failure, is_peer_lost
+from vllm_heteroinfer.pod.lost_peer import Lost, PeerGoneError, lost_by, talking_to
+from vllm_heteroinfer.rank.entry import failure
+
+WORDS = [
+    "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242",
+    "[Errno 104] Connection reset by peer while reading /models/shard-3.safetensors (NFS)",
+    "no weights in /models/gloo-7b",
+    "timed out waiting for lock /cache/.lock",
+    "Broken pipe",
+    "ProcessGroupGloo: rank 1 is gone",
+    "weights of layer 3 have shape [4, 4], expected [8, 4]",
+]
+KINDS: list[Callable[[str], Exception]] = [
+    RuntimeError,
+    OSError,
+    ConnectionResetError,
+    ValueError,
+    MemoryError,
+]
 
 
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        (PeerLostError(1, 2.0, "no sign of it"), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"), True),
-        (
-            RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"),
-            True,
-        ),
-        (ConnectionResetError(104, "Connection reset by peer"), True),
-        (BrokenPipeError(32, "Broken pipe"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-        (MemoryError("got memory for 1.0 MiB of KV cache"), False),
-        (RuntimeError("ProcessGroupGloo: rank 1 is gone"), True),
-        (FileNotFoundError(2, "No such file or directory", "/home/me/igloo/model.safetensors"), False),
-        (ValueError("model.layers.3.mlp.gloobal_scale: broken pipeline of scales"), False),
-    ],
-)
-def test_rank_and_supervisor_know_a_lost_peer_by_the_same_words(error: Exception, lost: bool) -> None:
-    seen = failure(error, PLAN.ranks[0], starting=True)
-    assert (is_peer_lost(seen), is_communication_error(seen)) == (lost, lost)
+def raised(error: Exception) -> Exception:
+    """Returns an error that this module's code has raised."""
+    try:
+        raise error
+    except Exception as same:
+        return same
 
 
-def test_wrong_settings_are_reported_at_once_though_they_name_gloo() -> None:
-    error = ContractError("got HETEROINFER_BRIDGE='tcp', expected auto, shared_memory or gloo")
-    seen = failure(error, PLAN.ranks[0], starting=True)
-    assert (is_peer_lost(seen), is_communication_error(seen)) == (False, False)
+@given(st.sampled_from(KINDS), st.sampled_from(WORDS))
+def test_an_own_error_is_one_whatever_it_says(kind: Callable[[str], Exception], words: str) -> None:
+    assert lost_by(raised(kind(words))) is None
+
+
+@given(st.sampled_from(KINDS[:3]), st.sampled_from(WORDS), st.none() | st.integers(0, 3))
+def test_an_error_of_a_connection_is_marked_whatever_it_says(
+    kind: Callable[[str], Exception], words: str, peer: int | None
+) -> None:
+    with pytest.raises(PeerGoneError) as caught, talking_to(peer, "a send"):
+        raise kind(words)
+    assert caught.value.peer == peer
+    assert words in str(caught.value)
+    assert lost_by(caught.value) is (Lost.ENGINE if peer is None else Lost.RANK)
+
+
+def test_the_mark_of_what_caused_an_error_counts() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("the step failed") from PeerLostError(1, 2.0, "no sign of it")
+    assert lost_by(caught.value) is Lost.RANK
+
+
+def test_a_defect_inside_of_a_conversation_is_no_lost_peer() -> None:
+    with pytest.raises(ValueError, match="shape"), talking_to(1, "a send"):
+        raise ValueError("shape")
+
+
+def test_a_mark_is_not_marked_again() -> None:
+    with pytest.raises(PeerLostError) as caught, talking_to(2, "a send"):
+        raise PeerLostError(1, 2.0, "no sign of it")
+    assert caught.value.peer == 1
 
 
 @pytest.mark.parametrize(

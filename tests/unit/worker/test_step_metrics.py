@@ -19,7 +19,7 @@ LAUNCH = PodLaunch(
 
 def test_a_step_adds_up() -> None:
     ours, theirs = RankChannel.open_pair()
-    reporter = RankReporter(theirs, 0)
+    reporter = RankReporter(theirs, 0, gone=lambda: None)
     try:
         rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
         metrics = RankMetrics(rank, LAUNCH, reporter)
@@ -59,7 +59,7 @@ def test_a_step_has_no_more_transfer_than_time() -> None:
 def test_a_step_whose_copy_ends_early_is_not_counted_twice(ends: str) -> None:
     """The GPU's last copy may be done before the worker's call returns, or long after."""
     ours, theirs = RankChannel.open_pair()
-    reporter = RankReporter(theirs, 0)
+    reporter = RankReporter(theirs, 0, gone=lambda: None)
     try:
         rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
         metrics = RankMetrics(rank, LAUNCH, reporter)
@@ -91,7 +91,7 @@ def test_a_step_whose_copy_ends_early_is_not_counted_twice(ends: str) -> None:
 def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
     """So that a device which hangs is named, and its engine is not taken for hung meanwhile."""
     ours, theirs = RankChannel.open_pair()
-    reporter = RankReporter(theirs, 0)
+    reporter = RankReporter(theirs, 0, gone=lambda: None)
 
     def busy() -> str | None:
         """Returns what the rank says now: the line after the next, which may have been on its way."""

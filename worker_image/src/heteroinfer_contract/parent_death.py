@@ -1,6 +1,6 @@
 """No process outlives its parent: the kernel is asked to kill it when the parent dies.
 
-The supervisor starts each child through this file (`orphans.py PARENT_PID COMMAND...`),
+The supervisor starts each child through this file (`parent_death.py PARENT_PID COMMAND...`),
 which asks for the kill and becomes the command; processes that a rank or the API server
 start themselves call die_with_parent(). Stdlib only: it runs with -I -S, before the
 command's own interpreter, so it must not import anything of this package.

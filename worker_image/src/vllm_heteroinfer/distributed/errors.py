@@ -1,17 +1,14 @@
 """What goes wrong between ranks, worded so that the supervisor can name the culprit."""
 
+from vllm_heteroinfer.pod.lost_peer import PeerGoneError
 
-class PeerLostError(RuntimeError):
-    """Another rank is gone or silent; the cause is with it, not with this rank.
 
-    Attributes:
-        peer: its global rank.
-    """
+class PeerLostError(PeerGoneError):
+    """Another rank is gone or silent; the text says for what this rank waited, and for how long."""
 
     def __init__(self, peer: int, waited_s: float, detail: str, *, awaited: str = "hidden states") -> None:
-        self.peer = peer
         super().__init__(
-            f"waited {waited_s:.1f} s for {awaited} of rank {peer}, which did not come: {detail}"
+            peer, f"waited {waited_s:.1f} s for {awaited} of rank {peer}, which did not come: {detail}"
         )
 
 

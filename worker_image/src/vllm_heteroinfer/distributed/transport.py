@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
+from vllm_heteroinfer.pod.lost_peer import talking_to
 
 _ALIGNMENT_BYTES = 16
 """Columns of a row begin at multiples of this, so that each can be viewed as its dtype."""
@@ -122,11 +123,12 @@ class _Send(Protocol):
 
 
 class _GlooSend:
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, work: Any, peer: int) -> None:
+        self._work, self._peer = work, peer
 
     def wait(self, timeout_s: float) -> None:
-        self._work.wait(timedelta(seconds=timeout_s))
+        with talking_to(self._peer, "a send"):
+            self._work.wait(timedelta(seconds=timeout_s))
 
 
 class _StagedSend:
@@ -210,7 +212,8 @@ class PipelineTransport:
             slot.copied.synchronize()  # the copy to the device of the hop before the last
         peer = self._group.prev_rank
         message = slot.host[:rows]
-        work = dist.irecv(message, src=peer, group=self._group.cpu_group)
+        with talking_to(peer, "a receive"):
+            work = dist.irecv(message, src=peer, group=self._group.cpu_group)
         return (
             dict(slot.columns),
             [_Receive(self, work, peer, message.nbytes)],
@@ -245,8 +248,9 @@ class PipelineTransport:
                 column[:rows].zero_()
         peer = self._group.next_rank
         if self._sender is None:
-            work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
-            slot.send = _GlooSend(work)
+            with talking_to(peer, "a send"):
+                work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
+            slot.send = _GlooSend(work, peer)
         else:
             self._stage(slot, rows)
             done = self._meter.runs_on()
@@ -290,8 +294,9 @@ class PipelineTransport:
         try:
             slot.copied.synchronize()
             done(slot.filled.elapsed_time(slot.copied) / 1e3)
-            work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
-            work.wait(timedelta(seconds=self._timeout_s))
+            with talking_to(peer, "a send"):
+                work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
+                work.wait(timedelta(seconds=self._timeout_s))
         except BaseException as error:  # nobody else would see it before the next hop
             self._on_error(error)
             raise

@@ -8,16 +8,20 @@ The engine is its child process; when it dies, this process exits at once.
 import argparse
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, NoReturn
 
 from heteroinfer_contract import names
+from heteroinfer_contract.background import start_task
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_report import RankPhase
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.engine.draining import DRAIN
@@ -35,6 +39,9 @@ _WATCH_S = 0.1
 _ASK_S = 0.2
 """Between the engine's answer to a question and the next question: a group is not ready within 2 s of its
 engine's last answer, 1.5 s after the question that was not answered."""
+_EXIT_CODE_WAIT_S = 0.5
+"""For the kernel to end an engine that has said that it ends."""
+_EXIT_CODE_POLL_S = 0.01
 _NAMING_S = 5.0
 """How much longer than the supervisors the engine waits for a step: they can name the stuck rank."""
 
@@ -53,17 +60,19 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(names.EXIT_STOPPED)
     except BaseException as error:
-        traceback.print_exception(error)
-        reason = (
-            FailureReason.BAD_SETTINGS
-            if isinstance(error, ContractError)
-            else FailureReason.API_SERVER_EXITED
-        )
-        text = " ".join(str(error).split()) or type(error).__name__
-        reporter.failure(Failure(reason=reason, message=f"API server: {text}", time=time.time()))
-        sys.stderr.flush()
-        os._exit(names.EXIT_RANK_FAILED)
+        fail(error, reporter)
     sys.exit(names.EXIT_STOPPED)
+
+
+def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
+    """Reports what ends this process, and ends it."""
+    traceback.print_exception(error)
+    is_setting = isinstance(error, ContractError)
+    reason = FailureReason.BAD_SETTINGS if is_setting else FailureReason.API_SERVER_EXITED
+    text = " ".join(str(error).split()) or type(error).__name__
+    reporter.failure(Failure(reason=reason, message=f"API server: {text}", time=time.time()))
+    sys.stderr.flush()
+    os._exit(names.EXIT_RANK_FAILED)
 
 
 def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
@@ -96,9 +105,18 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     listen_address, sock = setup_server(args, reuse_port=False)
     async with entry.build_async_engine_client(args) as client:
         refuse_levels(client)
-        watchers = [asyncio.create_task(work(client, reporter)) for work in (_watch, _ask)]
-        await generate_first_tokens(client)
-        shutdown = await entry.build_and_serve(client, listen_address, sock, args)
+        engine = find_engine()
+        watchers = [
+            start_task(work, name="watcher", failed=lambda error: fail(error, reporter))
+            for work in (_watch(client, reporter, engine), _ask(client, reporter))
+        ]
+        try:
+            await generate_first_tokens(client)
+            reporter.phase(RankPhase.READY)
+            shutdown = await entry.build_and_serve(client, listen_address, sock, args)
+        finally:
+            if client.errored:  # seen before the watcher did
+                await _end_with(engine, reporter)
         for watcher in watchers:
             watcher.cancel()
     await shutdown
@@ -120,16 +138,36 @@ def refuse_levels(client: "EngineClient") -> None:
     client.sleep = sleep
 
 
-async def _watch(client: "EngineClient", reporter: RankReporter) -> None:
+def find_engine() -> BaseProcess | None:
+    """Returns the engine's process, this one's child.
+
+    Source: vllm/v1/engine/utils.py::CoreEngineProcManager@v0.32.0, which names it so.
+    """
+    children = multiprocessing.active_children()
+    return next((child for child in children if child.name.startswith("EngineCore")), None)
+
+
+async def _end_with(engine: BaseProcess | None, reporter: RankReporter) -> NoReturn:
+    """Reports how the engine has ended, and ends this process: nothing else is of use then."""
+    deadline_s = time.monotonic() + _EXIT_CODE_WAIT_S
+    while engine is not None and engine.exitcode is None and time.monotonic() < deadline_s:
+        await asyncio.sleep(_EXIT_CODE_POLL_S)
+    code = None if engine is None else engine.exitcode
+    _logger.error("the engine has died (exit code %s): see its error above; the API server ends too", code)
+    reporter.engine_ended(code)
+    os._exit(names.EXIT_RANK_FAILED)
+
+
+async def _watch(client: "EngineClient", reporter: RankReporter, engine: BaseProcess | None) -> None:
     """Drains when asked to; ends this process when the engine has died: nothing else is of use then."""
     while not client.errored:
         if reporter.asked_to_drain():
             DRAIN.begin()
+            DRAIN.give_up_bodies()
         if DRAIN.is_done():
             reporter.drained()
         await asyncio.sleep(_WATCH_S)
-    _logger.error("the engine has died: see its error above; the API server ends with it")
-    os._exit(names.EXIT_RANK_FAILED)
+    await _end_with(engine, reporter)
 
 
 async def _ask(client: "EngineClient", reporter: RankReporter) -> None:

@@ -4,6 +4,7 @@ An ASGI middleware around the whole server, so that it sees every request and th
 its answer. Stdlib only: it is imported by vLLM, by its name.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -19,6 +20,9 @@ AsgiApp = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 STILL_TAKEN_S: Final = 1.0
 """From the word to drain on: the cluster's proxies need a moment to learn that this pod is out of
 the Service, and what they send until then is answered."""
+BODY_TIMEOUT_S: Final = 2.0
+"""From the first refusal on: a request whose body is not complete by then is refused too, or a client
+that sends no body would hold up the end for as long as it likes."""
 _REFUSAL: Final = {
     "error": {
         "message": "this group is ending and takes no more requests; send it again, another group answers",
@@ -42,6 +46,7 @@ class Drain:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._running = 0
+        self._bodies: set[asyncio.Timeout] = set()
         self._refuse_from_s: float | None = None
 
     def begin(self) -> None:
@@ -59,11 +64,62 @@ class Drain:
 
     async def run(self, app: AsgiApp, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Has the server answer a request, and counts it until its last byte is sent."""
+        request = _Request(self, receive, send)
         self._running += 1
         try:
-            await app(scope, receive, send)
+            await app(scope, request.receive, request.send)
         finally:
             self._running -= 1
+
+    def give_up_bodies(self) -> None:
+        """Refuses the requests whose body has not come in time; call it again and again in a drain."""
+        if self._refuse_from_s is None or self._clock() < self._refuse_from_s + BODY_TIMEOUT_S:
+            return
+        while self._bodies:
+            self._bodies.pop().reschedule(asyncio.get_running_loop().time())
+
+    async def receive_body(self, receive: AsgiReceive) -> MutableMapping[str, Any]:
+        """Returns the next part of a request.
+
+        Raises:
+            TimeoutError: it is not waited for any more (`give_up_bodies`).
+        """
+        async with asyncio.timeout(None) as limit:
+            self._bodies.add(limit)
+            try:
+                return await receive()
+            finally:
+                self._bodies.discard(limit)
+
+
+class _Request:
+    """One request under way: its body can be given up until its answer has begun."""
+
+    def __init__(self, drain: Drain, receive: AsgiReceive, send: AsgiSend) -> None:
+        self._drain, self._receive, self._send = drain, receive, send
+        self._is_whole = self._has_begun = self._is_refused = False
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """Returns the server's next message; a disconnect once the request is refused."""
+        if self._is_whole:
+            return await self._receive()
+        try:
+            message = await self._drain.receive_body(self._receive)
+        except TimeoutError:
+            self._is_whole = True
+            if self._has_begun:  # it is answered to the end
+                return await self._receive()
+            self._is_refused = True
+            await _refuse(self._send)
+            return {"type": "http.disconnect"}
+        self._is_whole = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Sends the app's answer, unless the request was refused."""
+        self._has_begun = True
+        if not self._is_refused:
+            await self._send(message)
 
 
 DRAIN: Final = Drain()

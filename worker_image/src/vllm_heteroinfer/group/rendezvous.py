@@ -20,7 +20,10 @@ from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group.deadline import Deadline
 from vllm_heteroinfer.pod import addresses
+from vllm_heteroinfer.pod.lost_peer import talking_to
 
+_SERVED_BY = 0
+"""The rank that serves the store."""
 _POLL_S = 1.0
 """How long one look for a key may block; between looks a signal is seen."""
 
@@ -157,7 +160,8 @@ class GroupStore:
         """
         if self._key is not None:
             value = self._key.sign("store", key, value)
-        self._store.set(self._prefix + key, value)
+        with talking_to(_SERVED_BY, "the group's store"):
+            self._store.set(self._prefix + key, value)
 
     def get(self, key: str, deadline: Deadline, *, what: str, rank: int | None = None) -> str:
         """Returns the text under a key, waiting for it.
@@ -170,17 +174,22 @@ class GroupStore:
 
         Raises:
             TimeoutError: it was not there by the deadline.
-            RuntimeError: rank 0, which serves the store, is gone.
+            PeerGoneError: rank 0, which serves the store, is gone.
             ContractError: no process of the epoch has stored what is there.
         """
         full = self._prefix + key
         self.waits_for(rank)
-        while not self._store.check([full]):
+        while not self._has(full):
             if deadline.left_s == 0:
                 raise TimeoutError(
                     f"got no {what} within {deadline.total_s:.0f} s; look at that process's log"
                 )
             time.sleep(min(0.02, deadline.left_s))
         self.waits_for(None)
-        value = str(self._store.get(full).decode())
+        with talking_to(_SERVED_BY, "the group's store"):
+            value = str(self._store.get(full).decode())
         return value if self._key is None else self._key.read_signed("store", key, value)
+
+    def _has(self, key: str) -> bool:
+        with talking_to(_SERVED_BY, "the group's store"):
+            return bool(self._store.check([key]))

@@ -27,10 +27,6 @@ REAP_TIMEOUT_S = 30.0
 """A killed process needs as long as the kernel takes to free its memory; beyond this it
 hangs in the kernel, and nothing in user space can help."""
 REAP_INTERVAL_S = 0.01
-subprocess._USE_VFORK = False  # type: ignore[misc]
-"""Of the standard library, which names it for such cases: a vfork holds the interpreter's lock until the
-kernel has loaded the command, seconds where a disk is busy or what starts is scanned, and no thread of ours
-would run."""
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 """Who opens connections to us takes files; those that are too many are closed in a moment."""
 
@@ -124,6 +120,9 @@ class ChildProcess:
         Raises:
             OSError: the command cannot be started.
         """
+        # The standard library names this switch for such cases: a vfork holds the interpreter's lock until
+        # the kernel has loaded the command, seconds on a busy disk, and no thread of ours would run.
+        subprocess._USE_VFORK = False  # type: ignore[misc]
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command],
             env=dict(env),
@@ -172,7 +171,13 @@ class ChildProcess:
         return self._process is None or self._process.poll() is not None
 
     def stopped_for_s(self, observation: ProcessObservation, now_s: float) -> float:
-        """Returns for how long it has been seen stopped, in seconds; 0 if it runs."""
+        """Returns for how long it has been seen stopped, in seconds; 0 if it runs.
+
+        Args:
+            observation: what it does now.
+            now_s: on a clock that stands still while this process has no turn: a stop of the whole pod
+                stops it too.
+        """
         if observation.state is not ProcessState.STOPPED:
             self._stopped_since_s = None
             return 0.0

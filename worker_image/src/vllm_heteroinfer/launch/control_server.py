@@ -6,6 +6,7 @@ import logging
 import time
 
 from heteroinfer_contract import names
+from heteroinfer_contract.background import start_task
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_key import EpochKey
@@ -248,7 +249,11 @@ class ControlServer:
         """
         refusals, own = 0, self._launch.addresses[pod]
         # Where it listens, not where its connection came from: that may be a gateway's.
-        asked = asyncio.create_task(look_up(bind_host(own.host) or own.host, own.health_port))
+        asked = start_task(
+            look_up(bind_host(own.host) or own.host, own.health_port),
+            name="address of a pod",
+            failed=lambda error: log.info("the name of pod %d has no address: %r", pod, error),
+        )
         try:
             while link.left_s() > 0:
                 if self._links[pod] is not link:
@@ -263,8 +268,7 @@ class ControlServer:
                     break
                 await asyncio.sleep(RETURN_POLL_S / 2 if refused else RETURN_POLL_S)
         finally:
-            if not asked.cancel() and not asked.cancelled():
-                asked.exception()  # is seen, or asyncio would log it
+            asked.cancel()
         return self._links[pod] is not link
 
     def _lost(self, pod: int, how: str) -> None:

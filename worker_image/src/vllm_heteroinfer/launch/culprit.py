@@ -1,17 +1,18 @@
 """Who is to blame when a group ends. PURE: evidence in, one failure out.
 
 When a rank dies, its peers raise within milliseconds, since their connections close.
-Those errors are true and beside the point; this module tells them from the cause.
+Those errors are true and beside the point; this module tells them from the cause. The code that raised them
+marked them (pod/lost_peer.py): no words of an error decide.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from signal import Signals
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from vllm_heteroinfer.pod.lost_peer import says_peer_is_lost
+from vllm_heteroinfer.pod.lost_peer import Lost
 
 
 class Weight(IntEnum):
@@ -21,10 +22,14 @@ class Weight(IntEnum):
     """It ended without an error of its own, which no peer can bring about."""
     OWN_ERROR = 1
     """It reported an error that is not about talking with peers."""
-    LOST_PEER = 2
+    ACCUSED = 2
+    """Another process says that it is at fault; its own end or error is nearer to the cause."""
+    LOST_PEER = 3
     """It could not talk with a peer: a consequence whenever anything else is known."""
-    ENGINE = 3
+    ENGINE = 4
     """The API server left, as it does when its engine loses a rank, or is silent, as it may be then."""
+    LOST_ENGINE = 5
+    """It lost the engine: a consequence of the engine's end, whatever ended that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +39,14 @@ class Evidence:
     Attributes:
         failure: who, why.
         age_s: since it was seen, in seconds.
+        lost: which other process the culprit says it has lost, if that ended it.
+        accused: whether another process names the culprit, not it itself or its supervisor.
     """
 
     failure: Failure
     age_s: float = 0.0
+    lost: Lost | None = None
+    accused: bool = False
 
 
 _NEVER_A_CONSEQUENCE = frozenset(
@@ -51,38 +60,34 @@ _NEVER_A_CONSEQUENCE = frozenset(
         Signals.SIGFPE,
     }
 )
-"""SIGABRT is not here: C++ raises it for an uncaught error of a connection, too."""
+"""SIGABRT is not here: C++ raises it for an uncaught error, of a connection too. It weighs as an error."""
+_LOSSES = {Lost.RANK: Weight.LOST_PEER, Lost.ENGINE: Weight.LOST_ENGINE}
 
 
-def weigh(failure: Failure) -> Weight:
-    """Returns how likely `failure` is the cause and not a consequence."""
-    killed = failure.exit_code is not None and -failure.exit_code in _NEVER_A_CONSEQUENCE
+def weigh(evidence: Evidence) -> Weight:
+    """Returns how likely a failure is the cause and not a consequence."""
+    failure = evidence.failure
+    if evidence.accused or evidence.lost is not None:
+        return Weight.ACCUSED if evidence.lost is None else _LOSSES[evidence.lost]
+    code = 0 if failure.exit_code is None else failure.exit_code
+    killed = -code in _NEVER_A_CONSEQUENCE
     match failure.reason:
-        case FailureReason.RANK_STOPPED | FailureReason.POD_LOST | FailureReason.PLAN_MISMATCH:
-            return Weight.OWN_END
         case FailureReason.ENGINE_STOPPED:
             return Weight.ENGINE
         case FailureReason.RANK_EXITED:
-            if killed:
-                return Weight.OWN_END
-            return Weight.LOST_PEER if is_communication_error(failure) else Weight.OWN_END
+            return Weight.OWN_ERROR if -code == Signals.SIGABRT else Weight.OWN_END
         case FailureReason.API_SERVER_EXITED:
             return Weight.OWN_END if killed else Weight.ENGINE
+        case FailureReason.RANK_STOPPED | FailureReason.POD_LOST | FailureReason.PLAN_MISMATCH:
+            return Weight.OWN_END
         case _:
-            return Weight.LOST_PEER if is_communication_error(failure) else Weight.OWN_ERROR
-
-
-def is_communication_error(failure: Failure) -> bool:
-    """Returns whether the failure's words say that a peer went away."""
-    if failure.reason in (FailureReason.BAD_SETTINGS, FailureReason.CONFIG_MISMATCH):
-        return False  # `gloo` is a setting, too
-    exited = failure.reason is FailureReason.RANK_EXITED
-    # The supervisor's own words about an exit say nothing; the rank's last line does.
-    return says_peer_is_lost(failure.last_log if exited else failure.message)
+            return Weight.OWN_ERROR
 
 
 def blame(evidence: Sequence[Evidence]) -> Failure:
     """Returns the first cause among the evidence gathered; the oldest among equals.
+
+    A process's own word comes before what others say of it, in whatever order they arrive.
 
     Args:
         evidence: at least one, with ages as of now.
@@ -94,7 +99,7 @@ def _order(evidence: Evidence) -> tuple[Weight, float, int, int]:
     failure = evidence.failure
     pod = -1 if failure.pod is None else failure.pod
     rank = -1 if failure.rank is None else failure.rank
-    return weigh(failure), -evidence.age_s, pod, rank
+    return weigh(evidence), -evidence.age_s, pod, rank
 
 
 def exit_code(failure: Failure, own_pod: int) -> int:
@@ -112,21 +117,28 @@ def exit_code(failure: Failure, own_pod: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stuck:
-    """A rank that does the same thing since long.
+    """A rank that does the same thing since long, or has told its supervisor nothing since long.
 
     Attributes:
         rank: global rank.
         pod: index of its pod.
-        busy: what it does.
+        busy: what it does; None if it does nothing, as far as is known.
         busy_s: for how long, in seconds.
         waiting_for_rank: whom it waits for, None if it computes.
+        silent_s: since its supervisor heard of it, in seconds.
     """
 
     rank: int
     pod: int
-    busy: str
+    busy: str | None
     busy_s: float
     waiting_for_rank: int | None
+    silent_s: float = 0.0
+
+    @property
+    def late_s(self) -> float:
+        """Returns for how long nothing of it has moved, as far as is known, in seconds."""
+        return max(self.busy_s, self.silent_s)
 
 
 def blame_stuck(stuck: Sequence[Stuck], step_timeout_s: float) -> Failure | None:
@@ -134,30 +146,40 @@ def blame_stuck(stuck: Sequence[Stuck], step_timeout_s: float) -> Failure | None
 
     A rank that waits for one which has been busy for more than half the deadline passes
     the blame on (it may have begun to wait first); one that waits for a rank which is
-    not busy, or only just, keeps it, since its message is lost.
+    not busy, or only just, keeps it, since its message is lost. What a silent rank waited for
+    when it last spoke says nothing.
 
     Args:
-        stuck: every busy rank, however short.
+        stuck: every rank that is busy or silent, however short.
         step_timeout_s: the deadline, in seconds.
     """
-    late = {s.rank: s for s in stuck if s.busy_s > step_timeout_s}
-    slow = {s.rank: s for s in stuck if s.busy_s > step_timeout_s / 2}
+    known = [replace(s, waiting_for_rank=None) if s.silent_s > step_timeout_s / 2 else s for s in stuck]
+    late = {s.rank: s for s in known if s.late_s > step_timeout_s}
+    slow = {s.rank: s for s in known if s.late_s > step_timeout_s / 2}
     if not late:
         return None
-    culprit = min(late.values(), key=lambda s: (s.waiting_for_rank is not None, -s.busy_s, s.rank))
+    culprit = min(late.values(), key=lambda s: (s.waiting_for_rank is not None, -s.late_s, s.rank))
     seen = {culprit.rank}
     while culprit.waiting_for_rank in slow and culprit.waiting_for_rank not in seen:
         culprit = slow[culprit.waiting_for_rank]
         seen.add(culprit.rank)
-    waiting = f", waiting for rank {culprit.waiting_for_rank}" if culprit.waiting_for_rank is not None else ""
     others = sorted(set(late) - {culprit.rank})
+    waiting = f"; ranks {others} wait as well" if others else ""
+    is_silent = culprit.silent_s > step_timeout_s / 2
     return Failure(
-        reason=FailureReason.STEP_TIMEOUT,
+        reason=FailureReason.RANK_STOPPED if is_silent else FailureReason.STEP_TIMEOUT,
         message=(
-            f"rank {culprit.rank} has not finished '{culprit.busy}' in {culprit.busy_s:.0f} s{waiting}"
-            f"{f'; ranks {others} wait as well' if others else ''}; expected at most {step_timeout_s:.0f} s "
-            "(stepTimeout)"
+            f"{_what_is_late(culprit, is_silent=is_silent)}{waiting}; expected at most "
+            f"{step_timeout_s:.0f} s (stepTimeout)"
         ),
         pod=culprit.pod,
         rank=culprit.rank,
     )
+
+
+def _what_is_late(culprit: Stuck, *, is_silent: bool) -> str:
+    if is_silent:
+        return f"rank {culprit.rank} has told its supervisor nothing for {culprit.silent_s:.0f} s"
+    waited_for = culprit.waiting_for_rank
+    waiting = f", waiting for rank {waited_for}" if waited_for is not None else ""
+    return f"rank {culprit.rank} has not finished '{culprit.busy}' in {culprit.busy_s:.0f} s{waiting}"

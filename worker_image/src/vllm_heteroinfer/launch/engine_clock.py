@@ -14,7 +14,7 @@ class EngineClock:
 
     Args:
         limit_s: how long is too long, in seconds.
-        now_s: on a clock that never goes back, in seconds.
+        now_s: on a clock that never goes back and stands still while the supervisor has no turn, in seconds.
     """
 
     def __init__(self, limit_s: float, now_s: float) -> None:
@@ -22,19 +22,30 @@ class EngineClock:
         self._api_answered_s = self._engine_answered_s = now_s
         self._now_s = now_s
 
-    def look(self, *, ranks_busy: bool, api_answers: bool, engine_waits_s: float, now_s: float) -> None:
+    def look(
+        self,
+        *,
+        ranks_busy: bool,
+        api_answers: bool,
+        api_silent_s: float,
+        engine_waits_s: float,
+        now_s: float,
+    ) -> None:
         """Takes in what is known now.
 
         Args:
             ranks_busy: whether a rank does something.
             api_answers: whether the API server answered when it was last asked.
+            api_silent_s: for how long it has told its supervisor nothing over its channel, in seconds.
             engine_waits_s: how old the API server's oldest question is that the engine has not
                 answered, in seconds; 0 if there is none.
             now_s: as above.
         """
         self._now_s = now_s
-        if ranks_busy or api_answers:
+        if ranks_busy:
             self._api_answered_s = now_s
+        elif api_answers:
+            self._api_answered_s = max(self._api_answered_s, now_s - api_silent_s)
         answered_s = now_s if ranks_busy else now_s - engine_waits_s
         self._engine_answered_s = max(self._engine_answered_s, answered_s)
 

@@ -15,13 +15,11 @@ import struct
 import sys
 import termios
 import threading
-import time
 from typing import IO
 
 MAX_LINE_BYTES = 32 * 1024
 """A longer line is cut in pieces; also the most that is held for a process."""
 LAST_LINE_CHARS = 300
-DRAIN_TIMEOUT_S = 0.1
 
 _stdout_lock = threading.Lock()
 
@@ -40,18 +38,16 @@ class OutputPump:
         self._thread.start()
 
     def last_line(self) -> str:
-        """Returns the last line that is not blank of what was written up to now, cut at its front."""
-        deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
-        while self._pending() and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        """Returns the last line that is not blank of what was looked at up to now, cut at its front."""
         return self._last_line
 
-    def join(self, timeout_s: float) -> bool:
-        """Returns whether everything was copied within `timeout_s`; call it once all writers are dead."""
-        return self._ended.wait(timeout_s)
+    @property
+    def ended(self) -> bool:
+        """Returns whether everything was copied, which it can be once all writers are dead."""
+        return self._ended.is_set()
 
-    def _pending(self) -> bool:
-        """Returns whether the pipe holds what has not been looked at yet."""
+    def pending(self) -> bool:
+        """Returns whether the pipe holds what has not been looked at yet; waits for nothing."""
         if self._ended.is_set():
             return False
         with self._reading:
@@ -66,7 +62,7 @@ class OutputPump:
         while not at_end:
             _wait(fd, select.POLLIN)
             with self._reading:
-                # Reading and remembering are one act for _pending(); the write, which may
+                # Reading and remembering are one act for pending(); the write, which may
                 # block, is outside.
                 chunk = os.read(fd, MAX_LINE_BYTES)
                 at_end = not chunk

@@ -3,18 +3,17 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.group_report import RankPhase, RankStatus
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.child_process import (
@@ -29,22 +28,26 @@ from vllm_heteroinfer.launch.child_process import (
 )
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.environment import Host, api_environment, can_be_forked, rank_environment
+from vllm_heteroinfer.launch.supervised_process import (
+    STOPPED,
+    STOPPED_LIMIT_S,
+    SupervisedProcess,
+    beat_of,
+    exit_reason,
+    failure_of,
+)
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
-from vllm_heteroinfer.pod.channel import RankChannel, RankReport, SupervisorMessage
+from vllm_heteroinfer.pod.channel import RankChannel, SupervisorMessage
 from vllm_heteroinfer.pod.forking import ForkClient, ForkRequest, difference
 from vllm_heteroinfer.pod.lasting_thread import LastingThread
 
-STOPPED_LIMIT_S = 1.0
-"""A debugger or profiler stops a process for less."""
 EXIT_CODE_WAIT_S = 0.15
 """For the exit code of a rank that has reported, or whose code the kernel doesn't tell yet."""
 API_STOP_TIMEOUT_S = 3.0
 """For the API server to close its connections before it is killed."""
 STOP_INTERVAL_S = 0.02
-_STOPPED = f"has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
-_OF_REPORT = tuple({each.name for each in fields(RankReport)} & {each.name for each in fields(RankStatus)})
-"""What the status of a rank takes over from its report, by name."""
-
+ENGINE_LOOK_UP_S = 1.0
+"""Between two looks at which processes an API server that starts has."""
 log = logging.getLogger(__name__)
 
 
@@ -64,36 +67,6 @@ class Commands:
     forks: bool = True
 
 
-@dataclass(slots=True, kw_only=True)
-class SupervisedProcess:
-    """One process, and what is known of it. `assignment` is None for the API server."""
-
-    child: ChildProcess
-    channel: RankChannel
-    assignment: RankAssignment | None
-    report: RankReport = field(default_factory=RankReport)
-    reported: Failure | None = None
-    last_heartbeat_at_s: float = field(default_factory=time.monotonic)
-    busy_since_s: float = 0.0
-    failing_since_s: float | None = None
-    blamed: bool = False
-
-    def read_channel(self, now_s: float) -> None:
-        """Takes in what it has said.
-
-        Raises:
-            ContractError: it speaks another version of the channel.
-        """
-        for message in self.channel.read():
-            self.last_heartbeat_at_s = now_s
-            if message.report is not None:
-                if message.report.busy != self.report.busy:
-                    self.busy_since_s = now_s
-                self.report = message.report
-            if message.failure is not None and self.reported is None:
-                self.reported = message.failure
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
     """A process to start; as in SupervisedProcess."""
@@ -111,18 +84,28 @@ class PodProcesses:
         plan: of the group.
         launch: of this pod.
         on_evidence: called with each failure.
+        awake_s: a time that goes on only while this process has its turns (LoopClock), in seconds: all
+            limits after which a process is accused are counted by it.
     """
 
-    def __init__(self, plan: Plan, launch: PodLaunch, on_evidence: Callable[[Evidence], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        launch: PodLaunch,
+        on_evidence: Callable[[Evidence], None],
+        awake_s: Callable[[], float],
+    ) -> None:
         self._plan = plan
         self._launch = launch
         self._on_evidence = on_evidence
+        self._awake_s = awake_s
         self._processes: list[SupervisedProcess] = []
         self._starts = LastingThread("starts")
         self._starting = False
         self._forks: ForkClient | None = None
         self._draining = False
-        self._engine_pids: list[int] | None = None
+        self._engine_pids: list[int] = []
+        self._engine_looked_up_s = -ENGINE_LOOK_UP_S
         self._engine_ran_at_s = 0.0
 
     async def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
@@ -198,7 +181,7 @@ class PodProcesses:
                 message = (
                     f"it cannot be forked: {answer.error}; raise the pod's memory or its limit of processes"
                 )
-                process.reported = Failure(reason=_exit_reason(process), message=message)
+                process.reported = Failure(reason=exit_reason(process), message=message)
         if forks.closed:
             asyncio.get_running_loop().remove_reader(forks.fileno())
             forks.close()
@@ -206,8 +189,8 @@ class PodProcesses:
 
     def beats(self) -> tuple[RankBeat, ...]:
         """Returns what is known of each rank of this pod now."""
-        now_s = time.monotonic()
-        return tuple(_beat(m, m.assignment, now_s) for m in self._processes if m.assignment is not None)
+        awake_s = self._awake_s()
+        return tuple(beat_of(m, m.assignment, awake_s) for m in self._processes if m.assignment is not None)
 
     def tell_age(self, group_age_s: float) -> None:
         """Tells every rank how old the news of the group is, in seconds."""
@@ -231,34 +214,44 @@ class PodProcesses:
 
     def engine_waits_s(self) -> float:
         """Returns the age of the API server's question that its engine has not answered, 0 without one."""
-        now_s = time.monotonic()
-        servers = (m for m in self._processes if m.assignment is None and m.report.busy is not None)
-        return max((now_s - server.busy_since_s for server in servers), default=0.0)
+        # What a silent API server said last says nothing of the engine's silence since.
+        servers = (m for m in self._processes if m.assignment is None and m.heard_awake_s is not None)
+        return max((m.busy_s(m.heard_awake_s or 0.0) for m in servers), default=0.0)
 
-    def watch_engine(self) -> None:
-        """Reports an engine that is stopped; call it once the API server, which starts it, has answered."""
+    def api_silent_s(self) -> float:
+        """Returns since when the API server has told nothing, in seconds; 0 without one."""
+        awake_s = self._awake_s()
+        return max((m.silent_s(awake_s) for m in self._processes if m.assignment is None), default=0.0)
+
+    def watch_engine(self, *, started: bool) -> None:
+        """Reports an engine that is stopped.
+
+        Args:
+            started: whether the API server has answered: then it has no more processes to start.
+        """
         server = next((m for m in self._processes if m.assignment is None), None)
-        if server is None or server.blamed or self._draining:
+        if server is None or not server.child.started or server.blamed or self._draining:
             return
-        if self._engine_pids is None:
+        now_s = self._awake_s()
+        if self._engine_looked_up_s < now_s - ENGINE_LOOK_UP_S:
             try:
-                self._engine_pids, self._engine_ran_at_s = child_pids(server.child.pid), time.monotonic()
+                self._engine_pids = child_pids(server.child.pid)
             except OSError:  # no file is free: the next look comes soon
                 return
+            self._engine_looked_up_s = math.inf if started else now_s
         stopped = next((pid for pid in self._engine_pids if is_stopped(pid)), None)
-        now_s = time.monotonic()
         if stopped is None:
             self._engine_ran_at_s = now_s
         elif now_s - self._engine_ran_at_s > STOPPED_LIMIT_S:
             server.blamed = True
             pod = self._launch.pod_index
-            message = f"the engine (pod {pod}, process {stopped}) {_STOPPED}"
+            message = f"the engine (pod {pod}, process {stopped}) {STOPPED}"
             failure = Failure(reason=FailureReason.ENGINE_STOPPED, message=message, pod=pod, time=time.time())
             self._on_evidence(Evidence(failure=failure, age_s=now_s - self._engine_ran_at_s))
 
     def watch(self) -> None:
         """Looks at every process, and reports each failure once."""
-        now_s = time.monotonic()
+        now_s = self._awake_s()
         for process in self._processes:
             if not process.blamed and not (self._draining and process.assignment is None):
                 self._watch_one(process, now_s)
@@ -298,8 +291,10 @@ class PodProcesses:
             await self._kill_all()  # a start that is under way ends with its process, once that is forked
         gone = await self._kill_all()
         deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
+        outputs = [process.child.output for process in self._processes]
+        while not all(output.ended for output in outputs) and time.monotonic() < deadline_s:
+            await asyncio.sleep(STOP_INTERVAL_S)
         for process in self._processes:
-            process.child.output.join(max(0.0, deadline_s - time.monotonic()))
             process.channel.close()
         return gone
 
@@ -308,7 +303,7 @@ class PodProcesses:
 
     def _readable(self, process: SupervisedProcess) -> None:
         try:
-            process.read_channel(time.monotonic())
+            process.read_channel(self._awake_s())
         except ContractError as error:
             process.reported = Failure(reason=FailureReason.RANK_RAISED, message=str(error))
             process.channel.closed = True
@@ -325,14 +320,23 @@ class PodProcesses:
         elif seen.state is ProcessState.ENDED or process.reported is not None:
             if process.failing_since_s is None:
                 process.failing_since_s = now_s
-            if seen.exit_code is not None or now_s - process.failing_since_s > EXIT_CODE_WAIT_S:
+            all_known = seen.exit_code is not None and not process.child.output.pending()
+            if all_known or now_s - process.failing_since_s > EXIT_CODE_WAIT_S:
                 self._blame(process, seen, now_s)
 
     def _blame(self, process: SupervisedProcess, seen: ProcessObservation, now_s: float) -> None:
         process.blamed = True
         since_s = process.failing_since_s if process.failing_since_s is not None else now_s
-        failure = _failure(process, self._plan, self._launch.pod_index, seen)
-        self._on_evidence(Evidence(failure=failure, age_s=now_s - since_s))
+        failure = failure_of(process, self._plan, self._launch.pod_index, seen)
+        own = None if process.assignment is None else process.assignment.rank
+        self._on_evidence(
+            Evidence(
+                failure=failure,
+                age_s=now_s - since_s,
+                lost=process.lost,
+                accused=failure.rank not in (None, own),
+            )
+        )
 
 
 def _start(wanted: _Wanted, theirs: Sequence[socket.socket]) -> SupervisedProcess:
@@ -365,75 +369,3 @@ def _ask(forks: ForkClient, wanted: _Wanted, first: _Wanted, cpus: Sequence[int]
     theirs.close()
     child = ChildProcess(wanted.label, os.fdopen(read_fd, "rb", buffering=0))
     return SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment)
-
-
-def _beat(process: SupervisedProcess, assignment: RankAssignment, now_s: float) -> RankBeat:
-    report = process.report
-    status = RankStatus(
-        rank=assignment.rank,
-        pod=assignment.pod,
-        heartbeat_age_s=now_s - process.last_heartbeat_at_s,
-        **{name: getattr(report, name) for name in _OF_REPORT},
-    )
-    busy_s = now_s - process.busy_since_s if report.busy is not None else 0.0
-    return RankBeat(status=status, busy=report.busy, busy_s=busy_s, waiting_for_rank=report.waiting_for_rank)
-
-
-def _failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
-    """Returns why this process failed: its own word if it gave one, else what the kernel says."""
-    rank = None if process.assignment is None else process.assignment.rank
-    known = Failure(
-        reason=_exit_reason(process),
-        message="",
-        pod=pod,
-        rank=rank,
-        exit_code=seen.exit_code,
-        last_log=process.child.output.last_line(),
-        time=time.time(),
-    )
-    who = f"rank {rank} (pod {pod})" if rank is not None else f"the API server (pod {pod})"
-    if process.reported is not None:
-        return _as_reported(process.reported, known, plan, who)
-    if seen.state is ProcessState.STOPPED:
-        reason = FailureReason.ENGINE_STOPPED if rank is None else FailureReason.RANK_STOPPED
-        return replace(known, reason=reason, message=f"{who} {_STOPPED}")
-    return replace(known, message=f"{who} {describe_exit(seen.exit_code, RankPhase(process.report.phase))}")
-
-
-def _exit_reason(process: SupervisedProcess) -> FailureReason:
-    return FailureReason.API_SERVER_EXITED if process.assignment is None else FailureReason.RANK_EXITED
-
-
-def _as_reported(reported: Failure, known: Failure, plan: Plan, who: str) -> Failure:
-    """Returns what a process said of its end, with what its supervisor knows.
-
-    A rank may accuse another one, as when their settings differ: then its own exit code
-    and log are not the culprit's.
-    """
-    if reported.rank in (None, known.rank) or not 0 <= reported.rank < plan.world_size:
-        return replace(known, reason=reported.reason, message=f"{who} failed: {reported.message}")
-    accused = plan.ranks[reported.rank]
-    return replace(
-        known,
-        reason=reported.reason,
-        message=reported.message,
-        pod=accused.pod,
-        rank=accused.rank,
-        exit_code=None,
-        last_log="",
-    )
-
-
-def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
-    """Returns an exit in words; `exit_code` is negative for a signal, None if the kernel didn't tell."""
-    during = f"while {phase}"
-    if exit_code is None:
-        return f"ended {during}; its exit code is not known"
-    if exit_code >= 0:
-        return f"exited with code {exit_code} {during}; expected it to run; see its log"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    hint = "; if nobody killed it, the pod's memory limit was reached" if -exit_code == signal.SIGKILL else ""
-    return f"was killed by {name} {during}{hint}"

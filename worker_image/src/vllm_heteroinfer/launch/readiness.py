@@ -8,6 +8,9 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.culprit import Stuck
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 
+SILENT_S = 10.0
+"""A rank that has told its supervisor nothing for longer is the first that a start waits for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
@@ -63,18 +66,25 @@ class GroupView:
     def pod(self) -> int | None:
         """Returns the pod that the others wait for, None if all are ready.
 
-        A pod that has not come holds up the ranks of the others, so it comes first.
+        A pod that has not come holds up the ranks of the others, so it comes first. The engine is in pod 0.
         """
-        waited_for = [*self.missing_pods, *(status.pod for status in self._by_suspicion())]
-        return next(iter(waited_for), None if self.api_healthy and self.engine_answers else 0)
+        if self.missing_pods:
+            return self.missing_pods[0]
+        first = next(iter(self._by_suspicion()), None)
+        if first is None:
+            return None if self.api_healthy and self.engine_answers else 0
+        return 0 if self._waits_for_engine(first.rank) else first.pod
 
     @property
     def rank(self) -> int | None:
-        """Returns the rank that the others wait for; None if a whole pod is missing."""
-        return None if self.missing_pods else next((status.rank for status in self._by_suspicion()), None)
+        """Returns the rank that the others wait for; None if it is a whole pod or the engine."""
+        first = next(iter(self._by_suspicion()), None)
+        if self.missing_pods or first is None or self._waits_for_engine(first.rank):
+            return None
+        return first.rank
 
     def busy_ranks(self) -> list[Stuck]:
-        """Returns the ranks that are doing something."""
+        """Returns the ranks that are doing something, or have told their supervisor nothing for a while."""
         return [
             Stuck(
                 rank=beat.status.rank,
@@ -82,9 +92,10 @@ class GroupView:
                 busy=beat.busy,
                 busy_s=beat.busy_s,
                 waiting_for_rank=beat.waiting_for_rank,
+                silent_s=beat.silent_s,
             )
             for beat in self.beats
-            if beat.busy is not None
+            if beat.busy is not None or beat.silent_s > SILENT_S / 10
         ]
 
     def status(self, launch: PodLaunch, message: str) -> GroupReport:
@@ -100,22 +111,43 @@ class GroupView:
 
     def _words(self, status: RankStatus) -> str:
         text = f"rank {status.rank} (pod {status.pod}) is {status.phase}"
+        if self._silent_s(status.rank) > SILENT_S:
+            return f"{text} and has told its supervisor nothing for {self._silent_s(status.rank):.0f} s"
+        if self._waits_for_engine(status.rank):
+            return f"{text} and waits for the engine"
         for_rank = self._waits_for(status.rank)
         return text if for_rank is None else f"{text} and waits for rank {for_rank}"
 
     def _by_suspicion(self) -> list[RankStatus]:
-        """Returns who is not ready: first who waits for no other such rank, then who is furthest behind."""
+        """Returns who is not ready: first who waits for no other such rank, then who is furthest behind.
+
+        A silent rank comes before all, one that waits for the engine after all.
+        """
         not_ready = {status.rank: status for status in self._not_ready()}
         phases = list(RankPhase)
 
-        def order(status: RankStatus) -> tuple[bool, int, float]:
+        def order(status: RankStatus) -> tuple[bool, bool, bool, int, float]:
             loaded = status.loaded_bytes / status.total_bytes if status.total_bytes else 0.0
-            return self._waits_for(status.rank) in not_ready, phases.index(status.phase), loaded
+            return (
+                self._silent_s(status.rank) <= SILENT_S,
+                self._waits_for_engine(status.rank),
+                self._waits_for(status.rank) in not_ready,
+                phases.index(status.phase),
+                loaded,
+            )
 
         return sorted(not_ready.values(), key=order)
 
     def _waits_for(self, rank: int) -> int | None:
         return next((beat.waiting_for_rank for beat in self.beats if beat.status.rank == rank), None)
+
+    def _waits_for_engine(self, rank: int) -> bool:
+        """Returns whether a rank, when it last spoke and not too long ago, waited for the engine."""
+        waits = any(beat.waiting_for_engine for beat in self.beats if beat.status.rank == rank)
+        return waits and self._silent_s(rank) <= SILENT_S
+
+    def _silent_s(self, rank: int) -> float:
+        return next((beat.silent_s for beat in self.beats if beat.status.rank == rank), 0.0)
 
     def _not_ready(self) -> list[RankStatus]:
         return [status for status in self.statuses() if status.phase is not RankPhase.READY]

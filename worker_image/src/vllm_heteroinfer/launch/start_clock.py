@@ -23,7 +23,8 @@ class StartClock:
 
         Args:
             view: of the leader.
-            now_s: on a clock that never goes back, in seconds.
+            now_s: on a clock that never goes back and stands still while the supervisor has no turn, in
+                seconds.
         """
         ranks = tuple((status.phase, status.loaded_bytes) for status in view.statuses())
         seen = (ranks, view.api_healthy)

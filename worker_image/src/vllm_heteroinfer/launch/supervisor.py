@@ -11,13 +11,14 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import names
+from heteroinfer_contract.background import start_task
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_key import EpochKey
@@ -104,13 +105,13 @@ class Supervisor:
         self._clock = LoopClock(BEAT_INTERVAL_S, time.monotonic())
         self._server = ControlServer(plan, launch, handlers, settings.key, self._clock) if leads else None
         self._client = None if leads else ControlClient(plan, launch, handlers, settings.key, self._clock)
-        self._pod = PodProcesses(plan, launch, self._on_evidence)
+        self._pod = PodProcesses(plan, launch, self._on_evidence, self._awake_s)
         self._health = HealthServer(self._answer)
         self._guard = None if settings.key is None else ReportGuard(settings.key)
         self._api_healthy = not (leads and settings.commands.api_server)
         self._was_ready = False
         self._start = StartClock(launch.startup_timeout_s)
-        self._engine = EngineClock(settings.step_timeout_s, time.monotonic())
+        self._engine = EngineClock(settings.step_timeout_s, self._awake_s())
         self._asked = False
         self._draining = False
         self._drained = False
@@ -126,8 +127,8 @@ class Supervisor:
         verdict: Failure | None = None
         try:
             await self._listen()
-            tasks = [asyncio.ensure_future(work) for work in self._work()]
-            verdict = await self._wait(tasks)
+            tasks = [start_task(work, name="supervisor", failed=self._failed) for work in self._work()]
+            verdict = await self._outcome
         except ContractError as error:
             verdict = self._own_failure(FailureReason.BAD_SETTINGS, str(error))
         except Exception as error:
@@ -158,14 +159,12 @@ class Supervisor:
             work.append(probe_api(address.host, address.api_port, self._on_api_health, self._awake_s))
         return work
 
-    async def _wait(self, tasks: list[asyncio.Task[None]]) -> Failure | None:
-        """Returns the outcome; raises what a task raises, since the group cannot go on without it."""
-        pending: set[asyncio.Future[Any]] = {self._outcome, *tasks}
-        while not self._outcome.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {self._outcome}:
-                task.result()
-        return self._outcome.result()
+    def _failed(self, error: BaseException) -> None:
+        """Takes in that a task has raised: the group cannot go on without it."""
+        if self._outcome.done():
+            log.error("a task of the supervisor failed at the end: %r", error)
+        else:
+            self._outcome.set_exception(error)
 
     async def _start_pod(self) -> None:
         """Joins the group, starts the ranks, and listens to the leader from then on."""
@@ -178,10 +177,11 @@ class Supervisor:
         except Refused as refusal:
             self._conclude(refusal.failure)
             return
-        listening = asyncio.ensure_future(self._listen_to_leader())  # commands may take long to load
+        # Commands may take long to load.
+        listening = start_task(self._listen_to_leader(), name="leader", failed=self._failed)
         try:
             await self._start_processes(observe_host(self._launch, address))
-            await listening
+            await asyncio.wait((listening,))
         finally:
             listening.cancel()
 
@@ -203,8 +203,14 @@ class Supervisor:
         if self._client is not None:
             await self._client.connect()
             return self._client.own_address()
-        async with asyncio.timeout(self._launch.startup_timeout_s):
-            return await find_leader_address(self._launch)
+        end_s = self._awake_s() + self._launch.startup_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(end_s - self._awake_s()):
+                    return await find_leader_address(self._launch)
+            except TimeoutError:
+                if self._awake_s() >= end_s:
+                    raise
 
     async def _watch_for_ever(self) -> None:
         while True:
@@ -246,20 +252,22 @@ class Supervisor:
         self._engine.look(
             ranks_busy=ranks_busy or self._draining or not self._was_ready,
             api_answers=self._api_healthy,
+            api_silent_s=self._pod.api_silent_s(),
             engine_waits_s=self._pod.engine_waits_s(),
-            now_s=time.monotonic(),
+            now_s=self._awake_s(),
         )
         view = self._view()
         self._was_ready = self._was_ready or view.ready
+        self._pod.watch_engine(started=self._was_ready)
         if not self._was_ready:
-            if self._start.is_overdue(view, time.monotonic()):
+            if self._start.is_overdue(view, self._awake_s()):
                 self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
             return
-        self._pod.watch_engine()
         busy_ranks, limit_s = view.busy_ranks(), self._settings.step_timeout_s
         stuck = culprit.blame_stuck(busy_ranks, limit_s) or self._engine.overdue()
         if stuck is not None:
-            self._on_evidence(Evidence(failure=replace(stuck, time=time.time())))
+            accused = stuck.reason is FailureReason.STEP_TIMEOUT
+            self._on_evidence(Evidence(failure=replace(stuck, time=time.time()), accused=accused))
 
     def _own_failure(self, reason: FailureReason, message: str) -> Failure:
         pod = self._launch.pod_index
@@ -282,8 +290,7 @@ class Supervisor:
 
     def _on_evidence(self, evidence: Evidence) -> None:
         failure = evidence.failure
-        known = {(e.failure.reason, e.failure.pod, e.failure.rank) for _, e in self._evidence}
-        if self._outcome.done() or (failure.reason, failure.pod, failure.rank) in known:
+        if self._outcome.done() or _gist(evidence) in {_gist(known) for _, known in self._evidence}:
             return
         log.warning("%s: %s", failure.reason, failure.message)
         self._evidence.append((time.monotonic() - evidence.age_s, evidence))
@@ -293,14 +300,25 @@ class Supervisor:
             self._client.send(Message(evidence=evidence))
         decides_alone = self._server is not None or leader_lost
         wait_s = GATHER_S if decides_alone else VERDICT_TIMEOUT_S
-        asyncio.get_running_loop().call_later(wait_s, self._decide)
+        self._later(wait_s, self._decide)
+
+    def _later(self, wait_s: float, act: Callable[[], None]) -> None:
+        """Acts after so many seconds in which this process has its turns: news may lie in the kernel."""
+        self._at(self._awake_s() + wait_s, act)
+
+    def _at(self, awake_s: float, act: Callable[[], None]) -> None:
+        left_s = awake_s - self._awake_s()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._at, awake_s, act)
+        else:
+            act()
 
     def _decide(self) -> None:
         # Once a group that was asked to stop has drained, its ends are orders.
         if self._outcome.done() or self._drained:
             return
         if self._misses_a_stopping_pod():  # ranks of a pod that left take others with them
-            asyncio.get_running_loop().call_later(RETURN_POLL_S, self._decide)
+            self._later(RETURN_POLL_S, self._decide)
             return
         now_s = time.monotonic()
         self._conclude(culprit.blame([replace(e, age_s=now_s - seen_s) for seen_s, e in self._evidence]))
@@ -353,7 +371,7 @@ class Supervisor:
         if self._asked:
             self._stop()
         else:
-            asyncio.get_running_loop().call_later(STOP_GATHER_S, self._decide_stopped)
+            self._later(STOP_GATHER_S, self._decide_stopped)
 
     def _stop(self) -> None:
         if not self._outcome.done():
@@ -389,7 +407,11 @@ class Supervisor:
 
     async def _end(self, verdict: Failure | None) -> None:
         """Tells the group, leaves the failure's trace, and ends what still runs; in this order."""
-        telling = asyncio.ensure_future(self._tell(verdict))
+        telling = start_task(
+            self._tell(verdict),
+            name="telling",
+            failed=lambda error: log.error("the other pods may not know why the group ends: %r", error),
+        )
         if verdict is None:
             gone = await self._pod.stop(self._hurry)
         else:
@@ -398,7 +420,7 @@ class Supervisor:
             gone = await self._pod.kill()
         if not gone:
             log.error("a killed process hangs in the kernel and is left behind; see the node's log")
-        await telling
+        await asyncio.wait((telling,))
         self._health.close()
         log.info("ended")
 
@@ -483,6 +505,11 @@ class Supervisor:
         else:
             headers[CODE_HEADER] = self._guard.vouch(challenge, f"{report.to_json()}\n")
         return HealthAnswer(status=HTTPStatus.OK, body=report.to_json(), content_type=kind, headers=headers)
+
+
+def _gist(evidence: Evidence) -> tuple[object, ...]:
+    """Returns what makes evidence the same as other evidence: an own word is not an accusation."""
+    return evidence.failure.reason, evidence.failure.pod, evidence.failure.rank, evidence.accused
 
 
 def _for_strangers(words: str) -> str:

@@ -31,12 +31,16 @@ class RankBeat:
 
     Attributes:
         busy_s: by its supervisor's clock, so that a rank that cannot speak grows late too.
+        silent_s: since its supervisor heard of it, in seconds in which that had its turns.
+        waiting_for_engine: whether it waits for the engine's next call.
     """
 
     status: RankStatus
     busy: str | None = None
     busy_s: float = 0.0
     waiting_for_rank: int | None = None
+    waiting_for_engine: bool = False
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

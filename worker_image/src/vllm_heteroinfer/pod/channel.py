@@ -1,27 +1,35 @@
 """The socket pair between a supervisor and each process it starts: JSON lines both ways.
 
 The rank tells its phase, its step times and its failure; the supervisor tells how old
-its news of the group is. Stdlib and the contract only; the rank's end is used beside torch.
+its news of the group is. Either end may stand still for any time: the other end drops whole lines
+meanwhile, and its next line holds the newest state. Only the end of the channel ends anything: a process
+whose supervisor is gone ends. Stdlib and the contract only; the rank's end is used beside torch.
 """
 
 import contextlib
 import os
 import select
 import socket
+import sys
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.group_report import RankPhase
+from vllm_heteroinfer.pod.lost_peer import Lost
 
 BEAT_INTERVAL_S = 0.2
 """Time between two words of either end."""
-SEND_TIMEOUT_S = 2.0
-"""A supervisor that takes nothing for so long is gone; its ranks die with it."""
+FAILURE_TIMEOUT_S = 20.0
+"""For a supervisor to take a rank's last words: one that gets no CPU may stand still for 16.5 s
+(launch/loop_clock.py)."""
+_SEND_POLL_S = 0.02
+_JOIN_TIMEOUT_S = 1.0
 MAX_LINE_BYTES = 64 * 1024
 """Longest line of the channel; a Failure fits 4096 bytes, a report is shorter."""
 
@@ -42,6 +50,7 @@ class RankReport:
         busy: what it is doing now (`step 12`), None while it waits for work.
         waiting_for_rank: the rank it needs something from to go on, None while it
             computes itself.
+        waiting_for_engine: whether it waits for the engine's next call.
         drained: of the API server: asked to drain, and the last request has ended.
     """
 
@@ -58,15 +67,34 @@ class RankReport:
     kv_room_bytes: int = 0
     busy: str | None = None
     waiting_for_rank: int | None = None
+    waiting_for_engine: bool = False
     drained: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEnd:
+    """The engine's process has ended, as the API server, its parent, saw it.
+
+    Attributes:
+        exit_code: as subprocess has it; None if it is not known.
+    """
+
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMessage:
-    """One line from a rank: its report, or the failure that ends it."""
+    """One line from a rank: its report, or the failure that ends it.
+
+    Attributes:
+        lost: if the failure is a consequence: which other process the rank has lost.
+        engine_end: of the API server, which ends with its engine.
+    """
 
     report: RankReport | None = None
     failure: Failure | None = None
+    lost: Lost | None = None
+    engine_end: EngineEnd | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +110,68 @@ class SupervisorMessage:
     drain: bool = False
 
 
+def _end_process() -> None:
+    """Ends this process, whose supervisor is gone; the kernel does so too (PR_SET_PDEATHSIG)."""
+    sys.stderr.write("the supervisor is gone, and this process ends with it\n")
+    sys.stderr.flush()
+    os._exit(names.EXIT_RANK_FAILED)
+
+
+class LineSender:
+    """Sends whole lines over a non-blocking socket; drops a line that does not fit."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._socket = channel
+        self._rest = b""
+
+    def send(self, line: str) -> bool:
+        """Returns whether the kernel took the line; a line of which it took a part is finished first later.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        if not self.flush():
+            return False
+        whole = f"{line}\n".encode()
+        self._rest = whole
+        if not self.flush() and len(self._rest) == len(whole):
+            self._rest = b""
+            return False
+        return True
+
+    def flush(self) -> bool:
+        """Returns whether no part of a line is left to send.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        while self._rest:
+            try:
+                sent = self._socket.send(self._rest)
+            except BlockingIOError:
+                return False
+            self._rest = self._rest[sent:]
+        return True
+
+
 class RankReporter:
     """The rank's end. A thread speaks and listens 5 times a second; every method is thread-safe.
+
+    Args:
+        channel: to the supervisor.
+        rank: as below.
+        gone: called once the supervisor is gone, or speaks another version, on any thread.
 
     Attributes:
         rank: the global rank this process is, or None in the API server.
     """
 
-    def __init__(self, channel: socket.socket, rank: int | None) -> None:
+    def __init__(self, channel: socket.socket, rank: int | None, gone: Callable[[], None]) -> None:
         self.rank = rank
         self._socket = channel
-        self._socket.settimeout(SEND_TIMEOUT_S)
+        self._socket.setblocking(False)
+        self._sender = LineSender(channel)
+        self._gone = gone
         self._state_lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._report = RankReport()
@@ -104,8 +183,12 @@ class RankReporter:
         self._thread.start()
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> "RankReporter":
+    def from_env(cls, env: Mapping[str, str], gone: Callable[[], None] = _end_process) -> "RankReporter":
         """Returns the reporter of this process; it takes over the descriptor in the environment.
+
+        Args:
+            env: of this process.
+            gone: as in the class; by default this process ends.
 
         Raises:
             ContractError: this process was not started by a supervisor.
@@ -120,7 +203,7 @@ class RankReporter:
         except (ValueError, OSError) as error:
             got = f"{names.ENV_RANK_CHANNEL_FD}={text!r} and {names.ENV_RANK}={rank!r}"
             raise no_channel(got, error) from error
-        return cls(channel, number)
+        return cls(channel, number, gone)
 
     def phase(self, phase: RankPhase, loaded_bytes: int = 0, total_bytes: int = 0) -> None:
         """Sets how far this rank has come, with weights read and to read, in bytes."""
@@ -164,12 +247,19 @@ class RankReporter:
             waiting_for_rank: the global rank whose message it waits for, if it does.
         """
         with self._state_lock:
-            self._report = replace(self._report, busy=what, waiting_for_rank=waiting_for_rank)
+            self._report = replace(
+                self._report, busy=what, waiting_for_rank=waiting_for_rank, waiting_for_engine=False
+            )
 
     def waits_for(self, rank: int | None) -> None:
         """Says for which global rank's word this rank waits before it is ready; None when it has come."""
         with self._state_lock:
             self._report = replace(self._report, waiting_for_rank=rank)
+
+    def waits_for_engine(self) -> None:
+        """Reports that this rank waits for the engine's next call, until it is busy."""
+        with self._state_lock:
+            self._report = replace(self._report, busy=None, waiting_for_rank=None, waiting_for_engine=True)
 
     def asked_to_drain(self) -> bool:
         """Returns whether this process shall take no more requests."""
@@ -181,14 +271,22 @@ class RankReporter:
         with self._state_lock:
             self._report = replace(self._report, drained=True)
 
-    def failure(self, failure: Failure) -> None:
+    def failure(self, failure: Failure, lost: Lost | None = None) -> None:
         """Sends why this rank ends, before it returns; call it once, just before exiting.
 
-        The supervisor fills in pod, exit code, last log line and time. If the
-        supervisor is gone, nobody is left to tell, and this returns.
+        The supervisor fills in pod, exit code, last log line and time. A supervisor that stands still
+        is waited for, for FAILURE_TIMEOUT_S at most.
+
+        Args:
+            failure: why.
+            lost: which other process this rank has lost, if the failure is only a consequence.
         """
         # Cut here: a longer line than MAX_LINE_BYTES would be taken for another program's.
-        self._send(RankMessage(failure=failure.cut()))
+        self._send_last(RankMessage(failure=failure.cut(), lost=lost))
+
+    def engine_ended(self, exit_code: int | None) -> None:
+        """Sends that the engine has ended, with which this API server ends; as `failure`."""
+        self._send_last(RankMessage(engine_end=EngineEnd(exit_code=exit_code)))
 
     def heartbeat_age_s(self) -> float:
         """Returns how long ago the group was last known to be whole, in seconds.
@@ -201,43 +299,52 @@ class RankReporter:
     def close(self) -> None:
         """Ends the thread and closes the channel; the supervisor goes by the process, not by this."""
         self._closed.set()
-        self._thread.join(SEND_TIMEOUT_S + 1.0)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(BEAT_INTERVAL_S + _JOIN_TIMEOUT_S)
         self._socket.close()
 
     def _run(self) -> None:
+        """Speaks and listens until `close`; what ends this thread otherwise ends the process."""
         lines = LineBuffer()
-        while not self._closed.is_set():
-            with self._state_lock:
-                report = self._report
-            self._send(RankMessage(report=report))
-            next_beat = time.monotonic() + BEAT_INTERVAL_S
-            while not self._closed.is_set() and (left_s := next_beat - time.monotonic()) > 0:
-                if select.select([self._socket], [], [], left_s)[0]:
-                    self._listen(lines)
+        try:
+            while not self._closed.is_set():
+                with self._state_lock:
+                    report = self._report
+                with self._send_lock:
+                    self._sender.send(codec.to_json(RankMessage(report=report)))
+                next_beat = time.monotonic() + BEAT_INTERVAL_S
+                while not self._closed.is_set() and (left_s := next_beat - time.monotonic()) > 0:
+                    if select.select([self._socket], [], [], left_s)[0]:
+                        self._listen(lines)
+        except Exception as error:
+            # The one boundary of this thread: without it the process would be deaf and mute.
+            if not self._closed.is_set():
+                if not isinstance(error, ConnectionError):
+                    traceback.print_exception(error)
+                self._closed.set()
+                self._gone()
 
     def _listen(self, lines: "LineBuffer") -> None:
-        try:
-            chunk = self._socket.recv(4096)
-        except OSError:
-            chunk = b""
+        """Takes in what the supervisor has said; raises ConnectionError once it is gone."""
+        chunk = self._socket.recv(4096)
         if not chunk:
-            self._closed.set()
+            raise ConnectionResetError("the supervisor has closed the channel")
         for line in lines.feed(chunk):
             message = codec.from_json(SupervisorMessage, line)
             with self._state_lock:
                 self._group_age_s, self._group_age_at_s = message.group_age_s, time.monotonic()
                 self._drain = self._drain or message.drain
 
-    def _send(self, message: RankMessage) -> None:
-        line = (codec.to_json(message) + "\n").encode()
-        with self._send_lock:
-            if self._closed.is_set():
-                return
-            try:
-                self._socket.sendall(line)
-            except OSError:
-                # A line may be cut in two now, so the channel is of no more use.
-                self._closed.set()
+    def _send_last(self, message: RankMessage) -> None:
+        line, taken = codec.to_json(message), False
+        deadline_s = time.monotonic() + FAILURE_TIMEOUT_S
+        with contextlib.suppress(OSError):  # the supervisor is gone: nobody is left to tell
+            while not self._closed.is_set() and time.monotonic() < deadline_s:
+                with self._send_lock:
+                    taken = taken or self._sender.send(line)
+                    if taken and self._sender.flush():
+                        return
+                time.sleep(_SEND_POLL_S)
 
 
 class RankChannel:
@@ -246,6 +353,7 @@ class RankChannel:
     def __init__(self, channel: socket.socket) -> None:
         self._socket = channel
         self._socket.setblocking(False)
+        self._sender = LineSender(channel)
         self._lines = LineBuffer()
         self.closed = False
 
@@ -283,9 +391,8 @@ class RankChannel:
         A rank that doesn't read (stopped, or its interpreter is held) misses it: its
         age grows, as it should.
         """
-        line = codec.to_json(message) + "\n"
         with contextlib.suppress(OSError):
-            self._socket.send(line.encode())
+            self._sender.send(codec.to_json(message))
 
     def close(self) -> None:
         """Closes this end."""

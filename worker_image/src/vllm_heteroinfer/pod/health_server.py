@@ -1,7 +1,7 @@
 """HTTP on a pod's health port: /healthz, /readyz and /group of a supervisor, /fetch of a fetch pod.
 
 A few lines of HTTP/1.1 of our own, since the supervisor has the standard library only
-and its answers must come from the loop that knows. GET only, one request a connection.
+and its answers must come from the loop that knows. GET and HEAD only, one request a connection.
 """
 
 import asyncio
@@ -83,7 +83,8 @@ class HealthServer:
                     async with asyncio.timeout(REQUEST_TIMEOUT_S):
                         _limit_unread(writer)
                         request = await reader.readuntil(b"\r\n\r\n")
-                        writer.write(_response(self._route(request)))
+                        response = _response(self._route(request), only_head=request.startswith(b"HEAD "))
+                        writer.write(response)
                         writer.close()
                         await writer.wait_closed()
             finally:
@@ -93,7 +94,7 @@ class HealthServer:
         first, *rest = request.decode("latin-1").split("\r\n")
         line = first.split(" ")
         if len(line) != 3 or line[0] not in ("GET", "HEAD"):
-            return HealthAnswer(status=HTTPStatus.METHOD_NOT_ALLOWED, body="GET only")
+            return HealthAnswer(status=HTTPStatus.METHOD_NOT_ALLOWED, body="GET and HEAD only")
         headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in rest)}
         path = line[1].split("?", 1)[0]
         return self._answer(HealthRequest(path=path, credentials=headers.get("authorization", "")))
@@ -105,11 +106,11 @@ def _limit_unread(writer: asyncio.StreamWriter) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(REQUEST_TIMEOUT_S * 1000))
 
 
-def _response(answer: HealthAnswer) -> bytes:
+def _response(answer: HealthAnswer, *, only_head: bool) -> bytes:
     body = (answer.body + "\n").encode()
     more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
     )
-    return head.encode() + body
+    return head.encode() + (b"" if only_head else body)

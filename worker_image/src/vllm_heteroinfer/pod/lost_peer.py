@@ -1,19 +1,75 @@
-"""By which words a rank says that another one is gone; read by ranks and by supervisors. Pure."""
+"""How an error that is only the consequence of another process's end is marked. Stdlib only.
 
-import re
+The code that talks with another process marks its errors at that place, by `talking_to`; the words of an
+error decide nothing.
+"""
 
-_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|socket closed"
-    r"|broken pipe\b|econnreset|connectionerror|disterror|distnetworkerror|diststoreerror|distbackenderror"
-    r"|(?<![a-z])(processgroup)?gloo(?![a-z])"
-    r"|nccl (communicator|error)|tcpstore|timed out waiting|no route to host|remote process exited"
-    r"|peerlosterror",
-    re.IGNORECASE,
-)
-"""Words by which torch.distributed (torch 2.13.0: gloo, NCCL, TCPStore), the kernel and
-Python say that a peer is gone. Without a match the error counts as the rank's own."""
+import contextlib
+from collections.abc import Iterator
+from enum import StrEnum
 
 
-def says_peer_is_lost(text: str) -> bool:
-    """Returns whether an error's text, its class name in front, says that a peer went away."""
-    return _LOST.search(text) is not None
+class Lost(StrEnum):
+    """Which other process a rank has lost."""
+
+    RANK = "rank"
+    ENGINE = "engine"
+
+
+class PeerGoneError(RuntimeError):
+    """Another process of the group is gone or silent; the cause is with it, not with this rank.
+
+    Attributes:
+        peer: its global rank; None for the engine.
+    """
+
+    def __init__(self, peer: int | None, message: str) -> None:
+        self.peer = peer
+        super().__init__(message)
+
+
+@contextlib.contextmanager
+def talking_to(peer: int | None, what: str) -> Iterator[None]:
+    """Turns the errors of a connection to another process into PeerGoneError; wrap nothing else in it.
+
+    Args:
+        peer: global rank at the other end; None for the engine.
+        what: of the call, for the message.
+    """
+    try:
+        yield
+    except PeerGoneError:
+        raise
+    except (RuntimeError, OSError) as error:
+        other = "the engine" if peer is None else f"rank {peer}"
+        raise PeerGoneError(peer, f"{what} failed, since {other} is gone or silent: {error}") from error
+
+
+def lost_by(error: BaseException) -> Lost | None:
+    """Returns which other process an error says is lost, by its marks alone; None if it is an own error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PeerGoneError):
+            return Lost.ENGINE if cause.peer is None else Lost.RANK
+        if _is_of_torch_distributed(cause):
+            return Lost.RANK
+        cause = cause.__cause__
+    return None
+
+
+def _is_of_torch_distributed(error: BaseException) -> bool:
+    """Returns whether torch.distributed raised an error that vLLM's own calls of it let through.
+
+    torch marks most of them by their class (DistError). Gloo's are plain RuntimeErrors, raised inside of
+    torch.distributed's functions (torch/distributed/distributed_c10d.py@v2.13.0).
+    """
+    kinds = type(error).__mro__
+    if any((kind.__module__, kind.__name__) == ("torch.distributed", "DistError") for kind in kinds):
+        return True
+    trace = error.__traceback__
+    if type(error) is not RuntimeError or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    module = str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module == "torch.distributed" or module.startswith("torch.distributed.")

@@ -21,7 +21,7 @@ from heteroinfer_contract.signal_exit import exit_code_of
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
 from vllm_heteroinfer.pod.channel import RankReporter
 from vllm_heteroinfer.pod.forking import run_or_fork
-from vllm_heteroinfer.pod.lost_peer import says_peer_is_lost
+from vllm_heteroinfer.pod.lost_peer import PeerGoneError, lost_by
 from vllm_heteroinfer.rank import imports
 from vllm_heteroinfer.rank.preload import preload
 
@@ -61,10 +61,11 @@ def main(problem: BaseException | None = None) -> NoReturn:
     def fail(error: BaseException) -> NoReturn:
         traceback.print_exception(error)
         ours = failure(error, rank, starting=reporter.starting())
-        if is_peer_lost(ours):
+        lost = lost_by(error)
+        if lost is not None:
             # The peer's own supervisor names the culprit, and ours then ends this process.
             time.sleep(launch.heartbeat_timeout_s + _PEER_LOST_GRACE_S)
-        reporter.failure(ours)
+        reporter.failure(ours, lost)
         _logger.error("rank %d failed, and ends its group: %s", rank.rank, error)
         os._exit(names.EXIT_RANK_FAILED)
 
@@ -74,7 +75,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
         run(plan, launch, rank, reporter, fail)
     except BaseException as error:
         fail(error)
-    fail(RuntimeError("the executor's calls ended; did the API server exit?"))
+    fail(PeerGoneError(None, "the engine's calls have ended: the engine, or its API server, is gone"))
 
 
 def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
@@ -221,11 +222,6 @@ def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Fa
     if reason is FailureReason.RANK_RAISED:
         text = f"{type(error).__name__}: {text}"
     return Failure(reason=reason, message=text, rank=culprit, time=time.time())
-
-
-def is_peer_lost(failure: Failure) -> bool:
-    """Returns whether a failure only says that another rank went away."""
-    return failure.reason is FailureReason.RANK_RAISED and says_peer_is_lost(failure.message)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ class RankProcess(WorkerProc):
         """
         context, deadline = self.context, self.context.startup
         context.store.put(f"loaded/{self.rank}", "")
+        context.reporter.waits_for_engine()
         text = context.store.get("executor", deadline, what="message queue of the API server")
         self.rpc_broadcast_mq = queues.open_queue(text, self.rank)
         self.worker_response_mq = MessageQueue(
@@ -100,6 +101,7 @@ class RankProcess(WorkerProc):
             connect_ip=addresses.own_address(os.environ),
         )
         context.store.put(f"rank/{self.rank}", queues.handle_to_json(self.worker_response_mq))
+        context.reporter.waits_for_engine()
         queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="the API server")
         queues.wait_until_ready(self.worker_response_mq, deadline, what="the API server")
 
@@ -128,6 +130,6 @@ class RankProcess(WorkerProc):
                 self.context.fail(error)
             output = error
         if method not in STEP_METHODS:
-            self.context.reporter.busy(None)
+            self.context.reporter.waits_for_engine()
         if output_rank is None or output_rank == self.rank:
             self.handle_output(output)
