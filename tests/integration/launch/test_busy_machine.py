@@ -147,3 +147,22 @@ def test_a_supervisor_of_several_pods_that_was_waited_for_hears_all_again(tmp_pa
             wait_until(lambda: all(pod.is_ready() for pod in group.pods), 5, group.logs)
             assert lives_on(group, 1.0), group.logs()
         check_all_is_heard(group)
+
+
+def test_a_pod_that_stands_still_as_a_whole_ends_nothing(tmp_path: Path) -> None:
+    """As where a machine or a container is paused: its supervisor may be the first to go on."""
+    env = {names.ENV_STEP_TIMEOUT: "3", "TINY_API": "asks"}
+    with tiny_group(tmp_path, (2,), do={0: "compute", 1: "idle"}, env=env) as group:
+        group.start()
+        group.wait_ready()
+        supervisor = group.pods[0].process
+        others = [pid for pid in group.marked() if pid != supervisor.pid]
+        for pid in others:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.3)  # it has seen that they are stopped
+        stop_for(group.pods[0], 5.0)
+        time.sleep(0.2)
+        for pid in others:
+            os.kill(pid, signal.SIGCONT)
+        assert lives_on(group, 4.0), group.logs()
+        wait_until(group.pods[0].is_ready, 5, group.logs)

@@ -79,6 +79,38 @@ print(json.dumps(said), flush=True)
 os._exit(0)
 """
 
+STOPPED = """
+import json, os, signal, time
+from collections import Counter
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm_heteroinfer.engine.executor import GroupExecutor
+from vllm_heteroinfer.group.deadline import Deadline
+
+rank = MessageQueue(1, 1)
+engine = object.__new__(GroupExecutor)
+engine._unread = Counter()
+engine.response_mqs = [MessageQueue.create_from_handle(rank.export_handle(), 0)]
+rank.wait_until_ready()
+engine.response_mqs[0].wait_until_ready()
+parent = os.getpid()
+if os.fork() == 0:
+    time.sleep(0.3)
+    os.kill(parent, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(parent, signal.SIGCONT)
+    time.sleep(0.5)
+    rank.enqueue((WorkerProc.ResponseStatus.SUCCESS, "done"))
+    time.sleep(2)
+    os._exit(0)
+try:
+    said = engine._read_replies("execute_model", range(1), Deadline.after(3))
+except TimeoutError as error:
+    said = str(error)
+print(json.dumps(said), flush=True)
+os._exit(0)
+"""
+
 
 def test_a_column_that_a_step_leaves_out_reads_as_zeros(tmp_path: Path) -> None:
     """Granite4Vision's features, where a step has no image: a KeyError ended the group in its first step."""
@@ -92,3 +124,8 @@ def test_a_call_that_fails_on_several_ranks_leaves_no_reply_to_the_next() -> Non
     failed, done = ended.answer()
     assert failed == "rank 0 failed in load: no such file 0"
     assert done == ["done 0", "done 1", "done 2"]
+
+
+def test_an_engine_that_was_stopped_waits_on_for_its_ranks() -> None:
+    """They may have been stopped with it: who judges counts no time in which it had no turn."""
+    assert run_script(WORKER_PYTHON, STOPPED).answer() == ["done"]

@@ -21,7 +21,7 @@ from heteroinfer_contract.parent_death import die_with_parent
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group import fingerprint, kv_blocks, queues
-from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
+from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline, Patience
 from vllm_heteroinfer.group.rendezvous import GroupStore
 from vllm_heteroinfer.group.sleep_levels import check_level
 from vllm_heteroinfer.patches import engine_pause
@@ -33,6 +33,8 @@ CONTROL_TIMEOUT_S = 600.0
 """Longest wait for the replies to a call outside of steps and start-up, in seconds."""
 _POLL_S = 0.02
 """How long one rank's reply is waited for before the next rank's is looked at."""
+_LONG_POLL_S = 1.0
+"""Likewise of the last rank."""
 
 _NEWS = (
     "total_num_scheduled_tokens",
@@ -178,12 +180,14 @@ class GroupExecutor(MultiprocExecutor):
         What a call that failed has not read comes before the replies of the next one, and is passed over.
         """
         pending, got = list(ranks), {}
+        patience = Patience(deadline.left_s)
         while pending:
             for rank in tuple(pending):
-                wait_s = deadline.left_s if len(pending) == 1 else min(_POLL_S, deadline.left_s)
+                nap_s = min(_LONG_POLL_S if len(pending) == 1 else _POLL_S, patience.left_s)
                 try:
-                    status, result = self.response_mqs[rank].dequeue(timeout=wait_s)
+                    status, result = self.response_mqs[rank].dequeue(timeout=nap_s)
                 except TimeoutError:
+                    patience.napped(nap_s)
                     continue
                 if self._unread[rank]:
                     self._unread[rank] -= 1
@@ -194,7 +198,7 @@ class GroupExecutor(MultiprocExecutor):
                     raise RuntimeError(f"rank {rank} failed in {method}: {result}")
                 got[rank] = result
                 pending.remove(rank)
-            if pending and deadline.left_s == 0:
+            if pending and patience.left_s == 0:
                 self._unread.update(pending)
                 raise TimeoutError(
                     f"got no reply to {method} from rank {', '.join(map(str, pending))} within "

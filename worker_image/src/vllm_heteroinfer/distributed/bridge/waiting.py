@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from vllm_heteroinfer.group.deadline import MOST_TURN_S
+
 SPIN_S = 200e-6
 """Looks without a pause: a decode step has 65 of these waits, and a sleep is 60 us at the least."""
 YIELD_S = 5e-3
@@ -14,12 +16,14 @@ _LONG_SLEEP_S = 500e-6
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
-    """Returns whether `ready` became true within `timeout_s` seconds."""
-    start = time.perf_counter()
+    """Returns whether `ready` became true within `timeout_s` seconds in which this process had its turns."""
+    waited, before = 0.0, time.perf_counter()
     while True:
         if ready():
             return True
-        waited = time.perf_counter() - start
+        now = time.perf_counter()
+        waited += min(now - before, MOST_TURN_S)
+        before = now
         if waited < SPIN_S:
             continue
         if waited > timeout_s:

@@ -1,0 +1,70 @@
+"""The API server ends with words when one of its own tasks raises. vLLM's parts are stood in for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
+from vllm_heteroinfer.pod.channel import RankChannel, RankMessage
+
+ROOT = Path(__file__).parents[3]
+SERVE = """
+import asyncio, contextlib, socket, sys, types
+from vllm_heteroinfer.engine import api_server
+from vllm_heteroinfer.pod.channel import RankReporter
+
+class Client:
+    looks = 0
+
+    @property
+    def errored(self):
+        Client.looks += 1
+        if Client.looks > 3:
+            raise RuntimeError("the look at the engine raised")
+        return False
+
+    async def is_sleeping(self):
+        return False
+
+    async def sleep(self, level=1, mode="abort"):
+        pass
+
+@contextlib.asynccontextmanager
+async def build_async_engine_client(args):
+    yield Client()
+
+async def build_and_serve(*_):
+    await asyncio.sleep(600)
+
+entry = types.ModuleType("entry")
+entry.build_async_engine_client, entry.build_and_serve = build_async_engine_client, build_and_serve
+launcher = types.ModuleType("launcher")
+launcher.setup_server = lambda args, reuse_port: ("", socket.socket())
+launchers, api = types.ModuleType("launchers"), types.ModuleType("api_server")
+api.entry = entry
+for name, module in {"": types.ModuleType("entrypoints"), ".launchers": launchers,
+                     ".launchers.api_server": api, ".launchers.api_server.entry": entry,
+                     ".launchers.launcher": launcher}.items():
+    sys.modules["vllm.entrypoints" + name] = module
+sys.modules["vllm"] = types.ModuleType("vllm")
+asyncio.run(api_server.serve(None, RankReporter(socket.socket(fileno=int(sys.argv[1])), None, lambda: None)))
+"""
+
+
+def test_a_watcher_that_raises_ends_the_api_server_in_words() -> None:
+    """It would hear of no drain, and outlive its engine."""
+    channel, theirs = RankChannel.open_pair()
+    with theirs:
+        command = [sys.executable, "-c", SERVE, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    messages: list[RankMessage] = channel.read()
+    channel.close()
+    assert process.returncode == names.EXIT_RANK_FAILED, errors.decode()
+    (failure,) = [message.failure for message in messages if message.failure]
+    assert failure.reason is FailureReason.API_SERVER_EXITED
+    assert failure.message == "API server: the look at the engine raised"
