@@ -11,10 +11,7 @@ AWAITED = {
     "heteroinfer_operator.kube.cluster_state": (1, ""),
     "heteroinfer_operator.kube.dry_runs": (1, ""),
     "heteroinfer_operator.operator_process": (3, ""),
-    "vllm_heteroinfer.engine.api_server": (1, ""),
     "vllm_heteroinfer.fetch.fetch_pod": (2, ""),
-    "vllm_heteroinfer.launch.control_server": (1, ""),
-    "vllm_heteroinfer.launch.supervisor": (3, ""),
 }
 """By module: how many tasks it starts without start_task, and who looks at the exception of each."""
 

@@ -129,6 +129,19 @@ def test_the_open_ports_do_not_tell_whose_group_it_is(tmp_path: Path) -> None:
         assert (whole.group_uid, whole.epoch, whole.plan_hash) == ("uid-1", 2, group.plan.hash)
 
 
+def test_a_head_is_answered_without_a_body(tmp_path: Path) -> None:
+    with tiny_group(tmp_path, (1,)) as group:
+        group.start()
+        group.wait_ready()
+        port = group.launches[0].address.health_port
+        wholes = [
+            answer_to(port, f"{method} /readyz HTTP/1.1\r\n\r\n".encode()) for method in ("GET", "HEAD")
+        ]
+    (head, body), (only_head, nothing) = (whole.split(b"\r\n\r\n", 1) for whole in wholes)
+    assert (body, nothing) == (b"ready\n", b"")
+    assert only_head == head, "the head of what a GET would get"
+
+
 def test_a_group_without_a_key_is_as_before(tmp_path: Path) -> None:
     with tiny_group(tmp_path, key=None) as group:
         group.start()

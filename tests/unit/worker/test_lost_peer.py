@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from heteroinfer_contract.failure import FailureReason
 from tests.unit.launch.test_environment import PLAN
 from vllm_heteroinfer.distributed.errors import PeerLostError
-from vllm_heteroinfer.pod.lost_peer import Lost, PeerGoneError, lost_by, talking_to
+from vllm_heteroinfer.pod.lost_peer import Conversation, Lost, PeerGoneError, lost_by
 from vllm_heteroinfer.rank.entry import failure
 
 WORDS = [
@@ -47,7 +47,7 @@ def test_an_own_error_is_one_whatever_it_says(kind: Callable[[str], Exception], 
 def test_an_error_of_a_connection_is_marked_whatever_it_says(
     kind: Callable[[str], Exception], words: str, peer: int | None
 ) -> None:
-    with pytest.raises(PeerGoneError) as caught, talking_to(peer, "a send"):
+    with pytest.raises(PeerGoneError) as caught, Conversation(peer, "a send"):
         raise kind(words)
     assert caught.value.peer == peer
     assert words in str(caught.value)
@@ -61,12 +61,12 @@ def test_the_mark_of_what_caused_an_error_counts() -> None:
 
 
 def test_a_defect_inside_of_a_conversation_is_no_lost_peer() -> None:
-    with pytest.raises(ValueError, match="shape"), talking_to(1, "a send"):
+    with pytest.raises(ValueError, match="shape"), Conversation(1, "a send"):
         raise ValueError("shape")
 
 
 def test_a_mark_is_not_marked_again() -> None:
-    with pytest.raises(PeerLostError) as caught, talking_to(2, "a send"):
+    with pytest.raises(PeerLostError) as caught, Conversation(2, "a send"):
         raise PeerLostError(1, 2.0, "no sign of it")
     assert caught.value.peer == 1
 

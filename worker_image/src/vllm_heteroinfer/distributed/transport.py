@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
-from vllm_heteroinfer.pod.lost_peer import talking_to
+from vllm_heteroinfer.pod.lost_peer import Conversation
 
 _ALIGNMENT_BYTES = 16
 """Columns of a row begin at multiples of this, so that each can be viewed as its dtype."""
@@ -127,7 +127,7 @@ class _GlooSend:
         self._work, self._peer = work, peer
 
     def wait(self, timeout_s: float) -> None:
-        with talking_to(self._peer, "a send"):
+        with Conversation(self._peer, "a send"):
             self._work.wait(timedelta(seconds=timeout_s))
 
 
@@ -212,7 +212,7 @@ class PipelineTransport:
             slot.copied.synchronize()  # the copy to the device of the hop before the last
         peer = self._group.prev_rank
         message = slot.host[:rows]
-        with talking_to(peer, "a receive"):
+        with Conversation(peer, "a receive"):
             work = dist.irecv(message, src=peer, group=self._group.cpu_group)
         return (
             dict(slot.columns),
@@ -248,7 +248,7 @@ class PipelineTransport:
                 column[:rows].zero_()
         peer = self._group.next_rank
         if self._sender is None:
-            with talking_to(peer, "a send"):
+            with Conversation(peer, "a send"):
                 work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
             slot.send = _GlooSend(work, peer)
         else:
@@ -294,7 +294,7 @@ class PipelineTransport:
         try:
             slot.copied.synchronize()
             done(slot.filled.elapsed_time(slot.copied) / 1e3)
-            with talking_to(peer, "a send"):
+            with Conversation(peer, "a send"):
                 work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
                 work.wait(timedelta(seconds=self._timeout_s))
         except BaseException as error:  # nobody else would see it before the next hop

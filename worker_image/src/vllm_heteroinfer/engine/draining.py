@@ -64,7 +64,7 @@ class Drain:
 
     async def run(self, app: AsgiApp, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Has the server answer a request, and counts it until its last byte is sent."""
-        request = _Request(self, receive, send)
+        request = _RequestUnderWay(self, receive, send)
         self._running += 1
         try:
             await app(scope, request.receive, request.send)
@@ -92,7 +92,7 @@ class Drain:
                 self._bodies.discard(limit)
 
 
-class _Request:
+class _RequestUnderWay:
     """One request under way: its body can be given up until its answer has begun."""
 
     def __init__(self, drain: Drain, receive: AsgiReceive, send: AsgiSend) -> None:

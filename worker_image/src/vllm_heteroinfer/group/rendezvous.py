@@ -20,7 +20,7 @@ from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group.deadline import Deadline
 from vllm_heteroinfer.pod import addresses
-from vllm_heteroinfer.pod.lost_peer import talking_to
+from vllm_heteroinfer.pod.lost_peer import Conversation
 
 _SERVED_BY = 0
 """The rank that serves the store."""
@@ -160,7 +160,7 @@ class GroupStore:
         """
         if self._key is not None:
             value = self._key.sign("store", key, value)
-        with talking_to(_SERVED_BY, "the group's store"):
+        with Conversation(_SERVED_BY, "the group's store"):
             self._store.set(self._prefix + key, value)
 
     def get(self, key: str, deadline: Deadline, *, what: str, rank: int | None = None) -> str:
@@ -186,10 +186,10 @@ class GroupStore:
                 )
             time.sleep(min(0.02, deadline.left_s))
         self.waits_for(None)
-        with talking_to(_SERVED_BY, "the group's store"):
+        with Conversation(_SERVED_BY, "the group's store"):
             value = str(self._store.get(full).decode())
         return value if self._key is None else self._key.read_signed("store", key, value)
 
     def _has(self, key: str) -> bool:
-        with talking_to(_SERVED_BY, "the group's store"):
+        with Conversation(_SERVED_BY, "the group's store"):
             return bool(self._store.check([key]))

@@ -57,6 +57,15 @@ class OutputPump:
         return struct.unpack("i", waiting)[0] > 0
 
     def _run(self) -> None:
+        """Copies until the pipe's end; whatever ends this, no process may block for ever in its writes."""
+        try:
+            self._copy()
+        finally:
+            with self._reading:
+                self._pipe.close()
+            self._ended.set()
+
+    def _copy(self) -> None:
         fd = self._pipe.fileno()
         at_end = False
         while not at_end:
@@ -69,9 +78,6 @@ class OutputPump:
                 lines = self._cut(chunk, at_end=at_end)
             if lines:
                 _write(b"".join(self._prefix + line + b"\n" for line in lines))
-        with self._reading:
-            self._pipe.close()
-        self._ended.set()
 
     def _cut(self, chunk: bytes, *, at_end: bool) -> list[bytes]:
         *lines, self._rest = (self._rest + chunk).split(b"\n")

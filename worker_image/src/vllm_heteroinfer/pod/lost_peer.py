@@ -1,12 +1,11 @@
-"""How an error that is only the consequence of another process's end is marked. Stdlib only.
+"""How an error that is only the consequence of another process's end is marked. Stdlib only; pure.
 
-The code that talks with another process marks its errors at that place, by `talking_to`; the words of an
+The code that talks with another process marks its errors at that place, by `Conversation`; the words of an
 error decide nothing.
 """
 
-import contextlib
-from collections.abc import Iterator
 from enum import StrEnum
+from types import TracebackType
 
 
 class Lost(StrEnum):
@@ -28,21 +27,28 @@ class PeerGoneError(RuntimeError):
         super().__init__(message)
 
 
-@contextlib.contextmanager
-def talking_to(peer: int | None, what: str) -> Iterator[None]:
-    """Turns the errors of a connection to another process into PeerGoneError; wrap nothing else in it.
+class Conversation:
+    """Turns the errors of a connection to another process into PeerGoneError; put nothing else in its block.
 
     Args:
         peer: global rank at the other end; None for the engine.
         what: of the call, for the message.
     """
-    try:
-        yield
-    except PeerGoneError:
-        raise
-    except (RuntimeError, OSError) as error:
-        other = "the engine" if peer is None else f"rank {peer}"
-        raise PeerGoneError(peer, f"{what} failed, since {other} is gone or silent: {error}") from error
+
+    def __init__(self, peer: int | None, what: str) -> None:
+        self._peer, self._what = peer, what
+
+    def __enter__(self) -> None:
+        """Begins the block."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises PeerGoneError in place of the connection's error."""
+        if isinstance(error, RuntimeError | OSError) and not isinstance(error, PeerGoneError):
+            other = "the engine" if self._peer is None else f"rank {self._peer}"
+            message = f"{self._what} failed, since {other} is gone or silent: {error}"
+            raise PeerGoneError(self._peer, message) from error
 
 
 def lost_by(error: BaseException) -> Lost | None:

@@ -371,14 +371,5 @@ def serve(
             error,
         )
         return False
-    threading.Thread(target=_serve, args=(server, port), name="heteroinfer-metrics", daemon=True).start()
+    threading.Thread(target=server.serve_forever, name="heteroinfer-metrics", daemon=True).start()
     return True
-
-
-def _serve(server: MetricsServer, port: int) -> None:
-    """Serves until this process ends; logs it if that ends before."""
-    try:
-        server.serve_forever()
-    except Exception:
-        # The one boundary of this thread: the rank runs on without metrics, as with a port that is taken.
-        _logger.exception("metrics port %d: its server has ended; restart the group to have metrics", port)
