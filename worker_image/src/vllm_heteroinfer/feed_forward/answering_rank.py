@@ -24,6 +24,7 @@ from vllm_heteroinfer.feed_forward.remote_parts import served_rank
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton, SkeletonBuilder
 from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect
 from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_packing
+from vllm_heteroinfer.pod.lost_peer import PeerGoneError
 
 if TYPE_CHECKING:
     from vllm_heteroinfer.feed_forward.rank_port import RankPort
@@ -42,7 +43,8 @@ def serve(context: "RankPort", config: Any) -> NoReturn:
     Raises:
         ContractError: the model is one that feed-forward ranks cannot compute.
         TimeoutError: the rank that asks was not there by the start-up deadline.
-        RuntimeError: the slab was stopped by the rank that asks, or a computation failed.
+        PeerGoneError: the slab was stopped by the rank that asks.
+        RuntimeError: a computation failed.
     """
     share = context.rank.feed_forward
     assert share is not None
@@ -92,7 +94,7 @@ class Lane:
             lanes=lanes,
         )
         ask_s, row_s = self._warm_up(shape)
-        asking = served_rank(context.plan, context.rank).rank
+        asking = self._asking = served_rank(context.plan, context.rank).rank
         text = context.store.get(
             offer_key(asking), context.startup, what=f"slab of rank {asking}", rank=asking
         )
@@ -151,7 +153,7 @@ class Lane:
             while True:
                 got = wait(address, lane, spin_ns, LIMIT_NS, layer_at, rows_at)
                 if got == slab_library.STOPPED:
-                    raise RuntimeError("the slab was stopped: the rank that asks has ended")
+                    raise PeerGoneError(self._asking, "the slab was stopped: the rank that asks has ended")
                 if got != slab_library.ASKED:
                     continue
                 start = time.perf_counter_ns()
