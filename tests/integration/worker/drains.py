@@ -5,12 +5,14 @@ Groups end so once their other tests are done.
 
 import contextlib
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from heteroinfer_contract import names
 from tests.integration.worker.groups import ANSWER_TIMEOUT_S, Group, fetch
@@ -56,12 +58,14 @@ def refusal(group: Group, prompt: list[int]) -> tuple[int, str]:
 def check_drain(group: Group, prompt: list[int], tokens: list[int]) -> None:
     """Stops a group amid a stream: the stream gets all of its tokens, new requests are refused.
 
+    So is a request whose body never comes, which holds up nothing.
+
     Args:
         group: with space for LONG tokens beside the prompt.
         prompt: of the stream, as token ids.
         tokens: the first ones that are expected after it.
     """
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, half_a_request(group) as half:
         stream = read(ask(group, prompt, LONG))
         first, _ = next(stream)
         rest = pool.submit(list, stream)
@@ -69,12 +73,24 @@ def check_drain(group: Group, prompt: list[int], tokens: list[int]) -> None:
         check_refused(group, prompt)
         assert not rest.done(), "the request was too short to tell"
         parts = rest.result(timeout=240)
+        assert half.recv(65536).startswith(b"HTTP/1.1 503 ")
     got = first + [token for part, _ in parts for token in part]
     assert parts[-1][1] == "length", f"{parts[-1]} after {len(got)} tokens\n{group.logs()}"
     assert len(got) == LONG
     assert got[: len(tokens)] == tokens
     stopped = [child.process.wait(STOP_LIMIT_S) for child in group.children]
     assert stopped == [names.EXIT_STOPPED] * len(group.children), group.logs()
+
+
+def half_a_request(group: Group) -> socket.socket:
+    """Returns the connection of a client that sends one byte of a body of 1000."""
+    url = urlsplit(group.url)
+    client = socket.create_connection((url.hostname or "", url.port or 0), timeout=ANSWER_TIMEOUT_S)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000"
+    )
+    client.sendall(f"{head}\r\n\r\n{{".encode())
+    return client
 
 
 def check_refused(group: Group, prompt: list[int]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
 from tests.integration.worker.answers import ONE_THREAD, answer_all, rank_pids
 from tests.integration.worker.conftest import Reference
 from tests.integration.worker.deaths import ask, check_cut_off, wait_steps
@@ -53,6 +54,25 @@ def test_a_stopped_engine_is_named_while_requests_wait(group: Group, reference: 
         running = ask(group, reference, pool)
         check_stopped_engine(group)
         check_cut_off(running)
+
+
+def test_a_killed_engine_is_named_while_requests_wait(group: Group, reference: Reference) -> None:
+    """As the kernel kills the process that takes its pod past the memory limit."""
+    with ThreadPoolExecutor(len(reference)) as pool:
+        running = ask(group, reference, pool)
+        began = time.monotonic()
+        os.kill(engine_pid(group), signal.SIGKILL)
+        wait_not_ready(group, began)
+        assert group.children[0].process.wait(STOPPED_WITHIN_S) == names.EXIT_RANK_FAILED
+        failure = group.failure(0)
+        check_cut_off(running)
+    assert failure is not None, group.logs()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
+    assert failure.exit_code == -signal.SIGKILL
+    words = (
+        "the engine (pod 0) was killed by SIGKILL while Ready; if nobody killed it, the pod's memory limit"
+    )
+    assert failure.message.startswith(words)
 
 
 def test_an_engine_that_hangs_is_named_and_a_long_step_is_waited_for(
