@@ -30,6 +30,9 @@ class Client:
     async def sleep(self, level=1, mode="abort"):
         pass
 
+    def shutdown(self, timeout=None):
+        pass
+
 @contextlib.asynccontextmanager
 async def build_async_engine_client(args):
     yield Client()

@@ -78,7 +78,7 @@ def start_late(**given):
     return start(**given)
 
 async def life():
-    pod = PodProcesses(pipeline_plan([1]), launch, lambda evidence: None)
+    pod = PodProcesses(pipeline_plan([1]), launch, lambda evidence: None, time.monotonic)
     commands = Commands(rank=("/bin/sleep", "600"), api_server=())
     starting = asyncio.ensure_future(pod.start(commands, os.environ, observe_host(launch, "127.0.0.1")))
     await asyncio.sleep(0.02)

@@ -12,10 +12,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from heteroinfer_contract import names
 from heteroinfer_contract.background import start_task
@@ -105,17 +106,17 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     listen_address, sock = setup_server(args, reuse_port=False)
     async with entry.build_async_engine_client(args) as client:
         refuse_levels(client)
-        engine = find_engine()
+        engine, ordered = find_engine(), note_shutdown(client)
         watchers = [
             start_task(work, name="watcher", failed=lambda error: fail(error, reporter))
-            for work in (_watch(client, reporter, engine), _ask(client, reporter))
+            for work in (_watch(client, reporter, engine, ordered), _ask(client, reporter))
         ]
         try:
             await generate_first_tokens(client)
             reporter.phase(RankPhase.READY)
             shutdown = await entry.build_and_serve(client, listen_address, sock, args)
         finally:
-            if client.errored:  # seen before the watcher did
+            if client.errored and not ordered.is_set():  # seen before the watcher did
                 await _end_with(engine, reporter)
         for watcher in watchers:
             watcher.cancel()
@@ -158,7 +159,25 @@ async def _end_with(engine: BaseProcess | None, reporter: RankReporter) -> NoRet
     os._exit(names.EXIT_RANK_FAILED)
 
 
-async def _watch(client: "EngineClient", reporter: RankReporter, engine: BaseProcess | None) -> None:
+def note_shutdown(client: "EngineClient") -> threading.Event:
+    """Returns an event that is set once this process itself ends the engine, as after SIGTERM.
+
+    The client's `shutdown` becomes an instance attribute; the server calls it, maybe on another thread.
+    Source: vllm/entrypoints/launchers/launcher.py::serve_http@v0.32.0.
+    """
+    shut_down, ordered = client.shutdown, threading.Event()
+
+    def shutdown(*args: Any, **kwargs: Any) -> None:
+        ordered.set()
+        shut_down(*args, **kwargs)
+
+    client.shutdown = shutdown
+    return ordered
+
+
+async def _watch(
+    client: "EngineClient", reporter: RankReporter, engine: BaseProcess | None, ordered: threading.Event
+) -> None:
     """Drains when asked to; ends this process when the engine has died: nothing else is of use then."""
     while not client.errored:
         if reporter.asked_to_drain():
@@ -167,7 +186,8 @@ async def _watch(client: "EngineClient", reporter: RankReporter, engine: BasePro
         if DRAIN.is_done():
             reporter.drained()
         await asyncio.sleep(_WATCH_S)
-    await _end_with(engine, reporter)
+    if not ordered.is_set():
+        await _end_with(engine, reporter)
 
 
 async def _ask(client: "EngineClient", reporter: RankReporter) -> None:
