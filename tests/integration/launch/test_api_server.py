@@ -16,6 +16,10 @@ from vllm_heteroinfer.pod.channel import RankReporter
 
 class Client:
     looks = 0
+    _logger_ref = [None]
+
+    async def generate(self, *_):
+        yield types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[1, 2])])
 
     @property
     def errored(self):
@@ -50,7 +54,8 @@ for name, module in {"": types.ModuleType("entrypoints"), ".launchers": launcher
                      ".launchers.api_server": api, ".launchers.api_server.entry": entry,
                      ".launchers.launcher": launcher}.items():
     sys.modules["vllm.entrypoints" + name] = module
-sys.modules["vllm"] = types.ModuleType("vllm")
+vllm = sys.modules["vllm"] = types.ModuleType("vllm")
+vllm.SamplingParams = lambda **_: None
 asyncio.run(api_server.serve(None, RankReporter(socket.socket(fileno=int(sys.argv[1])), None, lambda: None)))
 """
 
