@@ -130,8 +130,8 @@ FAULTS: Final = (
     PlantedFault(
         name="a killed rank passes for one that lost a peer",
         path=f"{_WORKER}/launch/culprit.py",
-        right="            if killed:\n                return Weight.OWN_END\n",
-        wrong="            if killed:\n                return Weight.LOST_PEER\n",
+        right="            return Weight.OWN_ERROR if -code == Signals.SIGABRT else Weight.OWN_END",
+        wrong="            return Weight.LOST_PEER",
         tests=("tests/unit/launch", "tests/integration/launch/test_failures.py", "-k", "killed or culprit"),
     ),
     PlantedFault(
