@@ -113,6 +113,7 @@ def run(
             launch,
             rank,
             healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
+            failed=fail,
         )
     store = GroupStore.host(launch, startup) if rank.rank == 0 else None
     config = arguments.build_config(plan, launch, rank)
@@ -204,11 +205,13 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
 
 def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Failure:
     """Returns what to report of an error in a rank; one that is not `starting` has been ready before."""
-    from vllm_heteroinfer.feed_forward.errors import LaneError
+    from vllm_heteroinfer.feed_forward.errors import LaneError, LaneFailedError
     from vllm_heteroinfer.group.fingerprint import ConfigMismatchError
 
     if isinstance(error, ConfigMismatchError):
         reason, culprit = FailureReason.CONFIG_MISMATCH, error.rank
+    elif isinstance(error, LaneFailedError):
+        reason, culprit = FailureReason.RANK_RAISED, error.rank
     elif isinstance(error, LaneError):
         reason, culprit = FailureReason.STEP_TIMEOUT, error.rank
     elif isinstance(error, ContractError):
