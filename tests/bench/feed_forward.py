@@ -221,7 +221,7 @@ def frozen(options: argparse.Namespace) -> None:
         assert torch.equal(bench.asks.ask(0, x, ids, weights, None), 3 * x), "a wrong answer"
         if case != "no watch":
             bench.slab.count_turn()
-        stopped = bench.lanes[-1].pid
+        stopped = bench.lanes[-1].pid or 0
         os.kill(stopped, signal.SIGSTOP)
         start, done = time.monotonic(), torch.cuda.Event()
         out = bench.asks.ask(0, x, ids, weights, None)

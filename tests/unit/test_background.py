@@ -12,7 +12,6 @@ AWAITED = {
     "heteroinfer_operator.kube.dry_runs": (1, ""),
     "heteroinfer_operator.operator_process": (3, ""),
     "vllm_heteroinfer.engine.api_server": (1, ""),
-    "vllm_heteroinfer.fetch.fetch_pod": (2, ""),
     "vllm_heteroinfer.launch.control_server": (1, ""),
     "vllm_heteroinfer.launch.supervisor": (3, ""),
 }

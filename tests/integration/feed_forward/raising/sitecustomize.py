@@ -48,4 +48,4 @@ def change(module: Any) -> None:
 
 FINDER = Raising()
 if "RAISES" in os.environ:
-    sys.meta_path.insert(0, FINDER)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, FINDER)
