@@ -37,6 +37,7 @@ from vllm_heteroinfer.feed_forward.exchange import (
 )
 from vllm_heteroinfer.feed_forward.slab import (
     ASK_OFFSET,
+    END_OFFSET,
     FAILED_OFFSET,
     GIVEN_UP_OFFSET,
     LANE_BYTES,
@@ -198,7 +199,7 @@ def gave_up(count: int, lanes: int) -> dict[str, Any]:
     watch.check_steps()
     before = failures.qsize()
     ctypes.c_uint32.from_address(slab.address + GIVEN_UP_OFFSET).value = lanes
-    ctypes.c_uint32.from_address(slab.address + FAILED_OFFSET).value = 1
+    ctypes.c_uint32.from_address(slab.address + END_OFFSET + 4).value = 1
     refused = ""
     try:
         watch.check_steps()

@@ -221,7 +221,7 @@ def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Fa
     else:
         reason, culprit = FailureReason.RANK_RAISED, rank.rank
     text = " ".join(str(error).split()) or type(error).__name__
-    if reason is FailureReason.RANK_RAISED:
+    if reason is FailureReason.RANK_RAISED and culprit == rank.rank:
         text = f"{type(error).__name__}: {text}"
     return Failure(reason=reason, message=text, rank=culprit, time=time.time())
 
