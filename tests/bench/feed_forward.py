@@ -1,6 +1,7 @@
 """Parts of feed-forward mode on a machine with a GPU: what an exchange costs, and what the host reads.
 
     python -m tests.bench.feed_forward exchange [--asks N]    the exchange in a CUDA graph; checksums
+    python -m tests.bench.feed_forward frozen                 when a kernel gives up a lane, as JSON
     python -m tests.bench.feed_forward memory [--gib N]       a memfd: read rate by page size, registering it
 
 Needs one GPU and a Python with vLLM's CUDA and CPU builds. Whole steps: `tests.bench.feed_forward_cells`.
@@ -8,8 +9,10 @@ Needs one GPU and a Python with vLLM's CUDA and CPU builds. Whole steps: `tests.
 
 import argparse
 import ctypes
+import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +38,7 @@ def echo_lane(offer: str, lane: int, ready: Any) -> None:
 class Exchange:
     """A CudaExchange with C++ lanes of its own."""
 
-    def __init__(self, hidden: int, max_rows: int, lanes: int = 1) -> None:
+    def __init__(self, hidden: int, max_rows: int, lanes: int = 1, *, limit_s: float = 60.0) -> None:
         import torch
 
         from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
@@ -52,7 +55,7 @@ class Exchange:
             lane.start()
         for _ in self.lanes:
             ready.get(timeout=60)
-        self.asks = CudaExchange(self.slab, torch.device("cuda:0"), limit_s=60.0)
+        self.asks = CudaExchange(self.slab, torch.device("cuda:0"), limit_s=limit_s)
 
     def close(self) -> None:
         """Ends the lanes."""
@@ -194,6 +197,51 @@ def many(bench: Exchange, asks: int) -> None:
     )
 
 
+FROZEN_LIMIT_S = 1.0
+FROZEN_S = 3.0
+
+
+def frozen(options: argparse.Namespace) -> None:
+    """Stops the last of three lanes during an ask, and prints when the kernel gave up, and whom.
+
+    Without a watch the device's clock decides. With one the watch must have had the turns of the limit: a
+    watch without turns is frozen with its pod.
+    """
+    import torch
+
+    from vllm_heteroinfer.feed_forward.exchange import WATCH_INTERVAL_S
+
+    del options
+    found = {}
+    for case in ("no watch", "frozen watch", "watch"):
+        bench = Exchange(2048, 16, lanes=3, limit_s=FROZEN_LIMIT_S)
+        x = torch.ones((4, 2048), device="cuda", dtype=torch.bfloat16)
+        ids = torch.zeros((4, 8), dtype=torch.int32, device="cuda")
+        weights = torch.zeros((4, 8), device="cuda")
+        assert torch.equal(bench.asks.ask(0, x, ids, weights, None), 3 * x), "a wrong answer"
+        if case != "no watch":
+            bench.slab.count_turn()
+        stopped = bench.lanes[-1].pid or 0
+        os.kill(stopped, signal.SIGSTOP)
+        start, done = time.monotonic(), torch.cuda.Event()
+        out = bench.asks.ask(0, x, ids, weights, None)
+        done.record()
+        while not done.query() and time.monotonic() - start < FROZEN_S:
+            time.sleep(WATCH_INTERVAL_S)
+            if case == "watch":
+                bench.slab.count_turn()
+        waited_s = time.monotonic() - start
+        os.kill(stopped, signal.SIGCONT)
+        torch.cuda.synchronize()
+        found[case] = {
+            "waited_s": waited_s,
+            "gave_up": bench.slab.given_up_lane if bench.slab.failed else None,
+            "right": torch.equal(out, 3 * x),
+        }
+        bench.close()
+    print(json.dumps(found), flush=True)
+
+
 # The host's memory
 
 
@@ -267,10 +315,11 @@ def main() -> int:
     parts = parser.add_subparsers(dest="part", required=True)
     part = parts.add_parser("exchange")
     part.add_argument("--asks", type=int, default=10_000_000)
+    parts.add_parser("frozen")
     part = parts.add_parser("memory")
     part.add_argument("--gib", type=float, default=16.0)
     options = parser.parse_args()
-    {"exchange": exchange, "memory": memory}[options.part](options)
+    {"exchange": exchange, "frozen": frozen, "memory": memory}[options.part](options)
     return 0
 
 

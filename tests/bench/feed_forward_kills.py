@@ -8,7 +8,8 @@ one before left the GPU usable. Then requests keep it decoding, and after a rand
 forward ranks gets SIGKILL (with --also-asking sometimes the rank that asks). It must be named within 2
 s, every process, port and shared memory of the group must go, and at the end the GPU's memory must be
 what it was. Groups take turns in architectures (two mixtures of experts, one with shared experts, and a
-dense model) and in having one or two feed-forward ranks. Exits 1 after any failure.
+dense model) and in having one or two feed-forward ranks. With --freeze S each group is frozen for S
+seconds under load before the kill, must go on, and must answer as before. Exits 1 after any failure.
 """
 
 import argparse
@@ -32,7 +33,13 @@ from heteroinfer_contract.plan import BY_RATE, Device
 from tests.bench.leftovers import SHARED_MEMORY, observe, shared_memory_of_nobody, wait_gone
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
-from tests.integration.feed_forward.groups import NAMED_WITHIN_S, answers, make_model, reference
+from tests.integration.feed_forward.groups import (
+    NAMED_WITHIN_S,
+    answers,
+    answers_over_freeze,
+    make_model,
+    reference,
+)
 from tests.integration.worker.groups import Group, start_group
 
 END_TIMEOUT_S = 20.0
@@ -54,6 +61,7 @@ class Kill:
         killed: the rank.
         ready_s: from its start until it served.
         tokens: whether it answered as transformers does.
+        frozen_s: for how long the group was frozen under load before the kill.
         after_s: under load, until the kill.
         named_s: from the kill until the failure that names the rank.
         gone_s: from the kill until nothing was left.
@@ -66,6 +74,7 @@ class Kill:
     killed: int = 0
     ready_s: float | None = None
     tokens: bool = False
+    frozen_s: float | None = None
     after_s: float | None = None
     named_s: float | None = None
     gone_s: float | None = None
@@ -119,6 +128,10 @@ def live(kill: Kill, model: Model, options: argparse.Namespace, logs: Path) -> K
             got = answers(group)
             kill = replace(kill, tokens=got == model.expected)
             assert kill.tokens, f"got tokens {got}, expected {model.expected}"
+            if options.freeze:
+                got = answers_over_freeze(group, options.freeze)
+                kill = replace(kill, tokens=got == model.expected, frozen_s=options.freeze)
+                assert kill.tokens, f"got tokens {got} over a freeze, expected {model.expected}"
             return strike(group, kill)
     except (AssertionError, OSError, subprocess.SubprocessError) as error:
         return replace(kill, failure=f"{folder}: {str(error)[-3000:]}")
@@ -236,6 +249,7 @@ def describe(kill: Kill) -> str:
         f"{what} {seconds:.2f} s"
         for what, seconds in (
             ("ready", kill.ready_s),
+            ("frozen", kill.frozen_s),
             ("load", kill.after_s),
             ("named", kill.named_s),
             ("gone", kill.gone_s),
@@ -281,6 +295,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="start no more groups after so long")
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
     parser.add_argument("--also-asking", action="store_true", help="every seventh time the rank that asks")
+    parser.add_argument("--freeze", type=float, help="freeze each group for so many seconds before its kill")
     parser.add_argument("--results", type=Path, help="add every life to this file")
     parser.add_argument("--logs", type=Path, help="of the groups; default: a new folder")
     parser.add_argument("--cpu", action="store_true", help="the rank that asks on a CPU too")

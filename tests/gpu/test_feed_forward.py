@@ -1,7 +1,9 @@
 """A GPU rank with feed-forward ranks on CPUs: right tokens from CUDA graphs, and deaths while they replay."""
 
+import json
 import random
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -18,11 +20,13 @@ from tests.gpu.reference import ALL_PROMPTS, MAX_TOKENS, make
 from tests.gpu.scrape import scrape
 from tests.integration.feed_forward.groups import (
     answers,
+    answers_over_freeze,
     check_signal,
     make_model,
     reference,
     serving,
 )
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 
 pytestmark = pytest.mark.skipif(not visible_gpus(), reason="needs a GPU")
 
@@ -101,3 +105,34 @@ def test_sleep_and_wake_keep_the_count_of_asks(tmp_path: Path) -> None:
         assert answers(group) == expected
         time.sleep(random.Random().uniform(0.0, 0.3))
         assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED
+
+
+def test_a_frozen_pod_goes_on(tmp_path: Path) -> None:
+    """The GPU does not stop with the pod: its kernels wait for the frozen feed-forward ranks."""
+    model = make_model("qwen3_moe", tmp_path)
+    expected = reference(model)
+    with serving(
+        "qwen3_moe",
+        model,
+        tmp_path,
+        shares=(BY_RATE, BY_RATE),
+        device=Device.GPU,
+        env=ENV,
+        eager_gpu=False,
+        extra_args=FLOAT32,
+    ) as group:
+        assert answers_over_freeze(group, 3.0) == expected
+        assert answers(group) == expected
+        assert group.status().ready
+        assert check_signal(group, 2, signal.SIGKILL).reason is FailureReason.RANK_EXITED
+
+
+def test_a_kernel_gives_up_by_the_turns_of_the_watch_and_names_the_lane() -> None:
+    command = [str(WORKER_PYTHON), "-m", "tests.bench.feed_forward", "frozen"]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    for case in ("no watch", "watch"):
+        assert (found[case]["gave_up"], found[case]["right"]) == (2, False), found
+        assert 1.0 <= found[case]["waited_s"] < 2.0, found
+    assert (found["frozen watch"]["gave_up"], found["frozen watch"]["right"]) == (None, True), found
+    assert found["frozen watch"]["waited_s"] >= 3.0, found

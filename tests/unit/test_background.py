@@ -11,7 +11,6 @@ AWAITED = {
     "heteroinfer_operator.kube.cluster_state": (1, ""),
     "heteroinfer_operator.kube.dry_runs": (1, ""),
     "heteroinfer_operator.operator_process": (3, ""),
-    "vllm_heteroinfer.fetch.fetch_pod": (2, ""),
 }
 """By module: how many tasks it starts without start_task, and who looks at the exception of each."""
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.plan import Device
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
-from tests.integration.worker.deaths import check_cut_off, keep_asking, wait_steps
+from tests.integration.worker.deaths import check_cut_off, keep_asking, session_pids, wait_steps
 from tests.integration.worker.groups import (
     REPOSITORY,
     WORKER_PYTHON,
@@ -25,6 +25,9 @@ from tests.integration.worker.groups import (
 
 NAMED_WITHIN_S = 2.0
 ENDED_WITHIN_S = 15.0
+LOAD_TOKENS = 400
+TURN_S = 0.05
+"""Between the stops, and between the starts, of processes that a freeze meets one after another."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -85,8 +88,49 @@ def answers(group: Group, tokens: int = tiny_models.ANSWER_TOKENS) -> list[list[
         return list(pool.map(lambda prompt: group.complete(prompt, tokens), tiny_models.PROMPTS))
 
 
+def freeze(group: Group, seconds: float) -> None:
+    """Stops every process of a group's pods for so long, as a frozen cgroup or a suspended machine does.
+
+    The rank that asks stops after its feed-forward ranks and goes on before them, so that it waits for them
+    when it stops, and still when it goes on. The supervisors stop first and go on last.
+    """
+    supervisors = [child.process.pid for child in group.children]
+    lanes = [group.rank_pid(rank.rank) for rank in group.plan.ranks if rank.feed_forward is not None]
+    others = [pid for pid in session_pids(group) if pid not in lanes]
+    order = (supervisors, lanes, others)
+    for pids in order:
+        _send(pids, signal.SIGSTOP)
+        time.sleep(TURN_S)
+    try:
+        time.sleep(seconds)
+    finally:
+        for pids in reversed(order):
+            _send(pids, signal.SIGCONT)
+            time.sleep(TURN_S)
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def answers_over_freeze(group: Group, seconds: float) -> list[list[int]]:
+    """Returns the group's greedy tokens after each prompt, though it is frozen for so long amid the load."""
+    with ThreadPoolExecutor(len(tiny_models.PROMPTS)) as pool:
+        before = group.status().ranks[0].steps
+        clients = [pool.submit(group.complete, prompt, LOAD_TOKENS) for prompt in tiny_models.PROMPTS]
+        wait_steps(group, before + 5)
+        freeze(group, seconds)
+        return [client.result()[: tiny_models.ANSWER_TOKENS] for client in clients]
+
+
 def check_signal(group: Group, rank: int, number: signal.Signals) -> Failure:
-    """Sends a signal to a rank while the group decodes; the group ends and names it in time.
+    """Sends a signal to a rank while the group decodes; see `check_end`."""
+    return check_end(group, rank, lambda: os.kill(group.rank_pid(rank), number))
+
+
+def check_end(group: Group, rank: int, hurt: Callable[[], object]) -> Failure:
+    """Hurts a rank while the group decodes; the group ends and names it in time.
 
     Returns:
         What the pod left as its failure.
@@ -95,12 +139,12 @@ def check_signal(group: Group, rank: int, number: signal.Signals) -> Failure:
         before = group.status().ranks[0].steps
         clients = [pool.submit(keep_asking, group, prompt) for prompt in tiny_models.PROMPTS]
         wait_steps(group, before + 5)
-        sent_at = time.time()
-        os.kill(group.rank_pid(rank), number)
+        hurt_at = time.time()
+        hurt()
         group.children[0].process.wait(ENDED_WITHIN_S)
         check_cut_off(clients)
     failure = group.failure(0)
     assert failure is not None, group.logs()
     assert failure.rank == rank, failure
-    assert failure.time - sent_at < NAMED_WITHIN_S, failure
+    assert failure.time - hurt_at < NAMED_WITHIN_S, failure
     return failure

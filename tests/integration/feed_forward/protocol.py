@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from heteroinfer_contract.plan import Device, FeedForwardShare, RankAssignment
 from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.errors import LaneError
 from vllm_heteroinfer.feed_forward.exchange import (
+    NAMING_LIMIT_S,
     WATCH_INTERVAL_S,
     HostExchange,
     LaneReady,
@@ -33,12 +35,27 @@ from vllm_heteroinfer.feed_forward.exchange import (
     probe,
     stall_limit_s,
 )
-from vllm_heteroinfer.feed_forward.slab import END_OFFSET, Offer, Shape, Slab, connect, create
+from vllm_heteroinfer.feed_forward.slab import (
+    ASK_OFFSET,
+    END_OFFSET,
+    FAILED_OFFSET,
+    GIVEN_UP_OFFSET,
+    LANE_BYTES,
+    LANES_OFFSET,
+    Offer,
+    Shape,
+    Slab,
+    connect,
+    create,
+)
 
 SPIN_NS = 20_000
 LIMIT_NS = 5_000_000_000
 SETTLE_S = 1.5
 IDLE_S = 3.0
+FREEZE_S = 3.0
+LANE_TURN_S = 0.05
+"""Between the turns of two processes that are stopped or go on one after another."""
 
 
 def answer(offer: str, lane: int, skip: int, ready: Any) -> None:
@@ -173,7 +190,7 @@ def stopped(count: int, lanes: int) -> dict[str, Any]:
 
 
 def gave_up(count: int, lanes: int) -> dict[str, Any]:
-    """The device has given up waiting, as it says in the slab, and then every lane has answered."""
+    """The device has given up the last lane, as it says in the slab, and then every lane has answered."""
     del count
     slab, _ = create(Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
     failures: queue.Queue[BaseException] = queue.Queue()
@@ -181,6 +198,7 @@ def gave_up(count: int, lanes: int) -> dict[str, Any]:
     time.sleep(3 * WATCH_INTERVAL_S)
     watch.check_steps()
     before = failures.qsize()
+    ctypes.c_uint32.from_address(slab.address + GIVEN_UP_OFFSET).value = lanes
     ctypes.c_uint32.from_address(slab.address + END_OFFSET + 4).value = 1
     refused = ""
     try:
@@ -191,6 +209,109 @@ def gave_up(count: int, lanes: int) -> dict[str, Any]:
     watch.close()
     assert isinstance(failure, LaneError)
     return {"before": before, "rank": failure.rank, "words": str(failure), "refused": refused}
+
+
+def given_up_late(count: int, lanes: int) -> dict[str, Any]:
+    """The last lane is late, the device gives up, and the lane answers before the watch looks again."""
+    del count
+    found = {}
+    for case in ("seen late", "named by the device"):
+        slab, _ = create(Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
+        failures: queue.Queue[BaseException] = queue.Queue()
+        watch = Watch(slab, ranks(lanes), [READY] * lanes, failures.put)
+        _set_words(slab, range(lanes - 1), answered=1)
+        _number(slab, ASK_OFFSET).value = 1
+        if case == "seen late":
+            time.sleep(5 * WATCH_INTERVAL_S)
+        else:
+            # The device goes on with the next ask, of which the first lanes are late.
+            ctypes.c_uint32.from_address(slab.address + GIVEN_UP_OFFSET).value = lanes
+            _number(slab, ASK_OFFSET).value = 2
+        ctypes.c_uint32.from_address(slab.address + FAILED_OFFSET).value = 1
+        _set_words(slab, [lanes - 1], answered=_number(slab, ASK_OFFSET).value)
+        failure = failures.get(timeout=NAMING_LIMIT_S)
+        watch.close()
+        assert isinstance(failure, LaneError), failure
+        found[case] = failure.rank
+    return found
+
+
+def _number(slab: Slab, offset: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64.from_address(slab.address + offset)
+
+
+def _set_words(slab: Slab, lanes: Iterable[int], *, answered: int) -> None:
+    for lane in lanes:
+        _number(slab, LANES_OFFSET + lane * LANE_BYTES).value = answered
+
+
+def _freeze(lanes: Sequence[int], asker: int, over: Any) -> None:
+    """Stops all processes of a bench for FREEZE_S; the asker stops last and goes on first: it waits."""
+    for pid in (*lanes, asker):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(LANE_TURN_S)
+    time.sleep(FREEZE_S)
+    for pid in (asker, *lanes):
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(LANE_TURN_S)
+    over.set()
+
+
+def frozen(count: int, lanes: int) -> dict[str, Any]:
+    """Asks while all processes are frozen, as a pod by its cgroup, and goes on."""
+    del count
+    bench = Bench(lanes)
+    failures: queue.Queue[BaseException] = queue.Queue()
+    watch = Watch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
+    context = multiprocessing.get_context("spawn")
+    over = context.Event()
+    pids = [process.pid for process in bench.processes]
+    freezer = context.Process(target=_freeze, args=(pids, os.getpid(), over))
+    freezer.start()
+    x = torch.ones((4, 256), dtype=torch.bfloat16)
+    ids, weights = torch.zeros((4, 2), dtype=torch.int32), torch.zeros((4, 2))
+    named, longest_s, turns = "", 0.0, 0
+    try:
+        while not over.is_set():
+            start, turns_before = time.monotonic(), bench.slab.turns
+            assert torch.equal(bench.exchange.ask(0, x, ids, weights, None), x * lanes), "a wrong answer"
+            took_s = time.monotonic() - start
+            if took_s > longest_s:
+                longest_s, turns = took_s, bench.slab.turns - turns_before
+    except LaneError as error:
+        named = str(error)
+    freezer.join(30)
+    watch.close()
+    return {
+        "named": named,
+        "watch": [str(failures.get_nowait()) for _ in range(failures.qsize())],
+        "longest_s": longest_s,
+        "turns": turns,
+        "exit_codes": bench.end(),
+    }
+
+
+def silent(count: int, lanes: int) -> dict[str, Any]:
+    """Stops the last lane alone while asks run, and says who names it: the exchange, then the watch."""
+    del count
+    bench = Bench(lanes)
+    failures: queue.Queue[BaseException] = queue.Queue()
+    watch = Watch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
+    os.kill(bench.processes[-1].pid or 0, signal.SIGSTOP)
+    start = time.monotonic()
+    x = torch.ones((4, 256), dtype=torch.bfloat16)
+    ids, weights = torch.zeros((4, 2), dtype=torch.int32), torch.zeros((4, 2))
+    try:
+        bench.exchange.ask(0, x, ids, weights, None)
+        raise AssertionError("the stopped lane was not missed")
+    except LaneError as error:
+        found = [(error.rank, time.monotonic() - start)]
+    failure = failures.get(timeout=5)
+    assert isinstance(failure, LaneError)
+    found.append((failure.rank, time.monotonic() - start))
+    watch.close()
+    os.kill(bench.processes[-1].pid or 0, signal.SIGCONT)
+    return {"named": found, "exit_codes": bench.end()}
 
 
 def misfits(count: int, lanes: int) -> dict[str, Any]:
@@ -249,6 +370,9 @@ CASES = {
     "killed": killed,
     "stopped": stopped,
     "gave up": gave_up,
+    "given up late": given_up_late,
+    "frozen": frozen,
+    "silent": silent,
     "misfits": misfits,
     "limits": limits,
     "idle": measure_idle,

@@ -12,11 +12,14 @@ import pytest
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import RankPhase
+from heteroinfer_contract.names import EXIT_RANK_FAILED
 from tests.gpu.scrape import scrape
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.feed_forward.groups import (
     answers,
+    answers_over_freeze,
+    check_end,
     check_signal,
     make_model,
     reference,
@@ -127,10 +130,13 @@ def mappable_bytes(pid: int) -> int:
     return found
 
 
-def test_shared_experts_stay_and_a_stopped_rank_is_named(tmp_path: Path) -> None:
+def test_shared_experts_stay_a_frozen_pod_goes_on_and_a_stopped_rank_is_named(tmp_path: Path) -> None:
     model = make_model("qwen2_moe", tmp_path)
     with serving("qwen2_moe", model, tmp_path) as group:
-        assert answers(group) == reference(model)
+        expected = reference(model)
+        assert answers(group) == expected
+        assert answers_over_freeze(group, 3.0) == expected
+        assert group.status().ready
         failure = check_signal(group, 1, signal.SIGSTOP)
         # Its supervisor sees it stopped, and the rank that asks misses its answer; both name it.
         assert failure.reason in {FailureReason.RANK_STOPPED, FailureReason.STEP_TIMEOUT}
@@ -145,10 +151,15 @@ def test_a_dense_model_by_shares_and_the_death_of_the_rank_that_asks(tmp_path: P
         assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED
 
 
-def test_ranks_that_have_whole_experts_count_their_own(tmp_path: Path) -> None:
+def test_ranks_that_have_whole_experts_count_their_own_and_report_what_they_raise(tmp_path: Path) -> None:
     """Of a mixture whose gate and up columns are in one tensor."""
-    model = make_model("gpt_oss", tmp_path)
-    with serving("gpt_oss", model, tmp_path, shares=BY_EXPERTS, by_experts=True) as group:
+    model, trigger = make_model("gpt_oss", tmp_path), tmp_path / "trigger"
+    env = {
+        "PYTHONPATH": str(Path(__file__).parent / "raising"),
+        "RAISES": "2",
+        "RAISES_FROM": str(trigger),
+    }
+    with serving("gpt_oss", model, tmp_path, shares=BY_EXPERTS, by_experts=True, env=env) as group:
         assert answers(group) == reference(model)
         wait_until(lambda: has_counted_each_layer(group), group)
         rows = rows_computed(group, 1)
@@ -160,6 +171,10 @@ def test_ranks_that_have_whole_experts_count_their_own(tmp_path: Path) -> None:
             each = total(names.WEIGHT_BYTES) / (tiny_models.LAYERS * own)
             read = total(names.FEED_FORWARD_EXPERTS_TOTAL) * each
             assert total(names.FEED_FORWARD_BYTES_TOTAL) == pytest.approx(read)
+        failure = check_end(group, 2, lambda: trigger.write_text("expert weights: Input/output error"))
+        assert failure.reason is FailureReason.RANK_RAISED
+        assert "OSError: expert weights: Input/output error" in failure.message
+        assert failure.exit_code == EXIT_RANK_FAILED
 
 
 def rows_computed(group: Group, rank: int) -> float:

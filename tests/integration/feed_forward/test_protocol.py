@@ -47,11 +47,30 @@ def test_a_stop_ends_every_wait() -> None:
     assert got["exit_codes"] == [0, 0]
 
 
-def test_a_device_that_gave_up_ends_the_group_though_the_lane_answered_since() -> None:
-    got = play("gave up")
-    assert (got["before"], got["rank"]) == (0, 1)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_device_that_gave_up_ends_the_group_though_the_lane_answered_since(lanes: int) -> None:
+    got = play("gave up", "--lanes", str(lanes))
+    assert (got["before"], got["rank"]) == (0, lanes)
     assert "no answer" in got["words"]
     assert "given up" in got["refused"]  # no token of that step is answered
+
+
+def test_names_the_lane_that_was_late_though_it_answered_before_the_watch_looked() -> None:
+    assert play("given up late", "--lanes", "3") == {"seen late": 3, "named by the device": 3}
+
+
+def test_counts_no_time_in_which_the_asking_rank_was_frozen() -> None:
+    got = play("frozen", "--lanes", "3")
+    assert (got["named"], got["watch"]) == ("", [])
+    assert got["longest_s"] > 3.0  # the freeze met an ask under way
+    assert 0 < got["turns"] < 30  # which a device counts: a frozen watch has none
+    assert got["exit_codes"] == [0, 0, 0]
+
+
+def test_names_a_lane_that_is_stopped_alone_in_time() -> None:
+    got = play("silent", "--lanes", "3")
+    assert [rank for rank, _ in got["named"]] == [3, 3]
+    assert all(seconds < 2.0 for _, seconds in got["named"]), got
 
 
 def test_an_ask_that_does_not_fit_is_refused() -> None:

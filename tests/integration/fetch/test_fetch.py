@@ -245,6 +245,23 @@ def test_a_mirror_that_changes_a_file_is_reported(hub: HubServer, cache: Path) -
     assert read_marker(folder_of(hub, cache)) is None
 
 
+def test_a_file_that_is_refused_for_good_ends_the_fetch_while_others_come(
+    hub: HubServer, cache: Path
+) -> None:
+    hub.corrupt = {SHARDS[0]}
+    hub.pause_after_bytes = PAUSE_BYTES  # of the large shard: its download hangs
+    with fetching(hub, cache) as fetch:
+        failure = fetch.failure()  # long before the patience of 600 s
+    assert failure.reason is FailureReason.MODEL_NOT_READABLE
+    assert SHARDS[0] in failure.message
+    hub.corrupt, hub.pause_after_bytes = set(), None
+    hub.seen.sent_bytes.clear()
+    with fetching(hub, cache) as fetch:  # and goes on where it stopped
+        fetch.model()
+    check_folder(hub, cache)
+    assert hub.seen.sent_bytes[SHARDS[1]] < len(hub.repositories[MODEL].files[SHARDS[1]])
+
+
 def test_two_fetches_of_one_model_do_the_work_once(hub: HubServer, cache: Path) -> None:
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache) as first:

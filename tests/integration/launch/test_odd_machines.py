@@ -146,7 +146,8 @@ def test_strangers_who_take_all_files_of_a_supervisor_end_nothing(tmp_path: Path
 def test_idle_connections_take_no_threads_of_a_rank() -> None:
     launch = PodLaunch(group="g", group_uid="u", epoch=1, pod_index=0, addresses=addresses(1))
     rank = pipeline_plan([1]).ranks[0]
-    assert step_metrics.serve(CollectorRegistry(), launch, rank, healthy=lambda: True)
+    failures: list[BaseException] = []
+    assert step_metrics.serve(CollectorRegistry(), launch, rank, healthy=lambda: True, failed=failures.append)
     port = launch.address.metrics_port
     before = threading.active_count()
     with contextlib.ExitStack() as strangers:
@@ -157,6 +158,7 @@ def test_idle_connections_take_no_threads_of_a_rank() -> None:
         most = before + step_metrics.MOST_CONNECTIONS
         wait_until(lambda: threading.active_count() <= most, 4)
         wait_until(lambda: threading.active_count() <= before, 15)  # idle ones are ended
+    assert failures == []
 
 
 def test_a_supervisor_takes_the_files_that_it_may_have(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 import errno
 import fcntl
 import hashlib
+import os
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -150,3 +153,36 @@ def test_two_fetches_without_locks_do_not_take_each_others_parts(
         second.mark_complete([FILE])
     assert second.complete() is not None
     assert {path.name for path in second.folder.iterdir()} == {MARKER_FILE, "sub", ".lock"}
+
+
+def test_a_folder_that_vanishes_ends_no_look_at_the_size(store: ModelStore) -> None:
+    """As when another fetch of the model removes its parts."""
+    stop = threading.Event()
+
+    def churn() -> None:
+        part = store.folder / "other" / "parts"
+        while not stop.is_set():
+            part.mkdir(parents=True, exist_ok=True)
+            (part / "file").touch()
+            shutil.rmtree(store.folder / "other", ignore_errors=True)
+
+    (store.folder / "model.safetensors").write_bytes(CONTENT)
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert {store.used_bytes() for _ in range(5000)} == {len(CONTENT)}
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def test_a_shared_lock_outlives_its_fetch(store: ModelStore, tmp_path: Path) -> None:
+    other = ModelStore(tmp_path, "acme/tiny", "abc")
+    with store.try_lock() as alone:
+        assert alone
+        descriptor = store.share_lock()
+    with other.try_lock() as alone:
+        assert not alone
+    os.close(descriptor)
+    with other.try_lock() as alone:
+        assert alone

@@ -6,6 +6,7 @@
 | `slab_library`, `slab` | the shared memory that both sides map, and who proves it |
 | `kernels.cu`, `cuda_exchange` | asking from a CUDA graph |
 | `exchange`, `remote` | the asking side: what stands in for a layer's experts or MLP |
+| `lane_judge` | which rank holds up the rank that asks |
 | `read_rate` | how fast each rank reads, by which they share |
 | `skeleton`, `compute`, `answering_rank` | the answering side: a model of its experts only, and the loop |
 """

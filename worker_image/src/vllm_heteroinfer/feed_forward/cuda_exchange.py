@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_heteroinfer.feed_forward.exchange import check_ask
+from vllm_heteroinfer.feed_forward.exchange import WATCH_INTERVAL_S, check_ask
 from vllm_heteroinfer.feed_forward.slab import Slab
 
 SOURCE: Final = Path(__file__).parent / "kernels.cu"
@@ -47,6 +47,7 @@ class Params(ctypes.Structure):
         ("layer", ctypes.c_uint32),
         ("lanes", ctypes.c_uint32),
         ("dtype", ctypes.c_uint32),
+        ("limit_turns", ctypes.c_uint32),
     )
 
 
@@ -108,7 +109,8 @@ class CudaExchange:
         Args:
             slab: of this rank.
             device: of this rank.
-            limit_s: after which a kernel gives up waiting, in seconds; the watch is quicker.
+            limit_s: after which a kernel gives up waiting, in seconds; the watch is quicker. The device's
+                clock goes on while the pod is frozen, so the watch must have had that many turns as well.
 
         Raises:
             CudaError: the device cannot map it, or the kernels cannot be compiled.
@@ -140,6 +142,7 @@ class CudaExchange:
             "topk": slab.shape.topk,
             "lanes": slab.shape.lanes,
             "dtype": layout.dtype,
+            "limit_turns": int(limit_s / WATCH_INTERVAL_S),
         }
 
     @property

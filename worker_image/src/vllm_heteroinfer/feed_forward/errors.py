@@ -2,7 +2,9 @@
 
 
 class LaneError(RuntimeError):
-    """A feed-forward rank did not answer as it must; the text says what, and what to do.
+    """A feed-forward rank did not answer in time; the text says what to do.
+
+    It is an accusation by the rank that asks: the lane's own report and its supervisor's weigh more.
 
     Attributes:
         rank: the rank that is to blame.
@@ -11,3 +13,7 @@ class LaneError(RuntimeError):
     def __init__(self, rank: int, message: str) -> None:
         self.rank = rank
         super().__init__(message)
+
+
+class LaneFailedError(LaneError):
+    """A feed-forward rank answered that its computation failed; its own report says why."""

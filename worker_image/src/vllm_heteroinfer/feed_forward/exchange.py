@@ -3,7 +3,6 @@
 A GPU's is in `cuda_exchange`; both start in the same way, and watch alike over lanes that don't answer.
 """
 
-import contextlib
 import ctypes
 import json
 import threading
@@ -17,8 +16,10 @@ import torch
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import RankAssignment
 from vllm_heteroinfer.feed_forward import slab_library
-from vllm_heteroinfer.feed_forward.errors import LaneError
+from vllm_heteroinfer.feed_forward.errors import LaneError, LaneFailedError
+from vllm_heteroinfer.feed_forward.lane_judge import LaneJudge, Look, Verdict
 from vllm_heteroinfer.feed_forward.slab import Shape, Slab, create
+from vllm_heteroinfer.pod.background_thread import start_thread
 
 if TYPE_CHECKING:
     from vllm_heteroinfer.group.deadline import Deadline
@@ -32,6 +33,8 @@ STALL_BASE_S: Final = 1.5
 STALL_TIMES: Final = 20.0
 """A lane that takes so many times what it took in its warm-up is stuck, and not before the base."""
 WATCH_INTERVAL_S: Final = 0.1
+OWN_WORD_S: Final = 1.0
+"""Within which a lane whose computation failed reports its own exception; then this rank accuses it."""
 NAMING_LIMIT_S: Final = 2.0
 """Within which the watch names a lane, and ends this process, once the device has given up an ask."""
 
@@ -154,19 +157,31 @@ class HostExchange:
         if result == slab_library.WAS_STOPPED:
             raise RuntimeError("the feed-forward slab was stopped: the group is ending")
         rank = self._lanes[abs(result) - 1].rank
-        raise LaneError(rank, describe(rank, layer, rows, limit_s if result > 0 else None))
+        if result > 0:
+            raise late_lane(rank, layer, rows, limit_s)
+        time.sleep(OWN_WORD_S)
+        raise failed_lane(rank, layer, rows)
 
     def begin_step(self) -> None:
         """Wakes the lanes before a step."""
         self.slab.ring()
 
 
-def describe(rank: int, layer: int, rows: int, late_s: float | None) -> str:
-    """Returns what is wrong with a lane; `late_s` is how long it was waited for, None if it failed."""
-    got = "an answer that it failed" if late_s is None else f"no answer in {late_s:.1f} s"
-    return (
-        f"feed-forward rank {rank}: got {got} to layer {layer} with {rows} rows, expected its part of the "
-        "sum; look at its log"
+def late_lane(rank: int, layer: int, rows: int, late_s: float) -> LaneError:
+    """Returns the accusation of a lane that has not answered in `late_s` seconds."""
+    return LaneError(
+        rank,
+        f"feed-forward rank {rank}: got no answer in {late_s:.1f} s to layer {layer} with {rows} rows, "
+        "expected its part of the sum; look at its log",
+    )
+
+
+def failed_lane(rank: int, layer: int, rows: int) -> LaneFailedError:
+    """Returns the accusation of a lane that answered that its computation failed."""
+    return LaneFailedError(
+        rank,
+        f"feed-forward rank {rank}: its computation of layer {layer} with {rows} rows failed, and it has not "
+        "reported why; look at its log",
     )
 
 
@@ -208,11 +223,10 @@ class Watch:
         ready: Sequence[LaneReady],
         fail: Callable[[BaseException], Any],
     ) -> None:
-        """Starts it; `fail` gets a LaneError and does not return."""
+        """Starts it; `fail` gets the error that ends this rank, and does not return."""
         self._slab, self._lanes, self._ready, self._fail = slab, lanes, ready, fail
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heteroinfer-feed-forward", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="heteroinfer-feed-forward", failed=fail)
 
     def check_steps(self) -> None:
         """Returns if the device gave up no ask so far: what a step gave may be used then.
@@ -230,31 +244,36 @@ class Watch:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        number, since = 0, time.monotonic()
-        with contextlib.suppress(LaneError):  # `fail` of a test may raise it
-            while not self._ended.wait(WATCH_INTERVAL_S):
-                asked = self._slab.asked
-                if asked != number:
-                    number, since = asked, time.monotonic()
-                # Where the device gave up a step is lost, also if the lane answers after that.
-                failed, late = self._slab.failed, self._late(asked)
-                if late is None and not failed:
-                    since = time.monotonic()
-                    continue
-                late, waited_s = late or 0, time.monotonic() - since
-                if failed or waited_s > stall_limit_s(self._ready, self._slab.asked_rows):
-                    rank = self._lanes[late].rank
-                    status = self._slab.lane(late).status
-                    words = describe(
-                        rank, self._slab.asked_layer, self._slab.asked_rows, None if status else waited_s
-                    )
-                    self._fail(LaneError(rank, words))
-                    return
+        judge = LaneJudge(WATCH_INTERVAL_S, time.monotonic())
+        while not self._ended.wait(WATCH_INTERVAL_S):
+            self._slab.count_turn()
+            verdict = judge.look(self._look(), time.monotonic())
+            if verdict is not None:
+                self._fail(self._error(verdict))
+                return
 
-    def _late(self, asked: int) -> int | None:
-        """Returns the first lane that has not answered the last ask, or has answered that it failed."""
-        for lane in range(len(self._lanes)):
-            view = self._slab.lane(lane)
-            if view.answered != asked or view.status:
-                return lane
-        return None
+    def _look(self) -> Look:
+        slab = self._slab
+        asked, gave_up = slab.asked, slab.failed
+        views = [slab.lane(lane) for lane in range(len(self._lanes))]
+        return Look(
+            asked=asked,
+            answered=tuple(view.answered for view in views),
+            failed=tuple(view.status != 0 for view in views),
+            limit_s=stall_limit_s(self._ready, slab.asked_rows),
+            gave_up=gave_up,
+            given_up_lane=slab.given_up_lane if gave_up else None,
+        )
+
+    def _error(self, verdict: Verdict) -> RuntimeError:
+        layer, rows = self._slab.asked_layer, self._slab.asked_rows
+        if verdict.lane is None:
+            return RuntimeError(
+                f"the device gave up an ask near layer {layer}, though every feed-forward rank has answered; "
+                "restart the group, and report this if it comes again"
+            )
+        rank = self._lanes[verdict.lane].rank
+        if not verdict.failed:
+            return late_lane(rank, layer, rows, verdict.waited_s)
+        self._ended.wait(OWN_WORD_S)
+        return failed_lane(rank, layer, rows)

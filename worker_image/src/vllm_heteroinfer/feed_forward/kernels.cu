@@ -26,12 +26,14 @@ struct Params {
   uint4* out;           // [rows, hidden]
   const unsigned char* padding;  // [rows], 1 for a row that nobody needs; padded rows are the last ones; or null
   u64 x_offset, ids_offset, weights_offset, y_offset, y_stride;  // in bytes
-  u64 limit_ns;         // after which `get` gives up
+  u64 limit_ns;         // after which `get` gives up,
   u32 rows, row_parts;  // parts of 16 bytes of a row
   u32 topk, layer, lanes, dtype;  // 0 float32, 1 bfloat16, 2 float16
+  u32 limit_turns;      // if the host's watch had so many turns meanwhile: a frozen pod has none, the device has
 };
 
 constexpr u64 kAsk = 128, kEnd = 384, kLanes = 512, kLaneBytes = 128;
+constexpr u64 kStop = kEnd, kFailed = kEnd + 4, kTurns = kEnd + 8, kGivenUp = kEnd + 12;
 constexpr u32 kPollsPerLook = 256;
 
 __device__ u64 load_number(const void* p) {
@@ -146,19 +148,27 @@ extern "C" __global__ void ff_ask(const Params p) {
   store_number(p.slab + kAsk, ++p.state->number);
 }
 
-// Waits for every lane; returns whether all answered.
-__device__ bool wait_for_lanes(const Params& p, u64 number) {
+// Returns whether the host has had as many turns as the limit has; without a watch (0) the clock alone decides.
+__device__ bool host_had_turns(const Params& p, u32 turns_before) {
+  const u32 turns = load_word(p.slab + kTurns);
+  return !turns || turns - turns_before >= p.limit_turns;
+}
+
+// Waits for every lane; returns 0 if all answered, else 1 + the lane that did not.
+__device__ u32 wait_for_lanes(const Params& p, u64 number) {
   const u64 start = clock_ns();
-  u32 polls = 0;
+  u32 polls = 0, turns = 0;
   for (u32 lane = 0; lane < p.lanes; lane++) {
     const char* at = p.slab + kLanes + lane * kLaneBytes;
     while (load_number(at) != number) {
       if (++polls % kPollsPerLook) continue;
-      if (load_word(p.slab + kEnd) || clock_ns() - start > p.limit_ns) return false;
+      if (polls == kPollsPerLook) turns = load_word(p.slab + kTurns);
+      if (load_word(p.slab + kStop)) return 1 + lane;
+      if (clock_ns() - start > p.limit_ns && host_had_turns(p, turns)) return 1 + lane;
     }
-    if (load_word(at + 8)) return false;
+    if (load_word(at + 8)) return 1 + lane;
   }
-  return true;
+  return 0;
 }
 
 extern "C" __global__ void ff_get(const Params p) {
@@ -166,10 +176,14 @@ extern "C" __global__ void ff_get(const Params p) {
   if (threadIdx.x == 0) {
     const u64 number = p.state->number;
     if (blockIdx.x == 0) {
-      good = wait_for_lanes(p, number);
-      if (!good) {
+      const u32 late = wait_for_lanes(p, number);
+      good = !late;
+      if (late) {
         p.state->bad = 1;
-        store_word(p.slab + kEnd + 4, 1);
+        if (!load_word(p.slab + kFailed)) {  // the first lane given up stays named
+          store_word(p.slab + kGivenUp, late);
+          store_word(p.slab + kFailed, 1);
+        }
       }
       __threadfence();
       asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(&p.state->arrived), "l"(number) : "memory");

@@ -7,6 +7,7 @@ from prometheus_client import Counter
 
 from heteroinfer_contract import metric_names
 from vllm_heteroinfer.feed_forward.slab import LaneView, Slab
+from vllm_heteroinfer.pod.background_thread import start_thread
 
 if TYPE_CHECKING:
     from vllm_heteroinfer.feed_forward.rank_port import RankPort
@@ -52,8 +53,8 @@ class LaneMeter:
         }
 
     def start(self) -> None:
-        """Starts the thread."""
-        threading.Thread(target=self._run, name="heteroinfer-lane", daemon=True).start()
+        """Starts the thread; an exception in it ends this rank."""
+        start_thread(self._run, name="heteroinfer-lane", failed=self._context.fail)
 
     def _run(self) -> None:
         while not self._ended.wait(INTERVAL_S):

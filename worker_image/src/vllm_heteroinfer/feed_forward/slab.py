@@ -28,6 +28,8 @@ MAX_LANES: Final = 24
 CONTROL_BYTES: Final = 4096
 ASK_OFFSET, BELL_OFFSET, END_OFFSET, LANES_OFFSET, LANE_BYTES = 128, 256, 384, 512, 128
 """As in kernels/source/feed_forward.cpp and kernels.cu."""
+FAILED_OFFSET, TURNS_OFFSET, GIVEN_UP_OFFSET = END_OFFSET + 4, END_OFFSET + 8, END_OFFSET + 12
+"""Words of `End` there."""
 NONCE_OFFSET: Final = 16
 NONCE_BYTES: Final = 16
 DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -207,7 +209,13 @@ class Slab:
     @property
     def failed(self) -> bool:
         """Returns whether the device gave up waiting for an answer."""
-        return bool(self._word(END_OFFSET + 4, "=I"))
+        return bool(self._word(FAILED_OFFSET, "=I"))
+
+    @property
+    def given_up_lane(self) -> int | None:
+        """Returns the lane that the device waited for when it gave up, None if it never did."""
+        word = self._word(GIVEN_UP_OFFSET, "=I")
+        return word - 1 if word else None
 
     @property
     def stopped(self) -> bool:
@@ -217,6 +225,15 @@ class Slab:
     def lane(self, lane: int) -> "LaneView":
         """Returns what a lane's words say now."""
         return LaneView(*_LANE.unpack_from(self._words, LANES_OFFSET + lane * LANE_BYTES))
+
+    @property
+    def turns(self) -> int:
+        """Returns how many turns the asking rank's watch has had."""
+        return self._word(TURNS_OFFSET, "=I")
+
+    def count_turn(self) -> None:
+        """Counts a turn of the asking rank's watch; a device waits on while these stand still."""
+        ctypes.c_uint32.from_address(self.address + TURNS_OFFSET).value = self.turns + 1
 
     def write_nonce(self, lane: int, nonce: bytes) -> None:
         """Puts a lane's nonce where the asking rank looks for it."""

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from typing import NoReturn
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
@@ -20,6 +21,7 @@ from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob
 from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
+from vllm_heteroinfer.pod.lasting_thread import call_aside
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class FetchOptions:
 
 
 def fetch_model(options: FetchOptions) -> int:
-    """Brings the model into the cache; returns the exit code.
+    """Brings the model into the cache; returns the exit code, or ends this process after a failure.
 
     A FetchedModel, or a Failure in words, is left as the termination message.
     """
@@ -75,6 +77,8 @@ def fetch_model(options: FetchOptions) -> int:
     except Exception as error:  # the boundary of this process: without its word nobody knows why
         text, code = _failure(options, error).to_json(), names.EXIT_FETCH_FAILED
     _leave(options, text)
+    if code != names.EXIT_STOPPED:
+        os._exit(code)  # downloads that run on are kept as they are; one that hangs would hold up the end
     return code
 
 
@@ -101,21 +105,24 @@ async def _run(job: FetchJob, options: FetchOptions) -> str:
     )
     server = HealthServer(lambda request: _answer(job, request.path))
     await server.start(options.health_host, options.health_port)
-    beside = [asyncio.ensure_future(_tell(job)), asyncio.ensure_future(_watch(job, options))]
     try:
-        return (await asyncio.to_thread(job.run)).to_json()
+        async with asyncio.TaskGroup() as group:  # the first of the three that raises ends the others
+            beside = [group.create_task(_tell(job)), group.create_task(_watch(job))]
+            model = await call_aside("fetch", job.run)
+            for task in beside:
+                task.cancel()
+    except ExceptionGroup as ended:
+        raise ended.exceptions[0] from ended.exceptions[0].__cause__
     finally:
-        for task in beside:
-            task.cancel()
         server.close()
+    return model.to_json()
 
 
-async def _watch(job: FetchJob, options: FetchOptions) -> None:
-    """Ends this process when the hub stalls; what was fetched is kept as it is."""
+async def _watch(job: FetchJob) -> NoReturn:
+    """Raises FetchError when the hub stalls."""
     while (stall := job.find_stall()) is None:
         await asyncio.sleep(WATCH_EVERY_S)
-    _leave(options, _failure(options, stall).to_json())
-    os._exit(names.EXIT_FETCH_FAILED)  # the threads that ask would be waited for, and one hangs
+    raise stall
 
 
 def _answer(job: FetchJob, path: str) -> HealthAnswer:
@@ -128,7 +135,7 @@ def _answer(job: FetchJob, path: str) -> HealthAnswer:
     return HealthAnswer(status=HTTPStatus.NOT_FOUND, body=f"{names.PATH_HEALTHZ} or {names.PATH_FETCH}")
 
 
-async def _tell(job: FetchJob) -> None:
+async def _tell(job: FetchJob) -> NoReturn:
     """Logs the progress from time to time, when it moved."""
     reported = ""
     while True:

@@ -5,7 +5,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -18,6 +17,7 @@ from heteroinfer_contract.model_fetch import (
     FetchProgress,
 )
 from heteroinfer_contract.model_files import read_profile
+from vllm_heteroinfer.fetch.downloads import fetch_side_by_side
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 from vllm_heteroinfer.fetch.store import ModelStore
@@ -96,7 +96,8 @@ class FetchJob:
         """Returns the model once it is complete in the cache.
 
         Raises:
-            FetchError: it cannot be had, or nothing moved for the whole patience.
+            FetchError: it cannot be had, or nothing moved for the whole patience. Downloads may still run
+                then: end the process.
             ModelFilesError: it is complete, and no model that can be planned.
         """
         failures, most_bytes, moved_at = 0, -1, time.monotonic()
@@ -177,12 +178,12 @@ class FetchJob:
         return wanted
 
     def _fetch_missing(self, store: ModelStore, files: Sequence[FetchedFile]) -> None:
-        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
-            running = [pool.submit(self._fetch_one, store, file) for file in store.missing(files)]
-            done, _ = wait(running, return_when=FIRST_EXCEPTION)
-            pool.shutdown(wait=True, cancel_futures=True)
-        for future in done:
-            future.result()
+        fetch_side_by_side(
+            store.missing(files),
+            lambda file: self._fetch_one(store, file),
+            at_once=FILES_AT_ONCE,
+            share_lock=store.share_lock,
+        )
 
     def _fetch_one(self, store: ModelStore, file: FetchedFile) -> None:
         for _ in range(_WRONG_HASHES):

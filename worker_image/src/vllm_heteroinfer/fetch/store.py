@@ -58,6 +58,7 @@ class ModelStore:
         self._commit = commit
         self._parts = self.folder / PARTS_FOLDER
         self._alone = uuid.uuid4().hex
+        self._descriptor: int | None = None
         with self.in_words():
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -66,10 +67,17 @@ class ModelStore:
         """Yields whether this fetch alone works in the folder now; the kernel frees it with the process."""
         with self.in_words():
             descriptor = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor = descriptor
         try:
             yield self._lock(descriptor)
         finally:
+            self._descriptor = None
             os.close(descriptor)
+
+    def share_lock(self) -> int:
+        """Returns a descriptor that keeps the lock until it is closed, even after `try_lock` has ended."""
+        assert self._descriptor is not None
+        return os.dup(self._descriptor)
 
     def _lock(self, descriptor: int) -> bool:
         try:
@@ -94,11 +102,15 @@ class ModelStore:
         return sum(min(self._present_bytes(file), file.size_bytes) for file in files)
 
     def used_bytes(self) -> int:
-        """Returns the size of all that is in the folder now; grows as long as another fetch works there."""
+        """Returns the size of all files in the folder now; grows as long as another fetch works there.
+
+        Files and folders that vanish meanwhile, or that cannot be read now, do not count.
+        """
         used = 0
-        for path in self.folder.rglob("*"):
-            with contextlib.suppress(OSError):
-                used += path.stat().st_size
+        for folder, _, files in os.walk(self.folder):  # which leaves out folders that it cannot list
+            for name in files:
+                with contextlib.suppress(OSError):
+                    used += (Path(folder) / name).lstat().st_size
         return used
 
     def _present_bytes(self, file: FetchedFile) -> int:

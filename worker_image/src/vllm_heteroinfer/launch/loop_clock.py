@@ -2,6 +2,8 @@
 
 from collections import deque
 
+from vllm_heteroinfer.pod.turn_clock import TurnClock
+
 WINDOW_S = 30.0
 """How long a late turn is remembered."""
 NEXT_DELAY = 4.0
@@ -10,29 +12,21 @@ MOST_PATIENCE = 10.0
 """In heart-beat limits: more is not added to one, however busy a machine is."""
 
 
-class LoopClock:
-    """Measures how late the turns of this process come, and counts no time in which it had none.
+class LoopClock(TurnClock):
+    """A supervisor's clock, which also remembers how late its turns came lately.
 
     A process that gets no CPU cannot tell a peer's silence from its own deafness: what the peer said
     lies in the kernel, unread.
-
-    Args:
-        interval_s: between two turns, in seconds.
-        now_s: on a clock that never goes back, in seconds.
     """
 
     def __init__(self, interval_s: float, now_s: float) -> None:
-        self._interval_s = interval_s
-        self._turn_s = now_s
-        self._missed_s = 0.0
+        super().__init__(interval_s, now_s)
         self._late: deque[tuple[float, float]] = deque()
         """When and by how much, the worst first: a turn outlives those before it that were less late."""
 
     def turn(self, now_s: float) -> float:
         """Takes in that this process has its turn now; returns by how much it comes too late, in seconds."""
-        late_s = self._overdue_s(now_s)
-        self._missed_s += late_s
-        self._turn_s = now_s
+        late_s = super().turn(now_s)
         while self._late and self._late[-1][1] <= late_s:
             self._late.pop()
         self._late.append((now_s, late_s))
@@ -40,16 +34,9 @@ class LoopClock:
             self._late.popleft()
         return late_s
 
-    def awake_s(self, now_s: float) -> float:
-        """Returns a time that goes on only while turns come when they are due, in seconds."""
-        return now_s - self._missed_s - self._overdue_s(now_s)
-
     def late_s(self) -> float:
         """Returns by how much the latest turn of the last WINDOW_S came too late, in seconds."""
         return self._late[0][1] if self._late else 0.0
-
-    def _overdue_s(self, now_s: float) -> float:
-        return max(0.0, now_s - self._turn_s - self._interval_s)
 
 
 def silence_limit_s(

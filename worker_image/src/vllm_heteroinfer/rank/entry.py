@@ -114,6 +114,7 @@ def run(
             launch,
             rank,
             healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
+            failed=fail,
         )
     store = GroupStore.host(launch, startup) if rank.rank == 0 else None
     config = arguments.build_config(plan, launch, rank)
@@ -205,11 +206,13 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
 
 def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Failure:
     """Returns what to report of an error in a rank; one that is not `starting` has been ready before."""
-    from vllm_heteroinfer.feed_forward.errors import LaneError
+    from vllm_heteroinfer.feed_forward.errors import LaneError, LaneFailedError
     from vllm_heteroinfer.group.fingerprint import ConfigMismatchError
 
     if isinstance(error, ConfigMismatchError):
         reason, culprit = FailureReason.CONFIG_MISMATCH, error.rank
+    elif isinstance(error, LaneFailedError):
+        reason, culprit = FailureReason.RANK_RAISED, error.rank
     elif isinstance(error, LaneError):
         reason, culprit = FailureReason.STEP_TIMEOUT, error.rank
     elif isinstance(error, ContractError):
@@ -219,7 +222,7 @@ def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Fa
     else:
         reason, culprit = FailureReason.RANK_RAISED, rank.rank
     text = " ".join(str(error).split()) or type(error).__name__
-    if reason is FailureReason.RANK_RAISED:
+    if reason is FailureReason.RANK_RAISED and culprit == rank.rank:
         text = f"{type(error).__name__}: {text}"
     return Failure(reason=reason, message=text, rank=culprit, time=time.time())
 

@@ -2,7 +2,6 @@
 
 import os
 import queue
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from heteroinfer_contract.plan import Device
 from vllm_heteroinfer.group import queues
 from vllm_heteroinfer.group.rendezvous import world_init_method
 from vllm_heteroinfer.pod import addresses
+from vllm_heteroinfer.pod.background_thread import start_thread
 from vllm_heteroinfer.rank.context import RankContext
 
 if TYPE_CHECKING:
@@ -79,9 +79,7 @@ class RankProcess(WorkerProc):
         self._connect()
         if self.use_async_scheduling:
             self.async_output_queue: queue.Queue[Any] = queue.Queue()
-            threading.Thread(
-                target=self.async_output_busy_loop, name="heteroinfer-async-output", daemon=True
-            ).start()
+            start_thread(self.async_output_busy_loop, name="heteroinfer-async-output", failed=context.fail)
         enable_envs_cache()
 
     def _connect(self) -> None:

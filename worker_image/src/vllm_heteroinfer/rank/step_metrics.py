@@ -23,6 +23,7 @@ from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.plan import RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.pod import addresses
+from vllm_heteroinfer.pod.background_thread import start_thread
 from vllm_heteroinfer.pod.channel import RankReporter
 
 _logger = logging.getLogger(__name__)
@@ -324,7 +325,12 @@ class MetricsServer(http.server.ThreadingHTTPServer):
 
 
 def serve(
-    registry: CollectorRegistry, launch: PodLaunch, rank: RankAssignment, healthy: Callable[[], bool]
+    registry: CollectorRegistry,
+    launch: PodLaunch,
+    rank: RankAssignment,
+    *,
+    healthy: Callable[[], bool],
+    failed: Callable[[BaseException], object],
 ) -> bool:
     """Serves /metrics and /healthz of a rank in a thread; returns whether the port was free.
 
@@ -335,6 +341,7 @@ def serve(
         launch: its pod's address says where.
         rank: its local rank is added to the port.
         healthy: whether /healthz answers 200 (else 503).
+        failed: called with the exception that ended the server's thread.
     """
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -371,5 +378,5 @@ def serve(
             error,
         )
         return False
-    threading.Thread(target=server.serve_forever, name="heteroinfer-metrics", daemon=True).start()
+    start_thread(server.serve_forever, name="heteroinfer-metrics", failed=failed)
     return True

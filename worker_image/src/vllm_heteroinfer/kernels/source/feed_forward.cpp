@@ -31,7 +31,9 @@ struct alignas(128) Bell {
   uint32_t steps;
 };
 struct alignas(128) End {
-  uint32_t stop, failed;
+  uint32_t stop, failed;  // `failed`: the device gave up an ask
+  uint32_t turns;         // of the asking host's watch; they stand still while its pod is frozen
+  uint32_t given_up;      // 1 + the lane that the device waited for when it gave up
 };
 struct alignas(128) Lane {
   uint64_t answered;
@@ -78,28 +80,45 @@ void store(T* word, T value) {
 bool stopped(const Slab* slab) { return load(&slab->end.stop) != 0; }
 
 constexpr int kPollsPerClock = 64;
+// Two looks at the clock that are further apart than the nap between them and this: the process had no turn.
+constexpr uint64_t kTurnNs = 5000000u;
+// What a wait that missed a turn gets once: the other side may have its next turn after ours.
+constexpr uint64_t kGraceNs = 50000000u;
 
 // Spins, then sleeps on a futex of which a wake may or may not come, in naps that grow: a GPU wakes nobody.
+// The limit counts no time in which this process had no turn (frozen pod, suspended machine, no CPU).
 struct Waiter {
   Waiter(uint64_t spin_ns, uint64_t limit_ns, uint64_t idle_since_ns = 0)
-      : start(now_ns()), since(idle_since_ns ? idle_since_ns : start), spin(spin_ns), limit(limit_ns) {}
+      : start(now_ns()), since(idle_since_ns ? idle_since_ns : start), spin(spin_ns), limit(limit_ns), looked(start) {}
   // Returns false once the limit is reached. `sleeps`, if any, says while this process needs a wake.
   bool wait(const void* word, uint32_t value, uint32_t* sleeps = nullptr) {
     if (++polls % kPollsPerClock && waited < spin) {
       _mm_pause();
       return true;
     }
-    const uint64_t now = now_ns();
-    waited = now - since;
-    if (now - start >= limit) return false;
+    look(kTurnNs);
+    if (awake >= limit) return false;
     if (waited < spin) return true;
+    const uint64_t nap = waited > 1000000000u ? 20000000u : waited > 50000000u ? 1000000u : 50000u;
     if (sleeps) __atomic_store_n(sleeps, 1u, __ATOMIC_SEQ_CST);
-    sleep_on(word, value, waited > 1000000000u ? 20000000u : waited > 50000000u ? 1000000u : 50000u);
+    sleep_on(word, value, nap);
     if (sleeps) store(sleeps, 0u);
-    waited = now_ns() - since;
+    look(nap + kTurnNs);
     return true;
   }
-  uint64_t start, since, spin, limit, waited = 0, polls = 0;
+  // Counts the time since the last look, of which this process asked for at most `due`.
+  void look(uint64_t due) {
+    const uint64_t now = now_ns(), gap = now - looked;
+    if (gap > due && !missed) {
+      missed = true;
+      limit += kGraceNs;
+    }
+    awake += gap < due ? gap : due;
+    looked = now;
+    waited = now - since;
+  }
+  uint64_t start, since, spin, limit, looked, awake = 0, waited = 0, polls = 0;
+  bool missed = false;
 };
 
 float from_bfloat16(uint16_t v) {

@@ -1,0 +1,112 @@
+"""Which lane is named: the late one, never one that the judge itself had no turn to hear."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_heteroinfer.feed_forward.lane_judge import LATE_TURN_GRACE_S, LaneJudge, Look, Verdict
+
+INTERVAL_S = 0.1
+LIMIT_S = 1.5
+TURNS = 25
+"""With an interval each, well beyond the limit."""
+
+
+def look(
+    asked: int,
+    answered: tuple[int, ...],
+    *,
+    failed: tuple[bool, ...] = (),
+    gave_up: bool = False,
+    given_up_lane: int | None = None,
+) -> Look:
+    return Look(
+        asked=asked,
+        answered=answered,
+        failed=failed or (False,) * len(answered),
+        limit_s=LIMIT_S,
+        gave_up=gave_up,
+        given_up_lane=given_up_lane,
+    )
+
+
+def test_names_the_lane_that_was_late_before_the_device_gave_up() -> None:
+    judge = LaneJudge(INTERVAL_S, 0.0)
+    assert judge.look(look(1, (1, 1, 0)), 0.1) is None
+    verdict = judge.look(look(1, (1, 1, 1), gave_up=True), 0.2)
+    assert verdict is not None
+    assert (verdict.lane, verdict.failed) == (2, False)
+
+
+def test_the_device_knows_better_than_a_look_at_a_later_ask() -> None:
+    judge = LaneJudge(INTERVAL_S, 0.0)
+    verdict = judge.look(look(2, (1, 2, 2), gave_up=True, given_up_lane=2), 0.1)
+    assert verdict is not None
+    assert verdict.lane == 2
+
+
+def test_names_no_lane_if_none_was_late() -> None:
+    judge = LaneJudge(INTERVAL_S, 0.0)
+    verdict = judge.look(look(1, (1, 1, 1), gave_up=True), 0.1)
+    assert verdict is not None
+    assert verdict.lane is None
+
+
+def test_a_lane_that_failed_is_told_from_one_that_is_late() -> None:
+    judge = LaneJudge(INTERVAL_S, 0.0)
+    verdict = judge.look(look(1, (1, 1), failed=(False, True), gave_up=True), 0.1)
+    assert verdict is not None
+    assert (verdict.lane, verdict.failed) == (1, True)
+
+
+@given(
+    gaps_s=st.lists(st.floats(0.0, INTERVAL_S) | st.floats(INTERVAL_S, 3600.0), min_size=1, max_size=40),
+    late=st.integers(0, 2),
+)
+def test_counts_no_time_without_a_turn(gaps_s: list[float], late: int) -> None:
+    """However long and often the judge is frozen, it names a lane only after the turns of the limit."""
+    judge, now_s, awake_s = LaneJudge(INTERVAL_S, 0.0), 0.0, 0.0
+    answered = tuple(0 if lane == late else 1 for lane in range(3))
+    verdict: Verdict | None = None
+    for gap_s in gaps_s:
+        now_s += gap_s
+        verdict = judge.look(look(1, answered), now_s)
+        if verdict is not None:
+            break
+        awake_s += min(gap_s, INTERVAL_S)
+    if verdict is None:
+        assert awake_s <= LIMIT_S + LATE_TURN_GRACE_S + 2 * INTERVAL_S
+    else:
+        assert verdict.lane == late
+        assert awake_s + INTERVAL_S > LIMIT_S
+
+
+@given(frozen_s=st.floats(0.0, 1e6), frozen_at=st.integers(0, TURNS), late=st.integers(0, 2))
+def test_names_a_lane_that_never_answers_within_its_limit_of_turns(
+    frozen_s: float, frozen_at: int, late: int
+) -> None:
+    judge, now_s = LaneJudge(INTERVAL_S, 0.0), 0.0
+    answered = tuple(0 if lane == late else 1 for lane in range(3))
+    for turn in range(TURNS):
+        now_s += INTERVAL_S + (frozen_s if turn == frozen_at else 0.0)
+        verdict = judge.look(look(1, answered), now_s)
+        if verdict is not None:
+            assert verdict.lane == late
+            assert turn <= (LIMIT_S + LATE_TURN_GRACE_S) / INTERVAL_S + 2
+            return
+    raise AssertionError(f"no lane is named after {TURNS} turns")
+
+
+@given(
+    asks=st.lists(st.tuples(st.floats(0.0, 1.3), st.floats(0.0, 600.0), st.integers(0, 2)), max_size=20),
+)
+def test_never_names_a_lane_that_answers_in_time(asks: list[tuple[float, float, int]]) -> None:
+    """Each lane takes up to 1.3 s of the judge's own turns, and everything may be frozen in the middle."""
+    judge, now_s = LaneJudge(INTERVAL_S, 0.0), 0.0
+    for number, (takes_s, frozen_s, slow) in enumerate(asks, start=1):
+        turns = int(takes_s / INTERVAL_S)
+        for turn in range(turns):
+            now_s += INTERVAL_S + (frozen_s if turn == turns // 2 else 0.0)
+            answered = tuple(number - 1 if lane == slow else number for lane in range(3))
+            assert judge.look(look(number, answered), now_s) is None
+        now_s += INTERVAL_S
+        assert judge.look(look(number, (number,) * 3), now_s) is None

@@ -1,0 +1,26 @@
+"""A rank that asks accuses a feed-forward rank by its number; the own report of a rank names itself."""
+
+import pytest
+
+from heteroinfer_contract.failure import FailureReason
+from tests.unit.launch.test_environment import PLAN
+from vllm_heteroinfer.feed_forward.errors import LaneError, LaneFailedError
+from vllm_heteroinfer.rank.entry import failure
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (LaneError(1, "feed-forward rank 1: got no answer"), FailureReason.STEP_TIMEOUT),
+        (LaneFailedError(1, "feed-forward rank 1: its computation failed"), FailureReason.RANK_RAISED),
+    ],
+)
+def test_an_accusation_names_the_accused_rank(error: LaneError, reason: FailureReason) -> None:
+    seen = failure(error, PLAN.ranks[0], starting=False)
+    assert (seen.reason, seen.rank, seen.message) == (reason, 1, str(error))
+
+
+def test_an_own_report_has_the_kind_of_the_exception() -> None:
+    seen = failure(OSError("expert weights: Input/output error"), PLAN.ranks[1], starting=False)
+    assert (seen.reason, seen.rank) == (FailureReason.RANK_RAISED, 1)
+    assert seen.message == "OSError: expert weights: Input/output error"
