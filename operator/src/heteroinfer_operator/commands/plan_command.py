@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         HeteroInferError: the file is no good, the model can't be read, or there is no plan.
     """
     resource = load_resource(arguments.filename)
-    impossible = [refused.message for refused in refused_arguments(resource.spec)]
+    impossible = [refused.message for refused in refused_arguments(resource.spec.engine.args)]
     if impossible:
         raise PlanError("\n".join(impossible), reason=PlanReason.REFUSED_ARGUMENT)
     request = GroupRequest(
