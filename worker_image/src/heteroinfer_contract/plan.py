@@ -283,8 +283,8 @@ class Plan:
         if expected and plan_text_hash(text) != expected:
             raise ContractError(
                 f"{names.ENV_PLAN}: got a plan with hash {plan_text_hash(text)}, expected {expected} "
-                "(someone replaced the plan's ConfigMap after the operator made this pod). Check who may write "
-                "ConfigMaps in this namespace; the operator writes the plan anew for the next epoch"
+                "(someone replaced the plan's ConfigMap after the operator made this pod). Check who may "
+                "write ConfigMaps in this namespace; the operator writes the plan anew for the next epoch"
             )
         return _parsed(text)
 
