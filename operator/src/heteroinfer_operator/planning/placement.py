@@ -14,7 +14,7 @@ from typing import Final
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.demand import PodDemand, selects_node, tolerates
-from heteroinfer_operator.planning.pod_affinity import GroupTerms, Series, Values, combinations
+from heteroinfer_operator.planning.pod_affinity import GroupTerms, PodSeries, Values, combinations
 
 MOST_TRIES: Final = 5000
 """Pods put onto a node before the search gives up: about 20 ms of one core (2026-11-21)."""
@@ -180,11 +180,11 @@ def _is_enough(kind: _AlikePods, free_nodes: Sequence[FreeNode]) -> bool:
     return sum(free_node.holds(kind.demand.requests) for free_node in free_nodes) >= len(kind.pods)
 
 
-def _within(series: Series, values: Values, free_nodes: Sequence[FreeNode]) -> list[FreeNode]:
+def _within(series: PodSeries, values: Values, free_nodes: Sequence[FreeNode]) -> list[FreeNode]:
     return [free_node for free_node in free_nodes if series.values(free_node.node.labels) == values]
 
 
-def _values(series: Series, kinds: Sequence[_AlikePods]) -> list[Values]:
+def _values(series: PodSeries, kinds: Sequence[_AlikePods]) -> list[Values]:
     """Returns the places with free capacity for each kind of a series by itself, the preferred ones first."""
     members = [kinds[index] for index in sorted(series.kinds)]
     found = dict.fromkeys(series.values(free_node.node.labels) for free_node in members[0].free_nodes)

@@ -22,14 +22,14 @@ from heteroinfer_operator.demand import Manifest, PodDemand, selects_pod
 _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 """The label that every namespace has, with its name."""
 
-Labels = Mapping[str, str]
+NodeLabels = Mapping[str, str]
 """Of a node."""
 Values = tuple[str, ...]
 """Of the topology keys of a series, in the order of its terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class PodSeries:
     """Pods that must all have one value of each topology key: each matches the terms, which all of them have.
 
     Attributes:
@@ -40,7 +40,7 @@ class Series:
     kinds: frozenset[int]
     keys: tuple[str, ...]
 
-    def values(self, labels: Labels) -> Values | None:
+    def values(self, labels: NodeLabels) -> Values | None:
         """Finds a node's values of the keys; None if it lacks one."""
         found = tuple(labels[key] for key in self.keys if key in labels)
         return found if len(found) == len(self.keys) else None
@@ -77,7 +77,7 @@ class GroupTerms:
         )
 
     @cached_property
-    def series(self) -> tuple[Series, ...]:
+    def series(self) -> tuple[PodSeries, ...]:
         """Kinds that must all be in one place: their terms are the same, and no other kind meets them."""
         found = []
         for kind, peers in enumerate(self.peers):
@@ -85,7 +85,7 @@ class GroupTerms:
                 continue
             if all(self.kinds[peer].near == self.kinds[kind].near for peer in peers):
                 keys = tuple(dict.fromkeys(term["topologyKey"] for term in self.kinds[kind].near))
-                found.append(Series(kinds=peers, keys=keys))
+                found.append(PodSeries(kinds=peers, keys=keys))
         return tuple(found)
 
     @property
@@ -93,7 +93,7 @@ class GroupTerms:
         """Whether no pod of the group must be near another one."""
         return not any(self.peers)
 
-    def is_placed_in_any_order(self, pods: Sequence[int], labels: Sequence[Labels]) -> bool:
+    def is_placed_in_any_order(self, pods: Sequence[int], labels: Sequence[NodeLabels]) -> bool:
         """Checks whether the scheduler places all pods on these nodes, whichever it takes first.
 
         Args:
