@@ -52,6 +52,7 @@ class PodDemand:
         near: required pod affinity terms.
         away: required pod anti-affinity terms.
         node: a node that it will be placed on if it has free capacity, or "".
+        namespace: of the pod, or "" where it is not known.
     """
 
     name: str
@@ -63,6 +64,7 @@ class PodDemand:
     near: tuple[Manifest, ...] = ()
     away: tuple[Manifest, ...] = ()
     node: str = ""
+    namespace: str = ""
 
 
 def pod_demand(

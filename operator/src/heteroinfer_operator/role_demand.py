@@ -1,11 +1,13 @@
 """What the pods of a role ask of nodes: their resources, and the fields that say where they may be. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import FeedForwardSpec, HeteroInferenceSpec, PodTemplate, RoleSpec
+from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.demand import PodDemand, pod_demand, requests_of, require_label
 from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
@@ -72,17 +74,29 @@ def _with_feed_forward(asked: Mapping[str, Any], own: FeedForwardSpec) -> dict[s
     return {**asked, "requests": requests, **({"limits": limits} if limits else {})}
 
 
-def role_demand(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> PodDemand:
-    """Returns what one pod of a role asks of its node."""
+def role_demand(
+    spec: HeteroInferenceSpec, role: RoleSpec, device: Device, resource: ResourceKey | None = None
+) -> PodDemand:
+    """Returns what one pod of a role asks of its node.
+
+    Args:
+        spec: of the resource.
+        role: of the pod.
+        device: what it computes on.
+        resource: name of the resource, by which affinity terms may select its pods; None if it has none.
+    """
     labels = {
         **((role.template.labels if role.template else None) or {}),
+        **({names.LABEL_RESOURCE: resource.name} if resource is not None else {}),
+        names.LABEL_MANAGED_BY: names.MANAGER,
         names.LABEL_COMPONENT: names.COMPONENT_WORKER,
         names.LABEL_ROLE: role.name,
         names.LABEL_DEVICE: device.value,
     }
-    return pod_demand(
+    asked = pod_demand(
         f"role {role.name}",
         labels,
         role_fields(spec, role, device),
         requests_of(role_resources(role, device)),
     )
+    return asked if resource is None else replace(asked, namespace=resource.namespace)

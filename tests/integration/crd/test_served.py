@@ -1,10 +1,13 @@
 """The CRD as users meet it through kubectl: refusals in words, columns, /scale, /status."""
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+import yaml
 
 from heteroinfer_operator.api import (
     Condition,
@@ -13,7 +16,10 @@ from heteroinfer_operator.api import (
     HeteroInferenceStatus,
     Summary,
 )
+from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.quantity import DURATION_PATTERN
 from tests.cluster.errors import ClusterError
+from tests.cluster.folders import REPOSITORY
 from tests.cluster.running_cluster import Cluster
 from tests.integration.crd.resource_requests import Server
 
@@ -155,3 +161,46 @@ def test_a_status_cannot_be_written_with_the_spec(cluster: Cluster) -> None:
 def test_kubectl_explain_describes_fields(cluster: Cluster) -> None:
     said = cluster.kubectl("explain", "hinf.spec.roles.layers")
     assert "Layers of each of the role's stages, in order" in said
+
+
+def durations(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the path of each duration in a schema; the fields of a list's entries are below the list."""
+    if schema.get("pattern") == DURATION_PATTERN:
+        yield path
+    for name, field in schema.get("properties", {}).items():
+        yield from durations(field, (*path, name))
+
+
+SPEC_SCHEMA = build_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+DURATIONS = sorted(durations(SPEC_SCHEMA))
+
+
+@pytest.mark.parametrize("path", DURATIONS, ids=".".join)
+def test_a_duration_of_the_wrong_form_is_refused_in_one_way(path: tuple[str, ...], cluster: Cluster) -> None:
+    for wrong in ("5d", "", "ms", "5", "-5m", "5m 3s", "one minute", "1h" * 9):
+        value: Any = wrong
+        for name in reversed(path):
+            value = {name: value}
+        said = refusal(cluster, resource(**value))
+        assert f"spec.{'.'.join(path)}" in said, wrong
+        assert re.search(r"should match|should be at least", said), (wrong, said)
+        assert not re.search(r"conversion|evaluating rule|expected a duration from", said), (wrong, said)
+
+
+def test_durations_are_found() -> None:
+    assert {("drainTimeout",), ("startup", "timeout"), ("planning", "onGPUShortage", "after")} <= {*DURATIONS}
+
+
+def test_the_examples_are_applied_together(cluster: Cluster) -> None:
+    """Two examples had one name: the second overwrote the first."""
+    documents = [
+        document
+        for file in sorted((REPOSITORY / "examples").glob("*.yaml"))
+        for document in yaml.safe_load_all(file.read_text())
+        if document is not None
+    ]
+    cluster.kubectl("create", "namespace", "examples")
+    said = cluster.kubectl("apply", "-n", "examples", "-f", str(REPOSITORY / "examples"))
+    assert sorted(line.split()[-1] for line in said.splitlines()) == ["created"] * len(documents), said
+    stored = cluster.kubectl("get", "hinf", "-n", "examples", "-o", "name").split()
+    assert len(stored) == len(documents) > 1

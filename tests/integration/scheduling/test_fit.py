@@ -123,6 +123,53 @@ async def test_a_group_keeps_to_the_zone_that_has_capacity_for_all_of_it(
         assert found == {"z2", "z3"}, "zone 1 has GPUs for both, but not CPUs"
 
 
+async def test_pods_that_must_be_near_each_other_are_all_placed_or_none_is_made(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """Four pods with required pod affinity by zone: no zone has nodes for all of them, and then one has."""
+    key = "tests.heteroinfer.dev/zone"
+
+    async def add_nodes(zone: str, *numbers: int) -> None:
+        for number in numbers:
+            await add_node(server, f"near-{zone}{number}", labels={key: zone, "pool": "near"})
+
+    term = {"topologyKey": key, "labelSelector": {"matchLabels": {"app": "x"}}}
+    template = {
+        "labels": {"app": "x"},
+        "nodeSelector": {"pool": "near"},
+        "affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}},
+    }
+    # Twelve of a node's sixteen CPUs: one pod a node.
+    roles = [{"name": "r", "device": "CPU", "pods": 4, "resources": {"requests": {"cpu": "12"}}}]
+    await add_nodes("a", 1, 2, 3)
+    await add_nodes("b", 1, 2, 3)
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        await apply(server, namespace, "near", roles=[{**roles[0], "template": template}])
+
+        async def refused() -> str:
+            _, reason, message = await capacity(server, namespace, "near")
+            return message if reason == "InsufficientCapacity" else ""
+
+        def said() -> str:
+            return plane.kubectl("get", "hinf,pods,nodes", "-n", namespace, "-o", "yaml") + process.said
+
+        words = await until("the refusal", refused, timeout_s=30, said=said)
+        assert words.startswith(
+            f"no single value of {key} has enough free capacity: a: needs 4 pods (role r)"
+        )
+        assert await pods_of(server, namespace, "near") == [], "nothing of it holds a node"
+        await add_nodes("b", 4)
+
+        async def placed() -> set[str]:
+            found = [pod["spec"].get("nodeName", "") for pod in await pods_of(server, namespace, "near")]
+            return set(found) if len(found) == 4 and all(found) else set()
+
+        assert await until("all pods placed", placed, timeout_s=60, said=said) == {
+            f"near-b{number}" for number in range(1, 5)
+        }
+
+
 async def test_pods_placed_one_by_one_tell_the_schedulers_own_words_once(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:

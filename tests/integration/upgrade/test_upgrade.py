@@ -16,7 +16,7 @@ import yaml
 from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.group_key import GroupKey
 from heteroinfer_operator.api import parse_spec, parse_stored_spec
-from heteroinfer_operator.kube.paths import CHILDREN, EVENT, HETERO_INFERENCE, POD, SECRET
+from heteroinfer_operator.kube.paths import CHILDREN, CONFIG_MAP, EVENT, HETERO_INFERENCE, POD, SECRET
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from heteroinfer_operator.manifests.identity import first_revision, revision
 from tests.cluster.folders import REPOSITORY
@@ -170,6 +170,7 @@ async def test_groups_of_an_older_version_run_on(version: Path, plane: Cluster, 
         await settled(process)
         assert await pods(server) == before, process.said
         await check_as_recorded(server, objects)
+        await check_codes(server)
         await check_next_epoch(server, process)
         await check_keys(server)
         assert "Traceback" not in process.said, process.said
@@ -247,7 +248,20 @@ async def check_as_recorded(server: ApiServer, objects: list[dict[str, Any]]) ->
         ).items()
     events = (await server.get(EVENT.path(NAMESPACE)))["items"]
     ours = [e["reason"] for e in events if e["regarding"]["kind"] == names.KIND]
-    assert not {"EpochStarted", "PlanLost", "RevisionChanged", "PodDeleted"}.intersection(ours), ours
+    ended = {"EpochStarted", "PlanLost", "RevisionChanged", "PodDeleted", "RecordNotSigned"}
+    assert not ended.intersection(ours), ours
+
+
+async def check_codes(server: ApiServer) -> None:
+    """Plans and records of a version without codes have got some, and are what they were."""
+    listed = await server.get(CONFIG_MAP.path(NAMESPACE), {"labelSelector": names.LABEL_RESOURCE})
+    annotations = {
+        item["metadata"]["name"]: item["metadata"].get("annotations", {}) for item in listed["items"]
+    }
+    lacking = [name for name, found in annotations.items() if names.ANNOTATION_CODE not in found]
+    assert len(annotations) == 6, annotations
+    assert not lacking, lacking
+    assert all("recordsSignedBy" in status for status in (await statuses(server)).values())
 
 
 async def check_next_epoch(server: ApiServer, process: OperatorProcess) -> None:

@@ -206,6 +206,17 @@ def test_plan_that_is_not_set_is_named() -> None:
         Plan.from_env({})
 
 
+@settings(FEW)
+@given(plans(), plans())
+def test_a_pod_takes_no_plan_but_the_one_that_it_was_made_for(plan: Plan, other: Plan) -> None:
+    env = {**plan.to_env(), names.ENV_PLAN_HASH: plan.hash}
+    assert Plan.from_env(env) == plan
+    assert Plan.from_env(plan.to_env()) == plan, "a pod of version 0.1.0 has no hash"
+    if other != plan:
+        with pytest.raises(ContractError, match=f"expected {plan.hash} .*replaced the plan's ConfigMap"):
+            Plan.from_env({**env, **other.to_env()})
+
+
 @pytest.mark.parametrize("text", ["", "OOMKilled", "{}", '{"reason": "New", "message": "x"}', "[1]"])
 def test_termination_message_that_is_none_of_ours(text: str) -> None:
     assert Failure.from_json(text) is None

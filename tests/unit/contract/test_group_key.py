@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.fresh_keys import new_key, new_nonce
-from heteroinfer_contract.group_key import EpochKey, GroupKey
+from heteroinfer_contract.group_key import EpochKey, GroupKey, RecordKey
 
 KEY = GroupKey.of_group(b"o" * 32, "uid-1/0")
 texts = st.text(max_size=8)
@@ -68,3 +68,22 @@ def test_a_signed_text_is_good_under_its_name_only() -> None:
     for by, purpose, name, text in wrong:
         with pytest.raises(ContractError, match="no process of this epoch has signed"):
             by.read_signed(purpose, name, text)
+
+
+@given(st.lists(texts, max_size=4), st.lists(texts, max_size=4), texts)
+def test_the_code_of_an_object_is_of_its_very_parts(one: list[str], other: list[str], wrong: str) -> None:
+    key = RecordKey.of_operator(b"o" * 32)
+    assert key.vouches(key.code(*one), *other) is (one == other)
+    assert not key.vouches(wrong, *one)
+    assert not RecordKey.of_operator(b"p" * 32).vouches(key.code(*one), *one)
+
+
+def test_no_group_can_make_the_code_of_an_object() -> None:
+    """A group's pods have its key."""
+    key = RecordKey.of_operator(b"o" * 32)
+    of_groups = [KEY.secret, *(KEY.of_epoch(epoch).secret for epoch in range(3)), b"o" * 32]
+    assert key.secret not in of_groups
+    assert GroupKey.of_group(b"o" * 32, "").secret != key.secret
+    assert key.code("a") not in {EpochKey(secret).code("object", "a") for secret in of_groups}
+    assert key.fingerprint not in {key.secret.hex()[:10], KEY.fingerprint}
+    assert key.secret.hex() not in repr(key)

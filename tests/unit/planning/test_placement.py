@@ -2,10 +2,12 @@
 
 import itertools
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from heteroinfer_operator.cluster import NodeView
@@ -37,7 +39,10 @@ def pod(**requests: float) -> PodDemand:
 
 # Against every possible way
 
-LABELS = st.fixed_dictionaries({}, optional={"a": st.sampled_from("xy"), ZONE: st.sampled_from("12")})
+ZONED = {ZONE: st.sampled_from("12")}
+LABELS = st.fixed_dictionaries(ZONED, optional={"a": st.sampled_from("xy")}) | st.fixed_dictionaries(
+    {}, optional={"a": st.sampled_from("xy"), **ZONED}
+)
 TAINTS = st.lists(
     st.builds(Taint, key=st.sampled_from("kl"), effect=st.sampled_from(["NoSchedule", "PreferNoSchedule"])),
     max_size=1,
@@ -49,23 +54,46 @@ def clusters(draw: st.DrawFn) -> list[NodeView]:
     return [
         node(
             f"n{index}",
-            allocatable={"cpu": float(draw(st.integers(1, 4))), "pods": float(draw(st.integers(1, 3)))},
+            allocatable={"cpu": float(draw(st.integers(2, 6))), "pods": float(draw(st.integers(1, 3)))},
             gpus=draw(st.integers(0, 3)),
             requested={"cpu": float(draw(st.integers(0, 1))), GPU: float(draw(st.integers(0, 1)))},
             labels=draw(LABELS),
             taints=draw(TAINTS),
             schedulable=draw(st.sampled_from([True, True, True, False])),
         )
-        for index in range(draw(st.integers(0, 4)))
+        for index in range(draw(st.sampled_from([0, 1, 2, 3, 3, 4, 4, 4])))
     ]
 
 
+OWN = "own"
+NAMESPACES: list[dict[str, Any]] = [
+    {},
+    {},
+    {},
+    {"namespaces": [OWN, "another"]},
+    {"namespaces": ["another"]},
+    {"namespaceSelector": {}},
+    {"namespaces": ["another"], "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": OWN}}},
+    {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "another"}}},
+]
+
+
 @st.composite
-def terms(draw: st.DrawFn) -> tuple[dict[str, Any], ...]:
-    if draw(st.integers(0, 3)) != 0:
-        return ()
-    selector = {"matchLabels": {"app": draw(st.sampled_from(["0", "1", "stranger"]))}}
-    return ({"topologyKey": draw(st.sampled_from([ZONE, "a"])), "labelSelector": selector},)
+def term(draw: st.DrawFn) -> dict[str, Any]:
+    selector = draw(
+        st.sampled_from([{"app": "0"}, {"app": "1"}, {"app": "stranger"}, {"all": "yes"}, {"all": "yes"}])
+    )
+    return {
+        "topologyKey": draw(st.sampled_from([ZONE, ZONE, "a"])),
+        "labelSelector": {"matchLabels": selector},
+        **draw(st.sampled_from(NAMESPACES)),
+    }
+
+
+def terms(chance: int) -> st.SearchStrategy[tuple[dict[str, Any], ...]]:
+    """Returns no terms, or one time in `chance` one or two."""
+    some = st.lists(term(), min_size=1, max_size=2).map(tuple)
+    return st.integers(1, chance).flatmap(lambda number: some if number == 1 else st.just(()))
 
 
 @st.composite
@@ -77,13 +105,14 @@ def groups(draw: st.DrawFn) -> list[PodDemand]:
             requests={
                 "cpu": float(draw(st.integers(0, 3))),
                 "pods": 1.0,
-                **draw(st.sampled_from([{}, {GPU: 1.0}, {GPU: 2.0}])),
+                **draw(st.sampled_from([{}, {}, {}, {GPU: 1.0}, {GPU: 2.0}])),
             },
-            labels={"app": str(index)},
-            node_selector=draw(st.sampled_from([{}, {}, {"a": "x"}])),
+            labels={"app": str(index), "all": "yes"},
+            namespace=OWN,
+            node_selector=draw(st.sampled_from([{}, {}, {}, {}, {"a": "x"}])),
             tolerations=draw(st.sampled_from([(), ({"key": "k", "operator": "Exists"},)])),
-            near=draw(terms()),
-            away=draw(terms()),
+            near=draw(terms(2)),
+            away=draw(terms(4)),
         )
         demands += [demand] * draw(st.integers(1, 2))
     return demands
@@ -96,8 +125,11 @@ def allowed(demands: list[PodDemand], nodes: tuple[NodeView, ...], topology_key:
     return (
         all(fits(n, [d for d, there in placed if there.name == n.name]) for n in nodes)
         and all(is_open(d, n) for d, n in placed)
-        and all(agrees(position, placed) for position in range(len(placed)))
         and (not topology_key or (len(values) == 1 and None not in values))
+        and all(
+            scheduled([placed[position] for position in order])
+            for order in itertools.permutations(range(len(placed)))
+        )
     )
 
 
@@ -114,29 +146,72 @@ def is_open(demand: PodDemand, where: NodeView) -> bool:
     return where.schedulable and not taints and selects_node(demand, where.name, where.labels)
 
 
-def agrees(position: int, placed: list[tuple[PodDemand, NodeView]]) -> bool:
-    demand, where = placed[position]
-    for term in demand.away:
-        if any(
-            other != position and chosen(term, peer) and same(where, there, term["topologyKey"])
-            for other, (peer, there) in enumerate(placed)
-        ):
-            return False
-    for term in demand.near:
-        wanted = [there for peer, there in placed if chosen(term, peer)]
-        if wanted and not any(same(where, there, term["topologyKey"]) for there in wanted):
-            return False
-    return True
+# What follows is written from kube-scheduler's interpodaffinity/filtering.go@v1.35.4, not from our code.
+
+Placed = tuple[PodDemand, NodeView]
 
 
-def chosen(term: Manifest, demand: PodDemand) -> bool:
-    return bool(term["labelSelector"]["matchLabels"].items() <= demand.labels.items())
+def scheduled(queue: list[Placed]) -> bool:
+    """Says whether kube-scheduler places all pods where they are to be, in this order and then again."""
+    existing: list[Placed] = []
+    unschedulable, before = queue, -1
+    while unschedulable and len(existing) != before:
+        before, again = len(existing), []
+        for incoming in unschedulable:
+            known = [peer for peer, _ in queue]
+            if passes(incoming, existing, known):
+                existing.append(incoming)
+            else:
+                again.append(incoming)
+        unschedulable = again
+    return not unschedulable
 
 
-def same(one: NodeView, other: NodeView, key: str) -> bool:
-    return key in one.labels and one.labels[key] == other.labels.get(key)
+def passes(incoming: Placed, existing: list[Placed], group: list[PodDemand]) -> bool:
+    """Filter: satisfyPodAffinity, satisfyPodAntiAffinity and satisfyExistingPodsAntiAffinity."""
+    own, where = incoming
+    affinity: Counter[tuple[str, str]] = Counter()
+    anti_affinity: Counter[tuple[str, str]] = Counter()
+    of_existing: Counter[tuple[str, str]] = Counter()
+    for peer, there in existing:
+        if matches_all(own.near, peer):
+            affinity.update(pairs(own.near, there))
+        anti_affinity.update(pairs([each for each in own.away if matches(each, peer)], there))
+        of_existing.update(pairs([each for each in peer.away if matches(each, own)], there))
+    here = set(where.labels.items())
+    if here & {*anti_affinity} or here & {*of_existing}:
+        return False
+    wanted = {each["topologyKey"] for each in own.near}
+    if not wanted <= where.labels.keys():
+        return False
+    if own.near and not any(matches_all(own.near, peer) for peer in group):
+        return True  # strangers, whom nobody here knows: one may be anywhere
+    if all(affinity[key, where.labels[key]] > 0 for key in wanted):
+        return True
+    return not affinity and matches_all(own.near, own)
 
 
+def pairs(those: Iterable[Manifest], where: NodeView) -> list[tuple[str, str]]:
+    keys = [each["topologyKey"] for each in those]
+    return [(key, where.labels[key]) for key in keys if key in where.labels]
+
+
+def matches_all(those: Sequence[Manifest], demand: PodDemand) -> bool:
+    return bool(those) and all(matches(each, demand) for each in those)
+
+
+def matches(each: Manifest, demand: PodDemand) -> bool:
+    named = [*each.get("namespaces", ())]
+    selector = each.get("namespaceSelector")
+    if selector is None:
+        in_namespace = not named or demand.namespace in named
+    else:
+        by_name = selector.get("matchLabels", {}).get("kubernetes.io/metadata.name", demand.namespace)
+        in_namespace = demand.namespace in (*named, by_name)
+    return in_namespace and bool(each["labelSelector"]["matchLabels"].items() <= demand.labels.items())
+
+
+@settings(deadline=None, max_examples=300)
 @given(groups(), clusters(), st.sampled_from(["", "", ZONE]))
 def test_a_node_is_found_exactly_when_there_is_one(
     demands: list[PodDemand], nodes: list[NodeView], topology_key: str
@@ -156,6 +231,101 @@ def test_a_node_is_found_exactly_when_there_is_one(
         assert found.domain == (by_name[found.nodes[0]].labels[ZONE] if topology_key else "")
     else:
         assert explain(demands, free_nodes, topology_key)
+
+
+NEAR = {"labelSelector": {"matchLabels": {"app": "x"}}, "topologyKey": ZONE}
+HOST = "kubernetes.io/hostname"
+
+
+def zone(name: str, pods: int, *, memory: int = 2**30) -> list[NodeView]:
+    """Returns nodes for one pod each, all of them different, as real nodes with pods on them are."""
+    return [
+        NodeView(
+            name=f"{name}{index}",
+            allocatable={"cpu": 6.0, "memory": float(memory + index), "pods": 110.0},
+            labels={ZONE: name, HOST: f"{name}{index}"},
+        )
+        for index in range(pods)
+    ]
+
+
+def app(count: int, **fields: Any) -> list[PodDemand]:
+    requests = {"cpu": 4.0, "pods": 1.0}
+    demand = PodDemand(name="role r", requests=requests, labels={"app": "x"}, namespace=OWN, **fields)
+    return [demand] * count
+
+
+@pytest.mark.parametrize(("held", "pods"), [((3, 4), 4), ((15, 16), 16), ((1, 8, 3), 8), ((20, 20, 21), 21)])
+def test_pods_that_must_be_near_each_other_are_in_the_zone_that_holds_all(
+    held: tuple[int, ...], pods: int
+) -> None:
+    """The first zone was filled, and the rest of the pods was put where the scheduler never places them."""
+    nodes = [each for name, count in zip("abc", held, strict=False) for each in zone(name, count)]
+    found = assign_nodes(app(pods, near=(NEAR,)), build_free_nodes(nodes))
+    assert found is not None
+    assert {name[0] for name in found.nodes} == {"abc"[held.index(pods)]}
+
+
+def test_pods_that_no_zone_holds_together_are_refused_with_what_is_missing() -> None:
+    assert reported(app(4, near=(NEAR,)), *zone("a", 3), *zone("b", 2)) == (
+        f"no single value of {ZONE} has enough free capacity: "
+        "a: needs 4 pods (role r) with 4 CPUs, and there is capacity for 3; "
+        "nodes a0, a1, a2 have capacity for 1; "
+        "b: needs 4 pods (role r) with 4 CPUs, and there is capacity for 2; "
+        "nodes b0, b1 have capacity for 1; podAffinity of these pods requires one value for all of them"
+    )
+    assert reported(app(1, near=(NEAR,)), node("bare")) == (
+        f"needs 1 pod (role r) with 4 CPUs; node bare has no label {ZONE}, which the pod's podAffinity names"
+    )
+
+
+def test_two_roles_that_must_be_together_are() -> None:
+    """A zone with capacity for each role by itself, and not for both."""
+    small = PodDemand(name="role s", requests={"cpu": 2.0, "pods": 1.0}, labels={"app": "x"}, near=(NEAR,))
+    demands = [*app(3, near=(NEAR,)), *[small] * 4]
+    assert reported(demands, *zone("a", 3)).startswith("each pod has a node by itself")
+    found = assign_nodes(demands, build_free_nodes([*zone("a", 3), *zone("b", 5)]))
+    assert found is not None
+    assert {name[0] for name in found.nodes} == {"b"}
+
+
+def test_pods_that_must_be_on_one_host_are_found_on_many_hosts_in_milliseconds() -> None:
+    term = {**NEAR, "topologyKey": HOST}
+    nodes = zone("a", 500)
+    large = NodeView(
+        name="large", allocatable={"cpu": 64.0, "pods": 110.0}, labels={ZONE: "b", HOST: "large"}
+    )
+    began = time.process_time()
+    found = assign_nodes(app(4, near=(term,)), build_free_nodes([*nodes, large]))
+    assert found is not None
+    assert set(found.nodes) == {"large"}
+    assert assign_nodes(app(4, near=(term,)), build_free_nodes(nodes)) is None
+    assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "apart"),
+    [
+        ({}, True),
+        ({"namespaces": []}, True),
+        ({"namespaces": ["another"]}, False),
+        ({"namespaces": ["another", OWN]}, True),
+        ({"namespaceSelector": {}}, True),
+        ({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "another"}}}, False),
+        ({"namespaces": ["another"], "namespaceSelector": {}}, True),
+        # Labels of namespaces are not known: half a group would be worse than one that waits.
+        ({"namespaceSelector": {"matchLabels": {"team": "another"}}}, True),
+    ],
+)
+def test_terms_are_about_the_namespaces_that_they_name(namespaces: dict[str, Any], *, apart: bool) -> None:
+    term = {**NEAR, "topologyKey": HOST, **namespaces}
+    (one,) = zone("a", 1)
+    one = NodeView(name=one.name, allocatable={"cpu": 64.0, "pods": 110.0}, labels=one.labels)
+    found = assign_nodes(app(2, away=(term,)), build_free_nodes([one]))
+    assert (found is None) is apart
+    if found is None:
+        words = explain(app(2, away=(term,)), build_free_nodes([one]))
+        assert "by their podAffinity and podAntiAffinity" in words
 
 
 # What is said

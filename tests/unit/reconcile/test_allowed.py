@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
-from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.api import parse_spec, parse_stored_spec
 from heteroinfer_operator.api.env_vars import ALLOWED_ENV, SECRET_ENV
 from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.manifests.identity import revision
 from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, SHORT, VALUES, WHY
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
@@ -292,14 +293,29 @@ def test_a_list_that_allows_more_again_refuses_no_longer(spec: dict[str, Any]) -
     assert world.condition("Stalled")[0] != "True"
 
 
+def as_an_older_version_stored_it(world: World, word: str, older_word: str) -> None:
+    """Has the spec say another word, and all that was made of it; version 0.1.0 made no codes."""
+    older_spec = json.loads(json.dumps(world.spec).replace(word, older_word))
+    old, new = (revision(parse_stored_spec(spec)) for spec in (world.spec, older_spec))
+
+    def rewritten(value: Any) -> Any:
+        return json.loads(json.dumps(value).replace(word, older_word).replace(old, new))
+
+    world.spec, world.status = older_spec, rewritten(world.status)
+    world.status.pop("recordsSignedBy")
+    world.objects = {
+        (kind, name.replace(old, new)): rewritten(stored) for (kind, name), stored in world.objects.items()
+    }
+    for stored in world.objects.values():
+        stored["metadata"].pop("annotations", None)
+    world.pods = {name: replace(pod, labels=rewritten(pod.labels)) for name, pod in world.pods.items()}
+
+
 def test_a_stricter_schema_takes_nothing_from_what_runs() -> None:
     """Variables that an older schema took: stored, refused by this one's rules, and started again with."""
     world = World(spec=cpu_pair(engine={"env": [{"name": "VLLM_LOGGING_LEVEL", "value": "/model/x.so"}]}))
     world.serve()
-    for stored in [world.spec, *world.objects.values()]:
-        older = json.loads(json.dumps(stored).replace("VLLM_LOGGING_LEVEL", "LD_PRELOAD"))
-        stored.clear()
-        stored.update(older)
+    as_an_older_version_stored_it(world, "VLLM_LOGGING_LEVEL", "LD_PRELOAD")
     world.settle()
     planned = next(c for c in world.status["conditions"] if c["type"] == "Planned")
     assert "got LD_PRELOAD" in planned["message"]

@@ -107,6 +107,31 @@ class GroupKey:
         return EpochKey(_mac(self.secret, "epoch", str(epoch)))
 
 
+@dataclass(frozen=True, slots=True)
+class RecordKey:
+    """The key by which the operator knows the objects again that it keeps its decisions in."""
+
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def of_operator(cls, operator_key: bytes) -> "RecordKey":
+        """Makes the key of an operator with this key of its own; no group has it."""
+        return cls(_mac(operator_key, "record"))
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that tells this key from others, and shows nothing of the key."""
+        return _mac(self.secret, "fingerprint").hex()[:_FINGERPRINT_CHARS]
+
+    def code(self, *parts: str) -> str:
+        """Makes the code of an object, as hex; `parts` are its kind, owner, name and content."""
+        return _mac(self.secret, "object", *parts).hex()
+
+    def vouches(self, code: str, *parts: str) -> bool:
+        """Compares `code` with the code of `parts`; takes as long for every wrong code."""
+        return hmac.compare_digest(code.encode(errors="replace"), self.code(*parts).encode())
+
+
 def _mac(secret: bytes, purpose: str, *parts: str) -> bytes:
     mac = hmac.new(secret, digestmod=hashlib.sha256)
     for part in (f"heteroinfer {purpose}", *parts):

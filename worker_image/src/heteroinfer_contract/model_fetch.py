@@ -7,7 +7,7 @@ hub names them and, written last, the marker: without one a folder is not comple
 import json
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeGuard
 
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
@@ -20,6 +20,11 @@ LOCK_FILE: Final = ".lock"
 HUB_SCHEME: Final = "hf://"
 COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 """A hub's name of a commit, whole: it becomes part of a path."""
+
+
+def is_commit(text: object) -> TypeGuard[str]:
+    """Checks whether a value can be a hub's name of a commit, and so a part of a path."""
+    return isinstance(text, str) and COMMIT.fullmatch(text) is not None
 
 
 def model_folder(repository: str, commit: str) -> str:
@@ -133,7 +138,7 @@ class FetchedModel:
         """Returns the answer that `text` holds; raises ContractError naming the field."""
         fetched = codec.from_json(cls, text, tolerant=True)
         codec.at_least(0, "FetchedModel", size_bytes=fetched.size_bytes)
-        if not COMMIT.fullmatch(fetched.commit):
+        if not is_commit(fetched.commit):
             raise ContractError(f"FetchedModel.commit: got {fetched.commit[:80]!r}, expected a commit's hash")
         fetched.profile.check()
         return fetched

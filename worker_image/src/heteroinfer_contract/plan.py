@@ -257,7 +257,7 @@ class Plan:
                 if rank["feed_forward"] is None:
                     del rank["feed_forward"]
             text = codec.text_of(raw)
-            self._texts.extend((text, hashlib.sha256(text.encode()).hexdigest()[:16]))
+            self._texts.extend((text, plan_text_hash(text)))
         return self._texts
 
     @classmethod
@@ -274,11 +274,19 @@ class Plan:
         """Returns the plan of an environment, parsed once a process.
 
         Raises:
-            ContractError: there is none, or it is malformed; the message names the field.
+            ContractError: there is none, it is malformed (the message names the field), or it is not the
+                plan that the pod was made for.
         """
         if names.ENV_PLAN not in env:
             raise not_set(names.ENV_PLAN)
-        return _parsed(env[names.ENV_PLAN])
+        text, expected = env[names.ENV_PLAN], env.get(names.ENV_PLAN_HASH, "")
+        if expected and plan_text_hash(text) != expected:
+            raise ContractError(
+                f"{names.ENV_PLAN}: got a plan with hash {plan_text_hash(text)}, expected {expected} "
+                "(someone replaced the plan's ConfigMap after the operator made this pod). Check who may "
+                "write ConfigMaps in this namespace; the operator writes the plan anew for the next epoch"
+            )
+        return _parsed(text)
 
     def _check_pods(self) -> None:
         pods = self.pods
@@ -373,6 +381,11 @@ def batches_at_once(mode: Mode, stages: int, first: Device) -> int:
         first: device of its first rank.
     """
     return 2 if _schedules_ahead(mode, [first] * stages) else stages
+
+
+def plan_text_hash(text: str) -> str:
+    """Makes 16 hex digits that tell the text of a plan from any other."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)

@@ -267,12 +267,14 @@ def duration_rule(name: str, attribute: str, *, least: str, most: str) -> Valida
         text = getattr(model, attribute)
         return text is None or low <= quantity.parse_duration_s(text) <= high
 
+    # The pattern of the field refuses any other form in its own words; the conversion would fail here.
+    own, form = f"self.{name}", cel_text(quantity.DURATION_PATTERN)
     return ValidationRule(
-        cel=f"!has(self.{name}) || (duration(self.{name}) >= duration('{least}') "
-        f"&& duration(self.{name}) <= duration('{most}'))",
+        cel=f"!has({own}) || {own} == '' || !{own}.matches({form}) || "
+        f"(duration({own}) >= duration('{least}') && duration({own}) <= duration('{most}'))",
         message=f"{name}: expected a duration from {least} to {most}; change it",
         holds=holds,
         got="%s",
-        got_cel=(f"self.{name}",),
+        got_cel=(own,),
         got_values=lambda model: (getattr(model, attribute),),
     )

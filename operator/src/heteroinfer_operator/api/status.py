@@ -325,6 +325,8 @@ class HeteroInferenceStatus(StatusModel):
     """Revision that all groups had when the last roll-out ended."""
     update_revision: Hash | None = None
     """Revision of the spec."""
+    records_signed_by: Hash | None = None
+    """Fingerprint of the operator's key by which all records of revisions are signed; others are ignored."""
     summary: Summary | None = None
     """Small values that `kubectl get` prints."""
     conditions: Annotated[

@@ -19,7 +19,7 @@ from heteroinfer_contract.plan import Device, RankAssignment
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.api import HeteroInference
 from heteroinfer_operator.calibrations import Calibrations
-from heteroinfer_operator.cluster import NodeView
+from heteroinfer_operator.cluster import NodeView, ResourceKey
 from heteroinfer_operator.commands.plan_nodes import load_free_nodes
 from heteroinfer_operator.errors import HeteroInferError, ModelError, PlanError, PlanReason
 from heteroinfer_operator.local import calibration_file
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         HeteroInferError: the file is no good, the model can't be read, or there is no plan.
     """
     resource = load_resource(arguments.filename)
-    impossible = [refused.message for refused in refused_arguments(resource.spec)]
+    impossible = [refused.message for refused in refused_arguments(resource.spec.engine.args)]
     if impossible:
         raise PlanError("\n".join(impossible), reason=PlanReason.REFUSED_ARGUMENT)
     request = GroupRequest(
@@ -96,7 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
         model_path=names.MODEL_MOUNT,
     )
     calibrations = _calibrations(arguments)
-    capacity = Capacity(free_nodes=_free_nodes(resource, arguments), calibrations=calibrations)
+    capacity = Capacity(
+        free_nodes=_free_nodes(resource, arguments),
+        calibrations=calibrations,
+        resource=ResourceKey(namespace=resource.metadata.namespace, name=resource.metadata.name),
+    )
     planned = plan_group(request, capacity)
     sys.stdout.write(_render(planned, calibrations, arguments.output, resource.metadata.name))
     refused = [error.message for error in Allowed().find_all_forbidden(resource.spec)]

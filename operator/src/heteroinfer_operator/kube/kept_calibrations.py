@@ -1,4 +1,8 @@
-"""The ConfigMap of what was measured of nodes: the chart's Jobs write it, the operator reads it."""
+"""The ConfigMap of what was measured of nodes: the chart's Jobs write it, the operator reads it.
+
+It has no code of the operator's key, which the Jobs must not have. It is in the operator's own namespace, and
+holds numbers within bounds: they decide predictions and how layers are shared, and nothing else of a pod.
+"""
 
 import logging
 from collections.abc import Callable

@@ -167,6 +167,8 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: st
     return labels | ({names.LABEL_LEADER: "true"} if pod.index == 0 else {})
 
 
+_REVISION_CHARS: Final = 10
+"""40 bits tell revisions apart. They prove nothing: another spec with the same hash can be computed."""
 _LIFE = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout"})
 """What no version has ever counted as a part of a revision."""
 _NOT_OF_PODS = _LIFE | {"planning", "startup"}
@@ -179,7 +181,12 @@ def revision(spec: HeteroInferenceSpec) -> str:
     scale is no revision. Nor is the token for a hub, which no worker sees, nor are defaults, so that an
     operator that knows one field more leaves running groups alone.
     """
-    return _hash(needs_pods(spec))[:10]
+    return _hash(needs_pods(spec))[:_REVISION_CHARS]
+
+
+def longer_revision(spec: HeteroInferenceSpec) -> str:
+    """Makes the name of a revision whose `revision` is the name of another one already."""
+    return _hash(needs_pods(spec))[: 2 * _REVISION_CHARS]
 
 
 def needs_pods(spec: HeteroInferenceSpec) -> dict[str, Any]:
@@ -189,7 +196,7 @@ def needs_pods(spec: HeteroInferenceSpec) -> dict[str, Any]:
 
 def first_revision(spec: HeteroInferenceSpec) -> str:
     """Returns the hash that version 0.1.0 gave to a spec: `planning` and `startup` were in it."""
-    return _hash(_without(spec, _LIFE))[:10]
+    return _hash(_without(spec, _LIFE))[:_REVISION_CHARS]
 
 
 def _without(spec: HeteroInferenceSpec, left_out: Collection[str]) -> dict[str, Any]:

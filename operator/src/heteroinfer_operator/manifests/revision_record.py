@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.model_fetch import is_commit
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_stored_spec
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests import identity
@@ -59,5 +60,5 @@ def read_revision_record(owner: Owner, stored: Mapping[str, Any]) -> RevisionRec
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SpecError):
         return None
     return RevisionRecord(
-        name=name.removeprefix(prefix), spec=spec, commit=commit if isinstance(commit, str) else None
+        name=name.removeprefix(prefix), spec=spec, commit=commit if is_commit(commit) else None
     )

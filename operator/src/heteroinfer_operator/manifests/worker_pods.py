@@ -170,7 +170,9 @@ class WorkerPods:
         step = self.spec.step_timeout
         limit = {names.ENV_STEP_TIMEOUT: repr(parse_duration_s(step))} if step is not None else {}
         key = [build_key_variable(self.group, self.key)] if self.key is not None else []
-        ours = [plan, *key, *literals({**launch.to_env(), **fetched, **limit})]
+        # From here and not from the ConfigMap, which others may replace before the container starts.
+        made_for = {names.ENV_PLAN_HASH: self.plan_hash}
+        ours = [plan, *key, *literals({**made_for, **launch.to_env(), **fetched, **limit})]
         owned = {variable["name"]: variable for variable in ours}
         given = {v.name: v.dump() for v in self.spec.engine.env if v.name not in owned}
         defaults = [v for v in literals(_OFFLINE) if v["name"] not in given]

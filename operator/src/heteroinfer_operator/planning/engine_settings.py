@@ -1,6 +1,6 @@
 """Engine settings that must agree between all ranks, each with its reason. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Final
@@ -23,9 +23,9 @@ _DEFAULT_MAX_MODEL_LEN: Final = 8192
 """KV headroom must hold one such sequence at least, which long-context models would not fit into."""
 
 
-def refused_arguments(spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-    """Finds the arguments for vLLM that no plan takes, whatever the model."""
-    for refused in find_all_refused(spec.engine.args):
+def refused_arguments(args: Sequence[str]) -> Iterator[PlanError]:
+    """Finds those of these arguments for vLLM that no plan takes, whatever the model."""
+    for refused in find_all_refused(args):
         yield PlanError(str(refused), reason=PlanReason.REFUSED_ARGUMENT)
 
 
@@ -53,7 +53,7 @@ def engine_settings(
     Raises:
         PlanError: an argument belongs to the plan or isn't supported, or a setting doesn't fit the model.
     """
-    for refused in refused_arguments(spec):
+    for refused in refused_arguments(spec.engine.args):
         raise refused
     settings = EngineSettings(
         model=model_path,
@@ -87,6 +87,11 @@ def _extra_args(spec: HeteroInferenceSpec, profile: ModelProfile) -> tuple[str, 
     args = spec.engine.args
     if not profile.has_state or option_value(args, STATE_DTYPE_OPTION) is not None:
         return args
+    return with_state_dtype(args)
+
+
+def with_state_dtype(args: tuple[str, ...]) -> tuple[str, ...]:
+    """Adds the type that CPUs and GPUs of one group have for recurrent states."""
     return (*args, STATE_DTYPE_OPTION, "float32")
 
 

@@ -4,7 +4,7 @@ free_nodes = build_free_nodes(nodes, promised)
 planned = plan_group(request, Capacity(free_nodes=free_nodes))     # takes its share of them
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
@@ -13,7 +13,7 @@ from heteroinfer_contract.calibration import Calibration
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageAction
 from heteroinfer_operator.calibrations import Calibrations, slowest
-from heteroinfer_operator.cluster import NodeView
+from heteroinfer_operator.cluster import NodeView, ResourceKey
 from heteroinfer_operator.demand import PodDemand
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
 from heteroinfer_operator.node_assignment import NodeAssignment
@@ -47,12 +47,14 @@ class Capacity:
             places them all at once, or the user wants them placed one by one.
         shortage_age_s: how long GPUs have been missing, in seconds; None where waiting is of no
             use, so that CPUOnly is done at once.
+        resource: name of the resource, by which affinity terms may select its pods; None if it has none.
     """
 
     free_nodes: Sequence[FreeNode] | None = None
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     others_wait: bool = False
     shortage_age_s: float | None = None
+    resource: ResourceKey | None = None
 
 
 def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
@@ -64,10 +66,14 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
     """
     if capacity.free_nodes is None:
         return make_plan(request, _anywhere(request.spec, capacity.calibrations))
-    short = _short_roles(request.spec, capacity.free_nodes)
+    short = _short_roles(request.spec, capacity.free_nodes, capacity.resource)
     if short and not _others_wait_for_gpus(request.spec, capacity):
         return _without_gpus(request, capacity, capacity.free_nodes, short)
     return _placed(request, capacity, capacity.free_nodes, {})
+
+
+def _device(role: RoleSpec, on_cpus: Container[str]) -> Device:
+    return Device.CPU if role.name in on_cpus else role.device
 
 
 def _others_wait_for_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> bool:
@@ -80,7 +86,7 @@ def _placed(
     """Returns the plan with these roles on CPUs, placed; raises as plan_group."""
     spec = request.spec
     demands = [
-        (role, role_demand(spec, role, Device.CPU if role.name in on_cpus else role.device))
+        (role, role_demand(spec, role, _device(role, on_cpus), capacity.resource))
         for role in spec.roles
         for _ in range(role.pods)
     ]
@@ -128,7 +134,7 @@ def assign_again(spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity) -> t
         raise PlanError(f"the plan is of another spec: it has role {lost}", reason=PlanReason.PLAN_LOST)
     if capacity.free_nodes is None:
         return NodeAssignment(), ""
-    asked = [role_demand(spec, roles[pod.role], pod.device) for pod in plan.pods]
+    asked = [role_demand(spec, roles[pod.role], pod.device, capacity.resource) for pod in plan.pods]
     key = spec.scheduling.topology_key
     found = assign_nodes(asked, capacity.free_nodes, key)
     labelled = labelled_roles(spec, [free_node.node for free_node in capacity.free_nodes])
@@ -297,7 +303,9 @@ def _cpu_features(node: NodeView) -> frozenset[str]:
     )
 
 
-def _short_roles(spec: HeteroInferenceSpec, free_nodes: Sequence[FreeNode]) -> dict[str, str]:
+def _short_roles(
+    spec: HeteroInferenceSpec, free_nodes: Sequence[FreeNode], resource: ResourceKey | None
+) -> dict[str, str]:
     """Returns the GPU roles that usable GPUs are missing for, with what is missing where.
 
     Roles are counted in order, and by their GPUs only: one whose pods lack memory lacks no GPUs.
@@ -308,7 +316,7 @@ def _short_roles(spec: HeteroInferenceSpec, free_nodes: Sequence[FreeNode]) -> d
     for role in spec.roles:
         if role.device is not Device.GPU:
             continue
-        demand = role_demand(spec, role, Device.GPU)
+        demand = role_demand(spec, role, Device.GPU, resource)
         gpus = {role.gpu_resource: demand.requests[role.gpu_resource]}
         pods = [replace(demand, requests=gpus)] * role.pods
         if assign_nodes([*placed, *pods], free_nodes, key) is None:
@@ -349,10 +357,7 @@ def _on_cpus_instead(
 ) -> str:
     """Returns in words how long a step takes on CPUs, and how long with the GPUs that are missing."""
     spec = request.spec
-    demands = [
-        (role, role_demand(spec, role, Device.CPU if role.name in short else role.device))
-        for role in spec.roles
-    ]
+    demands = [(role, role_demand(spec, role, _device(role, short))) for role in spec.roles]
     try:
         cpus = make_plan(request, _inventory(spec, capacity, demands, None, short))
     except PlanError as error:

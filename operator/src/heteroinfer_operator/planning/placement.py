@@ -2,19 +2,26 @@
 
 Nodes are searched largest pod first, and taken back where that leads nowhere: an exact search, but
 for its bound on tries. Pods of strangers are known by what they request only: affinity terms are
-checked among the pods of the group.
+checked among the pods of the group (`pod_affinity`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import prod
 from typing import Final
 
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_operator.cluster import NodeView
-from heteroinfer_operator.demand import PodDemand, selects_node, selects_pod, tolerates
+from heteroinfer_operator.demand import PodDemand, selects_node, tolerates
+from heteroinfer_operator.planning.pod_affinity import GroupTerms, PodSeries, Values, combinations
 
 MOST_TRIES: Final = 5000
 """Pods put onto a node before the search gives up: about 20 ms of one core (2026-11-21)."""
+_MOST_CHOICES: Final = 1000
+"""Values of topology keys that are tried for pods which must be together."""
+_FEWEST_TRIES: Final = 100
+"""For each such choice."""
 _LEAST: Final = 1e-6
 """Below this an amount is rounding."""
 
@@ -83,6 +90,9 @@ def lasting_obstacle(demand: PodDemand, node: NodeView) -> str:
     taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
     if taint is not None:
         return f"is tainted {taint}"
+    key = next((t["topologyKey"] for t in demand.near if t["topologyKey"] not in node.labels), None)
+    if key is not None:
+        return f"has no label {key}, which the pod's podAffinity names"
     return "" if selects_node(demand, node.name, node.labels) else "is not selected by the pod's node rules"
 
 
@@ -151,16 +161,60 @@ def _kinds(demands: Sequence[PodDemand]) -> list[_AlikePods]:
 
 def _search(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> tuple[str, ...] | None:
     kinds = _kinds(demands)
+    terms = GroupTerms(kinds=[kind.demand for kind in kinds])
     for kind in kinds:
         kind.free_nodes = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
-        if sum(free_node.holds(kind.demand.requests) for free_node in kind.free_nodes) < len(kind.pods):
+        if not _is_enough(kind, kind.free_nodes):
             return None
         kind.free_nodes.sort(key=lambda free_node, kind=kind: _preference(kind.demand, free_node))  # type: ignore[misc]  # bound at once
-    kinds.sort(key=_hardness, reverse=True)
+    choices = [_values(series, kinds) for series in terms.series]
+    tries = max(MOST_TRIES // max(prod(map(len, choices)), 1), _FEWEST_TRIES)
+    for chosen in islice(combinations(choices), _MOST_CHOICES):
+        found = _search_within(demands, free_nodes, kinds, terms, chosen, tries)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_enough(kind: _AlikePods, free_nodes: Sequence[FreeNode]) -> bool:
+    return sum(free_node.holds(kind.demand.requests) for free_node in free_nodes) >= len(kind.pods)
+
+
+def _within(series: PodSeries, values: Values, free_nodes: Sequence[FreeNode]) -> list[FreeNode]:
+    return [free_node for free_node in free_nodes if series.values(free_node.node.labels) == values]
+
+
+def _values(series: PodSeries, kinds: Sequence[_AlikePods]) -> list[Values]:
+    """Returns the places with free capacity for each kind of a series by itself, the preferred ones first."""
+    members = [kinds[index] for index in sorted(series.kinds)]
+    found = dict.fromkeys(series.values(free_node.node.labels) for free_node in members[0].free_nodes)
+    return [
+        values
+        for values in found
+        if values is not None
+        and all(_is_enough(kind, _within(series, values, kind.free_nodes)) for kind in members)
+    ]
+
+
+def _search_within(
+    demands: Sequence[PodDemand],
+    free_nodes: Sequence[FreeNode],
+    kinds: Sequence[_AlikePods],
+    terms: GroupTerms,
+    chosen: Sequence[Values],
+    tries: int,
+) -> tuple[str, ...] | None:
+    """Returns where all pods fit, each series where it was chosen to be; None if that is not found."""
     copies = {each: FreeNode(node=each.node, free=dict(each.free)) for each in free_nodes}
-    for kind in kinds:
-        kind.free_nodes = [copies[free_node] for free_node in kind.free_nodes]
-    return _Search(demands=demands, kinds=kinds).run()
+    limited = []
+    for index, kind in enumerate(kinds):
+        where: Sequence[FreeNode] = kind.free_nodes
+        for series, values in zip(terms.series, chosen, strict=True):
+            where = _within(series, values, where) if index in series.kinds else where
+        limited.append(replace(kind, free_nodes=[copies[free_node] for free_node in where]))
+    kind_of = {pod: index for index, kind in enumerate(kinds) for pod in kind.pods}
+    limited.sort(key=_hardness, reverse=True)
+    return _Search(demands=demands, kinds=limited, terms=terms, kind_of=kind_of, tries_left=tries).run()
 
 
 def _preference(demand: PodDemand, free_node: FreeNode) -> tuple[float, ...]:
@@ -200,7 +254,9 @@ class _Search:
 
     demands: Sequence[PodDemand]
     kinds: list[_AlikePods]
-    tries: int = 0
+    terms: GroupTerms
+    kind_of: Mapping[int, int]
+    tries_left: int
     chosen: dict[int, FreeNode] = field(default_factory=dict)
     open_to: dict[FreeNode, frozenset[int]] = field(default_factory=dict)
 
@@ -230,8 +286,8 @@ class _Search:
                 self._undo(order[len(chosen_nodes) - 1][1])
                 chosen_nodes.pop()
                 continue
-            self.tries += 1
-            if self.tries > MOST_TRIES:
+            self.tries_left -= 1
+            if self.tries_left < 0:
                 return None
             index, free_node = found
             if self._put(order[len(chosen_nodes)][1], free_node):
@@ -265,33 +321,30 @@ class _Search:
     def _agrees(self, pod: int, free_node: FreeNode) -> bool:
         """Returns whether affinity terms between the placed pods hold, as far as these are placed."""
         for other, its_node in self.chosen.items():
-            if other != pod and (
-                self._apart(pod, free_node, other, its_node) or self._apart(other, its_node, pod, free_node)
-            ):
+            keys = self.terms.away[self.kind_of[pod]][self.kind_of[other]]
+            if other != pod and any(_same(free_node, its_node, key) for key in keys):
                 return False
-        return all(self._is_near(other) for other in self.chosen)
-
-    def _apart(self, pod: int, free_node: FreeNode, other: int, its_node: FreeNode) -> bool:
-        return any(
-            selects_pod(term.get("labelSelector"), self.demands[other].labels)
-            and _same(free_node, its_node, term["topologyKey"])
-            for term in self.demands[pod].away
+        if self.terms.says_nothing:
+            return True
+        if not all(self._may_be_near(other) for other in self.chosen):
+            return False
+        return len(self.chosen) < len(self.demands) or self.terms.is_placed_in_any_order(
+            [self.kind_of[each] for each in self.chosen],
+            [its_node.node.labels for its_node in self.chosen.values()],
         )
 
-    def _is_near(self, pod: int) -> bool:
-        for term in self.demands[pod].near:
-            wanted = [
-                other
-                for other, demand in enumerate(self.demands)
-                if selects_pod(term.get("labelSelector"), demand.labels)
-            ]
-            placed = [self.chosen[other] for other in wanted if other in self.chosen]
-            key = term["topologyKey"]
-            near = any(_same(self.chosen[pod], free_node, key) for free_node in placed)
-            # A term that selects none of the group is about strangers, whom nobody here knows.
-            if wanted and not near and len(placed) == len(wanted):
-                return False
-        return True
+    def _may_be_near(self, pod: int) -> bool:
+        """Returns whether a placed pod is near a pod that it must be near to, or such pods are to come."""
+        kind = self.kind_of[pod]
+        peers, keys = self.terms.peers[kind], [term["topologyKey"] for term in self.demands[pod].near]
+        others = [other for other, its_kind in self.kind_of.items() if other != pod and its_kind in peers]
+        if any(other not in self.chosen for other in others):
+            return True
+        places = [self.chosen[other] for other in others]
+        counted = [place for place in places if any(key in place.node.labels for key in keys)]
+        if not counted:
+            return not peers or kind in peers
+        return all(any(_same(self.chosen[pod], place, key) for place in counted) for key in keys)
 
 
 def _same(one: FreeNode, other: FreeNode, key: str) -> bool:
@@ -312,10 +365,35 @@ def explain(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topolo
     domains = _domains(free_nodes, topology_key)
     if not domains:
         return f"no node has the label {topology_key} that scheduling.topologyKey names"
+    return _no_single_value(topology_key, demands, domains)
+
+
+def _no_single_value(
+    keys: str, demands: Sequence[PodDemand], domains: Mapping[str, Sequence[FreeNode]]
+) -> str:
     reported = [f"{value}: {_missing(demands, inside)}" for value, inside in domains.items()]
     more = f"; and {len(reported) - _MOST_NODES} more values" if len(reported) > _MOST_NODES else ""
     words = "; ".join(reported[:_MOST_NODES])
-    return f"no single value of {topology_key} has enough free capacity: {words}{more}"
+    return f"no single value of {keys} has enough free capacity: {words}{more}"
+
+
+def _missing_together(
+    demands: Sequence[PodDemand], kinds: Sequence[_AlikePods], free_nodes: Sequence[FreeNode]
+) -> str:
+    """Returns why pods that must be in one place by their podAffinity have none, or ""."""
+    for kind in kinds:
+        kind.free_nodes = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
+    for series in GroupTerms(kinds=[kind.demand for kind in kinds]).series:
+        if _values(series, kinds):
+            continue
+        members = [demands[pod] for index in sorted(series.kinds) for pod in kinds[index].pods]
+        domains: dict[str, list[FreeNode]] = {}
+        for free_node in free_nodes:
+            if (values := series.values(free_node.node.labels)) is not None:
+                domains.setdefault(", ".join(values), []).append(free_node)
+        words = _no_single_value(", ".join(series.keys), members, dict(sorted(domains.items())))
+        return f"{words}; podAffinity of these pods requires one value for all of them"
+    return ""
 
 
 def _missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> str:
@@ -327,11 +405,14 @@ def _missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> st
             need = f"needs {_pods(count, demands[kind.pods[0]])} with {_amounts(requests)}"
             held_words = f", and there is capacity for {held}" if held else ""
             return f"{need}{held_words}; {_obstacles(kind.demand, free_nodes)}"
+    if together := _missing_together(demands, _kinds(demands), free_nodes):
+        return together
     needs = ", ".join(
         f"{_pods(len(kind.pods), demands[kind.pods[0]])} with {_amounts(kind.demand.requests)}"
         for kind in _kinds(demands)
     )
-    return f"each pod has a node by itself, but there are not nodes for all of them at once: {needs}"
+    terms = ", by their podAffinity and podAntiAffinity" if any(d.near or d.away for d in demands) else ""
+    return f"each pod has a node by itself, but there are not nodes for all of them at once{terms}: {needs}"
 
 
 def _pods(count: int, demand: PodDemand) -> str:

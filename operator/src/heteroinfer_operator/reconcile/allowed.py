@@ -42,14 +42,15 @@ class Allowed:
 
     def find_all_forbidden(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
         """Finds each argument and annotation that is refused here."""
-        yield from refused_arguments(spec)
-        yield from self._forbidden_arguments(spec)
+        yield from self.forbidden_arguments(spec.engine.args)
         yield from self._forbidden_annotations(spec)
 
-    def _forbidden_arguments(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+    def forbidden_arguments(self, args: Sequence[str]) -> Iterator[PlanError]:
+        """Finds those of these arguments for vLLM that are refused here."""
+        yield from refused_arguments(args)
         if self.arguments is None:
             return
-        for found in find_unlisted(spec.engine.args, more=self.arguments, remote_code=self.remote_code):
+        for found in find_unlisted(args, more=self.arguments, remote_code=self.remote_code):
             reason = "RemoteCodeNotAllowed" if found.is_remote_code else "ArgumentNotAllowed"
             yield PlanError(str(found), reason=reason)
 

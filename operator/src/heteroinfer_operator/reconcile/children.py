@@ -21,6 +21,7 @@ from heteroinfer_operator.manifests.network_policy import build_network_policy
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.revision_record import build_revision_record
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service
+from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.group_decision import GroupDecision, revision_of
 from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE, Context, group_scope
 from heteroinfer_operator.reconcile.revisions import Revision
@@ -53,12 +54,17 @@ class Children:
         kept: names of those that stay as they are, since what they were made with is not known.
         kept_kinds: of which all that there are stay: claims hold models, and a refused spec names none.
         readable: names of stored plans and revisions that can be read.
+        forged: names of stored plans and revisions that somebody else wrote or damaged.
+        signer: of plans and revisions.
     """
+
+    signer: Signer
 
     wanted: tuple[Child, ...] = ()
     kept: frozenset[str] = field(default=frozenset())
     kept_kinds: frozenset[str] = field(default=frozenset())
     readable: frozenset[str] = field(default=frozenset())
+    forged: frozenset[str] = field(default=frozenset())
 
 
 def find_children(
@@ -111,6 +117,8 @@ def find_children(
         kept=frozenset(kept),
         kept_kinds=frozenset(kept_kinds),
         readable=frozenset({*plans, *records}),
+        forged=frozenset(context.forged),
+        signer=context.signer,
     )
 
 
@@ -186,9 +194,9 @@ def decide_children(
     for child in children.wanted:
         old = by_name.pop(_name(child.manifest), None)
         if old is not None and _is_damaged(old, children.readable):
-            before.append(_delete(old))
+            before += [_delete(old)] if "deletionTimestamp" not in old["metadata"] else []
             old = None
-        action = _write(child, old)
+        action = _write(child, old, children.signer)
         if action is None:
             continue
         if not child.last:
@@ -198,9 +206,12 @@ def decide_children(
     after += [
         _delete(manifest)
         for manifest in by_name.values()
-        if _spare(manifest, used_plans)
-        and manifest["metadata"]["name"] not in children.kept
-        and manifest["kind"] not in children.kept_kinds
+        if _is_forged(manifest, children.forged)
+        or (
+            _spare(manifest, used_plans)
+            and manifest["metadata"]["name"] not in children.kept
+            and manifest["kind"] not in children.kept_kinds
+        )
     ]
     return before, after
 
@@ -220,20 +231,30 @@ def _is_damaged(stored: Manifest, readable: Collection[str]) -> bool:
     return stored["kind"] == "ConfigMap" and stored["metadata"]["name"] not in readable
 
 
-def _write(child: Child, old: Manifest | None) -> Action | None:
+def _is_forged(stored: Manifest, forged: Collection[str]) -> bool:
+    """Returns whether an object is not ours though it has the name of one, and does not go yet."""
+    metadata = stored["metadata"]
+    return (
+        stored["kind"] == "ConfigMap" and metadata["name"] in forged and "deletionTimestamp" not in metadata
+    )
+
+
+def _write(child: Child, old: Manifest | None, signer: Signer) -> Action | None:
     manifest = child.manifest
     if old is None:
+        manifest = signer.sign(manifest) if manifest["kind"] == "ConfigMap" else manifest
         if manifest.get("immutable") or manifest["kind"] == CLAIM:
             return CreateObject(manifest=manifest, scopes=child.scopes)
         return ApplyObject(manifest=manifest, scopes=child.scopes)
     if manifest["kind"] == CLAIM:
         return None
-    drift = find_drift(old, manifest)
     if manifest.get("immutable"):
-        # What it keeps is of the moment when it was made, and can never be changed.
-        drift = {key: value for key, value in drift.items() if key == "metadata"}
-        kept = {**manifest, **{key: old[key] for key in ("data",) if key in old}}
+        # What it keeps is of the moment when it was made, and can never be changed. It is believed by now,
+        # so it may have the code of its own content.
+        kept = signer.sign({**manifest, **{key: old[key] for key in ("data",) if key in old}})
+        drift = find_drift(old, kept).get("metadata")
         return ApplyObject(manifest=kept, scopes=child.scopes) if drift else None
+    drift = find_drift(old, manifest)
     return ApplyObject(manifest=manifest, scopes=child.scopes) if drift else None
 
 

@@ -200,6 +200,7 @@ class GroupPlanner:
             calibrations=self.observation.calibrations,
             others_wait=gang is not None or spec.scheduling.gang is When.NEVER,
             shortage_age_s=self.shortage_age_s,
+            resource=self.observation.resource.key,
         )
 
     def _hinted(self, assignment: NodeAssignment, gang: Gang | None) -> NodeAssignment:

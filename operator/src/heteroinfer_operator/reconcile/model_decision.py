@@ -10,7 +10,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
+from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress, is_commit
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import (
     MAX_PROFILE_LENGTH,
@@ -132,7 +132,7 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
         pods: those of the resource that fetch or inspect.
     """
     key = identity.model_key(context.spec)
-    kept = status if status is not None and status.key == key else ModelStatus(key=key)
+    kept = status if status is not None and _is_of(status, key) else ModelStatus(key=key)
     profile = _kept_profile(context, kept)
     if profile is not None:
         return ModelDecision(
@@ -152,6 +152,11 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
     pod = next((pod for pod in pods if pod.name == name), None)
     decision = _start(context, kept) if pod is None else _look(context, kept, pod)
     return replace(decision, deletes=(*decision.deletes, *_deletes(context, others)))
+
+
+def _is_of(status: ModelStatus, key: str) -> bool:
+    """Checks whether a status is of this model. A commit becomes a part of a path: a damaged one is none."""
+    return status.key == key and (status.commit is None or is_commit(status.commit))
 
 
 def _kept_profile(context: ModelContext, kept: ModelStatus) -> ModelProfile | None:

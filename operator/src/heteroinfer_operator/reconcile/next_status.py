@@ -86,6 +86,7 @@ def build_next_status(
         update_revision=target.name or status.update_revision,
         summary=conditions.summary(wanted, groups, plans, serving=ready, wanted=context.replicas),
         conditions=merge_conditions(status.conditions, next_conditions, now=context.now),
+        records_signed_by=context.records_signed_by,
         gpus_missing_since=gpus_missing_since(status, refusals, context.now),
         model=model.status,
         plans=fit_plans(plans),

@@ -1,17 +1,21 @@
 """What is stored, as decisions read it: pods by group, plans by hash; damage loses only itself. Pure."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.cluster import PodView, ResourceObservation
+from heteroinfer_contract.plan import Plan, plan_text_hash
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.cluster import Manifest, PodView, ResourceObservation
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.signer import Signer
+from heteroinfer_operator.planning.engine_settings import with_state_dtype
+from heteroinfer_operator.reconcile.allowed import Allowed
 
 _PLANS_AT_HAND: Final = 4096
 """Plans that are not read anew at each reconcile: of the groups that a cluster may have."""
@@ -51,22 +55,67 @@ def pods_by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:
     return dict(groups)
 
 
-def kept_plans(observation: ResourceObservation, owner: Owner) -> dict[str, Plan]:
-    """Returns the plans that are kept, by the hash in the names of their ConfigMaps.
+def kept_plans(
+    observation: ResourceObservation, signer: Signer, allowed: Allowed, specs: Iterable[HeteroInferenceSpec]
+) -> dict[str, Plan]:
+    """Reads the plans that are kept, by the hash in the names of their ConfigMaps.
 
+    The hash is the hash of the stored text. A plan without a valid code was written by version 0.1.0, with
+    another key, or by someone else: it may ask for nothing but what a spec may ask for.
     What another version has written into one beside what is known here is left out; the hash is the
     name's all the same.
+
+    Args:
+        observation: of the resource and its children.
+        signer: of the resource.
+        allowed: what the installation allows.
+        specs: of the revisions that pods can be made of.
     """
-    prefix, plans = identity.plan_config_map(owner, ""), {}
+    given, plans = {spec.engine.args for spec in specs}, {}
     for manifest in observation.objects:
-        name, text = manifest["metadata"]["name"], (manifest.get("data") or {}).get(names.PLAN_KEY)
-        if manifest["kind"] != "ConfigMap" or text is None or not name.startswith(prefix):
-            continue
-        try:
-            plans[name.removeprefix(prefix)] = _plan(text)
-        except ContractError:
+        plan_hash, text = _plan_text(manifest, signer.owner)
+        if text is None or plan_text_hash(text) != plan_hash:
             continue  # its group serves on, and the status says so
+        try:
+            plan = _plan(text)
+        except ContractError:
+            continue
+        if signer.vouches(manifest) or has_only(plan.engine.extra_args, given, allowed):
+            plans[plan_hash] = plan
     return plans
+
+
+def forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str, ...]:
+    """Finds the ConfigMaps whose names are those of plans, and whose texts are other ones, by name."""
+    if signer.key is None:
+        return ()
+    found = ((manifest, *_plan_text(manifest, signer.owner)) for manifest in observation.objects)
+    return tuple(
+        manifest["metadata"]["name"]
+        for manifest, plan_hash, text in found
+        if plan_hash and (text is None or plan_text_hash(text) != plan_hash) and not signer.vouches(manifest)
+    )
+
+
+def has_only(args: tuple[str, ...], given: Collection[tuple[str, ...]], allowed: Allowed) -> bool:
+    """Checks whether a plan's arguments are those of a spec that is accepted, or may be.
+
+    Args:
+        args: for vLLM, of the plan.
+        given: arguments of each accepted spec; planning appends to them.
+        allowed: what the installation allows.
+    """
+    if any(args in (own, with_state_dtype(own)) for own in given):
+        return True
+    return next(allowed.forbidden_arguments(args), None) is None
+
+
+def _plan_text(manifest: Manifest, owner: Owner) -> tuple[str, str | None]:
+    """Finds the hash in the name of a plan's ConfigMap, and the text; None for any other object."""
+    prefix, name = identity.plan_config_map(owner, ""), manifest["metadata"]["name"]
+    if manifest["kind"] != "ConfigMap" or not name.startswith(prefix):
+        return "", None
+    return name.removeprefix(prefix), (manifest.get("data") or {}).get(names.PLAN_KEY)
 
 
 @lru_cache(maxsize=_PLANS_AT_HAND)

@@ -25,6 +25,7 @@ from heteroinfer_operator.cluster import (
     Action,
     CreateObject,
     Decision,
+    DeleteObject,
     PodView,
     RecordEvent,
     ResourceKey,
@@ -33,6 +34,7 @@ from heteroinfer_operator.cluster import (
 )
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import conditions, restarts
@@ -52,7 +54,12 @@ from heteroinfer_operator.reconcile.model_decision import (
 from heteroinfer_operator.reconcile.next_status import build_next_status
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
-from heteroinfer_operator.reconcile.reading import kept_plans, pods_by_group, with_complete_labels
+from heteroinfer_operator.reconcile.reading import (
+    forged_plans,
+    kept_plans,
+    pods_by_group,
+    with_complete_labels,
+)
 from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.retired import known_groups
 from heteroinfer_operator.reconcile.revisions import (
@@ -98,11 +105,12 @@ def _decide(
     observation = replace(observation, pods=with_complete_labels(observation.pods, owner))
     life = parse_life(resource.spec)
     node_loss = NodeLoss.of(observation, life.restart, now)
-    records = read_records(observation, owner)
-    target = find_target(observation, status, owner, options, records)
+    signer = Signer.of(options.operator_key, owner)
+    kept = read_records(observation, status, signer, options.allowed)
+    target = find_target(observation, status, owner, options, kept.records)
     model = _model(observation, status, target, node_loss, options)
     commit = model.status.commit if target.refusal is None else None
-    revisions = find_revisions(records, target, commit, owner, options)
+    revisions = find_revisions(kept.records, target, commit, owner, options)
     accepted = revisions.get(target.name or "") if target.refusal is None else None
     planner = GroupPlanner(
         request=_group_request(resource.key, accepted, model.profile),
@@ -123,8 +131,13 @@ def _decide(
             for group in status.groups
         ),
         revisions=revisions,
-        recorded=frozenset(record.name for record in records),
-        plans=kept_plans(observation, owner),
+        recorded=frozenset(record.name for record in kept.records),
+        records_signed_by=kept.signed_by(signer, status, revisions),
+        signer=signer,
+        forged=(*kept.forged, *forged_plans(observation, signer)),
+        plans=kept_plans(
+            observation, signer, options.allowed, [revision.spec for revision in revisions.values()]
+        ),
         planner=planner,
         node_loss=node_loss,
         first_epoch=options.first_epoch(resource.resource_version),
@@ -215,6 +228,7 @@ def _act(
     next_status = build_next_status(observation, status, context, model, wanted, unwanted)
     actions: list[Action] = [*conditions.status_write(observation, next_status)]
     actions += [event for decision in decisions for event in decision.events]
+    actions += _forgery_events(context, [*before_pods, *after_pods])
     actions += _lost_label_events(status, old, wanted, model)
     actions += _condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
@@ -269,6 +283,23 @@ def _lost_label_events(
         RecordEvent(reason=LOST_LABEL, message=words, warning=True)
         for words, reported in said
         if words and words not in reported
+    ]
+
+
+def _forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEvent]:
+    """Returns an event for each ConfigMap that is deleted because somebody else wrote it."""
+    refused = {refusal.name for refusal in context.refusals if refusal.retry_at > context.now}
+    deleted = {action.name for action in actions if isinstance(action, DeleteObject)} - refused
+    return [
+        RecordEvent(
+            reason="RecordNotSigned",
+            message=f"ConfigMap {name}: the operator did not write this content (no valid code in annotation "
+            f"{names.ANNOTATION_CODE}). It is ignored and deleted; a copy that is in use is written anew. "
+            "Check who may write ConfigMaps in this namespace",
+            warning=True,
+        )
+        for name in context.forged
+        if name in deleted
     ]
 
 

@@ -10,6 +10,7 @@ from heteroinfer_operator.api import LifeSpec
 from heteroinfer_operator.cluster import Refusal, TryObjects
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
@@ -54,6 +55,9 @@ class Context:
         target_failed: whether a group of the target's revision has used up its restarts.
         revisions: that pods can be made of, by name.
         recorded: names of the revisions that are kept.
+        records_signed_by: fingerprint of the key that all of them are signed by, or None.
+        signer: of the resource's plans and revision records.
+        forged: names of ConfigMaps with the names of such, which somebody else wrote or damaged.
         plans: kept ones, by hash.
         planner: makes the plans of epochs that start now.
         node_loss: which pods are given up because of their node.
@@ -71,6 +75,9 @@ class Context:
     target_failed: bool
     revisions: Mapping[str, Revision]
     recorded: frozenset[str]
+    records_signed_by: str | None
+    signer: Signer
+    forged: tuple[str, ...]
     plans: Mapping[str, Plan]
     planner: GroupPlanner
     node_loss: NodeLoss

@@ -11,6 +11,8 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.revision_record import RevisionRecord, read_revision_record
+from heteroinfer_operator.manifests.signer import Signer
+from heteroinfer_operator.reconcile.allowed import Allowed
 from heteroinfer_operator.reconcile.options import Options
 
 
@@ -91,8 +93,12 @@ def _name(spec: HeteroInferenceSpec, recorded: Collection[RevisionRecord], in_us
     found = sorted(same & set(in_use)) or sorted(same)
     if found:
         return found[0]
-    first = identity.first_revision(spec)
-    return first if first in in_use else identity.revision(spec)
+    others = {record.name for record in recorded} - same
+    first, own = identity.first_revision(spec), identity.revision(spec)
+    if first in in_use and first not in others:
+        return first
+    # Hashes of 40 bits can be made to meet: a refused spec must not take the place of what a group had.
+    return identity.longer_revision(spec) if own in others else own
 
 
 def _in_use(pods: Collection[PodView], status: HeteroInferenceStatus) -> set[str]:
@@ -100,10 +106,95 @@ def _in_use(pods: Collection[PodView], status: HeteroInferenceStatus) -> set[str
     return {name for name in (*labels, *(group.revision for group in status.groups)) if name}
 
 
-def read_records(observation: ResourceObservation, owner: Owner) -> list[RevisionRecord]:
-    """Returns the revisions that are kept."""
-    found = (read_revision_record(owner, stored) for stored in observation.objects)
-    return [record for record in found if record is not None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRecords:
+    """What is kept of revisions, as far as it is believed.
+
+    Attributes:
+        records: that are believed.
+        unsigned: names of those without a valid code.
+        forged: names of the ConfigMaps that are ignored: somebody else wrote them, or damaged them.
+        any_signed: whether a record has a valid code.
+    """
+
+    records: tuple[RevisionRecord, ...] = ()
+    unsigned: frozenset[str] = frozenset()
+    forged: tuple[str, ...] = ()
+    any_signed: bool = False
+
+    def signed_by(
+        self, signer: Signer, status: HeteroInferenceStatus, revisions: Collection[str]
+    ) -> str | None:
+        """Returns by which key all records are signed, for the next status.
+
+        From then on a record without a valid code is ignored. It is not before records were seen with their
+        codes: a status that is written, and a crash before the codes are, would lose them.
+
+        Args:
+            signer: of the resource.
+            status: as last written.
+            revisions: names of those that pods can be made of, and whose records so get codes.
+        """
+        done = self.any_signed and not self.unsigned & set(revisions)
+        return signer.fingerprint if done else status.records_signed_by
+
+
+def read_records(
+    observation: ResourceObservation, status: HeteroInferenceStatus, signer: Signer, allowed: Allowed
+) -> KeptRecords:
+    """Reads the revisions that are kept.
+
+    A record with a valid code is believed: the operator wrote it. Version 0.1.0 wrote none, and an operator
+    with another key made other codes: until all records in use have a code of this key, those without one
+    are checked like a spec. An installation without a key always does that.
+
+    Args:
+        observation: of the resource and its children.
+        status: as last written.
+        signer: of the resource.
+        allowed: what the installation allows.
+    """
+    prefix = identity.revision_record(signer.owner, "")
+    all_signed = signer.key is not None and status.records_signed_by == signer.fingerprint
+    records: list[RevisionRecord] = []
+    unsigned: set[str] = set()
+    forged: list[str] = []
+    any_signed = False
+    for stored in observation.objects:
+        name = stored["metadata"]["name"]
+        if stored["kind"] != "ConfigMap" or not name.startswith(prefix):
+            continue
+        record, is_signed = read_revision_record(signer.owner, stored), signer.vouches(stored)
+        any_signed = any_signed or is_signed
+        is_named = record is not None and _is_named_by_content(record)
+        if record is not None and (
+            is_signed or (not all_signed and is_named and _is_accepted(record, allowed))
+        ):
+            records.append(record)
+            unsigned |= set() if is_signed else {record.name}
+        elif signer.key is not None and not is_signed and (all_signed or not is_named):
+            forged.append(name)
+    return KeptRecords(
+        records=tuple(records), unsigned=frozenset(unsigned), forged=tuple(forged), any_signed=any_signed
+    )
+
+
+def _is_named_by_content(record: RevisionRecord) -> bool:
+    spec = record.spec
+    return record.name in {
+        identity.revision(spec),
+        identity.first_revision(spec),
+        identity.longer_revision(spec),
+    }
+
+
+def _is_accepted(record: RevisionRecord, allowed: Allowed) -> bool:
+    """Checks whether a spec would be accepted if its user wrote it today."""
+    try:
+        spec = parse_spec(record.spec.dump())
+    except SpecError:
+        return False
+    return allowed.find_forbidden(spec) is None
 
 
 def find_revisions(

@@ -1,0 +1,191 @@
+"""Required pod affinity between the pods of one group, by the rules of kube-scheduler. Pure.
+
+The rules are those of `pkg/scheduler/framework/plugins/interpodaffinity/filtering.go@v1.35.4`:
+- A pod meets its affinity on a node that has, for each term, the value of the topology key that the node of
+  another pod has. Only pods that match all of its terms count (`podMatchesAllAffinityTerms`).
+- While no pod counts, a pod that matches all of its own terms may be on any node that has the topology keys:
+  the first of a series (`satisfyPodAffinity`).
+- Two pods are kept apart if an anti-affinity term of one of them matches the other.
+
+The scheduler takes pods in any order. So a group is placed only if every order ends with all pods placed:
+half a group would hold its nodes for ever, and serve nobody. Pods of strangers are not known: terms that no
+pod of the group matches are about strangers, and are left to the scheduler.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from heteroinfer_operator.demand import Manifest, PodDemand, selects_pod
+
+_NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
+"""The label that every namespace has, with its name."""
+
+NodeLabels = Mapping[str, str]
+"""Of a node."""
+Values = tuple[str, ...]
+"""Of the topology keys of a series, in the order of its terms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodSeries:
+    """Pods that must all have one value of each topology key: each matches the terms, which all of them have.
+
+    Attributes:
+        kinds: of the pods, by index.
+        keys: topology keys.
+    """
+
+    kinds: frozenset[int]
+    keys: tuple[str, ...]
+
+    def values(self, labels: NodeLabels) -> Values | None:
+        """Finds a node's values of the keys; None if it lacks one."""
+        found = tuple(labels[key] for key in self.keys if key in labels)
+        return found if len(found) == len(self.keys) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTerms:
+    """What the terms of a group's pods say of each other.
+
+    Attributes:
+        kinds: a pod of each kind: pods of one kind ask for the same.
+    """
+
+    kinds: Sequence[PodDemand]
+
+    @cached_property
+    def peers(self) -> tuple[frozenset[int], ...]:
+        """Kinds that match all affinity terms of each kind; none where the terms are about strangers."""
+        return tuple(
+            frozenset(
+                other
+                for other, demand in enumerate(self.kinds)
+                if own.near and all(selects(term, own, demand) for term in own.near)
+            )
+            for own in self.kinds
+        )
+
+    @cached_property
+    def away(self) -> tuple[tuple[frozenset[str], ...], ...]:
+        """Topology keys in which a pod of one kind is kept apart from a pod of another, by both kinds."""
+        return tuple(
+            tuple(_keys_apart(one, other) | _keys_apart(other, one) for other in self.kinds)
+            for one in self.kinds
+        )
+
+    @cached_property
+    def series(self) -> tuple[PodSeries, ...]:
+        """Kinds that must all be in one place: their terms are the same, and no other kind meets them."""
+        found = []
+        for kind, peers in enumerate(self.peers):
+            if kind != min(peers, default=None):
+                continue
+            if all(self.kinds[peer].near == self.kinds[kind].near for peer in peers):
+                keys = tuple(dict.fromkeys(term["topologyKey"] for term in self.kinds[kind].near))
+                found.append(PodSeries(kinds=peers, keys=keys))
+        return tuple(found)
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether no pod of the group must be near another one."""
+        return not any(self.peers)
+
+    def is_placed_in_any_order(self, pods: Sequence[int], labels: Sequence[NodeLabels]) -> bool:
+        """Checks whether the scheduler places all pods on these nodes, whichever it takes first.
+
+        Args:
+            pods: kind of each pod.
+            labels: of its node.
+        """
+        if self.says_nothing:
+            return True
+        keys = sorted({term["topologyKey"] for demand in self.kinds for term in demand.near})
+        places = {
+            (kind, tuple(node.get(key) for key in keys)) for kind, node in zip(pods, labels, strict=True)
+        }
+        classes = [
+            _Class(kind=kind, values=dict(zip(keys, values, strict=True)))
+            for kind, values in sorted(places, key=repr)
+        ]
+        return all(self._all_placed([first, *classes]) for first in classes)
+
+    def _all_placed(self, order: Sequence["_Class"]) -> bool:
+        """Takes pods in this order, those that were not placed again and again, as the scheduler does."""
+        waiting, placed = list(dict.fromkeys(order)), list[_Class]()
+        while waiting:
+            found = next((each for each in waiting if self._may_be_placed(each, placed)), None)
+            if found is None:
+                return False
+            placed.append(found)
+            waiting.remove(found)
+        return True
+
+    def _may_be_placed(self, own: "_Class", placed: Sequence["_Class"]) -> bool:
+        peers, terms = self.peers[own.kind], self.kinds[own.kind].near
+        if not peers:
+            return True
+        keys = [term["topologyKey"] for term in terms]
+        if any(own.values[key] is None for key in keys):
+            return False
+        counted = [
+            each
+            for each in placed
+            if each.kind in peers and any(each.values[key] is not None for key in keys)
+        ]
+        if not counted:
+            return own.kind in peers
+        return all(any(each.values[key] == own.values[key] for each in counted) for key in keys)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Class:
+    """Pods of one kind on nodes with the same values of all topology keys: if one may be there, all may."""
+
+    kind: int
+    values: Mapping[str, str | None]
+
+
+def selects(term: Manifest, own: PodDemand, other: PodDemand) -> bool:
+    """Checks whether a term of one pod of a group matches another pod of the group, or the pod itself."""
+    return _is_about_own_namespace(term, own.namespace) and selects_pod(
+        term.get("labelSelector"), other.labels
+    )
+
+
+def _is_about_own_namespace(term: Manifest, namespace: str) -> bool:
+    """Checks whether a term matches pods of the group's namespace.
+
+    The operator knows the name of a namespace and none of its other labels. A selector of other labels is
+    taken to match: a group may then wait for nodes that it does not need, and no half of it is placed.
+    """
+    listed, selector = term.get("namespaces") or (), term.get("namespaceSelector")
+    if not listed and selector is None:
+        return True
+    if namespace in listed:
+        return True
+    if selector is None:
+        return False
+    exact = selector.get("matchLabels") or {}
+    expressions = selector.get("matchExpressions") or ()
+    known = {
+        "matchLabels": {key: value for key, value in exact.items() if key == _NAMESPACE_NAME},
+        "matchExpressions": [each for each in expressions if each["key"] == _NAMESPACE_NAME],
+    }
+    return selects_pod(known, {_NAMESPACE_NAME: namespace})
+
+
+def _keys_apart(own: PodDemand, other: PodDemand) -> frozenset[str]:
+    return frozenset(term["topologyKey"] for term in own.away if selects(term, own, other))
+
+
+def combinations(choices: Sequence[Sequence[Values]]) -> Iterator[tuple[Values, ...]]:
+    """Yields each way to take one value of each series."""
+    if not choices:
+        yield ()
+        return
+    for first in choices[0]:
+        for rest in combinations(choices[1:]):
+            yield (first, *rest)
