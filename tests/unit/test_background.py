@@ -8,9 +8,8 @@ from tests.unit.product import SOURCES, modules_below
 
 AWAITED = {
     "heteroinfer_contract.background": (1, "start_task itself"),
-    "heteroinfer_operator.kube.cluster_state": (1, ""),
     "heteroinfer_operator.kube.dry_runs": (1, ""),
-    "heteroinfer_operator.operator_process": (3, ""),
+    "heteroinfer_operator.operator_process": (2, "_until awaits both, and raises what ended the work"),
     "vllm_heteroinfer.engine.api_server": (1, ""),
     "vllm_heteroinfer.fetch.fetch_pod": (2, ""),
     "vllm_heteroinfer.launch.control_server": (1, ""),

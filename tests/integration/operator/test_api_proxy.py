@@ -52,7 +52,8 @@ async def test_the_proxy_holds_and_cuts_watches(
 
         async def watch() -> None:
             async for event in through.watch(path, {}):
-                seen.append(event["object"]["metadata"]["name"])
+                name = event["object"]["metadata"]["name"]
+                seen.append(name)
 
         watching = asyncio.ensure_future(watch())
         try:
