@@ -205,8 +205,8 @@ class WorkQueue:
 
     async def _work(self, key: ResourceKey) -> None:
         state = self._keys[key]
-        slot = _Slot(self._slots)
-        slow = asyncio.get_running_loop().call_later(self._slow_s, slot.give_back)
+        room = _Room(self._slots)
+        slow = asyncio.get_running_loop().call_later(self._slow_s, room.give_back)
         waiters, state.waiters = state.waiters, []
         state.waiting, state.run = False, object()
         _RUN.set(state.run)
@@ -215,7 +215,7 @@ class WorkQueue:
             await self._process_once(key, state)
         finally:
             slow.cancel()
-            slot.give_back()
+            room.give_back()
             self._look_at_changes(key, state)
             for waiter in waiters:
                 if not waiter.done():
@@ -285,7 +285,7 @@ class WorkQueue:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Room:
     """Room for one reconcile, given back once."""
 
     slots: asyncio.Semaphore
