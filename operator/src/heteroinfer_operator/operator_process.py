@@ -34,7 +34,13 @@ from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
 from heteroinfer_operator.kube.operator_key import ensure_operator_key
 from heteroinfer_operator.kube.paths import NamespacedName
-from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
+from heteroinfer_operator.kube.server import (
+    FORBIDDEN,
+    NOT_FOUND,
+    ApiError,
+    ApiServer,
+    load_configuration,
+)
 from heteroinfer_operator.kube.tls_buffers import shrink_tls_buffers
 from heteroinfer_operator.metrics import OperatorMetrics
 from heteroinfer_operator.settings import InstallationSettings
@@ -290,9 +296,10 @@ class Operator:
         if any(version < seen[scope] for scope, version in listed.versions.items()):
             logger.warning("the API server's store went back to an older state; listing everything again")
             cluster_state.relist()
-        for scope in listed.unread:
+        for scope, error in listed.unread.items():
             # Watches that are open outlive the right to watch: only a list shows that it is gone.
-            cluster_state.relist(scope)
+            if error.status in (FORBIDDEN, NOT_FOUND):
+                cluster_state.relist(scope)
         for key, version in listed.resources.items():
             resources.announce(key, version)
         kept = resources.keys()

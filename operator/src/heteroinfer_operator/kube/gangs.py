@@ -66,7 +66,9 @@ async def _resources(server: ApiServer, group_version: str) -> set[str]:
         if error.status == NOT_FOUND:
             return set()
         raise
-    return {resource["name"] for resource in answer.get("resources", ())}
+    resources = answer.get("resources")
+    found = resources if isinstance(resources, list) else []
+    return {str(resource.get("name")) for resource in found if isinstance(resource, dict)}
 
 
 class GangSchedulers:
