@@ -8,9 +8,7 @@ from tests.unit.product import SOURCES, modules_below
 
 AWAITED = {
     "heteroinfer_contract.background": (1, "start_task itself"),
-    "heteroinfer_operator.kube.cluster_state": (1, ""),
     "heteroinfer_operator.kube.dry_runs": (1, ""),
-    "heteroinfer_operator.operator_process": (3, ""),
 }
 """By module: how many tasks it starts without start_task, and who looks at the exception of each."""
 

@@ -23,6 +23,7 @@ class Health:
     Attributes:
         stale_s: working, but without a resync for so long: stuck.
         waits_for: what it waits for in words; "" once it works.
+        left_out: returns what it cannot do while it works, in words; "" if it does all.
         standby: whether it waits for another replica, and so is as ready as it will be.
         resynced_at: when the last resync was tried, or work began; None before.
         stale_caches: copies of what the API server stores that nothing was received of for long; a resync
@@ -32,6 +33,7 @@ class Health:
 
     stale_s: float
     waits_for: str = "the API server"
+    left_out: Callable[[], str] = str
     standby: bool = False
     resynced_at: float | None = None
     stale_caches: tuple[str, ...] = ()
@@ -79,7 +81,9 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
 
     async def readyz(request: web.Request) -> web.Response:
         waiting = health.waits_for if not health.standby else ""
-        text = f"waiting for {health.waits_for}" if health.waits_for else "ok"
+        left_out = health.left_out()
+        works = f"ok, but {left_out}" if left_out else "ok"
+        text = f"waiting for {health.waits_for}" if health.waits_for else works
         return web.Response(text=text, status=503 if waiting else 200)
 
     async def exposition(request: web.Request) -> web.Response:

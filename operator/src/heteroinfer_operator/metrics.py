@@ -55,6 +55,12 @@ class OperatorMetrics:
             "Unix time at which a resync last ended.",
             registry=self.registry,
         )
+        self.caches = Gauge(
+            metric_names.OPERATOR_CACHES,
+            "Copies of collections of the API server that are not as they should be.",
+            ("state",),
+            registry=self.registry,
+        )
         self._resources = _ResourceCollector()
         self.registry.register(self._resources)
         ProcessCollector(registry=self.registry)

@@ -6,6 +6,7 @@ thread it takes over the signals.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import signal
@@ -33,8 +34,13 @@ from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
 from heteroinfer_operator.kube.operator_key import ensure_operator_key
 from heteroinfer_operator.kube.paths import NamespacedName
-from heteroinfer_operator.kube.resource_cache import ResourceCache
-from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
+from heteroinfer_operator.kube.server import (
+    FORBIDDEN,
+    NOT_FOUND,
+    ApiError,
+    ApiServer,
+    load_configuration,
+)
 from heteroinfer_operator.kube.tls_buffers import shrink_tls_buffers
 from heteroinfer_operator.metrics import OperatorMetrics
 from heteroinfer_operator.settings import InstallationSettings
@@ -130,7 +136,8 @@ class Operator:
         try:
             cluster_state, queue = self._build_queue(server, groups, self._build_decide(operator_key))
             group.create_task(cluster_state.run(), name="caches")
-            await self._wait_synced(cluster_state)
+            group.create_task(self._report_caches(cluster_state), name="state of the caches")
+            await self._wait_ready(cluster_state)
             group.create_task(queue.run(), name="workers")
 
             def announce(key: ResourceKey, version: int) -> None:
@@ -173,7 +180,12 @@ class Operator:
         cluster = KubeCluster(
             server, cluster_state, recorder=recorder, groups=groups, on_observed=self._observed
         )
-        process = build_process(cluster, decide)
+        reconcile = build_process(cluster, decide)
+
+        async def process(key: ResourceKey) -> float | None:
+            # A namespace that is not ready adds its resources once it is.
+            return await reconcile(key) if cluster_state.is_ready(key.namespace) else None
+
         queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)
         return cluster_state, queue
 
@@ -202,15 +214,39 @@ class Operator:
         if self._lease is not None:
             self._lease.require()
 
-    async def _wait_synced(self, cluster_state: ClusterState) -> None:
-        """Returns once all caches are listed; says what is missing meanwhile, and in /readyz."""
-        synced = asyncio.ensure_future(cluster_state.wait_synced())
-        try:
-            while not synced.done():
-                self._health.waits_for = f"the first list of {some_of(cluster_state.unsynced())}"
-                await asyncio.wait({synced}, timeout=POLL_S)
-        finally:
-            synced.cancel()
+    async def _wait_ready(self, cluster_state: ClusterState) -> None:
+        """Waits until some resources can be decided; /readyz says what is missing meanwhile."""
+        while True:
+            self._health.waits_for = f"the first list of {some_of(cluster_state.unsynced())}"
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await cluster_state.wait_ready()
+                    return
+
+    async def _report_caches(self, cluster_state: ClusterState) -> None:
+        """Keeps /readyz and a metric true about caches that are not as they should be; logs what is new."""
+        self._health.left_out = lambda: _left_out(cluster_state)
+        reported: set[str] = set()
+        while True:
+            failing = [cache for cache in cluster_state.all() if cache.is_failing]
+            for state, caches in (
+                ("unlisted", cluster_state.unsynced()),
+                ("failing", failing),
+                ("stale", cluster_state.stale()),
+            ):
+                self._metrics.caches.labels(state).set(len(caches))
+            unreadable = cluster_state.unreadable()
+            for namespace in sorted(unreadable.keys() - reported):
+                logger.error(
+                    "namespace %s is not served: the operator cannot read it (%s). Grant the operator its "
+                    "rights there again, or take the namespace out of watchNamespaces",
+                    namespace,
+                    unreadable[namespace],
+                )
+            for namespace in sorted(reported - unreadable.keys()):
+                logger.info("namespace %s: can be read again", namespace)
+            reported = set(unreadable)
+            await asyncio.sleep(POLL_S)
 
     def _observed(self, key: ResourceKey, status: object) -> None:
         self._metrics.observe_status(key, status if isinstance(status, dict) else None)
@@ -243,9 +279,7 @@ class Operator:
 
     def _count_resync(self, cluster_state: ClusterState) -> None:
         """Notes a full resync; one over copies that nothing was received of saw the past, and is none."""
-        self._health.stale_caches = tuple(
-            cache.collection.label for cache in cluster_state.all() if cache.is_stale
-        )
+        self._health.stale_caches = tuple(cluster_state.stale())
         if self._health.stale_caches:
             logger.error(
                 "a resync that does not count: nothing received of %s", some_of(self._health.stale_caches)
@@ -254,15 +288,25 @@ class Operator:
         self._metrics.last_resync.set(datetime.now(UTC).timestamp())
         self._health.resynced()
 
-    async def _list(self, server: ApiServer, resources: ResourceCache) -> set[ResourceKey]:
+    async def _list(self, server: ApiServer, cluster_state: ClusterState) -> set[ResourceKey]:
         """Returns every resource; where copy and list differ, the copy will be read anew."""
+        resources = cluster_state.resources
+        seen = resources.versions()
         listed = await list_resources(server, self._settings.watch_namespaces)
-        for key, version in listed.items():
+        if any(version < seen[scope] for scope, version in listed.versions.items()):
+            logger.warning("the API server's store went back to an older state; listing everything again")
+            cluster_state.relist()
+        for scope, error in listed.unread.items():
+            # Watches that are open outlive the right to watch: only a list shows that it is gone.
+            if error.status in (FORBIDDEN, NOT_FOUND):
+                cluster_state.relist(scope)
+        for key, version in listed.resources.items():
             resources.announce(key, version)
-        known = resources.keys()
-        for key in known - listed.keys():
+        kept = resources.keys()
+        known = {key for key in kept if key.namespace not in listed.unread}
+        for key in known - listed.resources.keys():
             resources.doubt(key)
-        return known | listed.keys()
+        return known | listed.resources.keys()
 
     async def _resync_all(self, server: ApiServer, queue: WorkQueue, cluster_state: ClusterState) -> None:
         """Reconciles every resource from time to time, whatever events said."""
@@ -270,7 +314,7 @@ class Operator:
         while True:
             pause_s = self._settings.resync_s
             try:
-                keys = await self._list(server, cluster_state.resources)
+                keys = await self._list(server, cluster_state)
                 async with asyncio.timeout(2 * self._settings.resync_s):
                     await queue.process_all(keys)
                 self._count_resync(cluster_state)
@@ -314,6 +358,17 @@ class Operator:
             await asyncio.wait({ended}, timeout=KOPF_STOP_S)
             if ended.done():
                 ended.exception()  # seen: what matters was raised above
+
+
+def _left_out(cluster_state: ClusterState) -> str:
+    """Returns what the operator cannot do, though it works, or ""."""
+    if unreadable := cluster_state.unreadable():
+        return f"cannot read the namespaces {some_of(sorted(unreadable))}"
+    if unlisted := cluster_state.unsynced():
+        return f"waits for the first list of {some_of(unlisted)}"
+    if stale := cluster_state.stale():
+        return f"nothing was received of {some_of(stale)}"
+    return ""
 
 
 def _waits_for_capacity(status: Mapping[str, Any]) -> bool:

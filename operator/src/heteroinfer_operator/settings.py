@@ -35,7 +35,8 @@ class InstallationSettings:
         allowed_annotations: HETEROINFER_ALLOWED_ANNOTATIONS, separated by commas: keys of
             annotations, or prefixes that end with a slash, which pods may have beside those listed.
         http_port: HETEROINFER_HTTP_PORT: of /healthz, /readyz and /metrics; 0 takes a free one.
-        workers: HETEROINFER_WORKERS: resources reconciled at once, at least 1.
+        workers: HETEROINFER_WORKERS: resources reconciled at once, at least 1; a reconcile that takes longer
+            than half a second does not count.
         resync_s: HETEROINFER_RESYNC_SECONDS: between resyncs, above 0.
         watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: a watch on which nothing comes for so
             long is dead; above the API server's minute between bookmarks.

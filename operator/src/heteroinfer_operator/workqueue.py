@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final, TypeAlias
@@ -31,11 +32,13 @@ class Backoff:
     Attributes:
         first_s: after the first; doubled for each further one.
         most_s: never longer.
+        changed_s: a change by others shortens the wait to this, counted from the failure.
         conflicts_at_once: so many conflicts in a row are tried again at once; then as failures.
     """
 
     first_s: float = 0.2
     most_s: float = 30.0
+    changed_s: float = 0.5
     conflicts_at_once: int = 5
 
     def delay_s(self, failures: int) -> float:
@@ -45,6 +48,8 @@ class Backoff:
 
 RECONCILE_TIMEOUT_S: Final = 120.0
 """Of one reconcile: some dozens of requests at 30 s each never all hang."""
+SLOW_S: Final = 0.5
+"""A reconcile that takes longer waits for an API server or a webhook: others start meanwhile."""
 
 
 def build_process(cluster: Cluster, decide: Decide) -> Process:
@@ -64,32 +69,52 @@ def build_process(cluster: Cluster, decide: Decide) -> Process:
 
 @dataclass(slots=True)
 class _Key:
-    """What the queue knows of one resource while it has a reason to."""
+    """What the queue knows of one resource while it has a reason to.
+
+    Attributes:
+        waiting: whether it has a place in the queue.
+        run: the reconcile at work, or None.
+        changed: whether the resource was added while this reconcile was at work.
+        changed_by_others: whether somebody else than this reconcile added it.
+        failures: in a row.
+        conflicts: since the last success.
+        not_before: time of the loop before which no change is looked at; 0 without a failure.
+        timer: due later.
+        waiters: of process_all, for the next reconcile that starts.
+    """
 
     waiting: bool = False
-    running: bool = False
-    again: bool = False
+    run: object | None = None
+    changed: bool = False
+    changed_by_others: bool = False
     failures: int = 0
     conflicts: int = 0
+    not_before: float = 0.0
     timer: asyncio.TimerHandle | None = None
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.running or self.again or self.failures or self.timer or self.waiters)
+        return not (self.waiting or self.run is not None or self.failures or self.timer or self.waiters)
+
+
+_RUN: Final[ContextVar[object | None]] = ContextVar("reconcile", default=None)
+"""The reconcile that the running code belongs to: so its own changes are told from those of others."""
 
 
 class WorkQueue:
     """Runs `process` for each key that is added, never twice at once for the same key.
 
     A key added many times before its turn is processed once; one added while it is being
-    processed is processed once more after that. Use from one event loop.
+    processed is processed once more after that. While a key fails, changes that its reconcile made itself
+    do not shorten the back-off; changes by others do. Use from one event loop.
 
     Args:
         process: the reconcile of one resource.
-        workers: resources at work at once.
+        workers: resources at work at once, without those that have been at work for `slow_s`.
         backoff: after failures.
         reconcile_timeout_s: of one call of process.
+        slow_s: a reconcile that takes longer keeps no other from starting.
         metrics: where reconciles are counted.
     """
 
@@ -100,42 +125,47 @@ class WorkQueue:
         workers: int = 16,
         backoff: Backoff | None = None,
         reconcile_timeout_s: float = RECONCILE_TIMEOUT_S,
+        slow_s: float = SLOW_S,
         metrics: OperatorMetrics | None = None,
     ) -> None:
         self._process = process
-        self._workers = workers
+        self._slots = asyncio.Semaphore(workers)
         self._backoff = backoff or Backoff()
         self._reconcile_timeout_s = reconcile_timeout_s
+        self._slow_s = slow_s
         self._metrics = metrics or OperatorMetrics()
         self._ready: asyncio.Queue[ResourceKey] = asyncio.Queue()
         self._keys: dict[ResourceKey, _Key] = {}
 
     def add(self, key: ResourceKey) -> None:
-        """Has a resource reconciled as soon as a worker is free."""
+        """Has a resource reconciled as soon as there is room; after a failure not before its time."""
         state = self._keys.setdefault(key, _Key())
-        if state.running:
-            state.again = True
-        elif not state.waiting:
-            self._cancel_timer(state)
-            state.waiting = True
-            self._ready.put_nowait(key)
-            self._metrics.queue_length.set(self._ready.qsize())
+        if state.run is not None:
+            state.changed = True
+            state.changed_by_others = state.changed_by_others or _RUN.get() is not state.run
+        elif state.not_before > asyncio.get_running_loop().time():
+            self._start_timer(key, state, state.not_before)
+        else:
+            self._enqueue(key, state)
 
     def add_after(self, key: ResourceKey, delay_s: float) -> None:
         """Has a resource reconciled after a delay, or earlier if it is added or due before."""
         state = self._keys.setdefault(key, _Key())
-        loop = asyncio.get_running_loop()
-        due = loop.time() + max(delay_s, 0.0)
-        if state.waiting or (state.timer is not None and state.timer.when() <= due):
-            return
-        self._cancel_timer(state)
-        state.timer = loop.call_at(due, self._due, key)
+        self._start_timer(key, state, asyncio.get_running_loop().time() + max(delay_s, 0.0))
 
     async def run(self) -> None:
         """Works until cancelled; a reconcile in work is then cancelled at its next await."""
-        async with asyncio.TaskGroup() as group:
-            for index in range(self._workers):
-                group.create_task(self._work(), name=f"reconcile worker {index}")
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    await self._slots.acquire()
+                    key = await self._ready.get()
+                    group.create_task(self._work(key), name=f"reconcile {key}")
+        finally:
+            for state in self._keys.values():
+                self._cancel_timer(state)
+                for waiter in state.waiters:
+                    waiter.cancel()
 
     async def process_all(self, keys: Iterable[ResourceKey]) -> None:
         """Has resources reconciled, and returns once each of them was; the caller sets the deadline."""
@@ -148,39 +178,57 @@ class WorkQueue:
         if done:
             await asyncio.wait(done)
 
-    def _due(self, key: ResourceKey) -> None:
-        self._keys[key].timer = None
-        self.add(key)
+    def _enqueue(self, key: ResourceKey, state: _Key) -> None:
+        self._cancel_timer(state)
+        if not state.waiting:
+            state.waiting = True
+            self._ready.put_nowait(key)
+            self._metrics.queue_length.set(self._ready.qsize())
+
+    def _start_timer(self, key: ResourceKey, state: _Key, due: float) -> None:
+        if state.waiting or (state.timer is not None and state.timer.when() <= due):
+            return
+        self._cancel_timer(state)
+        state.timer = asyncio.get_running_loop().call_at(due, self._due, key, state)
+
+    def _due(self, key: ResourceKey, state: _Key) -> None:
+        state.timer = None
+        if state.run is not None:
+            state.changed = state.changed_by_others = True
+        else:
+            self._enqueue(key, state)
 
     def _cancel_timer(self, state: _Key) -> None:
         if state.timer is not None:
             state.timer.cancel()
             state.timer = None
 
-    async def _work(self) -> None:
-        while True:
-            # Neither get() of a queue with something in it nor a reconcile must suspend: timers, health
-            # and a cancellation would never have their turn.
-            await asyncio.sleep(0)
-            key = await self._ready.get()
-            state = self._keys[key]
-            state.waiting, state.running = False, True
-            waiters, state.waiters = state.waiters, []
-            self._metrics.queue_length.set(self._ready.qsize())
-            try:
-                await self._process_once(key, state)
-            finally:
-                state.running = False
-                if state.again and not state.failures:
-                    self.add(key)
-                # After a failure the back-off stands, whatever changed meanwhile: the change may
-                # be the failing reconcile's own.
-                state.again = False
-                if state.idle:
-                    del self._keys[key]
-                for waiter in waiters:
-                    if not waiter.done():
-                        waiter.set_result(None)
+    async def _work(self, key: ResourceKey) -> None:
+        state = self._keys[key]
+        room = _Room(self._slots)
+        slow = asyncio.get_running_loop().call_later(self._slow_s, room.give_back)
+        waiters, state.waiters = state.waiters, []
+        state.waiting, state.run = False, object()
+        _RUN.set(state.run)
+        self._metrics.queue_length.set(self._ready.qsize())
+        try:
+            await self._process_once(key, state)
+        finally:
+            slow.cancel()
+            room.give_back()
+            self._look_at_changes(key, state)
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _look_at_changes(self, key: ResourceKey, state: _Key) -> None:
+        """Ends a reconcile: what changed while it was at work is looked at by the next."""
+        looked_at = state.changed_by_others or (state.changed and not state.failures)
+        state.run, state.changed, state.changed_by_others = None, False, False
+        if looked_at:
+            self.add(key)
+        if state.idle:
+            del self._keys[key]
 
     async def _process_once(self, key: ResourceKey, state: _Key) -> None:
         """The one top-level boundary of reconciles: every error ends here, counted and logged."""
@@ -193,20 +241,27 @@ class WorkQueue:
         except SpecError as error:
             self._count(error.reason)
             logger.warning("%s: %s; waiting for a change of the resource", key, error.message)
-            state.failures = state.conflicts = 0
+            self._succeeded(state)
         except HeteroInferError as error:
             self._failed(key, state, error.reason, error.message)
         except TimeoutError:
             self._failed(key, state, "PassTimeout", f"not done after {self._reconcile_timeout_s:g} s")
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            self._failed(key, state, "Cancelled", "something that the reconcile waited for was cancelled")
         except Exception as error:
             logger.exception("%s: reconcile failed; this is a defect of the operator, please report it", key)
             self._failed(key, state, type(error).__name__, repr(error))
         else:
-            state.failures = state.conflicts = 0
+            self._succeeded(state)
             if look_again_s is not None:
                 self.add_after(key, look_again_s)
         finally:
             self._metrics.reconcile_seconds.observe(time.monotonic() - started)
+
+    def _succeeded(self, state: _Key) -> None:
+        state.failures, state.conflicts, state.not_before = 0, 0, 0.0
 
     def _conflicted(self, key: ResourceKey, state: _Key, error: ConflictError) -> None:
         self._count("Conflict")
@@ -215,14 +270,33 @@ class WorkQueue:
             self._failed(key, state, "ConflictsInARow", str(error))
         else:
             logger.debug("%s: %s; observing again", key, error)
-            state.again = True
+            self.add_after(key, 0.0)
 
     def _failed(self, key: ResourceKey, state: _Key, reason: str, message: str) -> None:
         self._count(reason)
         state.failures += 1
         delay_s = self._backoff.delay_s(state.failures)
+        state.not_before = asyncio.get_running_loop().time() + min(delay_s, self._backoff.changed_s)
         logger.warning("%s: %s: %s; trying again in %.1f s", key, reason, message, delay_s)
         self.add_after(key, delay_s)
 
     def _count(self, reason: str) -> None:
         self._metrics.reconcile_errors.labels(reason).inc()
+
+
+@dataclass(slots=True)
+class _Room:
+    """Room for one reconcile, given back once."""
+
+    slots: asyncio.Semaphore
+    held: bool = True
+
+    def give_back(self) -> None:
+        if self.held:
+            self.held = False
+            self.slots.release()
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -17,10 +17,11 @@ import aiohttp
 
 from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.cluster import Gang, ResourceKey
 from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
+from heteroinfer_operator.kube.gangs import ask_gangs
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer
@@ -239,6 +240,11 @@ async def operator(kubeconfig: Path, log: Path, **settings: str) -> AsyncIterato
         yield process
     finally:
         process.kill()
+
+
+async def served_gangs(server: ApiServer) -> set[Gang]:
+    """Returns the gang schedulers whose API is served now."""
+    return {gang for gang, answer in (await ask_gangs(server)).items() if answer is True}
 
 
 async def add_node(server: ApiServer, name: str, *taints: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,10 +17,12 @@ import pytest_asyncio
 from heteroinfer_operator.cluster import CreateObject, ResourceKey
 from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.cluster_state import ClusterState
-from heteroinfer_operator.kube.paths import NODE, POD
+from heteroinfer_operator.kube.paths import CONFIG_MAP, NODE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from tests.cluster import processes
+from tests.cluster.control_plane import api_status, site_of
 from tests.cluster.crds import apply_crds
+from tests.cluster.programs import Program
 from tests.cluster.running_cluster import Cluster, start_control_plane_only
 from tests.integration.operator.running_operator import (
     DEADLINE_S,
@@ -169,6 +172,51 @@ async def test_after_an_outage_and_a_410_the_list_replaces_everything(
         await until(
             "the new pod", lambda: "ghosts-d" in names_of(watched.cluster_state, owner.key, owner.uid)
         )
+
+
+def restore_etcd(cluster: Cluster, copy: Path) -> None:
+    """Puts an older copy of etcd's data in place, and starts what reads it again."""
+    site, pki = site_of(cluster.state)
+    controllers, api_server, etcd = (
+        Program.of(cluster.state, name) for name in ("kube-controller-manager", "kube-apiserver", "etcd")
+    )
+    for program in (controllers, api_server, etcd):
+        program.kill()
+    shutil.rmtree(cluster.state.folder / "etcd")
+    shutil.copytree(copy, cluster.state.folder / "etcd")
+    etcd.start_again()
+    api_server.start_again()
+    processes.wait_until(
+        "the API server's return", lambda: api_status(site, pki, "/readyz") == 200, timeout_s=60
+    )
+    controllers.start_again()
+
+
+async def test_a_store_that_went_back_to_an_older_state_is_listed_again_at_once(tmp_path: Path) -> None:
+    with start_control_plane_only() as plane:
+        apply_crds(plane, build_crd())
+        server = ApiServer(await load_configuration(str(plane.kubeconfig)))
+        try:
+            await until("the resource is served", lambda: served(server), timeout_s=60)
+            owner = await create_resource(server, "default", "old")
+            async with watching(server, "default") as watched:
+                etcd = Program.of(plane.state, "etcd")
+                await asyncio.to_thread(etcd.kill)
+                shutil.copytree(plane.state.folder / "etcd", tmp_path / "copy")
+                await asyncio.to_thread(etcd.start_again)
+                await until("etcd answers", lambda: served(server), timeout_s=60)
+                await server.create(POD.path("default"), pod(owner, "newer"))
+                for number in range(50):
+                    await server.create(CONFIG_MAP.path("default"), child(owner, "ConfigMap", f"c{number}"))
+                pods = watched.cluster_state.pods
+                await until("the pod is seen", lambda: pods(owner.key, owner.uid))
+                await asyncio.to_thread(restore_etcd, plane, tmp_path / "copy")
+                # 100 s of silence would tell, too.
+                await until("the pod is gone", lambda: not pods(owner.key, owner.uid), timeout_s=40)
+                await server.create(POD.path("default"), pod(owner, "after"))
+                await until("a new pod is seen", lambda: pods(owner.key, owner.uid), timeout_s=40)
+        finally:
+            await server.close()
 
 
 async def test_what_was_written_during_an_outage_of_the_watch_survives_until_it_is_seen(

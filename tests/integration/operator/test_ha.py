@@ -1,12 +1,19 @@
 """Several operators on one API server, and an API server that goes silent."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from heteroinfer_contract import metric_names, names
-from heteroinfer_operator.kube.lease import LeaderLease, LeaseLostError, LeaseNotHeldError, LeaseTerms
+from heteroinfer_operator.kube.lease import (
+    LeaderLease,
+    LeaseLostError,
+    LeaseNotHeldError,
+    LeaseTerms,
+    seconds_since_boot,
+)
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, LEASE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.integration.operator.between import Asked, between
@@ -232,3 +239,21 @@ async def test_a_watch_that_goes_silent_is_found(
         assert process.process.poll() is None
         assert "Traceback" not in process.said, process.said
         await delete(server, namespace)
+
+
+async def test_a_machine_that_slept_has_lost_its_lease(server: ApiServer, namespace: str) -> None:
+    now_s = seconds_since_boot()
+    terms = LeaseTerms(
+        namespace=namespace, name="slept", identity="one", duration_s=15, renew_s=3.0, deadline_s=10.0
+    )
+    lease = LeaderLease(server, terms, clock=lambda: now_s)
+    await lease.acquire()
+    lease.require()
+    now_s += 3600.0
+    with pytest.raises(LeaseNotHeldError, match="not renewed"):
+        lease.require()
+
+
+def test_the_clock_of_the_lease_passes_while_the_machine_sleeps() -> None:
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert before <= seconds_since_boot() <= time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -15,7 +15,6 @@ from aiohttp import web
 
 from heteroinfer_contract import metric_names, names
 from heteroinfer_operator.cluster import Gang
-from heteroinfer_operator.kube.gangs import find_gangs
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NETWORK_POLICY, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
 from tests.integration.operator.life import (
@@ -34,6 +33,7 @@ from tests.integration.operator.running_operator import (
     end_pod,
     operator,
     run_pod,
+    served_gangs,
     until,
 )
 from tests.integration.operator.test_limits import QUOTAS, allow, living
@@ -107,7 +107,7 @@ async def test_a_refused_gang_object_is_one_refusal(
 
 
 async def has_volcano(server: ApiServer) -> bool:
-    return Gang.VOLCANO in await find_gangs(server)
+    return Gang.VOLCANO in await served_gangs(server)
 
 
 @asynccontextmanager

@@ -134,7 +134,7 @@ async def test_what_is_announced_is_read_if_the_watch_is_behind(server: ApiServe
         version = int((await observe(watched, owner)).resource.resource_version)
         assert not resources.announce(owner.key, version), "it is here already"
         version = await scale(server, owner, 2)
-        assert await list_resources(server, [namespace]) == {owner.key: version}
+        assert (await list_resources(server, [namespace])).resources == {owner.key: version}
         assert resources.announce(owner.key, version)
         assert (await observe(watched, owner)).resource.spec["replicas"] == 2
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})

@@ -8,13 +8,12 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import Gang, ResourceKey
-from heteroinfer_operator.kube.gangs import find_gangs
 from heteroinfer_operator.kube.paths import COSCHEDULING_POD_GROUP, WORKLOAD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from tests.cluster.running_cluster import Cluster
-from tests.integration.operator.running_operator import SPEC, operator, until
+from tests.integration.operator.running_operator import SPEC, operator, served_gangs, until
 from tests.integration.scheduling.conftest import (
     add_node,
     apply,
@@ -30,7 +29,7 @@ GANG_SCHEDULING = True
 async def test_half_a_gang_is_never_placed(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    assert await find_gangs(server) == {Gang.NATIVE}
+    assert await served_gangs(server) == {Gang.NATIVE}
     pool = {"template": {"nodeSelector": {"pool": "gang"}}, "resources": {"requests": {"cpu": "10"}}}
     roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
     await add_node(server, "half", labels={"pool": "gang"})
@@ -77,7 +76,7 @@ async def test_coschedulings_pod_group_and_kueues_labels(
     installed = [install_crd(plane, project) for project in ("coscheduling", "kueue")]
 
     async def are_found() -> bool:
-        return await find_gangs(server) == {Gang.NATIVE, Gang.COSCHEDULING, Gang.KUEUE}
+        return await served_gangs(server) == {Gang.NATIVE, Gang.COSCHEDULING, Gang.KUEUE}
 
     try:
         await until("discovery of all of them", are_found, timeout_s=30)

@@ -15,7 +15,6 @@ import pytest_asyncio
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Gang
 from heteroinfer_operator.crd import build_crd
-from heteroinfer_operator.kube.gangs import find_gangs
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster import kwok
@@ -36,6 +35,7 @@ from tests.integration.operator.running_operator import (
     OperatorProcess,
     end_rank,
     operator,
+    served_gangs,
     until,
 )
 from tests.integration.scheduling.conftest import capacity, pods_of
@@ -124,7 +124,7 @@ class Resource:
         self.site, self.server, self.namespace, self.process = site, server, namespace, process
 
     async def create(self) -> None:
-        assert await find_gangs(self.server) == {self.site.gang}
+        assert await served_gangs(self.server) == {self.site.gang}
         queue = {"queueName": KUEUE_QUEUE} if self.site.gang is Gang.KUEUE else {}
         resources = {"requests": {"cpu": "10", "memory": "8Gi"}}
         roles = [{"name": name, "device": "CPU", "resources": resources} for name in ("first", "second")]

@@ -28,9 +28,16 @@ QUICK = Backoff(first_s=0.01, most_s=0.04, conflicts_at_once=3)
 
 @contextlib.asynccontextmanager
 async def working(
-    process: Process, *, workers: int = 2, reconcile_timeout_s: float = 5.0
+    process: Process,
+    *,
+    workers: int = 2,
+    reconcile_timeout_s: float = 5.0,
+    backoff: Backoff = QUICK,
+    slow_s: float = 5.0,
 ) -> AsyncIterator[WorkQueue]:
-    queue = WorkQueue(process, workers=workers, backoff=QUICK, reconcile_timeout_s=reconcile_timeout_s)
+    queue = WorkQueue(
+        process, workers=workers, backoff=backoff, reconcile_timeout_s=reconcile_timeout_s, slow_s=slow_s
+    )
     running = asyncio.ensure_future(queue.run())
     try:
         async with asyncio.timeout(5):
@@ -141,6 +148,76 @@ async def test_conflicts_are_tried_again_at_once_but_not_for_ever() -> None:
     errors = names.OPERATOR_RECONCILE_ERRORS_TOTAL
     assert metrics.registry.get_sample_value(errors, {"reason": "Conflict"}) == 5
     assert metrics.registry.get_sample_value(errors, {"reason": "ConflictsInARow"}) == 1
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+async def test_a_conflict_after_failures_is_tried_again_and_ends_a_resync(failures: int) -> None:
+    seen = 0
+
+    async def process(key: ResourceKey) -> None:
+        nonlocal seen
+        seen += 1
+        if seen <= failures:
+            raise HeteroInferError("not now", reason="NotNow")
+        if seen == failures + 1:
+            resync.append(asyncio.ensure_future(queue.process_all([A])))
+            await asyncio.sleep(0)
+            raise ConflictError("changed")
+
+    resync: list[asyncio.Future[None]] = []
+    async with working(process) as queue:
+        queue.add(A)
+        await until(lambda: seen == failures + 2)
+        await resync[0]
+
+
+async def test_a_change_by_others_cuts_the_back_off_short() -> None:
+    times: list[float] = []
+
+    async def process(key: ResourceKey) -> None:
+        times.append(asyncio.get_running_loop().time())
+        raise HeteroInferError("not now", reason="NotNow")
+
+    backoff = Backoff(first_s=60.0, most_s=60.0, changed_s=0.01)
+    async with working(process, backoff=backoff) as queue:
+        queue.add(A)
+        await until(lambda: len(times) == 1)
+        queue.add(A)
+        await until(lambda: len(times) == 2)
+        assert times[1] - times[0] >= 0.01
+
+
+async def test_reconciles_that_hang_do_not_keep_others_from_starting() -> None:
+    hanging = [ResourceKey(namespace="ns", name=f"hangs-{index}") for index in range(20)]
+    seen: list[ResourceKey] = []
+
+    async def process(key: ResourceKey) -> None:
+        seen.append(key)
+        if key in hanging:
+            await asyncio.Event().wait()
+
+    async with working(process, workers=2, slow_s=0.01) as queue:
+        for key in hanging:
+            queue.add(key)
+        await queue.process_all([A])
+        assert seen[-1] == A
+
+
+async def test_a_reconcile_whose_own_task_was_cancelled_is_tried_again() -> None:
+    seen = 0
+
+    async def process(key: ResourceKey) -> None:
+        nonlocal seen
+        seen += 1
+        if seen <= 3:
+            gone = asyncio.ensure_future(asyncio.Event().wait())
+            gone.cancel()
+            await gone
+
+    async with working(process, workers=1) as queue:
+        queue.add(A)
+        await until(lambda: seen == 4)
+        await queue.process_all([B])
 
 
 async def test_a_wrong_spec_waits_for_a_change() -> None:

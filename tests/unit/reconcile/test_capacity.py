@@ -198,6 +198,16 @@ def test_a_living_group_keeps_its_own_gang() -> None:
     assert ("Workload", "demo-0-1") in world.objects
 
 
+def test_no_object_is_wanted_of_a_gang_scheduler_whose_api_is_gone() -> None:
+    world = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
+    pods = world.workers()
+    del world.objects["Workload", "demo-0-1"]
+    world.gangs = frozenset()
+    world.step()
+    assert not [action for action in world.writes if "Workload" in repr(action)]
+    assert world.workers() == pods
+
+
 def test_always_needs_a_gang_scheduler_and_never_takes_none() -> None:
     world = started(cpu_pair(scheduling={"gang": "Always"}), node("a"))
     assert world.condition("Planned") == ("False", "NoGangScheduler")

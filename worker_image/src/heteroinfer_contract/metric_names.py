@@ -57,6 +57,7 @@ OPERATOR_QUEUE_LENGTH: Final = "heteroinfer_operator_queue_length"
 OPERATOR_WRITES_TOTAL: Final = "heteroinfer_operator_writes_total"
 """Counter, labels verb and kind: writes to the API server."""
 OPERATOR_LAST_PASS_TIMESTAMP_SECONDS: Final = "heteroinfer_operator_last_pass_timestamp_seconds"  # noqa: S105 - "pass" is no password
+OPERATOR_CACHES: Final = "heteroinfer_operator_caches"
 OPERATOR_GROUPS: Final = "heteroinfer_operator_groups"
 """Gauge, label phase; every phase is there."""
 PROCESS_RESIDENT_MEMORY_BYTES: Final = "process_resident_memory_bytes"

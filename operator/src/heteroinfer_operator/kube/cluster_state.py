@@ -12,21 +12,21 @@ from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import Gang, Manifest, NodeView, ResourceKey
 from heteroinfer_operator.demand import PodDemand, total
 from heteroinfer_operator.kube import trim
-from heteroinfer_operator.kube.gangs import find_gangs
+from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
 from heteroinfer_operator.kube.own_clock import OwnClock
-from heteroinfer_operator.kube.paths import CHILDREN, GANG_CHILDREN, NODE, POD, Kind, NamespacedName
+from heteroinfer_operator.kube.paths import CHILDREN, CONFIG_MAP, NODE, POD, SERVICE, Kind, NamespacedName
 from heteroinfer_operator.kube.resource_cache import ResourceCache
-from heteroinfer_operator.kube.server import ApiError, ApiServer
+from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodRecord, PodRequests
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 
 logger = logging.getLogger(__name__)
 
-GANGS_S: Final = 300.0
-"""How often it is asked which gang schedulers there are."""
-GANGS_RETRY_S: Final = 5.0
-GANGS_LISTED_S: Final = 20.0
+NEEDED_CHILDREN: Final = (CONFIG_MAP, SERVICE)
+"""ConfigMaps keep the plans, and Services the ports of clients; children of other kinds decide nothing."""
+OTHERS_LISTED_S: Final = 5.0
+"""How long the first decisions wait for the caches that they can do without."""
 OURS: Final = {"labelSelector": names.LABEL_RESOURCE}
 NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
 
@@ -58,6 +58,9 @@ class ClusterState:
         kept: KeptCalibrations | None = None,
     ) -> None:
         self.cluster_scope = not namespaces
+        self._touched = touched
+        self._ready: set[str | None] = set()
+        self._some_ready = asyncio.Event()
         self._silences, self._deletions, self._creations = OwnClock(), OwnClock(), OwnClock()
         scopes: list[str | None] = [*namespaces] or [None]
 
@@ -100,7 +103,7 @@ class ClusterState:
 
         self._pods = {scope: build_pods(scope) for scope in scopes}
         self._children = {kind: build_children(kind) for kind in CHILDREN}
-        self._gangs = _Gangs(server, build_children)
+        self._gangs = GangSchedulers(server, build_children, changed=self._touch_all)
         self._nodes: WatchCache[NodeView] | None = None
         self._requests: WatchCache[PodRequests] | None = None
         if self.cluster_scope:
@@ -145,25 +148,28 @@ class ClusterState:
     def _kinds(self) -> dict[Kind, dict[str | None, WatchCache[ChildRecord]]]:
         return {**self._children, **self._gangs.kinds}
 
-    def of(self, kind: Kind, namespace: str) -> WatchCache[Any]:
+    def of(self, kind: Kind, namespace: str) -> WatchCache[Any] | None:
         """Returns the cache that holds the children of a kind in a namespace.
 
-        Raises:
-            KeyError: the namespace is not served, or the cluster has no such kind any more.
+        None if the namespace is not served, or the cluster has no such kind (any more).
         """
         scope = None if self.cluster_scope else namespace
-        return self._pods[scope] if kind is POD else self._kinds[kind][scope]
+        return self._pods.get(scope) if kind is POD else self._kinds.get(kind, {}).get(scope)
 
     def note_written(self, kind: Kind, stored: Manifest) -> None:
         """Takes in the API server's answer to a write."""
-        self.of(kind, stored["metadata"]["namespace"]).note_written(stored)
+        cache = self.of(kind, stored["metadata"]["namespace"])
+        if cache is not None:
+            cache.note_written(stored)
         if kind is POD and self._requests is not None:
             self._keep_promise(NamespacedName.of(stored))
             self._requests.note_written(stored)
 
     def note_gone(self, kind: Kind, name: NamespacedName, uid: str) -> None:
         """Takes in that the API server says that an object is gone; one of another uid stays."""
-        self.of(kind, name.namespace).note_gone(name, uid)
+        cache = self.of(kind, name.namespace)
+        if cache is not None:
+            cache.note_gone(name, uid)
         if kind is POD and self._requests is not None:
             self._requests.note_gone(name, uid)
 
@@ -172,10 +178,47 @@ class ClusterState:
         return [cache.collection.label for cache in self.all() if not cache.synced.is_set()]
 
     async def wait_synced(self) -> None:
-        """Returns once everything has been listed; the caller sets the deadline."""
-        await self._gangs.asked.wait()
+        """Waits until everything is listed; the caller sets the deadline."""
+        await self._gangs.known.wait()
         for cache in self.all():
             await cache.synced.wait()
+
+    async def wait_ready(self) -> None:
+        """Waits until the resources of one namespace can be decided; the caller sets the deadline."""
+        await self._some_ready.wait()
+
+    def is_ready(self, namespace: str) -> bool:
+        """Returns whether enough is known of a namespace to decide its resources.
+
+        A namespace becomes ready when its resources, their pods, ConfigMaps and Services are listed,
+        and nodes in cluster scope; then `touched` is called for its resources.
+        """
+        return (None if self.cluster_scope else namespace) in self._ready
+
+    def unreadable(self) -> dict[str, str]:
+        """Returns the namespaces that the API server refuses to let the operator read, with its words."""
+        found: dict[str, str] = {}
+        for scope in self._pods:
+            refused = [cache.refusal for cache in self._needed(scope) if cache.refusal]
+            if scope is not None and refused:
+                found[scope] = refused[0]
+        return found
+
+    def stale(self) -> list[str]:
+        """Returns the labels of caches that may show the past, without namespaces that cannot be read."""
+        unreadable = self.unreadable()
+        left_out = set(unreadable) if len(unreadable) < len(self._pods) else set()
+        return [
+            cache.collection.label
+            for cache in self.all()
+            if cache.is_stale and cache.collection.namespace not in left_out
+        ]
+
+    def relist(self, namespace: str | None = None) -> None:
+        """Has the caches of a namespace, or all, list anew: what they hold may be wrong."""
+        for cache in self.all():
+            if namespace in (None, cache.collection.namespace):
+                cache.relist()
 
     async def run(self) -> None:
         """Keeps all caches until cancelled."""
@@ -183,11 +226,39 @@ class ClusterState:
             for cache in self.all():
                 group.create_task(cache.run(), name=cache.collection.label)
             group.create_task(self._gangs.run(), name="gang schedulers")
+            for scope in self._pods:
+                group.create_task(self._make_ready(scope), name=f"first lists of {scope or 'all namespaces'}")
+
+    async def _make_ready(self, scope: str | None) -> None:
+        for cache in self._needed(scope):
+            await cache.synced.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OTHERS_LISTED_S):
+                await self._gangs.known.wait()
+                for cache in self.all():
+                    if cache.collection.namespace in (scope, None):
+                        await cache.synced.wait()
+        self._ready.add(scope)
+        self._some_ready.set()
+        for key in sorted(self.resources.keys()):
+            if scope in (None, key.namespace):
+                self._touched(key)
+
+    def _needed(self, scope: str | None) -> list[WatchCache[Any]]:
+        """Returns the caches without which no resource of a scope can be decided."""
+        children = [self._children[kind][scope] for kind in NEEDED_CHILDREN]
+        capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
+        return [self.resources.of(scope), self._pods[scope], *children, *capacity]
+
+    def _touch_all(self) -> None:
+        for key in sorted(self.resources.keys()):
+            self._touched(key)
 
     def pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
         """Returns the pods of a resource, in order of their names."""
-        cache: WatchCache[PodRecord] = self.of(POD, key.namespace)
-        return [self._by_own_clock(pod) for pod in cache.under(key) if pod.owner_uid == uid]
+        cache: WatchCache[PodRecord] | None = self.of(POD, key.namespace)
+        found = cache.under(key) if cache is not None else []
+        return [self._by_own_clock(pod) for pod in found if pod.owner_uid == uid]
 
     def _by_own_clock(self, pod: PodRecord) -> PodRecord:
         view = pod.view
@@ -201,14 +272,15 @@ class ClusterState:
         """Returns the other children of a resource, in order of kind and name."""
         found: list[ChildRecord] = []
         for kind in self._kinds:
-            cache: WatchCache[ChildRecord] = self.of(kind, key.namespace)
-            found += [child for child in cache.under(key) if child.owner_uid == uid]
+            cache: WatchCache[ChildRecord] | None = self.of(kind, key.namespace)
+            kept = cache.under(key) if cache is not None else []
+            found += [child for child in kept if child.owner_uid == uid]
         return found
 
     def child(self, kind: Kind, name: NamespacedName) -> ChildRecord | None:
         """Returns a child other than a pod, or None."""
-        cache: WatchCache[ChildRecord] = self.of(kind, name.namespace)
-        return cache.get(name)
+        cache: WatchCache[ChildRecord] | None = self.of(kind, name.namespace)
+        return cache.get(name) if cache is not None else None
 
     def nodes(self) -> tuple[NodeView, ...] | None:
         """Returns nodes with what their pods request; None outside cluster scope."""
@@ -282,90 +354,10 @@ class ClusterState:
         self._nodes_changed()
 
 
-class _Gangs:
-    """Gang schedulers that come and go while the operator runs, with the caches of their objects.
-
-    Attributes:
-        found: those whose objects are known.
-        kinds: the caches of these, by kind and scope.
-        asked: set once the cluster was asked, and the objects of those that it has were listed.
-
-    Args:
-        server: asked.
-        build: the caches of a kind, by scope.
-    """
-
-    def __init__(
-        self, server: ApiServer, build: Callable[[Kind], dict[str | None, WatchCache[ChildRecord]]]
-    ) -> None:
-        self.found: frozenset[Gang] = frozenset()
-        self.kinds: dict[Kind, dict[str | None, WatchCache[ChildRecord]]] = {}
-        self.asked = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._server = server
-        self._build = build
-        self._tasks: dict[Gang, asyncio.Task[None]] = {}
-
-    async def run(self) -> None:
-        """Asks from time to time, until cancelled."""
-        try:
-            while True:
-                try:
-                    self._update(await find_gangs(self._server))
-                    await self._listed()
-                    pause_s = GANGS_S
-                except ApiError as error:
-                    logger.warning("gang schedulers: %s; trying again", error.message)
-                    pause_s = GANGS_RETRY_S
-                self.asked.set()
-                await asyncio.sleep(pause_s)
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-
-    async def _listed(self) -> None:
-        """Returns once all objects were listed, so that no group starts as if there were no gang scheduler.
-
-        At most GANGS_LISTED_S: one that serves its kind and lists nothing must not hold up the others.
-        """
-        try:
-            async with asyncio.timeout(GANGS_LISTED_S):
-                while self.found < self._tasks.keys():
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            logger.warning(
-                "gang schedulers whose objects cannot be listed: %s", self._tasks.keys() - self.found
-            )
-
-    def _update(self, served: frozenset[Gang]) -> None:
-        for gang in sorted(served - self._tasks.keys()):
-            logger.info("the cluster has a gang scheduler: %s", gang)
-            self._tasks[gang] = asyncio.create_task(self._follow(gang), name=f"objects of {gang}")
-        for gang in sorted(self._tasks.keys() - served):
-            logger.warning("the API of gang scheduler %s is not served any more", gang)
-            self._tasks.pop(gang).cancel()
-            self.found -= {gang}
-            self.kinds = {
-                kind: caches for kind, caches in self.kinds.items() if kind != GANG_CHILDREN.get(gang)
-            }
-
-    async def _follow(self, gang: Gang) -> None:
-        """Keeps the objects of a gang scheduler; it counts as found once they were listed."""
-        kind = GANG_CHILDREN.get(gang)
-        caches = self._build(kind) if kind is not None else {}
-        async with asyncio.TaskGroup() as group:
-            for cache in caches.values():
-                group.create_task(cache.run(), name=cache.collection.label)
-            for cache in caches.values():
-                await cache.synced.wait()
-            if kind is not None:
-                self.kinds = {**self.kinds, kind: caches}
-            self.found |= {gang}
-            self._changed.set()
-
-
 def _ours(kind: Kind, scope: str | None) -> Collection:
     return Collection(
-        label=f"{kind.plural} of {scope or 'all namespaces'}", path=kind.path(scope), query=OURS
+        label=f"{kind.plural} of {scope or 'all namespaces'}",
+        path=kind.path(scope),
+        query=OURS,
+        namespace=scope,
     )

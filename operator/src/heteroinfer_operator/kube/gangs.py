@@ -1,13 +1,31 @@
-"""Which gang schedulers a cluster has, by the API groups that it serves.
+"""Which gang schedulers a cluster has, by the API groups that it serves, and the caches of their objects.
 
 Discovery is open to everybody who may log in, in namespaced mode too.
 """
 
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
+from heteroinfer_contract.background import start_task
 from heteroinfer_operator.cluster import Gang
+from heteroinfer_operator.kube.paths import GANG_CHILDREN, Kind
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.trim import ChildRecord
+from heteroinfer_operator.kube.watch_cache import WatchCache
+
+logger = logging.getLogger(__name__)
+
+ASK_S: Final = 300.0
+"""Time between two questions to the API server."""
+RETRY_FIRST_S: Final = 1.0
+RETRY_MOST_S: Final = 30.0
+"""After a question without an answer, or a task that failed."""
+LISTED_S: Final = 20.0
+"""A gang scheduler whose objects cannot be listed for so long is reported."""
 
 _SIGNS: Final = MappingProxyType(
     {
@@ -19,22 +37,145 @@ _SIGNS: Final = MappingProxyType(
 )
 """Group versions, of which one must serve this resource."""
 
-
-async def find_gangs(server: ApiServer) -> frozenset[Gang]:
-    """Returns the gang schedulers whose API is served now; raises ApiError if it cannot be asked."""
-    found = set()
-    for gang, (versions, plural) in _SIGNS.items():
-        for version in versions:
-            if plural in await _served(server, version):
-                found.add(gang)
-    return frozenset(found)
+Caches: TypeAlias = dict[str | None, WatchCache[ChildRecord]]
+"""Of one kind, by scope."""
 
 
-async def _served(server: ApiServer, group_version: str) -> set[str]:
+async def ask_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
+    """Asks for each gang scheduler whether its API is served now; an error answers for that one only."""
+    answers = await asyncio.gather(*(_is_served(server, gang) for gang in _SIGNS))
+    return dict(zip(_SIGNS, answers, strict=True))
+
+
+async def _is_served(server: ApiServer, gang: Gang) -> bool | ApiError:
+    versions, plural = _SIGNS[gang]
+    problem: ApiError | None = None
+    for version in versions:
+        try:
+            if plural in await _resources(server, version):
+                return True
+        except ApiError as error:
+            problem = error
+    return problem or False
+
+
+async def _resources(server: ApiServer, group_version: str) -> set[str]:
     try:
         answer = await server.get(f"/apis/{group_version}")
     except ApiError as error:
         if error.status == NOT_FOUND:
             return set()
         raise
-    return {resource["name"] for resource in answer.get("resources", ())}
+    resources = answer.get("resources")
+    found = resources if isinstance(resources, list) else []
+    return {str(resource.get("name")) for resource in found if isinstance(resource, dict)}
+
+
+class GangSchedulers:
+    """Gang schedulers that come and go while the operator runs, with the caches of their objects.
+
+    Attributes:
+        found: those whose objects were listed.
+        kinds: the caches of these, by kind and scope.
+        known: set once the API server answered for each, and the objects of those that it serves were listed.
+
+    Args:
+        server: asked.
+        build: makes the caches of a kind.
+        changed: called after `found` has changed.
+    """
+
+    def __init__(
+        self, server: ApiServer, build: Callable[[Kind], Caches], changed: Callable[[], None]
+    ) -> None:
+        self.found: frozenset[Gang] = frozenset()
+        self.kinds: dict[Kind, Caches] = {}
+        self.known = asyncio.Event()
+        self._server = server
+        self._build = build
+        self._changed = changed
+        self._unanswered = frozenset(Gang)
+        self._reported: frozenset[Gang] = frozenset()
+        self._failed = asyncio.Event()
+        self._tasks: dict[Gang, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Asks from time to time, until cancelled; sooner after an error."""
+        retry_s = RETRY_FIRST_S
+        try:
+            while True:
+                failed, self._failed = self._failed.is_set(), asyncio.Event()
+                self._update(await ask_gangs(self._server))
+                if failed or self._unanswered:
+                    await asyncio.sleep(retry_s)
+                    retry_s = min(2 * retry_s, RETRY_MOST_S)
+                    continue
+                retry_s = RETRY_FIRST_S
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ASK_S):
+                        await self._failed.wait()
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+
+    def _update(self, answers: Mapping[Gang, bool | ApiError]) -> None:
+        """Follows the gang schedulers that are served; without an answer, what was known stays."""
+        problems = {gang: answer for gang, answer in answers.items() if isinstance(answer, ApiError)}
+        for gang in sorted(problems.keys() - self._reported):
+            logger.warning("gang scheduler %s: %s; asking again", gang, problems[gang].message)
+        self._reported = frozenset(problems)
+        self._unanswered -= answers.keys() - problems.keys()
+        for gang, is_served in sorted(answers.items()):
+            if is_served is True and gang not in self._tasks:
+                logger.info("the cluster has a gang scheduler: %s", gang)
+                self._start(gang)
+            if is_served is False and gang in self._tasks:
+                logger.warning("the API of gang scheduler %s is not served any more", gang)
+                self._tasks.pop(gang).cancel()
+                self._lose(gang)
+        self._check_known()
+
+    def _start(self, gang: Gang) -> None:
+        def failed(error: BaseException) -> None:
+            logger.error(
+                "the objects of gang scheduler %s: %r; listing them again", gang, error, exc_info=error
+            )
+            del self._tasks[gang]
+            self._lose(gang)
+            self._failed.set()
+
+        self._tasks[gang] = start_task(self._follow(gang), name=f"objects of {gang}", failed=failed)
+
+    async def _follow(self, gang: Gang) -> None:
+        """Keeps the objects of a gang scheduler; it counts as found once they were listed."""
+        kind = GANG_CHILDREN.get(gang)
+        caches = self._build(kind) if kind is not None else {}
+        async with asyncio.TaskGroup() as group:
+            for cache in caches.values():
+                group.create_task(cache.run(), name=cache.collection.label)
+            try:
+                async with asyncio.timeout(LISTED_S):
+                    await _listed(caches)
+            except TimeoutError:
+                logger.warning("gang scheduler %s: its objects cannot be listed", gang)
+                await _listed(caches)
+            if kind is not None:
+                self.kinds = {**self.kinds, kind: caches}
+            self.found |= {gang}
+            self._check_known()
+            self._changed()
+
+    def _lose(self, gang: Gang) -> None:
+        self.kinds = {kind: caches for kind, caches in self.kinds.items() if kind != GANG_CHILDREN.get(gang)}
+        if gang in self.found:
+            self.found -= {gang}
+            self._changed()
+
+    def _check_known(self) -> None:
+        if not self._unanswered and self._tasks.keys() <= self.found:
+            self.known.set()
+
+
+async def _listed(caches: Caches) -> None:
+    for cache in caches.values():
+        await cache.synced.wait()

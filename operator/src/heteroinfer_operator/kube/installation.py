@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from heteroinfer_contract import names
@@ -48,21 +49,46 @@ async def resource_problem(server: ApiServer) -> str:
     )
 
 
-async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> dict[ResourceKey, int]:
-    """Returns the resourceVersion of every resource that is served; raises ApiError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """Every resource that is served, as far as the API server lets the operator read.
 
-    async def list_scope(scope: str | None) -> dict[ResourceKey, int]:
-        found: dict[ResourceKey, int] = {}
-        async for page in server.pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):
-            for item in page.get("items") or ():  # of an empty list of metadata it is null
-                metadata = item["metadata"]
-                key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
-                found[key] = int(metadata["resourceVersion"])
-        return found
+    Attributes:
+        resources: the resourceVersion of each.
+        versions: the resourceVersion of each list, by namespace; None for all namespaces.
+        unread: the namespaces that could not be listed.
+    """
+
+    resources: Mapping[ResourceKey, int]
+    versions: Mapping[str | None, int]
+    unread: Mapping[str | None, ApiError]
+
+
+async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed:
+    """Returns every resource that is served; raises ApiError if no namespace can be listed."""
+    found: dict[ResourceKey, int] = {}
+    versions: dict[str | None, int] = {}
+    unread: dict[str | None, ApiError] = {}
+
+    async def list_scope(scope: str | None) -> None:
+        listed: dict[ResourceKey, int] = {}
+        try:
+            async for page in server.pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):
+                for item in page.get("items") or ():  # of an empty list of metadata it is null
+                    metadata = item["metadata"]
+                    key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
+                    listed[key] = int(metadata["resourceVersion"])
+                versions[scope] = int(page["metadata"]["resourceVersion"])
+        except ApiError as error:
+            unread[scope] = error
+        else:
+            found.update(listed)
 
     scopes: list[str | None] = [*namespaces] or [None]
-    parts = await asyncio.gather(*(list_scope(scope) for scope in scopes))
-    return {key: version for part in parts for key, version in part.items()}
+    await asyncio.gather(*map(list_scope, scopes))
+    if len(unread) == len(scopes):
+        raise next(iter(unread.values()))
+    return Listed(resources=found, versions=versions, unread=unread)
 
 
 async def check(settings: InstallationSettings) -> list[str]:

@@ -10,6 +10,7 @@ that renews has not had its turn yet.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -19,6 +20,11 @@ from heteroinfer_operator.kube.paths import LEASE
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
 
 logger = logging.getLogger(__name__)
+
+
+def seconds_since_boot() -> float:
+    """Returns seconds that never go back and pass while the machine sleeps, unlike `time.monotonic`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class LeaseLostError(Exception):
@@ -58,24 +64,28 @@ class LeaderLease:
     Args:
         server: where the Lease is stored; not one whose writes ask `require`.
         terms: which, for whom and how long.
+        clock: seconds that never go back.
     """
 
-    def __init__(self, server: ApiServer, terms: LeaseTerms) -> None:
+    def __init__(
+        self, server: ApiServer, terms: LeaseTerms, *, clock: Callable[[], float] = seconds_since_boot
+    ) -> None:
         self._server = server
         self._terms = terms
+        self._clock = clock
         self._held: dict[str, Any] | None = None
         self._renewed_at = 0.0
 
     async def acquire(self) -> None:
         """Returns once this process holds the Lease; waits for as long as another does."""
-        seen, seen_at, holder = "", time.monotonic(), ""
+        seen, seen_at, holder = "", self._clock(), ""
         while True:
             try:
                 stored = await self._read()
                 version = stored["metadata"]["resourceVersion"] if stored else ""
                 if version != seen:
-                    seen, seen_at = version, time.monotonic()
-                if self._free(stored, time.monotonic() - seen_at) and await self._take(stored):
+                    seen, seen_at = version, self._clock()
+                if self._free(stored, self._clock() - seen_at) and await self._take(stored):
                     return
                 if stored and stored["spec"].get("holderIdentity", "") != holder:
                     holder = stored["spec"].get("holderIdentity", "")
@@ -116,7 +126,7 @@ class LeaderLease:
             )
 
     def _left_s(self) -> float:
-        return self._renewed_at + self._terms.deadline_s - time.monotonic()
+        return self._renewed_at + self._terms.deadline_s - self._clock()
 
     async def _renew(self) -> None:
         if await self._take(self._held):
@@ -172,7 +182,7 @@ class LeaderLease:
         if before.get("holderIdentity") != self._terms.identity:
             spec["acquireTime"] = now
             spec["leaseTransitions"] = int(before.get("leaseTransitions", 0)) + 1
-        sent_at = time.monotonic()
+        sent_at = self._clock()
         metadata = {"namespace": self._terms.namespace, "name": self._terms.name}
         body = {
             "apiVersion": LEASE.api_version,

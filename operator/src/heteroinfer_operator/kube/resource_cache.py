@@ -42,6 +42,7 @@ class ResourceCache:
                 Collection(
                     label=f"{HETERO_INFERENCE.plural} of {scope or 'all namespaces'}",
                     path=HETERO_INFERENCE.path(scope),
+                    namespace=scope,
                 ),
                 trim=trim.resource_record,
                 changed=changed,
@@ -55,6 +56,14 @@ class ResourceCache:
     def caches(self) -> list[WatchCache[ResourceRecord]]:
         """Returns every cache."""
         return list(self._by_scope.values())
+
+    def of(self, scope: str | None) -> WatchCache[ResourceRecord]:
+        """Returns the cache of a scope."""
+        return self._by_scope[scope]
+
+    def versions(self) -> dict[str | None, int]:
+        """Returns up to which resourceVersion all of each scope was seen."""
+        return {scope: cache.version for scope, cache in self._by_scope.items()}
 
     def keys(self) -> set[ResourceKey]:
         """Returns the resources that there are, as far as is known here."""

@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.kube.paths import NamespacedName
-from heteroinfer_operator.kube.server import FORBIDDEN, GONE, ApiError, ApiServer
+from heteroinfer_operator.kube.server import FORBIDDEN, GONE, NOT_FOUND, ApiError, ApiServer
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ class Collection:
         label: for people.
         path: of the API server.
         query: selectors.
+        namespace: of the objects; None for all namespaces, and for kinds without one.
         watch_s: seconds after which, or up to twice as long, the server is asked to end a watch: not
             all at the same time.
     """
@@ -54,6 +55,7 @@ class Collection:
     label: str
     path: str
     query: Mapping[str, str] = field(default_factory=dict)
+    namespace: str | None = None
     watch_s: int = WATCH_S
 
 
@@ -94,7 +96,29 @@ class WatchCache(Generic[T]):
         self._entries: dict[NamespacedName, _Entry[T]] = {}
         self._indexed: defaultdict[Hashable, dict[NamespacedName, T]] = defaultdict(dict)
         self._version = ""
+        self._following: asyncio.Timeout | None = None
+        self._problem: ApiError | None = None
+        self._following_since = 0.0
         self._last_answer_at = time.monotonic()
+
+    @property
+    def is_failing(self) -> bool:
+        """Returns whether the last list or watch failed, and none has worked since."""
+        if self._problem is None or self._following is None:
+            return self._problem is not None
+        # A watch says nothing for up to a minute: that it lasts is the sign that it works.
+        return time.monotonic() - self._following_since < 2 * BACKOFF_MOST_S
+
+    @property
+    def refusal(self) -> str:
+        """The API server's words if it refuses to let the operator read this collection, else ""."""
+        problem = self._problem if self.is_failing else None
+        return problem.message if problem is not None and problem.status in (FORBIDDEN, NOT_FOUND) else ""
+
+    @property
+    def version(self) -> int:
+        """The resourceVersion up to which this cache has seen all; 0 before the first list."""
+        return int(self._version or 0)
 
     @property
     def is_stale(self) -> bool:
@@ -149,6 +173,8 @@ class WatchCache(Generic[T]):
         while True:
             started = time.monotonic()
             try:
+                if self._problem is not None and self._version:
+                    await self._check_version()
                 if not self._version:
                     await self._relist()
                 await self._follow()
@@ -162,8 +188,30 @@ class WatchCache(Generic[T]):
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, BACKOFF_MOST_S)
 
+    def relist(self) -> None:
+        """Ends the watch, and has all listed anew: what is kept here may be of a store that was replaced."""
+        self._version = ""
+        for name, entry in self._entries.items():
+            self._entries[name] = replace(entry, unconfirmed_since=None)
+        if self._following is not None:
+            self._following.reschedule(asyncio.get_running_loop().time())
+
+    async def _check_version(self) -> None:
+        """Has all listed anew if the store is older than what was seen: etcd was restored from a backup.
+
+        A watch from a version that is still to come would get nothing until the store has reached it.
+        """
+        listed = await self._server.get(self.collection.path, {**self.collection.query, "limit": 1})
+        if int(listed["metadata"]["resourceVersion"]) < self.version:
+            logger.warning("%s: the store went back to an older state; listing again", self.collection.label)
+            self.relist()
+
     def _report(self, error: ApiError) -> None:
-        if error.status == GONE:
+        is_news = self._problem is None or self._problem.message != error.message
+        self._problem = error
+        if not is_news:
+            logger.debug("%s: %s", self.collection.label, error.message)
+        elif error.status == GONE:
             logger.info("%s: too old to go on watching, listing again", self.collection.label)
         elif error.status == FORBIDDEN:
             logger.error("%s: %s; the operator's role lacks this right", self.collection.label, error.message)
@@ -183,7 +231,7 @@ class WatchCache(Generic[T]):
             version = page["metadata"]["resourceVersion"]
         self._replace(listed, int(version))
         self._version = version
-        self._last_answer_at = time.monotonic()
+        self._note_answer()
         self.synced.set()
 
     def _replace(self, listed: dict[NamespacedName, _Entry[T]], version: int) -> None:
@@ -207,10 +255,20 @@ class WatchCache(Generic[T]):
             "allowWatchBookmarks": "true",
             "timeoutSeconds": self.collection.watch_s + secrets.randbelow(self.collection.watch_s),
         }
-        async for event in self._server.watch(self.collection.path, query):
-            self._last_answer_at = time.monotonic()
-            self._take(event["type"], event["object"])
-        self._last_answer_at = time.monotonic()  # the server itself ended the watch
+        self._following_since = time.monotonic()
+        try:
+            async with asyncio.timeout(None) as self._following:
+                async for event in self._server.watch(self.collection.path, query):
+                    self._note_answer()
+                    self._take(event["type"], event["object"])
+                self._note_answer()  # the server itself ended the watch
+        except TimeoutError:
+            pass  # relist() ended it
+        finally:
+            self._following = None
+
+    def _note_answer(self) -> None:
+        self._last_answer_at, self._problem = time.monotonic(), None
 
     def _silent_s(self) -> float:
         return time.monotonic() - self._last_answer_at

@@ -43,7 +43,9 @@ def start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordEvent, 
 def gang_object(
     context: Context, revision: Revision, status: GroupStatus, plan: Plan, gang: Gang | None
 ) -> dict[str, Any] | None:
-    """Returns what tells a gang scheduler of an epoch, or None."""
+    """Returns what tells a gang scheduler of an epoch; None if there is none, or if its API is not served."""
+    if gang not in context.planner.observation.gangs:
+        return None
     return build_gang_object(revision.spec, _group_ref(context, status), gang, len(plan.pods))
 
 
