@@ -26,7 +26,8 @@ DURATION_PATTERN: Final = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$"
 """A duration, as the schema of the resource has it (together with a length of at least 2)."""
 
 _QUANTITY: Final = re.compile(
-    r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)(?:[.](?P<part>[0-9]*+))?+(?:[eE](?P<exponent>[+-]?[0-9]++)|(?P<suffix>[a-zA-Z]*+))"
+    r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)(?:[.](?P<part>[0-9]*+))?+"
+    r"(?:[eE](?P<exponent>[+-]?[0-9]++)|(?P<suffix>[a-zA-Z]*+))"
 )
 _MOST: Final = Fraction(2**63 - 1)
 _LEAST: Final = Fraction(1, 10**9)
@@ -43,7 +44,7 @@ def parse_quantity(text: object) -> Fraction:
 
     Reads every form of `k8s.io/apimachinery/pkg/api/resource.ParseQuantity`, which the API server stores:
     any number of digits, any exponent. Like Kubernetes, it takes a larger number for 2**63 - 1 and rounds
-    away from zero to a billionth. The schema of the resource takes fewer forms (BYTES_PATTERN, RESOURCE_PATTERN).
+    away from zero to a billionth. The schema of the resource takes fewer (BYTES_PATTERN, RESOURCE_PATTERN).
 
     Raises:
         ValueError: it is not a quantity.
