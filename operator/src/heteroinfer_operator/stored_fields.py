@@ -7,7 +7,6 @@ TypeError later.
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any, Final
 
 from heteroinfer_operator.errors import HeteroInferError
@@ -20,7 +19,6 @@ _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
 _YEAR_0: Final = "0000-"
 """Kubernetes stores this year, and `datetime` has none."""
 _SHOWN: Final = 60
-_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class UnreadableError(HeteroInferError):
@@ -36,7 +34,7 @@ def _unreadable(field: str, value: object, expected: str) -> UnreadableError:
 def as_object(value: object, field: str) -> Mapping[str, Any]:
     """Returns an object, empty if there is none; raises UnreadableError."""
     if value is None:
-        return _NOTHING
+        return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise _unreadable(field, value, "an object")
     return value
