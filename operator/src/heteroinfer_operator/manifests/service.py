@@ -45,7 +45,9 @@ def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
     spec = stored.get("spec") or {}
     if spec.get("selector") != identity.leader_labels(owner) or spec.get("type") == _ALIAS:
         return frozenset()
-    return frozenset(port["port"] for port in spec.get("ports") or () if _leads_to_api(port))
+    return frozenset(
+        port["port"] for port in spec.get("ports") or () if "port" in port and _leads_to_api(port)
+    )
 
 
 def _leads_to_api(port: Mapping[str, Any]) -> bool:
