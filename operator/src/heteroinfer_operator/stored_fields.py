@@ -42,7 +42,10 @@ def as_object(value: object, field: str) -> Mapping[str, Any]:
 
 def as_objects(value: object, field: str) -> Sequence[Mapping[str, Any]]:
     """Returns a list of objects, empty if there is none; raises UnreadableError."""
-    return [as_object(item, f"{field}[{index}]") for index, item in enumerate(_as_list(value, field))]
+    found = _as_list(value, field)
+    if None in found:
+        raise _unreadable(field, value, "a list of objects")
+    return [as_object(item, f"{field}[{index}]") for index, item in enumerate(found)]
 
 
 def as_text(value: object, field: str) -> str:

@@ -239,12 +239,10 @@ class WatchCache(Generic[T]):
     def _read(self, stored: _StoredObject) -> T | None:
         """Returns the value of an object; None if it does not belong here, or nothing of it can be read."""
         try:
-            value = self._trim(stored.body)
+            return self._trim(stored.body)
         except UnreadableError as error:
-            self._report_unreadable(stored.name, f"uid {stored.uid}: {error.message}")
+            self._report_unreadable(stored.name, stored.uid, error)
             return self._read_metadata(stored)
-        self._reported.pop(stored.name, None)
-        return value
 
     def _read_metadata(self, stored: _StoredObject) -> T | None:
         try:
@@ -252,21 +250,18 @@ class WatchCache(Generic[T]):
         except UnreadableError:  # reported before
             return None
 
-    def _report_unreadable(self, name: NamespacedName, words: str) -> None:
-        """Logs that an object cannot be read: once, and again for another reason or another uid."""
-        known = self._reported.get(name)
-        if known == words or (known is None and len(self._reported) > MOST_REPORTED):
+    def _report_unreadable(self, name: NamespacedName, uid: str, error: UnreadableError) -> None:
+        """Logs once that an object cannot be read, however often it is listed or changed."""
+        if self._reported.get(name) == uid or len(self._reported) > MOST_REPORTED:
             return
-        self._reported[name] = words
-        label = self.collection.label
+        self._reported[name] = uid
+        label, words = self.collection.label, printable(error.message)
         if len(self._reported) > MOST_REPORTED:
             logger.error(
                 "%s: more than %d objects cannot be read; the rest is not logged", label, MOST_REPORTED
             )
             return
-        logger.error(
-            "%s: the operator cannot read %s (%s). Correct or delete it.", label, name, printable(words)
-        )
+        logger.error("%s: the operator cannot read %s (%s). Correct or delete it.", label, name, words)
 
     def _report(self, error: ApiError) -> None:
         if error.status == GONE:
@@ -286,7 +281,7 @@ class WatchCache(Generic[T]):
                 try:
                     item = _StoredObject.of({**said, **as_object(bare, "item")})
                 except UnreadableError as error:
-                    self._report_unreadable(_NAMELESS, error.message)
+                    self._report_unreadable(_NAMELESS, "", error)
                     continue
                 seen.add(item.name)
                 value = self._read(item)
@@ -295,7 +290,7 @@ class WatchCache(Generic[T]):
             metadata = as_object(page["metadata"], "metadata")
             version = as_name(metadata.get("resourceVersion"), "resourceVersion")
         self._replace(listed, version_number(version))
-        self._reported = {name: words for name, words in self._reported.items() if name in seen}
+        self._reported = {name: uid for name, uid in self._reported.items() if name in seen}
         self._version, self._broke_off = version, False
         self._last_answer_at = time.monotonic()
         self.synced.set()
