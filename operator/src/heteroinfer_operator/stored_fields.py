@@ -18,6 +18,7 @@ _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
 """A year from what `datetime` can hold: a time zone or a wait may be added to a moment that was read."""
 _YEAR_0: Final = "0000-"
 """Kubernetes stores this year, and `datetime` has none."""
+_VERSION_DIGITS: Final = 19
 _SHOWN: Final = 60
 
 
@@ -122,6 +123,16 @@ def _as_amount(value: object, field: str) -> float:
         except ValueError:
             pass
     raise _unreadable(field, value, "a quantity such as 80Gi, 500m or 2")
+
+
+def version_number(text: str) -> int:
+    """Returns a resourceVersion as a number that grows with each change, or 0 for any other text.
+
+    Kubernetes counts since KEP-5504 (1.35), and did so before without a promise. An API server that does not
+    count is served, too: the last event of the watch stands, and a write is known once the watch shows it.
+    """
+    counts = text.isascii() and text.isdecimal() and len(text) <= _VERSION_DIGITS
+    return int(text) if counts else 0
 
 
 def _as_list(value: object, field: str) -> Sequence[Any]:

@@ -19,12 +19,11 @@ from heteroinfer_operator.demand import PodDemand, Taint, selects_node, selects_
 from heteroinfer_operator.kube import kept_calibrations, trim
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.own_clock import OwnClock
-from heteroinfer_operator.kube.watch_cache import version_number
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service, client_ports
 from heteroinfer_operator.planning.placement import build_free_nodes, lasting_obstacle
-from heteroinfer_operator.stored_fields import UnreadableError, as_moment
+from heteroinfer_operator.stored_fields import UnreadableError, as_moment, version_number
 
 Manifest = dict[str, Any]
 KEY = ResourceKey(namespace="ns", name="llama")
@@ -247,7 +246,7 @@ def test_any_resource_is_read_or_left_out(stored: Manifest) -> None:
     record = read(trim.resource_record, stored)
     if record is not None:
         check_types(record.view)
-        assert record.key == ResourceKey(namespace="ns", name=METADATA["name"])
+        assert record.key == ResourceKey(namespace="ns", name="llama-0-1-0")
 
 
 @pytest.mark.parametrize("kind", CHILDREN)

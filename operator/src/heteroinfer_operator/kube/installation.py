@@ -11,6 +11,7 @@ from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import NOT_FOUND, ONLY_METADATA, ApiError, ApiServer, load_configuration
 from heteroinfer_operator.settings import InstallationSettings
+from heteroinfer_operator.stored_fields import version_number
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> dict[R
             for item in page.get("items") or ():  # of an empty list of metadata it is null
                 metadata = item["metadata"]
                 key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
-                found[key] = int(metadata["resourceVersion"])
+                found[key] = version_number(metadata["resourceVersion"])
         return found
 
     scopes: list[str | None] = [*namespaces] or [None]

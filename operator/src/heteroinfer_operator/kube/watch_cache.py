@@ -17,7 +17,7 @@ from heteroinfer_contract.printable import printable
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.kube.server import FORBIDDEN, GONE, ApiError, ApiServer
-from heteroinfer_operator.stored_fields import UnreadableError, as_name, as_object, as_text
+from heteroinfer_operator.stored_fields import UnreadableError, as_name, as_object, as_text, version_number
 
 T = TypeVar("T")
 
@@ -33,7 +33,6 @@ UNCONFIRMED_S: Final = 60.0
 """How long an object that we wrote survives relists that don't show it yet."""
 MOST_REPORTED: Final = 1000
 """Unreadable objects of one collection that are remembered, so that each is logged once."""
-_VERSION_DIGITS: Final = 19
 _NAMELESS: Final = NamespacedName(namespace="", name="an object without a name, uid or resourceVersion")
 _ADDED: Final = "ADDED"
 _MODIFIED: Final = "MODIFIED"
@@ -76,16 +75,6 @@ class _StoredObject:
         )
         version = as_name(metadata.get("resourceVersion"), "resourceVersion")
         return cls(name, as_name(metadata.get("uid"), "uid"), version_number(version), whole)
-
-
-def version_number(text: str) -> int:
-    """Returns a resourceVersion as a number that grows with each change, or 0 for any other text.
-
-    Kubernetes counts since KEP-5504 (1.35), and did so before without a promise. An API server that does not
-    count is served, too: the last event of the watch stands, and a write is known once the watch shows it.
-    """
-    counts = text.isascii() and text.isdecimal() and len(text) <= _VERSION_DIGITS
-    return int(text) if counts else 0
 
 
 def _is_newer(version: int, other: int) -> bool:

@@ -127,7 +127,7 @@ def _decide(
         plans=kept_plans(observation, owner),
         planner=planner,
         node_loss=node_loss,
-        first_epoch=options.first_epoch(resource.resource_version),
+        first_epoch=options.first_epoch(resource.resource_version, now),
         refusals=due_in_time(observation.refusals, now),
     )
     return _act(observation, status, context, model)
