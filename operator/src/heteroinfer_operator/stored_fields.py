@@ -29,7 +29,10 @@ class UnreadableError(HeteroInferError):
 
 
 def _unreadable(field: str, value: object, expected: str) -> UnreadableError:
-    return UnreadableError(f"{field}: got {repr(value)[:_SHOWN]}, expected {expected}")
+    # A list or object may nest too deep for repr().
+    nests = isinstance(value, list | tuple | Mapping)
+    shown = f"a {type(value).__name__}" if nests else repr(value)[:_SHOWN]
+    return UnreadableError(f"{field}: got {shown}, expected {expected}")
 
 
 def as_object(value: object, field: str) -> Mapping[str, Any]:

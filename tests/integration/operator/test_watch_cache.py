@@ -117,7 +117,7 @@ def event(kind: str, body: object) -> dict[str, object]:
 async def test_an_object_that_cannot_be_read_is_left_out_with_one_line_of_log(
     scripted: ScriptedServer, running: RunningCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scripted.items = [stored("good", 3), stored("bad", 4, ["\x1b]52;evil"]), {"metadata": {}}, "no object"]
+    scripted.items = [stored("good", 3), stored("bad", 4, 10**30), {"metadata": {}}, "no object"]
     too_old = event("ERROR", {"kind": "Status", "code": 410, "message": "too old"})
     other_bad = stored("bad", 15, 8, uid="another")
     scripted.watches = [
@@ -133,10 +133,7 @@ async def test_an_object_that_cannot_be_read_is_left_out_with_one_line_of_log(
     assert scripted.lists == 2
     errors = [line.getMessage() for line in caplog.records if line.levelno >= logging.ERROR]
     assert len([line for line in errors if "ns/bad" in line]) == 2, "once for each of two objects"
-    assert (
-        "maps: the operator cannot read ns/bad (data.key: got ['\\x1b]52;evil'], expected a text)."
-        in errors[0]
-    )
+    assert f"maps: the operator cannot read ns/bad (data.key: got {10**30}, expected a text)." in errors[0]
     assert len([line for line in errors if "an object without a name" in line]) == 1
     assert running.get("bad") is None
     assert ("v", None) in running.changes, "good could be read, and cannot any more"

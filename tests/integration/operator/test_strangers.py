@@ -1,0 +1,162 @@
+"""Pods of strangers, as bad as the API server stores them: the operator lives, and its status stays true."""
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import ApiServer
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.life import (
+    Install,
+    bring_up,
+    condition,
+    serve_epoch,
+    workers,
+)
+from tests.integration.operator.running_operator import (
+    OperatorProcess,
+    end_rank,
+    operator,
+    until,
+)
+
+QUANTITIES = [
+    ".5",
+    "5.",
+    "1e100",
+    "1e1000",
+    "0" * 43 + "1",
+    "9" * 44,
+    "0" * 5000 + "1",
+    "123456789012345678901234567890.5",
+    "1e-100",
+    "1E",
+]
+GRACE_S = 300_000_000_000
+DEPTH = 5000
+TRUE_WITHIN_S = 2.0
+
+
+@pytest.fixture
+def strangers(control_plane: Cluster, namespace: str) -> Iterator[str]:
+    """A namespace in which nobody has a HeteroInference."""
+    name = f"{namespace}-strangers"
+    control_plane.kubectl("create", "namespace", name)
+    control_plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
+    yield name
+    control_plane.kubectl("delete", "pods", "-n", name, "--all", "--force", "--grace-period=0")
+    control_plane.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def stranger(name: str, namespace: str, node: str = "", **fields: Any) -> dict[str, Any]:
+    container = {"name": "c", "image": "x:none"}
+    bound = {"nodeName": node} if node else {}
+    spec = {"containers": [{**container, **fields.pop("container", {})}], **bound, **fields.pop("spec", {})}
+    metadata = {"name": name, "namespace": namespace, **fields.pop("metadata", {})}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def deep_fields() -> dict[str, Any]:
+    """Returns the entry of a field manager that is deeper than a parser with a stack can read."""
+    fields = "{}"
+    for _ in range(DEPTH):
+        fields = f'{{"f:a":{fields}}}'
+    return {
+        "manager": "stranger",
+        "operation": "Update",
+        "apiVersion": "v1",
+        "time": "2026-01-01T00:00:00Z",
+        "fieldsType": "FieldsV1",
+        "fieldsV1": fields,
+    }
+
+
+async def create_worst_pods(control_plane: Cluster, server: ApiServer, namespace: str, node: str) -> None:
+    for index, quantity in enumerate(QUANTITIES):
+        resources = {"resources": {"requests": {"cpu": quantity, "example.com/x": "1e60"}}}
+        resources["resources"]["limits"] = {"example.com/x": "1e60"}
+        await server.create(
+            POD.path(namespace), stranger(f"quantity-{index}", namespace, node, container=resources)
+        )
+    # A pod with our label and an owner that never was, which goes for ten thousand years.
+    metadata = {
+        "labels": {names.LABEL_RESOURCE: "x"},
+        "ownerReferences": [
+            {
+                "apiVersion": HETERO_INFERENCE.api_version,
+                "kind": names.KIND,
+                "name": "x",
+                "uid": "00000000-0000-0000-0000-000000000001",
+                "controller": True,
+            }
+        ],
+    }
+    body = stranger(
+        "grace", namespace, node, metadata=metadata, spec={"terminationGracePeriodSeconds": GRACE_S}
+    )
+    await server.create(POD.path(namespace), body)
+    await server.delete(POD.path(namespace, "grace"), {"apiVersion": "v1", "kind": "DeleteOptions"})
+    # JSON that nests deeper than Python's parser goes.
+    entry = deep_fields()
+    deep = entry.pop("fieldsV1")
+    text = json.dumps(
+        stranger("deep", namespace, node, metadata={"managedFields": [{**entry, "fieldsV1": 0}]})
+    )
+    file = control_plane.state.folder / "deep.json"
+    file.write_text(text.replace('"fieldsV1": 0', f'"fieldsV1": {deep}'))
+    control_plane.kubectl("create", "--raw", POD.path(namespace), "-f", str(file))
+    stored_text = control_plane.kubectl("get", "--raw", POD.path(namespace, "deep"))
+    assert stored_text.count("f:a") > DEPTH / 2, "the API server stores it"
+
+
+@pytest.fixture
+def worst_pods(
+    control_plane: Cluster, server: ApiServer, strangers: str, node: str
+) -> Callable[[], Awaitable[None]]:
+    """Creates pods of strangers when it is called."""
+    return lambda: create_worst_pods(control_plane, server, strangers, node)
+
+
+async def test_pods_of_strangers_end_no_operator(
+    worst_pods: Callable[[], Awaitable[None]],
+    server: ApiServer,
+    namespace: str,
+    install: Install,
+    tmp_path: Path,
+) -> None:
+    kubeconfig = install().kubeconfig
+    async with operator(kubeconfig, tmp_path / "first") as process:
+        await process.working()
+        await bring_up(server, namespace)
+        await worst_pods()
+        await shows_death(server, namespace, process, epoch=1)
+        await serve_epoch(server, namespace, 2)
+        # Lists read the same objects again.
+        assert process.process.poll() is None, process.said
+        assert await process.stop() == 0
+    async with operator(kubeconfig, tmp_path / "second") as process:
+        await process.working()
+        await shows_death(server, namespace, process, epoch=2)
+        assert process.process.poll() is None
+        assert "Traceback" not in process.said
+        assert "cannot read" not in process.said, "all of them can be read"
+
+
+async def shows_death(server: ApiServer, namespace: str, process: OperatorProcess, *, epoch: int) -> None:
+    """Asserts that a rank's death is in the status within two seconds."""
+    assert await condition(server, namespace, "Available") == ("True", "Serving")
+    _, follower = await workers(server, namespace, epoch)
+    await end_rank(server, namespace, follower, index=1)
+    died = time.monotonic()
+
+    async def is_unavailable() -> bool:
+        return (await condition(server, namespace, "Available"))[0] == "False"
+
+    await until("Available=False", is_unavailable, said=lambda: process.said)
+    assert time.monotonic() - died < TRUE_WITHIN_S, process.said
