@@ -252,10 +252,13 @@ def test_any_resource_is_read_or_left_out(stored: Manifest) -> None:
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_any_child_is_read_or_left_out(kind: str) -> None:
     without_port = copy.deepcopy(CHILDREN["Service"])
+    null_port = copy.deepcopy(without_port)
     del without_port["spec"]["ports"][0]["port"]
+    null_port["spec"]["ports"][0]["port"] = None
 
     @given(any_object(CHILDREN[kind]))
     @example(without_port)
+    @example(null_port)
     def check(stored: Manifest) -> None:
         record = read(trim.child_record, stored)
         if record is None:

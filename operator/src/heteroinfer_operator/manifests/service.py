@@ -56,9 +56,8 @@ def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
         return frozenset()
     if labels.keys() & LEFT_TO_OTHER_PROXIES or spec.get("internalTrafficPolicy", _EVERYWHERE) != _EVERYWHERE:
         return frozenset()
-    return frozenset(
-        port["port"] for port in spec.get("ports") or () if "port" in port and _leads_to_api(port)
-    )
+    ports = [port for port in spec.get("ports") or () if isinstance(port.get("port"), int)]
+    return frozenset(port["port"] for port in ports if _leads_to_api(port))
 
 
 def _leads_to_api(port: Mapping[str, Any]) -> bool:
