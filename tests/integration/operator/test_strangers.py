@@ -20,6 +20,7 @@ from tests.integration.operator.life import (
     workers,
 )
 from tests.integration.operator.running_operator import (
+    SPEC,
     OperatorProcess,
     end_rank,
     operator,
@@ -62,19 +63,12 @@ def stranger(name: str, namespace: str, node: str = "", **fields: Any) -> dict[s
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def deep_fields() -> dict[str, Any]:
-    """Returns the entry of a field manager that is deeper than a parser with a stack can read."""
-    fields = "{}"
-    for _ in range(DEPTH):
-        fields = f'{{"f:a":{fields}}}'
-    return {
-        "manager": "stranger",
-        "operation": "Update",
-        "apiVersion": "v1",
-        "time": "2026-01-01T00:00:00Z",
-        "fieldsType": "FieldsV1",
-        "fieldsV1": fields,
-    }
+FIELD_MANAGER = {
+    "manager": "stranger",
+    "operation": "Update",
+    "time": "2026-01-01T00:00:00Z",
+    "fieldsType": "FieldsV1",
+}
 
 
 async def create_worst_pods(control_plane: Cluster, server: ApiServer, namespace: str, node: str) -> None:

@@ -257,13 +257,14 @@ def describe_promises(pods: Sequence[str], namespace: str) -> str:
         namespace: of the reader, who may not know the names of other namespaces' pods.
     """
     own = [name for each in sorted(pods) for space, _, name in [each.partition("/")] if space == namespace]
-    listed = own[:_MOST_NAMED]
-    others = [f"{len(own) - len(listed)} more pods"] if len(own) > len(listed) else []
+    holders = own[:_MOST_NAMED]
+    if len(own) > _MOST_NAMED:
+        holders.append(f"{len(own) - _MOST_NAMED} more pods")
     strangers = len(pods) - len(own)
     if strangers:
-        others.append(f"{strangers} pod{'s' if strangers > 1 else ''} of other namespaces")
-    holders = " and ".join([*([", ".join(listed)] if listed else []), *others])
-    return f"some of the capacity is kept for pods that have no node yet: {holders}" if holders else ""
+        holders.append(f"{strangers} pod{'s' if strangers > 1 else ''} of other namespaces")
+    words = "some of the capacity is kept for pods that have no node yet"
+    return f"{words}: {', '.join(holders)}" if holders else ""
 
 
 def gang_of(pods: Sequence[PodView]) -> Gang | None:
