@@ -96,17 +96,25 @@ async def create_worst_pods(control_plane: Cluster, server: ApiServer, namespace
     )
     await server.create(POD.path(namespace), body)
     await server.delete(POD.path(namespace, "grace"), {"apiVersion": "v1", "kind": "DeleteOptions"})
-    # JSON that nests deeper than Python's parser goes.
-    entry = deep_fields()
-    deep = entry.pop("fieldsV1")
-    text = json.dumps(
-        stranger("deep", namespace, node, metadata={"managedFields": [{**entry, "fieldsV1": 0}]})
-    )
+    create_deep(control_plane, POD.path(namespace), stranger("deep", namespace, node))
+    resource = {
+        "apiVersion": HETERO_INFERENCE.api_version,
+        "kind": names.KIND,
+        "metadata": {"name": "deep", "namespace": namespace},
+        "spec": {**SPEC, "suspend": True},
+    }
+    create_deep(control_plane, HETERO_INFERENCE.path(namespace), resource)
+
+
+def create_deep(control_plane: Cluster, path: str, body: dict[str, Any]) -> None:
+    """Creates an object whose JSON nests deeper than Python's parser goes."""
+    entry = {**FIELD_MANAGER, "apiVersion": body["apiVersion"], "fieldsV1": 0}
+    body["metadata"]["managedFields"] = [entry]
     file = control_plane.state.folder / "deep.json"
-    file.write_text(text.replace('"fieldsV1": 0', f'"fieldsV1": {deep}'))
-    control_plane.kubectl("create", "--raw", POD.path(namespace), "-f", str(file))
-    stored_text = control_plane.kubectl("get", "--raw", POD.path(namespace, "deep"))
-    assert stored_text.count("f:a") > DEPTH / 2, "the API server stores it"
+    deep = '{"f:a":' * DEPTH + "{}" + "}" * DEPTH
+    file.write_text(json.dumps(body).replace('"fieldsV1": 0', f'"fieldsV1": {deep}'))
+    control_plane.kubectl("create", "--raw", path, "-f", str(file))
+    assert control_plane.kubectl("get", "--raw", f"{path}/deep").count("f:a") >= DEPTH, "it is stored"
 
 
 @pytest.fixture
