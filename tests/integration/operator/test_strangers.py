@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.errors import PlanReason
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.life import (
@@ -17,13 +18,20 @@ from tests.integration.operator.life import (
     bring_up,
     condition,
     serve_epoch,
+    status_of,
+    stored,
     workers,
 )
 from tests.integration.operator.running_operator import (
+    PROFILE,
     SPEC,
     OperatorProcess,
+    add_node,
+    create_resource,
+    end_pod,
     end_rank,
     operator,
+    pod,
     until,
 )
 
@@ -162,3 +170,75 @@ async def shows_death(server: ApiServer, namespace: str, process: OperatorProces
 
     await until("Available=False", is_unavailable, said=lambda: process.said)
     assert time.monotonic() - died < TRUE_WITHIN_S, process.said
+
+
+async def test_capacity_is_kept_from_no_other_namespace_for_pods_that_nothing_places(
+    server: ApiServer, namespace: str, strangers: str, install: Install, tmp_path: Path
+) -> None:
+    """A gated pod holds nothing; a pod as the operator makes it holds its share, and its name is kept."""
+    await add_node(server, "roomy")
+    try:
+        owner = await create_resource(server, strangers, suspend=True)
+        for name, spec in (
+            ("tiny-0-1-0", {"schedulingGates": [{"name": "example.com/never"}]}),
+            ("squat", {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "none"}}]}),
+            ("tiny-0-1-1", {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "none"}}]}),
+        ):
+            manifest = pod(owner, name)
+            manifest["spec"] |= spec
+            manifest["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "30", "memory": "50Gi"}}
+            await server.create(POD.path(strangers), manifest)
+        async with operator(install().kubeconfig, tmp_path / "log") as process:
+            await process.working()
+            role = {"device": "CPU", "resources": {"limits": {"cpu": "4", "memory": "8Gi"}}}
+            roles = [{"name": name, **role} for name in ("front", "back")]
+            await create_resource(server, namespace, scheduling={"gang": "Auto"}, roles=roles)
+            inspect = await until("the inspect pod", lambda: find_pod(server, namespace, "-inspect-"))
+            await end_pod(server, namespace, inspect, exit_code=0, message=json.dumps(PROFILE))
+            words = await until("a shortage", lambda: shortage(server, namespace), said=lambda: process.said)
+            assert words.endswith("kept for pods that have no node yet: 1 pod of other namespaces")
+            assert strangers not in words
+            await server.delete(POD.path(strangers, "tiny-0-1-1"), {"gracePeriodSeconds": 0})
+            await until("the group starts", lambda: find_pod(server, namespace, "tiny-0-"), timeout_s=30)
+    finally:
+        await server.delete(NODE.path(None, "roomy"), {})
+
+
+async def find_pod(server: ApiServer, namespace: str, part: str) -> str:
+    found = [each["metadata"]["name"] for each in await stored(server, POD, namespace)]
+    return next((name for name in found if part in name), "")
+
+
+async def shortage(server: ApiServer, namespace: str) -> str:
+    conditions = (await status_of(server, namespace)).get("conditions", ())
+    lacking = [each for each in conditions if each["reason"] == PlanReason.INSUFFICIENT_CAPACITY]
+    return next((str(each["message"]) for each in lacking), "")
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"spec": {"internalTrafficPolicy": "Local"}},
+    {"metadata": {"labels": {"service.kubernetes.io/service-proxy-name": "nobody"}}},
+    {"metadata": {"labels": {"service.kubernetes.io/headless": ""}}},
+]
+
+
+async def test_what_keeps_clients_from_the_service_is_mended(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path
+) -> None:
+    async with operator(install().kubeconfig, tmp_path / "log") as process:
+        await process.working()
+        await bring_up(server, namespace)
+        before = await server.get(SERVICE.path(namespace, "tiny"))
+        for change in CHANGES:
+            await server.merge(SERVICE.path(namespace, "tiny"), change)
+
+            async def is_mended() -> bool:
+                now = await server.get(SERVICE.path(namespace, "tiny"))
+                return bool(now["spec"] == before["spec"]) and labels_of(now) == labels_of(before)
+
+            await until(f"{change} is mended", is_mended, said=lambda: process.said)
+        assert await condition(server, namespace, "Available") == ("True", "Serving")
+
+
+def labels_of(body: dict[str, Any]) -> dict[str, str]:
+    return dict(body["metadata"]["labels"])
