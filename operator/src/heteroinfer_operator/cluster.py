@@ -178,6 +178,8 @@ class ResourceObservation:
         promised: what pods of ours that have no node yet, of any resource, will take of the nodes.
         gangs: gang schedulers that the cluster has.
         groups: by group index: what a running leader says of its group now.
+        silences: by group index: for how many seconds no connection to its leader, which answered before, has
+            succeeded.
         calibrations: what was measured of nodes.
         fetch: what the pod that fetches the model says now, or None.
         refusals: what of the resource was refused when it was last tried.
@@ -191,6 +193,7 @@ class ResourceObservation:
     promised: tuple[PodDemand, ...] = ()
     gangs: frozenset[Gang] = frozenset()
     groups: Mapping[int, GroupReport] = field(default_factory=dict)
+    silences: Mapping[int, float] = field(default_factory=dict)
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     fetch: FetchProgress | None = None
     refusals: tuple["Refusal", ...] = ()

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from heteroinfer_operator.quantity import parse_quantity
+from heteroinfer_operator.stored_fields import (
+    as_amounts,
+    as_name,
+    as_object,
+    as_objects,
+    as_text,
+    as_text_map,
+    as_texts,
+)
 
 Manifest: TypeAlias = Mapping[str, Any]
 """A Kubernetes object, or a part of one, as JSON."""
@@ -17,6 +25,7 @@ REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 PODS: Final = "pods"
 """The resource of which every pod takes one."""
 
+_PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 _HARD: Final = ("NoSchedule", "NoExecute")
 
 
@@ -80,21 +89,45 @@ def pod_demand(
         labels: of the pod.
         spec: of the pod: a stored one, or those fields of ours that say where it may be.
         requests: what the scheduler counts for it; None reads that from the spec's containers.
+
+    Raises:
+        UnreadableError: a field that is read has another type than in a Pod.
     """
-    affinity = spec.get("affinity") or {}
-    nodes = affinity.get("nodeAffinity") or {}
-    required = nodes.get(REQUIRED) or {}
+    affinity = as_object(spec.get("affinity"), "affinity")
+    nodes = as_object(affinity.get("nodeAffinity"), "nodeAffinity")
+    required = as_object(nodes.get(REQUIRED), REQUIRED)
     return PodDemand(
         name=name,
         requests={**(effective_requests(spec) if requests is None else requests), PODS: 1.0},
         labels=labels,
-        node_selector=spec.get("nodeSelector") or {},
-        node_terms=tuple(required.get("nodeSelectorTerms") or ()),
-        tolerations=tuple(spec.get("tolerations") or ()),
+        node_selector=as_text_map(spec.get("nodeSelector"), "nodeSelector"),
+        node_terms=tuple(_node_terms(required)),
+        tolerations=tuple(_tolerations(spec)),
         near=_terms(affinity, "podAffinity"),
         away=_terms(affinity, "podAntiAffinity"),
-        node=_hint(nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or ()),
+        node=_hint(as_objects(nodes.get(_PREFERRED), _PREFERRED)),
     )
+
+
+def _node_terms(required: Manifest) -> Iterable[Manifest]:
+    for term in as_objects(required.get("nodeSelectorTerms"), "nodeSelectorTerms"):
+        _check_requirements(term, "matchExpressions")
+        _check_requirements(term, "matchFields")
+        yield term
+
+
+def _check_requirements(holder: Manifest, field: str) -> None:
+    for requirement in as_objects(holder.get(field), field):
+        as_name(requirement.get("key"), f"{field}.key")
+        as_name(requirement.get("operator"), f"{field}.operator")
+        as_texts(requirement.get("values"), f"{field}.values")
+
+
+def _tolerations(spec: Manifest) -> Iterable[Manifest]:
+    for toleration in as_objects(spec.get("tolerations"), "tolerations"):
+        for part in ("key", "operator", "value", "effect"):
+            as_text(toleration.get(part), f"tolerations.{part}")
+        yield toleration
 
 
 def preferred_node(node: str) -> dict[str, Any]:
@@ -113,14 +146,24 @@ def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
 
 def _hint(preferred: Iterable[Manifest]) -> str:
     for term in preferred:
-        for wanted in term["preference"].get("matchFields") or ():
-            if wanted["key"] == "metadata.name" and wanted["operator"] == "In" and wanted.get("values"):
-                return str(wanted["values"][0])
+        preference = as_object(term.get("preference"), "preference")
+        for wanted in as_objects(preference.get("matchFields"), "matchFields"):
+            values = as_texts(wanted.get("values"), "matchFields.values")
+            if wanted.get("key") == "metadata.name" and wanted.get("operator") == "In" and values:
+                return values[0]
     return ""
 
 
 def _terms(affinity: Manifest, kind: str) -> tuple[Manifest, ...]:
-    return tuple((affinity.get(kind) or {}).get(REQUIRED) or ())
+    terms = as_objects(as_object(affinity.get(kind), kind).get(REQUIRED), kind)
+    for term in terms:
+        as_name(term.get("topologyKey"), f"{kind}.topologyKey")
+        for part in ("labelSelector", "namespaceSelector"):
+            selector = as_object(term.get(part), f"{kind}.{part}")
+            as_text_map(selector.get("matchLabels"), f"{kind}.{part}.matchLabels")
+            _check_requirements(selector, "matchExpressions")
+        as_texts(term.get("namespaces"), f"{kind}.namespaces")
+    return tuple(terms)
 
 
 def tolerates(tolerations: Iterable[Manifest], taint: Taint) -> bool:
@@ -195,10 +238,13 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
     together with the sidecars before it, plus the overhead; a request for the whole pod wins
     (`k8s.io/component-helpers/resource.PodRequests`). A limit without a request is a request, as
     the API server makes it.
+
+    Raises:
+        UnreadableError: a field that is read has another type than in a Pod.
     """
     running: dict[str, float] = {}
     largest_init: dict[str, float] = {}
-    for container in spec.get("initContainers") or ():
+    for container in as_objects(spec.get("initContainers"), "initContainers"):
         asked = _requests(container)
         if container.get("restartPolicy") == "Always":
             running = _sum(running, asked)
@@ -206,21 +252,22 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
         else:
             asked = _sum(running, asked)
         largest_init = _maximum(largest_init, asked)
-    for container in spec.get("containers") or ():
+    for container in as_objects(spec.get("containers"), "containers"):
         running = _sum(running, _requests(container))
     total = {**_maximum(running, largest_init), **_requests(spec)}
-    overhead = {name: float(parse_quantity(value)) for name, value in (spec.get("overhead") or {}).items()}
-    return _sum(total, overhead)
+    return _sum(total, as_amounts(spec.get("overhead"), "overhead"))
 
 
 def _requests(holder: Manifest) -> dict[str, float]:
-    return requests_of(holder.get("resources") or {})
+    return requests_of(as_object(holder.get("resources"), "resources"))
 
 
 def requests_of(resources: Manifest) -> dict[str, float]:
     """Returns what the resources of one container, or of a whole pod, ask for: a limit is a request too."""
-    asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: float(parse_quantity(value)) for name, value in asked.items()}
+    return {
+        **as_amounts(resources.get("limits"), "limits"),
+        **as_amounts(resources.get("requests"), "requests"),
+    }
 
 
 def _sum(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from kubernetes.aio import client
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.stored_fields import version_number
 
 Announce: TypeAlias = Callable[[ResourceKey, int], None]
 
@@ -62,6 +63,7 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
 
     @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
     async def changed(namespace: str | None, name: str | None, meta: kopf.Meta, **_: Any) -> None:
-        announce(ResourceKey(namespace=namespace or "", name=name or ""), int(meta["resourceVersion"]))
+        key = ResourceKey(namespace=namespace or "", name=name or "")
+        announce(key, version_number(meta["resourceVersion"]))
 
     return registry

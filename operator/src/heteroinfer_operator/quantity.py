@@ -6,7 +6,6 @@ Pure. Imports nothing of this project.
 import functools
 import math
 import re
-from decimal import Decimal
 from fractions import Fraction
 from typing import Final
 
@@ -26,31 +25,74 @@ RESOURCE_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti
 DURATION_PATTERN: Final = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$"
 """A duration, as the schema of the resource has it (together with a length of at least 2)."""
 
-_QUANTITY: Final = re.compile(r"([+-]?[0-9]{1,30}(?:[.][0-9]{0,30})?(?:[eE][+-]?[0-9]{1,2})?)([a-zA-Z]*)")
+_QUANTITY: Final = re.compile(
+    r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)(?:[.](?P<part>[0-9]*+))?+"
+    r"(?:[eE](?P<exponent>[+-]?[0-9]++)|(?P<suffix>[a-zA-Z]*+))"
+)
+_MOST: Final = Fraction(2**63 - 1)
+_LEAST: Final = Fraction(1, 10**9)
+_DIGITS_READ: Final = 80
+"""Digits of a number that count, from its first that is not 0; the bounds above hold 28 of them."""
+_MOST_EXPONENT: Final = 10**9
+_REMEMBERED: Final = 64
+"""Characters of a text that is remembered: strangers may store texts of a megabyte."""
 _DURATION = re.compile(r"(?:([0-9]{1,5})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s)?")
+
+
+def parse_quantity(text: object) -> Fraction:
+    """Returns the number that a quantity means, such as `3920m`, `80Gi`, `.5` or `1e9`.
+
+    Reads every form of `k8s.io/apimachinery/pkg/api/resource.ParseQuantity`, which the API server stores:
+    any number of digits, any exponent. Like Kubernetes, it takes a larger number for 2**63 - 1 and rounds
+    away from zero to a billionth. The schema of the resource takes fewer (BYTES_PATTERN, RESOURCE_PATTERN).
+
+    Raises:
+        ValueError: it is not a quantity.
+    """
+    written = str(text)
+    read = _parse if len(written) <= _REMEMBERED else _parse.__wrapped__
+    value = read(written)
+    if value is None:
+        shown = written[:_REMEMBERED]
+        raise ValueError(f"got {shown!r}, expected a quantity such as 80Gi, 500m or 2")
+    return value
 
 
 @functools.lru_cache(maxsize=4096)  # few texts, of many pods
 def _parse(text: str) -> Fraction | None:
     match = _QUANTITY.fullmatch(text)
-    if match is None or match[2] not in _SUFFIX:
+    if match is None or not (match["whole"] or match["part"]):
         return None
-    return Fraction(Decimal(match[1])) * _SUFFIX[match[2]]
+    factor = _SUFFIX.get(match["suffix"] or "")
+    if factor is None:
+        return None
+    exponent = _bounded_integer(match["exponent"] or "0")
+    amount = _bounded_amount(match["whole"], match["part"] or "", exponent, factor)
+    return -amount if match["sign"] == "-" else amount
 
 
-def parse_quantity(text: object) -> Fraction:
-    """Returns the exact number that a quantity means, such as `3920m`, `80Gi` or `1e9`.
+def _bounded_integer(text: str) -> int:
+    """Returns an integer of any number of digits, or the bound on its side of zero."""
+    digits = text.lstrip("+-").lstrip("0")
+    size = int(digits or "0") if len(digits) < len(str(_MOST_EXPONENT)) else _MOST_EXPONENT
+    return -size if text.startswith("-") else size
 
-    All forms of `k8s.io/apimachinery/pkg/api/resource.Quantity` that begin with a digit or a sign: those
-    that the API server stores. The schema of the resource takes fewer (BYTES_PATTERN, RESOURCE_PATTERN).
 
-    Raises:
-        ValueError: it is not a quantity.
-    """
-    value = _parse(str(text))
-    if value is None:
-        raise ValueError(f"got {text!r}, expected a quantity such as 80Gi, 500m or 2")
-    return value
+def _bounded_amount(whole: str, part: str, exponent: int, factor: Fraction) -> Fraction:
+    """Returns `whole.part` * 10**`exponent` * `factor` within the bounds, whatever the number of digits."""
+    written = whole + part
+    digits = written.lstrip("0")
+    if not digits:
+        return Fraction(0)
+    # The number is 0.DIGITS * 10**power: its size is known before anything is computed.
+    power = len(digits) - len(part) + exponent
+    if power > len(str(_MOST)) + len(str(10**9)):
+        return _MOST
+    if power < -len(str(_MOST)) - len(str(10**9)):
+        return _LEAST
+    read = digits[:_DIGITS_READ]
+    amount = Fraction(int(read)) * Fraction(10) ** (power - len(read)) * factor
+    return min(max(math.ceil(amount / _LEAST) * _LEAST, _LEAST), _MOST)
 
 
 def parse_bytes(text: str) -> int:

@@ -224,3 +224,73 @@ async def test_the_leader_of_a_group_that_fails_is_not_asked(leader: Leader) -> 
         assert leader.asked == 0
     finally:
         await client.close()
+
+
+async def ask_for(client: LeaderClient, leader: PodRecord, clock: list[float], seconds: int) -> float | None:
+    """Asks once a second for some seconds of the client's clock; returns the silence of the leader then."""
+    for _ in range(seconds):
+        clock[0] += 1.0
+        await client.observe([leader])
+    return client.silences([leader]).get(3)
+
+
+async def test_a_leader_that_takes_no_connection_any_more_is_silent(leader: Leader) -> None:
+    clock = [100.0]
+    client = LeaderClient(clock=lambda: clock[0])
+    gone, never_reached = pod(leader.port), pod(1, uid="b")
+    try:
+        assert await client.observe([gone]) == {3: SAID}
+        clock[0] += KEEP_S
+        gone = replace(gone, health_port=1)  # nobody listens there
+        assert await ask_for(client, gone, clock, 2) == 0.0, "two connections say nothing"
+        assert await ask_for(client, gone, clock, 2) == 3.0
+        assert await ask_for(client, never_reached, clock, 9) is None, "it never answered this operator"
+        gone = replace(gone, health_port=leader.port)
+        clock[0] += KEEP_S
+        assert await client.observe([gone]) == {3: SAID}
+        assert client.silences([gone]) == {}
+    finally:
+        await client.close()
+
+
+async def test_a_node_that_acknowledges_nothing_is_silent_and_is_asked_rarely(leader: Leader) -> None:
+    clock = [100.0]
+    client = LeaderClient(clock=lambda: clock[0])
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
+        # The kernel drops what comes after the one connection that waits to be accepted.
+        port = deaf.getsockname()[1]
+        waiting = [socket.socket() for _ in range(2)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        try:
+            assert await client.observe([pod(leader.port)]) == {3: SAID}
+            clock[0] += KEEP_S
+            assert await ask_for(client, pod(port), clock, 4) == 3.0
+            started = time.monotonic()
+            await ask_for(client, pod(port), clock, 2)
+            before = time.monotonic()
+            await ask_for(client, pod(port), clock, int(KEEP_S) - 1)
+            assert time.monotonic() - before < 2 * (before - started), "once in KEEP_S, not each second"
+        finally:
+            await client.close()
+            for each in waiting:
+                each.close()
+
+
+async def test_a_busy_leader_is_not_silent(leader: Leader) -> None:
+    """It accepts connections, as its kernel does for it, and lets the time for an answer pass."""
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client gives up
+        writer.close()
+
+    clock = [100.0]
+    client = LeaderClient(clock=lambda: clock[0])
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as busy:
+        try:
+            assert await client.observe([pod(leader.port)]) == {3: SAID}
+            clock[0] += KEEP_S
+            assert await ask_for(client, pod(busy.sockets[0].getsockname()[1]), clock, 15) is None
+        finally:
+            await client.close()

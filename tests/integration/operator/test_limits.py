@@ -177,13 +177,14 @@ def most_resident_bytes(pid: int) -> int:
 async def test_strangers_with_our_labels_hold_no_capacity(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     requests = {"resources": {"requests": {"cpu": "3"}}}
-    for name in ("ours", "stranger"):
+    for name in ("tiny-0-1-0", "tiny-0-1-1", "stranger"):
         manifest = pod(owner, name)
         manifest["spec"]["containers"][0] |= requests
-        if name == "stranger":
+        if name == "tiny-0-1-1":
             del manifest["metadata"]["ownerReferences"]
         await server.create(POD.path(namespace), manifest)
     async with watching(server) as watched:
         promised = [demand.name for demand in watched.cluster_state.promised()]
-        assert f"{namespace}/ours" in promised
-        assert f"{namespace}/stranger" not in promised
+        assert f"{namespace}/tiny-0-1-0" in promised
+        assert f"{namespace}/tiny-0-1-1" not in promised, "no resource owns it"
+        assert f"{namespace}/stranger" not in promised, "the operator makes no pod of that name"

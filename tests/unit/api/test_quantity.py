@@ -1,6 +1,8 @@
 """Quantities and durations: numbers, and the same texts that the schema takes."""
 
+import contextlib
 import re
+import time
 from fractions import Fraction
 
 import pytest
@@ -27,6 +29,20 @@ from heteroinfer_operator import quantity
         ("2Ei", 2**61),
         ("-1", -1),
         (4, 4),
+        # Forms that the API server stores as they are (seen with Kubernetes 1.35.4).
+        (".5", Fraction(1, 2)),
+        ("5.", 5),
+        ("+5", 5),
+        ("-.5Gi", -(2**29)),
+        ("1E", 10**18),
+        ("1E3", 1000),
+        ("1e+3", 1000),
+        ("1e-1", Fraction(1, 10)),
+        ("0" * 43 + "1", 1),
+        ("1" + "0" * 17 + "e-17", 1),
+        ("0e999999999", 0),
+        ("-0", 0),
+        ("0." + "0" * 99 + "1e100", 1),
     ],
 )
 def test_a_quantity_is_exact(text: object, value: Fraction) -> None:
@@ -34,11 +50,99 @@ def test_a_quantity_is_exact(text: object, value: Fraction) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "Gi", "1 Gi", "1gi", ".5", "1Gi\n", "9" * 31, "8 GB", "x", "1KiB", None]
+    "text",
+    [
+        "",
+        "Gi",
+        "1 Gi",
+        "1gi",
+        ".",
+        "-",
+        "1Gi\n",
+        "1e",
+        "1e3Ki",
+        "1.1.1",
+        "--1",
+        "1i",
+        "8 GB",
+        "x",
+        "1KiB",
+        "\N{ARABIC-INDIC DIGIT ONE}",
+        None,
+    ],
 )
 def test_what_is_no_quantity_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="expected a quantity such as 80Gi"):
         quantity.parse_quantity(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1e1000",
+        "10e999",
+        "9" * 44,
+        "9" * 10**6,
+        "1e2147483648",
+        f"1e{'9' * 5000}",
+        "9223372036854775808",
+        "100E",
+    ],
+)
+def test_a_huge_quantity_is_the_largest_number_of_kubernetes(text: str) -> None:
+    started = time.monotonic()
+    assert quantity.parse_quantity(text) == 2**63 - 1
+    assert quantity.parse_quantity(f"-{text}") == -(2**63 - 1)
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-1000", "1e-10", "0.0000000001", f"0.{'0' * 10**6}1", f"1e-{'9' * 5000}"]
+)
+def test_a_tiny_quantity_is_a_billionth(text: str) -> None:
+    assert quantity.parse_quantity(text) == Fraction(1, 10**9)
+
+
+_DIGITS = st.text("0123456789", max_size=60)
+_FORMS = st.builds(
+    lambda sign, whole, part, end: f"{sign}{whole}{part}{end}",
+    st.sampled_from(["", "+", "-"]),
+    _DIGITS.filter(bool),
+    st.just("") | _DIGITS.map(lambda digits: f".{digits}"),
+    st.sampled_from(["", *"numkMGTPE", *(f"{prefix}i" for prefix in "KMGTPE")])
+    | st.builds(lambda mark, power: f"{mark}{power}", st.sampled_from("eE"), st.integers(-(10**12), 10**12)),
+)
+
+
+@given(_FORMS)
+def test_every_form_of_kubernetes_is_a_number_within_its_bounds(text: str) -> None:
+    """The exact number, taken into the bounds and rounded away from zero, where it can be computed at all."""
+    number = quantity.parse_quantity(text)
+    assert -(2**63 - 1) <= number <= 2**63 - 1
+    parts = re.fullmatch(r"([^a-zA-Z]*)(?:[eE]([+-]?[0-9]+)|([a-zA-Z]*))", text)
+    assert parts is not None
+    if abs(int(parts[2] or 0)) > 200:
+        return
+    exact = (
+        abs(Fraction(parts[1].rstrip("."))) * Fraction(10) ** int(parts[2] or 0) * _FACTORS[parts[3] or ""]
+    )
+    billionths = -(-exact * 10**9 // 1)
+    expected = min(Fraction(billionths, 10**9), Fraction(2**63 - 1))
+    assert abs(number) == expected
+
+
+_FACTORS = {
+    "": Fraction(1),
+    **{name: Fraction(1, 1000**power) for power, name in enumerate("mun", start=1)},
+    **{name: Fraction(1000**power) for power, name in enumerate("kMGTPE", start=1)},
+    **{f"{name}i": Fraction(1024**power) for power, name in enumerate("KMGTPE", start=1)},
+}
+
+
+@given(st.text(max_size=20) | st.text("0123456789.eE+-mkKiG", max_size=20))
+def test_any_text_is_a_quantity_or_refused(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        assert abs(quantity.parse_quantity(text)) < 2**63
 
 
 @pytest.mark.parametrize(

@@ -188,9 +188,16 @@ def test_what_a_pod_takes_of_its_node_and_what_is_promised_to_ours() -> None:
     del pod["spec"]["nodeName"]
     waiting = trim.pod_requests(pod)
     assert waiting is not None
-    assert waiting.promised is not None
-    assert (waiting.node, waiting.promised.name) == ("", "ns/llama-0-1-0")
-    assert waiting.promised.requests == {"nvidia.com/gpu": 1, "pods": 1}
+    assert waiting.promise is not None
+    assert (waiting.node, waiting.promise.demand.name) == ("", "ns/llama-0-1-0")
+    assert waiting.promise.demand.requests == {"nvidia.com/gpu": 1, "pods": 1}
+    assert (waiting.promise.uid, waiting.promise.owner.uid) == ("u", "owner")
+    pod["spec"]["schedulingGates"] = [{"name": "example.com/never"}]
+    assert trim.pod_requests(pod) is None, "the scheduler does not place a gated pod"
+    del pod["spec"]["schedulingGates"]
+    pod["metadata"]["name"] = "llama-copy"
+    assert trim.pod_requests(pod) is None, "the operator makes no pod of this name"
+    pod["metadata"]["name"] = "llama-0-1-0"
     pod["metadata"]["deletionTimestamp"] = "2026-11-21T01:02:04Z"
     assert trim.pod_requests(pod) is None, "it will never be placed"
     del pod["metadata"]["deletionTimestamp"], pod["metadata"]["labels"][names.LABEL_RESOURCE]

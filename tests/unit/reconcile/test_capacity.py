@@ -98,6 +98,10 @@ def test_what_others_were_promised_is_not_taken() -> None:
     world.answer_inspection()
     world.settle()
     assert world.workers() == []
+    assert "kept for pods that have no node yet: 1 pod of other namespaces" in message(
+        world, "CapacityAvailable"
+    )
+    assert "other-0-1-0" not in str(world.status), "nobody learns the names of other namespaces' pods"
     world.promised = ()
     world.settle()
     assert len(world.workers()) == 2

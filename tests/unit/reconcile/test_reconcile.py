@@ -1,11 +1,16 @@
 """One resource from apply to serving, through failures, changes and its end."""
 
+from typing import Any
+
 import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
-from heteroinfer_operator.cluster import NodeView, PatchStatus, SetFinalizer
+from heteroinfer_operator.cluster import NodeView, PatchStatus, ResourceKey, SetFinalizer
+from heteroinfer_operator.manifests.drift import find_drift
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.service import client_ports
 from tests.unit.reconcile.world import World, cpu_pair
 
 CULPRIT = Failure(
@@ -337,6 +342,49 @@ def test_drift_of_a_service_is_mended_and_additions_are_left(world: World) -> No
     world.objects["Service", "demo"] = {**service, "spec": {**service["spec"], "selector": {}}}
     world.step()
     assert len(world.writes) == 1
+
+
+PROXY_NAME = {"service.kubernetes.io/service-proxy-name": "nobody"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields"),
+    [
+        (PROXY_NAME, {}),
+        ({"service.kubernetes.io/headless": ""}, {}),
+        ({}, {"internalTrafficPolicy": "Local"}),
+    ],
+)
+def test_what_keeps_clients_from_a_service_is_mended(
+    world: World, labels: dict[str, str], fields: dict[str, str]
+) -> None:
+    """And while it cannot be mended, the resource is not available."""
+    world.serve()
+    world.reap()
+    service = world.objects["Service", "demo"]
+    metadata = {**service["metadata"], "labels": {**service["metadata"]["labels"], **labels}}
+    changed = {**service, "metadata": metadata, "spec": {**service["spec"], **fields}}
+    patch = find_drift(changed, service)
+    assert {**metadata["labels"], **patch.get("metadata", {}).get("labels", {})} == {
+        **service["metadata"]["labels"],
+        **dict.fromkeys(labels),
+    }
+    assert patch.get("spec", {}) == dict.fromkeys(fields, "Cluster")
+    owner = Owner(key=ResourceKey(namespace="default", name="demo"), uid="uid-demo")
+    assert client_ports(service, owner)
+    assert not client_ports(changed, owner)
+    world.objects["Service", "demo"] = changed
+    world.step()
+    assert len(world.writes) == 1
+    assert world.condition("Available") == ("True", "Serving")
+
+    def change_again(objects: dict[tuple[str, str], dict[str, Any]]) -> None:
+        objects["Service", "demo"] = changed
+
+    world.meddler = change_again
+    world.step()
+    world.settle(30)
+    assert world.condition("Available") == ("False", "ChangedByOthers")
 
 
 def _report(step_s: float) -> GroupReport:

@@ -124,6 +124,7 @@ class World:
         NodeView(name="node", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100}),
     )
     reports: dict[int, GroupReport] = field(default_factory=dict)
+    silences: dict[int, float] = field(default_factory=dict)
     fetch: FetchProgress | None = None
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     writes: list[Action] = field(default_factory=list)
@@ -163,6 +164,7 @@ class World:
             objects=tuple(stored for (kind, _), stored in self.objects.items() if kind != "Secret"),
             nodes=self.nodes,
             groups=self.reports,
+            silences=self.silences,
             fetch=self.fetch,
             calibrations=self.calibrations,
             refusals=self.refusals,

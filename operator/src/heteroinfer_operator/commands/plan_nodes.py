@@ -14,6 +14,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.planning import build_free_nodes
 from heteroinfer_operator.planning.placement import FreeNode
+from heteroinfer_operator.stored_fields import UnreadableError
 
 _HOW = "Create the file with `kubectl get nodes,pods -A -o json`"
 
@@ -35,7 +36,7 @@ def load_free_nodes(file: str) -> list[FreeNode]:
         pods = [trim.pod_requests(item) for item in items if item.get("kind") == "Pod"]
     except OSError as error:
         raise HeteroInferError(f"--nodes: {file}: {error.strerror}", reason="NodesNotReadable") from error
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, UnreadableError) as error:
         raise HeteroInferError(
             f"--nodes: {file} is not a list of Kubernetes objects{_where(error)}. {_HOW}",
             reason="NodesNotReadable",
@@ -48,7 +49,7 @@ def load_free_nodes(file: str) -> list[FreeNode]:
             requests[pod.node].append(pod.requests)
     placed = [replace(node, requested=total(requests[node.name])) for node in nodes]
     return build_free_nodes(
-        placed, [pod.promised for pod in pods if pod is not None and pod.promised is not None]
+        placed, [pod.promise.demand for pod in pods if pod is not None and pod.promise is not None]
     )
 
 

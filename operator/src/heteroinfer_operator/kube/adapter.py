@@ -123,6 +123,7 @@ class KubeCluster:
             promised=self._cluster_state.promised(),
             gangs=self._cluster_state.gangs,
             groups=groups,
+            silences=self._groups.silences(ours),
             calibrations=self._cluster_state.calibrations,
             fetch=fetch,
             refusals=self._refusals_of(resource),

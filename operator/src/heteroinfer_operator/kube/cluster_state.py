@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -18,7 +19,7 @@ from heteroinfer_operator.kube.own_clock import OwnClock
 from heteroinfer_operator.kube.paths import CHILDREN, CONFIG_MAP, NODE, POD, SERVICE, Kind, NamespacedName
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiServer
-from heteroinfer_operator.kube.trim import ChildRecord, PodRecord, PodRequests
+from heteroinfer_operator.kube.trim import ChildRecord, PodPromise, PodRecord, PodRequests
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ NEEDED_CHILDREN: Final = (CONFIG_MAP, SERVICE)
 """ConfigMaps keep the plans, and Services the ports of clients; children of other kinds decide nothing."""
 OTHERS_LISTED_S: Final = 5.0
 """How long the first decisions wait for the caches that they can do without."""
+PROMISE_S: Final = 600.0
+"""How long capacity is kept for a pod that has no node: twice the time after which kube-scheduler tries each
+unschedulable pod again whatever it has seen (`pkg/scheduler/internal/queue`, 5 minutes)."""
 OURS: Final = {"labelSelector": names.LABEL_RESOURCE}
 NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
 
@@ -45,6 +49,7 @@ class ClusterState:
         nodes_changed: called when a node came, went, or changed in what a plan reads.
         capacity_freed: called when a pod gave back what it had of a node.
         kept: what was measured of nodes, or None where nothing is.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class ClusterState:
         nodes_changed: Callable[[], None],
         capacity_freed: Callable[[], None] = lambda: None,
         kept: KeptCalibrations | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cluster_scope = not namespaces
         self._touched = touched
@@ -87,6 +93,7 @@ class ClusterState:
                 trim=trim.pod_record,
                 changed=pod_changed,
                 index=lambda pod: pod.key,
+                unreadable=trim.unreadable_pod,
             )
 
         def build_children(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:
@@ -125,7 +132,10 @@ class ClusterState:
         # By node: what all its pods request; made anew when one of them has changed.
         self._requested: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
+        self._clock = clock
+        # Of pods that are being created, and by uid: since when capacity is kept for stored pods.
         self._promises: dict[NamespacedName, PodDemand] = {}
+        self._promised_since: dict[str, float] = {}
 
     def all(self) -> list[WatchCache[Any]]:
         """Returns every cache."""
@@ -162,7 +172,7 @@ class ClusterState:
         if cache is not None:
             cache.note_written(stored)
         if kind is POD and self._requests is not None:
-            self._keep_promise(NamespacedName.of(stored))
+            self._promises.pop(NamespacedName.of(stored), None)
             self._requests.note_written(stored)
 
     def note_gone(self, kind: Kind, name: NamespacedName, uid: str) -> None:
@@ -299,11 +309,21 @@ class ClusterState:
         return view
 
     def promised(self) -> tuple[PodDemand, ...]:
-        """Returns what pods of ours ask for that have no node yet, nor a hint at one: these count there."""
+        """Returns what pods of ours ask for that have no node yet.
+
+        Counts a stored pod only while its resource exists, and for PROMISE_S: a pod that the scheduler never
+        places must not keep capacity from others for ever.
+        """
         waiting = self._requests.under("") if self._requests is not None else []
-        known = {pod.promised.name: pod.promised for pod in waiting if pod.promised is not None}
-        ours = {demand.name: demand for demand in self._promises.values() if not demand.node}
+        stored = [pod.promise for pod in waiting if pod.promise is not None]
+        known = {promise.demand.name: promise.demand for promise in stored if self._holds(promise)}
+        ours = {demand.name: demand for demand in self._promises.values()}
         return tuple({**ours, **known}.values())
+
+    def _holds(self, promise: PodPromise) -> bool:
+        since = self._promised_since.get(promise.uid)
+        in_time = since is not None and self._clock() - since < PROMISE_S
+        return in_time and self.resources.uid(promise.owner.key) == promise.owner.uid
 
     @contextlib.contextmanager
     def promising(self, pods: Sequence[Manifest]) -> Iterator[None]:
@@ -313,18 +333,11 @@ class ClusterState:
         """
         promises = {NamespacedName.of(pod): trim.promise(pod) for pod in pods}
         self._promises |= promises
-        for demand in promises.values():
-            self._recount(demand.node)
         try:
             yield
         finally:
             for name in promises:
-                self._keep_promise(name)
-
-    def _keep_promise(self, name: NamespacedName) -> None:
-        demand = self._promises.pop(name, None)
-        if demand is not None:
-            self._recount(demand.node)
+                self._promises.pop(name, None)
 
     def _recount(self, node: str) -> None:
         self._requested.pop(node, None)
@@ -334,8 +347,7 @@ class ClusterState:
         assert self._requests is not None
         known = self._requested.get(node)
         if known is None:
-            promises = [demand.requests for demand in self._promises.values() if demand.node == node]
-            known = total([*promises, *(pod.requests for pod in self._requests.under(node))])
+            known = total(pod.requests for pod in self._requests.under(node))
             self._requested[node] = known
         return known
 
@@ -343,6 +355,11 @@ class ClusterState:
         for pod in (before, after):
             if pod is not None:
                 self._recount(pod.node)
+        was, now = (pod.promise if pod is not None else None for pod in (before, after))
+        if was is not None and (now is None or now.uid != was.uid):
+            self._promised_since.pop(was.uid, None)
+        if now is not None:
+            self._promised_since.setdefault(now.uid, self._clock())
         if after is None:
             self._capacity_freed()
 

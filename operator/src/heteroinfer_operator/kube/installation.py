@@ -12,6 +12,7 @@ from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import NOT_FOUND, ONLY_METADATA, ApiError, ApiServer, load_configuration
 from heteroinfer_operator.settings import InstallationSettings
+from heteroinfer_operator.stored_fields import version_number
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,8 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
                 for item in page.get("items") or ():  # of an empty list of metadata it is null
                     metadata = item["metadata"]
                     key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
-                    listed[key] = int(metadata["resourceVersion"])
-                versions[scope] = int(page["metadata"]["resourceVersion"])
+                    listed[key] = version_number(metadata["resourceVersion"])
+                versions[scope] = version_number(page["metadata"]["resourceVersion"])
         except ApiError as error:
             unread[scope] = error
         else:

@@ -13,6 +13,7 @@ from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.kube.paths import CONFIG_MAP, NamespacedName
 from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
+from heteroinfer_operator.stored_fields import as_text_map
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class KeptCalibrations:
                 path=CONFIG_MAP.path(name.namespace),
                 query={"fieldSelector": f"metadata.name={name.name}"},
             ),
-            trim=_entries,
+            trim=read_entries,
             changed=self._changed,
         )
 
@@ -58,8 +59,9 @@ class KeptCalibrations:
         self._notify()
 
 
-def _entries(stored: Manifest) -> Entries:
-    return tuple(sorted((stored.get("data") or {}).items()))
+def read_entries(stored: Manifest) -> Entries:
+    """Returns the entries of the ConfigMap; raises UnreadableError."""
+    return tuple(sorted(as_text_map(stored.get("data"), "data").items()))
 
 
 async def keep(server: ApiServer, name: NamespacedName, kind: MeasuredKind) -> None:

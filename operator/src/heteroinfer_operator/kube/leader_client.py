@@ -29,6 +29,14 @@ UNREADY_TIMEOUT_S: Final = 0.2
 KEEP_S: Final = 10.0
 SAY_AGAIN_S: Final = 600.0
 """A leader that makes no sense is reported of so often."""
+ASK_AGAIN_S: Final = 1.0
+"""A leader that answered before and cannot be reached is asked so often, at first."""
+SURE_AFTER_S: Final = 5.0
+"""After so long without a connection, a leader is asked once in KEEP_S again."""
+SURE_TRIES: Final = 3
+"""Connections in a row that fail before a leader counts as silent: one lost packet says nothing."""
+_CONNECT_SHARE: Final = 0.8
+"""Of the time for an answer. The kernel accepts a connection however busy the leader itself is."""
 MOST_BYTES: Final = 2**20
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
@@ -36,11 +44,20 @@ _NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeEr
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a leader said, or that it let the time pass (`silent`)."""
+    """What a leader said, or that it let the time pass (`silent`), or took no connection (`unreached`)."""
 
     at_s: float
     status: GroupReport | None
     silent: bool
+    unreached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Silence:
+    """Since when no connection to a leader has succeeded, and how many have failed."""
+
+    since_s: float
+    tries: int
 
 
 class LeaderClient:
@@ -61,6 +78,8 @@ class LeaderClient:
         self._clock = clock
         self._readers: dict[str, tuple[float, ReportReader]] = {}
         self._answers: dict[str, _Answer] = {}
+        self._answered: dict[str, float] = {}
+        self._silences: dict[str, _Silence] = {}
         self._ignored: dict[str, float] = {}
         self._nonsense: list[tuple[ResourceKey, str]] = []
         self._session: aiohttp.ClientSession | None = None
@@ -91,6 +110,37 @@ class LeaderClient:
         )
         return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
 
+    def silences(self, pods: Iterable[PodRecord]) -> dict[int, float]:
+        """Returns by group index for how many seconds no connection to its Ready leader has succeeded.
+
+        Names only leaders that answered this operator before: where pods cannot be reached at all, that says
+        nothing of them. 0 until SURE_TRIES connections have failed; a busy leader still accepts connections.
+        """
+        found: dict[int, float] = {}
+        for pod in pods:
+            index, silence = _led_group(pod), self._silences.get(pod.view.uid)
+            if index is not None and silence is not None:
+                sure = silence.tries >= SURE_TRIES
+                found[index] = self._clock() - silence.since_s if sure else 0.0
+        return found
+
+    def _note(self, pod: PodRecord, asked_s: float, answer: _Answer, *, ready: bool) -> None:
+        uid = pod.view.uid
+        if answer.status is not None:
+            self._answered[uid] = answer.at_s
+        if not answer.unreached or not ready:
+            self._silences.pop(uid, None)
+        elif uid in self._answered:
+            before = self._silences.get(uid, _Silence(asked_s, 0))
+            self._silences[uid] = _Silence(before.since_s, before.tries + 1)
+
+    def _is_due(self, uid: str, kept: _Answer) -> bool:
+        """Returns whether a leader that cannot be reached is asked again before its answer is KEEP_S old."""
+        silence, now = self._silences.get(uid), self._clock()
+        if silence is None or now - silence.since_s > SURE_AFTER_S:
+            return False
+        return now - kept.at_s >= ASK_AGAIN_S
+
     def _forget_old(self) -> None:
         oldest = self._clock() - KEEP_S
         self._answers = {uid: answer for uid, answer in self._answers.items() if answer.at_s > oldest}
@@ -100,13 +150,17 @@ class LeaderClient:
             if at_s > self._clock() - CHALLENGE_LIFE_S
         }
         recent = self._clock() - SAY_AGAIN_S
+        self._answered = {uid: at_s for uid, at_s in self._answered.items() if at_s > recent}
+        self._silences = {uid: each for uid, each in self._silences.items() if uid in self._answered}
         self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
     async def _ask(self, pod: PodRecord, *, ready: bool) -> GroupReport | None:
         kept = self._answers.get(pod.view.uid)
-        if kept is not None and (ready or kept.silent):
+        if kept is not None and (ready or kept.silent) and not self._is_due(pod.view.uid, kept):
             return kept.status
+        asked_s = self._clock()
         answer = await self._fetch(pod, TIMEOUT_S if ready else UNREADY_TIMEOUT_S)
+        self._note(pod, asked_s, answer, ready=ready)
         if ready or answer.silent:
             self._answers[pod.view.uid] = answer
         return answer.status
@@ -131,7 +185,8 @@ class LeaderClient:
             logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
             if isinstance(error, ContractError | UnicodeDecodeError):
                 self._note_nonsense(pod, error)
-            return _Answer(self._clock(), None, silent=isinstance(error, TimeoutError))
+            unreached = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            return _Answer(self._clock(), None, silent=isinstance(error, TimeoutError), unreached=unreached)
 
     async def _get_report(self, pod: PodRecord, timeout_s: float) -> str:
         """Returns what a leader says, whole if it takes its group's key; raises one of _NO_ANSWER."""
@@ -176,8 +231,10 @@ class LeaderClient:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         if self._session is None:
             # Pods are reached directly: no proxy of the environment, and no redirects below.
-            self._session = aiohttp.ClientSession(trust_env=False)
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+            # Each question has a connection of its own: a kept one would not tell that the node is gone.
+            connector = aiohttp.TCPConnector(force_close=True)
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SHARE * timeout_s)
         url = f"http://{host}:{pod.health_port}{path}"
         async with self._session.get(
             url, headers=headers, allow_redirects=False, timeout=timeout

@@ -11,6 +11,10 @@ from typing import Final, NamedTuple
 
 _SET: Final = timedelta(seconds=1)
 """A clock that differs by more from the time that has passed was set."""
+_FIRST: Final = datetime.min.replace(tzinfo=UTC)
+_LAST: Final = datetime.max.replace(tzinfo=UTC)
+_LATEST_S: Final = 10 * 365 * 86400.0
+"""Ten years: strangers may give their pods a grace period of ten thousand."""
 
 
 def utc_now() -> datetime:
@@ -42,12 +46,13 @@ class OwnClock:
         Args:
             key: what it is about.
             stamp: as another clock has it; None once it holds no more.
-            later_s: what the stamp is about comes so many seconds after it was seen.
+            later_s: what the stamp is about comes so many seconds after it was seen; ten years at most.
         """
+        later_s = min(max(later_s, 0.0), _LATEST_S)
         if stamp is None:
             self._seen.pop(key, None)
         elif key not in self._seen or self._seen[key].stamp != stamp:
-            moment = self._clock() + timedelta(seconds=later_s)
+            moment = _later(self._clock(), later_s)
             self._seen[key] = _Seen(stamp, moment, self._passed_s() + later_s)
 
     def moment(self, key: str) -> datetime | None:
@@ -55,10 +60,18 @@ class OwnClock:
         seen = self._seen.get(key)
         if seen is None:
             return None
-        moment = self._clock() - timedelta(seconds=self._passed_s() - seen.at_s)
+        moment = _later(self._clock(), seen.at_s - self._passed_s())
         if abs(moment - seen.moment) > _SET:
             self._seen[key] = seen = _Seen(seen.stamp, moment, seen.at_s)
         return seen.moment
+
+
+def _later(moment: datetime, seconds: float) -> datetime:
+    """Returns a moment some seconds later, or the first or last moment that there is."""
+    try:
+        return moment + timedelta(seconds=seconds)
+    except OverflowError:
+        return _LAST if seconds > 0 else _FIRST
 
 
 class _Seen(NamedTuple):

@@ -69,6 +69,11 @@ class ResourceCache:
         """Returns the resources that there are, as far as is known here."""
         return {record.key for cache in self.caches for record in cache.values()}
 
+    def uid(self, key: ResourceKey) -> str:
+        """Returns the uid of a resource, or "" if there is none, as far as is known here."""
+        cache = self._cache(key)
+        return cache.uid_of(_name(key)) if cache is not None else ""
+
     def announce(self, key: ResourceKey, version: int) -> bool:
         """Notes that somebody saw a resource at a version, or saw it go; returns whether that is news."""
         cache = self._cache(key)

@@ -19,6 +19,7 @@ from kubernetes.aio.config import ConfigException, kube_config
 
 from heteroinfer_contract import names
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.kube.deep_json import parse_json
 
 JSON: Final = "application/json"
 ONLY_METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -375,8 +376,8 @@ def parse_answer(request: str, text: str | bytes, *, has: Collection[str] = ()) 
         has: fields that it must have.
     """
     try:
-        answer = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        answer = parse_json(text)
+    except ValueError as error:
         raise ApiError(f"{request}: got {text[:_SHOWN]!r}, expected JSON: {error}") from error
     if not isinstance(answer, dict) or not set(has) <= answer.keys():
         words = f" with {', '.join(has)}" if has else ""

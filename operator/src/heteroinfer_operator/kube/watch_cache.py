@@ -11,11 +11,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
+from heteroinfer_contract.printable import printable
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.kube.server import FORBIDDEN, GONE, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.stored_fields import UnreadableError, as_name, as_object, as_text, version_number
 
 T = TypeVar("T")
 
@@ -29,6 +31,13 @@ BACKOFF_FIRST_S: Final = 0.2
 BACKOFF_MOST_S: Final = 5.0
 UNCONFIRMED_S: Final = 60.0
 """How long an object that we wrote survives relists that don't show it yet."""
+MOST_REPORTED: Final = 1000
+"""Unreadable objects of one collection that are remembered, so that each is logged once."""
+_NAMELESS: Final = NamespacedName(namespace="", name="an object without a name, uid or resourceVersion")
+_ADDED: Final = "ADDED"
+_MODIFIED: Final = "MODIFIED"
+_DELETED: Final = "DELETED"
+_BOOKMARK: Final = "BOOKMARK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,40 @@ class _Entry(Generic[T]):
     version: int
     value: T
     unconfirmed_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredObject:
+    """What a cache reads of any object.
+
+    Attributes:
+        name: of the object.
+        uid: its identity.
+        version: its resourceVersion as a number, or 0 if the API server does not count.
+        body: the object.
+    """
+
+    name: NamespacedName
+    uid: str
+    version: int
+    body: Manifest
+
+    @classmethod
+    def of(cls, body: object) -> "_StoredObject":
+        """Returns an object with what its metadata says; raises UnreadableError."""
+        whole = as_object(body, "object")
+        metadata = as_object(whole.get("metadata"), "metadata")
+        name = NamespacedName(
+            namespace=as_text(metadata.get("namespace"), "namespace"),
+            name=as_name(metadata.get("name"), "name"),
+        )
+        version = as_name(metadata.get("resourceVersion"), "resourceVersion")
+        return cls(name, as_name(metadata.get("uid"), "uid"), version_number(version), whole)
+
+
+def _is_newer(version: int, other: int) -> bool:
+    """Returns whether a version is known to be later than another."""
+    return version > other > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +109,9 @@ class WatchCache(Generic[T]):
     (they are ordered numbers by KEP-5504), so that what `note_written` says is not undone by a
     watch that lags behind.
 
+    An object that `trim` cannot read is logged once and left out, or kept as `unreadable` has it. Nothing
+    that an API server sends ends a cache: after any error it lists again.
+
     Attributes:
         collection: what it holds.
         synced: set after the first full list.
@@ -76,6 +122,7 @@ class WatchCache(Generic[T]):
         trim: an object to its value; None for objects that don't belong here.
         changed: called with the value before and after each change that `trim` shows.
         index: what `under` finds a value by; None where nobody asks for it.
+        unreadable: the value of an object at which `trim` raised UnreadableError; None leaves it out.
     """
 
     def __init__(
@@ -86,6 +133,7 @@ class WatchCache(Generic[T]):
         trim: Callable[[Manifest], T | None],
         changed: Callable[[T | None, T | None], None],
         index: Callable[[T], Hashable] | None = None,
+        unreadable: Callable[[Manifest], T | None] = lambda stored: None,
     ) -> None:
         self.collection = collection
         self.synced = asyncio.Event()
@@ -93,6 +141,9 @@ class WatchCache(Generic[T]):
         self._trim = trim
         self._changed = changed
         self._index = index
+        self._unreadable = unreadable
+        self._reported: dict[NamespacedName, str] = {}
+        self._broke_off = False
         self._entries: dict[NamespacedName, _Entry[T]] = {}
         self._indexed: defaultdict[Hashable, dict[NamespacedName, T]] = defaultdict(dict)
         self._version = ""
@@ -118,7 +169,7 @@ class WatchCache(Generic[T]):
     @property
     def version(self) -> int:
         """The resourceVersion up to which this cache has seen all; 0 before the first list."""
-        return int(self._version or 0)
+        return version_number(self._version)
 
     @property
     def is_stale(self) -> bool:
@@ -137,7 +188,7 @@ class WatchCache(Generic[T]):
 
     def has_seen(self, name: NamespacedName, version: int) -> bool:
         """Returns whether what happened to an object up to a resourceVersion is known here, its end too."""
-        return max(int(self._version or 0), self.version_of(name)) >= version
+        return max(version_number(self._version), self.version_of(name)) >= version
 
     def uid_of(self, name: NamespacedName) -> str:
         """Returns the uid that an object has here, or "" if it is not here."""
@@ -154,12 +205,16 @@ class WatchCache(Generic[T]):
         return [found[name] for name in sorted(found)]
 
     def note_written(self, stored: Manifest) -> None:
-        """Takes in the API server's answer to a write, unless the watch is past it already."""
-        value = self._trim(stored)
-        if value is not None and _version(stored) > int(self._version or 0):
-            self._put(
-                NamespacedName.of(stored), _Entry(_uid(stored), _version(stored), value, time.monotonic())
-            )
+        """Takes in the API server's answer to a write, unless the watch is past it already.
+
+        Raises:
+            UnreadableError: the answer has no metadata.
+        """
+        written = _StoredObject.of(stored)
+        value = self._read(written)
+        if value is not None and written.version > version_number(self._version):
+            entry = _Entry(written.uid, written.version, value, time.monotonic())
+            self._put(written.name, entry)
 
     def note_gone(self, name: NamespacedName, uid: str) -> None:
         """Takes in that the API server says that an object is gone; one of another uid stays."""
@@ -183,6 +238,14 @@ class WatchCache(Generic[T]):
                 if error.status == GONE or self._silent_s() > self._server.watch_silence_s / 2:
                     self._version = ""
                 self._report(error)
+            except UnreadableError as error:
+                self._version = ""
+                logger.warning("%s: %s; listing again", self.collection.label, printable(error.message))
+            except Exception:  # the one boundary of a cache: its end would be the end of the process
+                self._version, self._broke_off = "", True
+                logger.exception(
+                    "%s: a defect of the operator, please report it; listing again", self.collection.label
+                )
             if time.monotonic() - started > BACKOFF_MOST_S:
                 backoff_s = BACKOFF_FIRST_S
             await asyncio.sleep(backoff_s)
@@ -202,9 +265,38 @@ class WatchCache(Generic[T]):
         A watch from a version that is still to come would get nothing until the store has reached it.
         """
         listed = await self._server.get(self.collection.path, {**self.collection.query, "limit": 1})
-        if int(listed["metadata"]["resourceVersion"]) < self.version:
+        metadata = as_object(listed["metadata"], "metadata")
+        now = version_number(as_name(metadata.get("resourceVersion"), "resourceVersion"))
+        if 0 < now < self.version:
             logger.warning("%s: the store went back to an older state; listing again", self.collection.label)
             self.relist()
+
+    def _read(self, stored: _StoredObject) -> T | None:
+        """Returns the value of an object; None if it does not belong here, or nothing of it can be read."""
+        try:
+            return self._trim(stored.body)
+        except UnreadableError as error:
+            self._report_unreadable(stored.name, stored.uid, error)
+            return self._read_metadata(stored)
+
+    def _read_metadata(self, stored: _StoredObject) -> T | None:
+        try:
+            return self._unreadable(stored.body)
+        except UnreadableError:  # reported before
+            return None
+
+    def _report_unreadable(self, name: NamespacedName, uid: str, error: UnreadableError) -> None:
+        """Logs once that an object cannot be read, however often it is listed or changed."""
+        if self._reported.get(name) == uid or len(self._reported) > MOST_REPORTED:
+            return
+        self._reported[name] = uid
+        label, words = self.collection.label, printable(error.message)
+        if len(self._reported) > MOST_REPORTED:
+            logger.error(
+                "%s: more than %d objects cannot be read; the rest is not logged", label, MOST_REPORTED
+            )
+            return
+        logger.error("%s: the operator cannot read %s (%s). Correct or delete it.", label, name, words)
 
     def _report(self, error: ApiError) -> None:
         is_news = self._problem is None or self._problem.message != error.message
@@ -220,17 +312,25 @@ class WatchCache(Generic[T]):
 
     async def _relist(self) -> None:
         listed: dict[NamespacedName, _Entry[T]] = {}
+        seen, version = {_NAMELESS}, ""
         async for page in self._server.pages(self.collection.path, self.collection.query):
             # An item of a list lacks what the list says of all: kind and apiVersion.
-            said = {"apiVersion": page["apiVersion"], "kind": page["kind"].removesuffix("List")}
+            said = {"apiVersion": page["apiVersion"], "kind": str(page["kind"]).removesuffix("List")}
             for bare in page.get("items") or ():
-                item = {**said, **bare}
-                value = self._trim(item)
+                try:
+                    item = _StoredObject.of({**said, **as_object(bare, "item")})
+                except UnreadableError as error:
+                    self._report_unreadable(_NAMELESS, "", error)
+                    continue
+                seen.add(item.name)
+                value = self._read(item)
                 if value is not None:
-                    listed[NamespacedName.of(item)] = _Entry(_uid(item), _version(item), value)
-            version = page["metadata"]["resourceVersion"]
-        self._replace(listed, int(version))
-        self._version = version
+                    listed[item.name] = _Entry(item.uid, item.version, value)
+            metadata = as_object(page["metadata"], "metadata")
+            version = as_name(metadata.get("resourceVersion"), "resourceVersion")
+        self._replace(listed, version_number(version))
+        self._reported = {name: uid for name, uid in self._reported.items() if name in seen}
+        self._version, self._broke_off = version, False
         self._note_answer()
         self.synced.set()
 
@@ -273,25 +373,32 @@ class WatchCache(Generic[T]):
     def _silent_s(self) -> float:
         return time.monotonic() - self._last_answer_at
 
-    def _take(self, kind: str, stored: dict[str, Any]) -> None:
-        self._version = stored["metadata"]["resourceVersion"]
-        if kind == "BOOKMARK":
+    def _take(self, kind: object, body: object) -> None:
+        """Takes in an event of the watch; raises UnreadableError for what is no event."""
+        if kind == _BOOKMARK:
+            metadata = as_object(as_object(body, "object").get("metadata"), "metadata")
+            self._version = as_name(metadata.get("resourceVersion"), "resourceVersion")
             return
-        name, version = NamespacedName.of(stored), _version(stored)
-        kept = self._entries.get(name)
-        if kept is not None and kept.version > version:
-            return
-        value = self._trim(stored) if kind != "DELETED" else None
-        if value is None:
-            self._drop(name)
-        else:
-            self._put(name, _Entry(_uid(stored), version, value))
+        if kind not in (_ADDED, _MODIFIED, _DELETED):
+            raise UnreadableError(f"watch: got an event of type {str(kind)[:40]!r}, expected a change")
+        stored = _StoredObject.of(body)
+        kept = self._entries.get(stored.name)
+        if kind == _DELETED:
+            self._reported.pop(stored.name, None)
+        if kept is None or not _is_newer(kept.version, stored.version):
+            value = self._read(stored) if kind != _DELETED else None
+            if value is None:
+                self._drop(stored.name)
+            else:
+                self._put(stored.name, _Entry(stored.uid, stored.version, value))
+        self._version = stored.body["metadata"]["resourceVersion"]
 
     def _put(self, name: NamespacedName, entry: _Entry[T], *, always: bool = False) -> None:
         kept = self._entries.get(name)
-        if kept is not None and kept.version > entry.version and not always:
+        if kept is not None and _is_newer(kept.version, entry.version) and not always:
             return
-        if kept is not None and kept.version == entry.version and kept.value == entry.value:
+        same = kept is not None and kept.version == entry.version and kept.value == entry.value
+        if kept is not None and same and not self._broke_off:
             self._entries[name] = replace(
                 kept, unconfirmed_since=entry.unconfirmed_since and kept.unconfirmed_since
             )
@@ -299,7 +406,8 @@ class WatchCache(Generic[T]):
         self._entries[name] = entry
         before = kept.value if kept else None
         self._file(name, before, entry.value)
-        if before != entry.value:
+        # After a break nobody knows which changes were reported: all are, once more.
+        if before != entry.value or self._broke_off:
             self._changed(before, entry.value)
 
     def _drop(self, name: NamespacedName) -> None:
@@ -317,11 +425,3 @@ class WatchCache(Generic[T]):
                 del self._indexed[self._index(before)]
         if after is not None:
             self._indexed[self._index(after)][name] = after
-
-
-def _uid(stored: Manifest) -> str:
-    return str(stored["metadata"]["uid"])
-
-
-def _version(stored: Manifest) -> int:
-    return int(stored["metadata"]["resourceVersion"])

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from heteroinfer_operator.manifests.service import LEFT_TO_OTHER_PROXIES
+
 _FILLED_IN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "Service": frozenset(
@@ -31,6 +33,10 @@ _FILLED_IN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 belong to other projects, any may be."""
 
 
+_TAKEN_OFF: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Service": LEFT_TO_OTHER_PROXIES})
+"""By kind: labels that change what an object does, and that no object of ours has."""
+
+
 def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the JSON merge patch that makes a stored object say what its manifest says; {} if it does.
 
@@ -41,7 +47,7 @@ def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     patch: dict[str, Any] = {}
     for key, value in wanted.items():
         if key == "metadata":
-            found = _metadata_drift(stored.get(key) or {}, value)
+            found = _metadata_drift(stored.get(key) or {}, value, _TAKEN_OFF.get(wanted["kind"], frozenset()))
         elif key == "spec" and wanted["kind"] in _FILLED_IN:
             found = _spec_drift(stored.get(key) or {}, value, _FILLED_IN[wanted["kind"]])
         elif says(stored.get(key), value):
@@ -53,8 +59,12 @@ def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     return patch
 
 
-def _metadata_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in wanted.items() if not says(stored.get(key), value)}
+def _metadata_drift(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], taken_off: frozenset[str]
+) -> dict[str, Any]:
+    drift = {key: value for key, value in wanted.items() if not says(stored.get(key), value)}
+    extra = dict.fromkeys(sorted(taken_off & (stored.get("labels") or {}).keys()))
+    return drift | ({"labels": {**wanted["labels"], **extra}} if extra else {})
 
 
 def _spec_drift(

@@ -10,6 +10,13 @@ from heteroinfer_operator.manifests.identity import GroupRef, Owner
 _ALIAS: Final = "ExternalName"
 """Type of a Service that is another name's, whatever it selects."""
 
+LEFT_TO_OTHER_PROXIES: Final = frozenset(
+    {"service.kubernetes.io/service-proxy-name", "service.kubernetes.io/headless"}
+)
+"""Labels of a Service that kube-proxy leaves alone (`cmd/kube-proxy/app/server.go`): it leads nowhere."""
+_EVERYWHERE: Final = "Cluster"
+"""Traffic policy of a Service that leads clients of every node to every leader."""
+
 
 def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
     """Returns the Service in front of the leaders: only Ready ones are its endpoints.
@@ -26,6 +33,7 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
         "metadata": identity.metadata(owner, identity.client_service(owner), {}),
         "spec": {
             "type": "ClusterIP",
+            "internalTrafficPolicy": _EVERYWHERE,
             "selector": identity.leader_labels(owner),
             "ports": [
                 {"name": name, "port": port, "protocol": "TCP", "targetPort": names.PORT_API}
@@ -43,9 +51,13 @@ def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
         owner: the resource.
     """
     spec = stored.get("spec") or {}
+    labels = stored["metadata"].get("labels") or {}
     if spec.get("selector") != identity.leader_labels(owner) or spec.get("type") == _ALIAS:
         return frozenset()
-    return frozenset(port["port"] for port in spec.get("ports") or () if _leads_to_api(port))
+    if labels.keys() & LEFT_TO_OTHER_PROXIES or spec.get("internalTrafficPolicy", _EVERYWHERE) != _EVERYWHERE:
+        return frozenset()
+    ports = [port for port in spec.get("ports") or () if isinstance(port.get("port"), int)]
+    return frozenset(port["port"] for port in ports if _leads_to_api(port))
 
 
 def _leads_to_api(port: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ for its bound on tries. Pods of strangers are known by what they request only: a
 checked among the pods of the group (`pod_affinity`).
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -32,6 +33,8 @@ class FreeNode:
 
     node: NodeView
     free: dict[str, float]
+    promised: list[str] = field(default_factory=list)
+    """Names of the pods without a node for which some of it is kept."""
 
     @classmethod
     def of(cls, node: NodeView) -> "FreeNode":
@@ -70,12 +73,18 @@ class FreeNode:
 
 
 def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = ()) -> list[FreeNode]:
-    """Returns what is free on each node once pods that have none yet are placed where they fit first."""
+    """Returns what is free on each node once pods without a node are placed.
+
+    Such a pod is placed on the node that it names if it fits there, or else on the first node where it fits.
+    """
     free_nodes = [FreeNode.of(node) for node in nodes]
+    by_name = {free_node.node.name: free_node for free_node in free_nodes}
     for demand in promised:
-        for free_node in free_nodes:
+        hinted = [by_name[demand.node]] if demand.node in by_name else []
+        for free_node in itertools.chain(hinted, free_nodes):
             if not obstacle(demand, free_node.node) and free_node.has(demand.requests):
                 free_node.take(demand.requests)
+                free_node.promised.append(demand.name)
                 break
     return free_nodes
 

@@ -36,6 +36,7 @@ from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
 from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE
 from heteroinfer_operator.reconcile.rollout import Rollout
+from heteroinfer_operator.reconcile.silent_leaders import REASON as LEADER_SILENT
 
 _RESTARTS_USED_UP: Final = "RestartsUsedUp"
 _ROLLING_OUT: Final = "RollingOut"
@@ -113,7 +114,16 @@ class Life:
     @property
     def serving(self) -> list[GroupStatus]:
         """Returns the groups that serve, and that clients reach."""
-        return [d.status for d in self.decisions if d.status.phase is GroupPhase.READY and not d.cut_off]
+        return [
+            d.status
+            for d in self.decisions
+            if d.status.phase is GroupPhase.READY and not d.cut_off and not d.silent
+        ]
+
+    @property
+    def silent(self) -> str:
+        """Returns which group's leader cannot be reached any more, and what to do, or ""."""
+        return next((d.silent for d in self.decisions if d.silent), "")
 
     @property
     def lost_labels(self) -> str:
@@ -156,9 +166,13 @@ def life_conditions(life: Life) -> tuple[Condition, ...]:
     count = f"{len(serving)} of {life.wanted} groups serve"
     words = f"group {worst.index}: {worst.message}" if worst.message else count
     stalled = life.stalled
-    available = (True, "Serving", count) if serving else (False, _ready_reason(worst), words)
+    available: tuple[bool | None, str, str] = (True, "Serving", count)
+    if not serving:
+        available = (False, _ready_reason(worst), words)
     if not serving and life.lost_labels:
         available = (False, LOST_LABEL, life.lost_labels)
+    elif not serving and life.silent:
+        available = (None, LEADER_SILENT, life.silent)
     if serving and life.unreachable is not None:
         available = (False, life.unreachable.reason, life.unreachable.message)
     return (
@@ -167,7 +181,10 @@ def life_conditions(life: Life) -> tuple[Condition, ...]:
         life.make(ConditionType.STALLED, stalled is not None, *(stalled or ("NotStalled", ""))),
         life.make(ConditionType.PROGRESSING, *_progress(life, worst, words)),
         life.make(
-            ConditionType.DEGRADED, bool(serving) and len(serving) < life.wanted, worst.phase.value, words
+            ConditionType.DEGRADED,
+            bool(serving) and len(serving) < life.wanted,
+            LEADER_SILENT if life.silent else worst.phase.value,
+            life.silent or words,
         ),
         life.make(
             ConditionType.FAILED,
@@ -204,12 +221,12 @@ def _worst(groups: Sequence[GroupStatus]) -> GroupStatus:
     return min(groups, key=lambda group: ranks.get(group.phase, ranks[None]))
 
 
-def _ready(life: Life, worst: GroupStatus, words: str, count: str) -> tuple[bool, str, str]:
+def _ready(life: Life, worst: GroupStatus, words: str, count: str) -> tuple[bool | None, str, str]:
     """Returns whether all wanted groups serve this spec, the reason, and words."""
     if life.serves_spec and not life.lost_labels:
         if life.port_unreachable is not None:
             return False, life.port_unreachable.reason, life.port_unreachable.message
-        return True, "Serving", count
+        return (None, LEADER_SILENT, life.silent) if life.silent else (True, "Serving", count)
     if life.stalled is not None and worst.phase is not GroupPhase.FAILED:
         return False, *life.stalled
     if len(life.serving) < life.wanted:

@@ -92,6 +92,7 @@ class GroupDecision:
         gang_object: what tells a gang scheduler of the epoch, or None.
         lost_labels: which labels somebody took off a pod of the epoch, and what to do, or "".
         cut_off: whether, for that reason, clients do not reach it by their Service.
+        silent: why nobody knows whether its Ready leader still serves, or "".
     """
 
     status: GroupStatus
@@ -109,6 +110,7 @@ class GroupDecision:
     gang_object: Manifest | None = None
     lost_labels: str = ""
     cut_off: bool = False
+    silent: str = ""
 
 
 def epoch_of(pod: PodView) -> int:

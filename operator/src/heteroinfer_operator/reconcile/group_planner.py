@@ -40,6 +40,8 @@ from heteroinfer_operator.planning.prediction_again import PredictedPlan, predic
 WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
 """Reason of CapacityAvailable where pods exist and have no node."""
+_MOST_NAMED: Final = 3
+"""Pods that a message names."""
 _MOST_ANSWERS: Final = 2000
 """Remembered of specs and models, a few KB each."""
 CAPACITY_REASONS: Final = frozenset({Shortage.reason, PlanReason.INSUFFICIENT_CAPACITY.value, UNSCHEDULABLE})
@@ -97,7 +99,10 @@ class GroupPlanner:
         """
         request = self._known_request()
         gang = choose_gang(request.spec, self.observation.gangs)
-        planned = plan_group(request, self._capacity(request.spec, gang))
+        try:
+            planned = plan_group(request, self._capacity(request.spec, gang))
+        except Shortage as shortage:
+            raise self._with_promises(shortage) from None
         return EpochPlan(
             plan=planned.plan,
             notes=planned.notes,
@@ -122,7 +127,10 @@ class GroupPlanner:
             plan: of its last epoch.
         """
         gang = choose_gang(spec, self.observation.gangs)
-        assignment, missing = assign_again(spec, plan, self._capacity(spec, gang))
+        try:
+            assignment, missing = assign_again(spec, plan, self._capacity(spec, gang))
+        except Shortage as shortage:
+            raise self._with_promises(shortage) from None
         return EpochPlan(plan=plan, node_assignment=self._hinted(assignment, gang), missing=missing)
 
     def node_assignment_again(
@@ -192,6 +200,12 @@ class GroupPlanner:
             raise PlanError(f"waiting for the model: {self.waits_for}", reason=WAITING_FOR_MODEL)
         return self.request
 
+    def _with_promises(self, shortage: Shortage) -> Shortage:
+        """Returns the shortage with the pods without a node that hold some of the capacity."""
+        promised = [name for free_node in self._free_nodes or () for name in free_node.promised]
+        words = describe_promises(promised, self.observation.resource.key.namespace)
+        return Shortage(f"{shortage.message}; {words}", reason=shortage.reason) if words else shortage
+
     def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None) -> Capacity:
         if self._free_nodes is None and self.observation.nodes is not None:
             self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.promised)
@@ -234,6 +248,24 @@ def _find_problem(
     except PlanError as problem:
         return _Problem(message=problem.message, reason=problem.reason)
     return _Problem()
+
+
+def describe_promises(pods: Sequence[str], namespace: str) -> str:
+    """Returns which pods without a node hold capacity, or "" if none does.
+
+    Args:
+        pods: their names, as `namespace/name`.
+        namespace: of the reader, who may not know the names of other namespaces' pods.
+    """
+    own = [name for each in sorted(pods) for space, _, name in [each.partition("/")] if space == namespace]
+    holders = own[:_MOST_NAMED]
+    if len(own) > _MOST_NAMED:
+        holders.append(f"{len(own) - _MOST_NAMED} more pods")
+    strangers = len(pods) - len(own)
+    if strangers:
+        holders.append(f"{strangers} pod{'s' if strangers > 1 else ''} of other namespaces")
+    words = "some of the capacity is kept for pods that have no node yet"
+    return f"{words}: {', '.join(holders)}" if holders else ""
 
 
 def gang_of(pods: Sequence[PodView]) -> Gang | None:

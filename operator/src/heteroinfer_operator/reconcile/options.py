@@ -1,10 +1,12 @@
 """What an installation decides for all its resources. Pure."""
 
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from heteroinfer_operator.manifests.addressing import Addressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.allowed import Allowed
+from heteroinfer_operator.stored_fields import version_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +29,18 @@ class Options:
     allowed: Allowed = Allowed()  # noqa: RUF009 - frozen
     names_come_again: bool = True
 
-    def first_epoch(self, resource_version: str) -> int:
+    def first_epoch(self, resource_version: str, now: datetime) -> int:
         """Returns the epoch of a group of which nothing is known: higher than any that it can have had.
 
         The API server counts its writes, and never back: whatever was lost, the status, the group by a scale,
-        or the whole resource, each epoch was written into the status before it began.
+        or the whole resource, each epoch was written into the status before it began. Where the
+        resourceVersion is no number, the seconds since 1970 take its place: they hold while the operator's
+        clock is not set back.
 
         Args:
             resource_version: of the resource.
+            now: time of the reconcile.
         """
-        return int(resource_version) if self.names_come_again else 1
+        if not self.names_come_again:
+            return 1
+        return version_number(resource_version) or max(int(now.timestamp()), 1)

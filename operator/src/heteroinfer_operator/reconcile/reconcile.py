@@ -70,6 +70,7 @@ from heteroinfer_operator.reconcile.revisions import (
     read_records,
 )
 from heteroinfer_operator.reconcile.rollout import decide_wanted
+from heteroinfer_operator.reconcile.silent_leaders import with_silence
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 from heteroinfer_operator.refusals import due_in_time
 
@@ -140,7 +141,7 @@ def _decide(
         ),
         planner=planner,
         node_loss=node_loss,
-        first_epoch=options.first_epoch(resource.resource_version),
+        first_epoch=options.first_epoch(resource.resource_version, now),
         refusals=due_in_time(observation.refusals, now),
     )
     return _act(observation, status, context, model)
@@ -213,6 +214,7 @@ def _act(
         for decision in wanted
         for pods in [by_group.get(decision.status.index, ())]
     ]
+    wanted = [with_silence(each, observation.silences.get(each.status.index)) for each in wanted]
     decisions = [*wanted, *unwanted]
     keys = [key for decision in wanted for key in decision.keys]
     creates = [create for decision in wanted for create in decision.creates]

@@ -1,0 +1,244 @@
+"""Pods of strangers, as bad as the API server stores them: the operator lives, and its status stays true."""
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.errors import PlanReason
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, SERVICE
+from heteroinfer_operator.kube.server import ApiServer
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.life import (
+    Install,
+    bring_up,
+    condition,
+    serve_epoch,
+    status_of,
+    stored,
+    workers,
+)
+from tests.integration.operator.running_operator import (
+    PROFILE,
+    SPEC,
+    OperatorProcess,
+    add_node,
+    create_resource,
+    end_pod,
+    end_rank,
+    operator,
+    pod,
+    until,
+)
+
+QUANTITIES = [
+    ".5",
+    "5.",
+    "1e100",
+    "1e1000",
+    "0" * 43 + "1",
+    "9" * 44,
+    "0" * 5000 + "1",
+    "123456789012345678901234567890.5",
+    "1e-100",
+    "1E",
+]
+GRACE_S = 300_000_000_000
+DEPTH = 5000
+TRUE_WITHIN_S = 2.0
+
+
+@pytest.fixture
+def strangers(control_plane: Cluster, namespace: str) -> Iterator[str]:
+    """A namespace in which nobody has a HeteroInference."""
+    name = f"{namespace}-strangers"
+    control_plane.kubectl("create", "namespace", name)
+    control_plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
+    yield name
+    control_plane.kubectl("delete", "pods", "-n", name, "--all", "--force", "--grace-period=0")
+    control_plane.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def stranger(name: str, namespace: str, node: str = "", **fields: Any) -> dict[str, Any]:
+    container = {"name": "c", "image": "x:none"}
+    bound = {"nodeName": node} if node else {}
+    spec = {"containers": [{**container, **fields.pop("container", {})}], **bound, **fields.pop("spec", {})}
+    metadata = {"name": name, "namespace": namespace, **fields.pop("metadata", {})}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+FIELD_MANAGER = {
+    "manager": "stranger",
+    "operation": "Update",
+    "time": "2026-01-01T00:00:00Z",
+    "fieldsType": "FieldsV1",
+}
+
+
+async def create_worst_pods(control_plane: Cluster, server: ApiServer, namespace: str, node: str) -> None:
+    for index, quantity in enumerate(QUANTITIES):
+        resources = {"resources": {"requests": {"cpu": quantity, "example.com/x": "1e60"}}}
+        resources["resources"]["limits"] = {"example.com/x": "1e60"}
+        await server.create(
+            POD.path(namespace), stranger(f"quantity-{index}", namespace, node, container=resources)
+        )
+    # A pod with our label and an owner that never was, which goes for ten thousand years.
+    metadata = {
+        "labels": {names.LABEL_RESOURCE: "x"},
+        "ownerReferences": [
+            {
+                "apiVersion": HETERO_INFERENCE.api_version,
+                "kind": names.KIND,
+                "name": "x",
+                "uid": "00000000-0000-0000-0000-000000000001",
+                "controller": True,
+            }
+        ],
+    }
+    body = stranger(
+        "grace", namespace, node, metadata=metadata, spec={"terminationGracePeriodSeconds": GRACE_S}
+    )
+    await server.create(POD.path(namespace), body)
+    await server.delete(POD.path(namespace, "grace"), {"apiVersion": "v1", "kind": "DeleteOptions"})
+    create_deep(control_plane, POD.path(namespace), stranger("deep", namespace, node))
+    resource = {
+        "apiVersion": HETERO_INFERENCE.api_version,
+        "kind": names.KIND,
+        "metadata": {"name": "deep", "namespace": namespace},
+        "spec": {**SPEC, "suspend": True},
+    }
+    create_deep(control_plane, HETERO_INFERENCE.path(namespace), resource)
+
+
+def create_deep(control_plane: Cluster, path: str, body: dict[str, Any]) -> None:
+    """Creates an object whose JSON nests deeper than Python's parser goes."""
+    entry = {**FIELD_MANAGER, "apiVersion": body["apiVersion"], "fieldsV1": 0}
+    body["metadata"]["managedFields"] = [entry]
+    file = control_plane.state.folder / "deep.json"
+    deep = '{"f:a":' * DEPTH + "{}" + "}" * DEPTH
+    file.write_text(json.dumps(body).replace('"fieldsV1": 0', f'"fieldsV1": {deep}'))
+    control_plane.kubectl("create", "--raw", path, "-f", str(file))
+    assert control_plane.kubectl("get", "--raw", f"{path}/deep").count("f:a") >= DEPTH, "it is stored"
+
+
+@pytest.fixture
+def worst_pods(
+    control_plane: Cluster, server: ApiServer, strangers: str, node: str
+) -> Callable[[], Awaitable[None]]:
+    """Creates pods of strangers when it is called."""
+    return lambda: create_worst_pods(control_plane, server, strangers, node)
+
+
+async def test_pods_of_strangers_end_no_operator(
+    worst_pods: Callable[[], Awaitable[None]],
+    server: ApiServer,
+    namespace: str,
+    install: Install,
+    tmp_path: Path,
+) -> None:
+    kubeconfig = install().kubeconfig
+    async with operator(kubeconfig, tmp_path / "first") as process:
+        await process.working()
+        await bring_up(server, namespace)
+        await worst_pods()
+        await shows_death(server, namespace, process, epoch=1)
+        await serve_epoch(server, namespace, 2)
+        # Lists read the same objects again.
+        assert process.process.poll() is None, process.said
+        assert await process.stop() == 0
+    async with operator(kubeconfig, tmp_path / "second") as process:
+        await process.working()
+        await shows_death(server, namespace, process, epoch=2)
+        assert process.process.poll() is None
+        assert "Traceback" not in process.said
+        assert "cannot read" not in process.said, "all of them can be read"
+
+
+async def shows_death(server: ApiServer, namespace: str, process: OperatorProcess, *, epoch: int) -> None:
+    """Asserts that a rank's death is in the status within two seconds."""
+    assert await condition(server, namespace, "Available") == ("True", "Serving")
+    _, follower = await workers(server, namespace, epoch)
+    await end_rank(server, namespace, follower, index=1)
+    died = time.monotonic()
+
+    async def is_unavailable() -> bool:
+        return (await condition(server, namespace, "Available"))[0] == "False"
+
+    await until("Available=False", is_unavailable, said=lambda: process.said)
+    assert time.monotonic() - died < TRUE_WITHIN_S, process.said
+
+
+async def test_capacity_is_kept_from_no_other_namespace_for_pods_that_nothing_places(
+    server: ApiServer, namespace: str, strangers: str, install: Install, tmp_path: Path
+) -> None:
+    """A gated pod holds nothing; a pod as the operator makes it holds its share, and its name is kept."""
+    await add_node(server, "roomy")
+    try:
+        owner = await create_resource(server, strangers, suspend=True)
+        for name, spec in (
+            ("tiny-0-1-0", {"schedulingGates": [{"name": "example.com/never"}]}),
+            ("squat", {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "none"}}]}),
+            ("tiny-0-1-1", {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "none"}}]}),
+        ):
+            manifest = pod(owner, name)
+            manifest["spec"] |= spec
+            manifest["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "30", "memory": "50Gi"}}
+            await server.create(POD.path(strangers), manifest)
+        async with operator(install().kubeconfig, tmp_path / "log") as process:
+            await process.working()
+            role = {"device": "CPU", "resources": {"limits": {"cpu": "4", "memory": "8Gi"}}}
+            roles = [{"name": name, **role} for name in ("front", "back")]
+            await create_resource(server, namespace, scheduling={"gang": "Auto"}, roles=roles)
+            inspect = await until("the inspect pod", lambda: find_pod(server, namespace, "-inspect-"))
+            await end_pod(server, namespace, inspect, exit_code=0, message=json.dumps(PROFILE))
+            words = await until("a shortage", lambda: shortage(server, namespace), said=lambda: process.said)
+            assert words.endswith("kept for pods that have no node yet: 1 pod of other namespaces")
+            assert strangers not in words
+            await server.delete(POD.path(strangers, "tiny-0-1-1"), {"gracePeriodSeconds": 0})
+            await until("the group starts", lambda: find_pod(server, namespace, "tiny-0-"), timeout_s=30)
+    finally:
+        await server.delete(NODE.path(None, "roomy"), {})
+
+
+async def find_pod(server: ApiServer, namespace: str, part: str) -> str:
+    found = [each["metadata"]["name"] for each in await stored(server, POD, namespace)]
+    return next((name for name in found if part in name), "")
+
+
+async def shortage(server: ApiServer, namespace: str) -> str:
+    conditions = (await status_of(server, namespace)).get("conditions", ())
+    lacking = [each for each in conditions if each["reason"] == PlanReason.INSUFFICIENT_CAPACITY]
+    return next((str(each["message"]) for each in lacking), "")
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"spec": {"internalTrafficPolicy": "Local"}},
+    {"metadata": {"labels": {"service.kubernetes.io/service-proxy-name": "nobody"}}},
+    {"metadata": {"labels": {"service.kubernetes.io/headless": ""}}},
+]
+
+
+async def test_what_keeps_clients_from_the_service_is_mended(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path
+) -> None:
+    async with operator(install().kubeconfig, tmp_path / "log") as process:
+        await process.working()
+        await bring_up(server, namespace)
+        before = await server.get(SERVICE.path(namespace, "tiny"))
+        for change in CHANGES:
+            await server.merge(SERVICE.path(namespace, "tiny"), change)
+
+            async def is_mended() -> bool:
+                now = await server.get(SERVICE.path(namespace, "tiny"))
+                return bool(now["spec"] == before["spec"]) and labels_of(now) == labels_of(before)
+
+            await until(f"{change} is mended", is_mended, said=lambda: process.said)
+        assert await condition(server, namespace, "Available") == ("True", "Serving")
+
+
+def labels_of(body: dict[str, Any]) -> dict[str, str]:
+    return dict(body["metadata"]["labels"])

@@ -1,0 +1,51 @@
+"""JSON of any depth is parsed; only what nests too deep is lost."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_operator.kube.deep_json import MOST_DEPTH, parse_json
+from heteroinfer_operator.kube.server import parse_answer
+
+DEPTH = 20_000
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='ab"\\[]{}\n', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet='a"\\}', max_size=2), inner),
+    max_leaves=8,
+)
+
+
+def nested(opening: str, closing: str, inner: str = "1") -> str:
+    return opening * DEPTH + inner + closing * DEPTH
+
+
+@given(values, st.sampled_from([('{"f:a":', "}"), ("[", "]"), ('[{"a]":', "}]")]), st.booleans())
+def test_what_is_beside_a_deep_value_is_read(value: Any, brackets: tuple[str, str], as_bytes: bool) -> None:
+    text = f'{{"before": {json.dumps(value)}, "deep": {nested(*brackets)}, "after": {json.dumps(value)}}}'
+    with pytest.raises(RecursionError):
+        json.loads(text)
+    read = parse_json(text.encode() if as_bytes else text)
+    assert (read["before"], read["after"]) == (value, value)
+    deep, depth = read["deep"], 0
+    while deep is not None:
+        deep, depth = (deep[0] if isinstance(deep, list) else next(iter(deep.values()))), depth + 1
+    assert depth == MOST_DEPTH - 1
+
+
+@given(values)
+def test_other_json_is_as_it_is(value: Any) -> None:
+    assert parse_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize("text", ["", "{", nested("[", "", ""), nested("[", "]") + "]", nested('{"a":', "]")])
+def test_no_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"line 1|Expecting"):
+        parse_json(text)
+
+
+def test_an_answer_of_the_api_server_may_nest() -> None:
+    deep = nested('{"f:a":', "}", "{}")
+    assert parse_answer("GET", f'{{"kind": "Pod", "metadata": {deep}}}', has=("kind",))["kind"] == "Pod"

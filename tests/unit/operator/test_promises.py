@@ -1,0 +1,164 @@
+"""Capacity is kept for pods that the operator made, for a bounded time, and messages name the holder."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import Manifest, ResourceKey
+from heteroinfer_operator.demand import preferred_node
+from heteroinfer_operator.kube.cluster_state import PROMISE_S, ClusterState
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.planning.placement import build_free_nodes
+from heteroinfer_operator.reconcile.group_planner import describe_promises
+
+OWNER = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="owner")
+NAME = "llama-0-7-0"
+
+
+class Caches:
+    """Caches that a test tells what a watch would, and their clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.version = 100
+        self.state = ClusterState(
+            None,  # type: ignore[arg-type]  # nothing is read
+            namespaces=(),
+            touched=lambda key: None,
+            nodes_changed=lambda: None,
+            clock=lambda: self.now,
+        )
+
+    def show(self, path: str, stored: dict[str, Any]) -> None:
+        self.version += 1
+        metadata = {**stored["metadata"], "resourceVersion": str(self.version)}
+        for cache in self.state.all():
+            if cache.collection.path == path:
+                cache.note_written({**stored, "metadata": metadata})
+
+    def show_resource(self, uid: str = OWNER.uid) -> None:
+        metadata = {"namespace": "ns", "name": "llama", "uid": uid}
+        self.show(HETERO_INFERENCE.path(), {"metadata": metadata, "spec": {}})
+
+    @property
+    def promised(self) -> list[str]:
+        return [demand.name for demand in self.state.promised()]
+
+
+def waiting_pod(name: str = NAME, uid: str = "u", **spec: Any) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "namespace": "ns",
+            "name": name,
+            "uid": uid,
+            "creationTimestamp": "2026-11-26T00:00:00Z",
+            "labels": {names.LABEL_RESOURCE: "llama"},
+            "ownerReferences": [OWNER.reference],
+        },
+        "spec": {"containers": [{"name": "worker", "resources": {"requests": {"cpu": "30"}}}], **spec},
+        "status": {"phase": "Pending"},
+    }
+
+
+@pytest.fixture
+def caches() -> Caches:
+    caches = Caches()
+    caches.show_resource()
+    return caches
+
+
+def test_capacity_is_kept_for_a_pod_for_a_bounded_time(caches: Caches) -> None:
+    caches.show(POD.path(), waiting_pod())
+    assert caches.promised == [f"ns/{NAME}"]
+    caches.now += PROMISE_S - 1
+    caches.show(POD.path(), waiting_pod(priority=1))
+    assert caches.promised == [f"ns/{NAME}"]
+    caches.now += 1
+    assert caches.promised == [], "a change of the pod gives it no more time"
+    caches.show(POD.path(), waiting_pod(uid="another"))
+    assert caches.promised == [f"ns/{NAME}"]
+
+
+def test_a_gated_pod_gets_its_time_once_the_scheduler_may_place_it(caches: Caches) -> None:
+    caches.show(POD.path(), waiting_pod(schedulingGates=[{"name": "kueue.x-k8s.io/admission"}]))
+    caches.now += 100 * PROMISE_S
+    assert caches.promised == []
+    caches.show(POD.path(), waiting_pod())
+    assert caches.promised == [f"ns/{NAME}"]
+
+
+@pytest.mark.parametrize("name", ["squat", "llama", "llama-0-7", "llama-0-7-0-copy", "other-0-7-0"])
+def test_no_capacity_is_kept_for_a_pod_of_another_name(caches: Caches, name: str) -> None:
+    caches.show(POD.path(), waiting_pod(name))
+    assert caches.promised == []
+
+
+def test_no_capacity_is_kept_for_a_pod_whose_resource_is_not_there() -> None:
+    caches = Caches()
+    caches.show(POD.path(), waiting_pod())
+    assert caches.promised == [], "nobody has such a resource"
+    caches.show_resource("another")
+    assert caches.promised == [], "it is another one of that name"
+    caches.show_resource()
+    assert caches.promised == [f"ns/{NAME}"]
+
+
+@given(st.lists(st.tuples(st.floats(0, PROMISE_S), st.booleans(), st.booleans()), max_size=8))
+def test_no_pod_holds_capacity_for_longer_whatever_happens_to_it(
+    events: Sequence[tuple[float, bool, bool]],
+) -> None:
+    """A pod changes, is gated and released, and its resource is written: the pod's own time goes on."""
+    caches, waited_s = Caches(), 0.0
+    caches.show_resource()
+    caches.show(POD.path(), waiting_pod())
+    for seconds, change, write in events:
+        caches.now += seconds
+        waited_s += seconds
+        if change:
+            caches.show(POD.path(), waiting_pod(priority=int(caches.now)))
+        if write:
+            caches.show_resource()
+        assert (caches.promised == []) == (waited_s >= PROMISE_S)
+
+
+def test_a_pod_that_hints_at_a_node_is_counted_there_once(caches: Caches) -> None:
+    for name in ("a", "b"):
+        node = {
+            "metadata": {"name": name, "uid": name},
+            "status": {
+                "allocatable": {"cpu": "32", "pods": "10"},
+                "conditions": [{"type": "Ready", "status": "True"}],
+            },
+        }
+        caches.show("/api/v1/nodes", node)
+    hint = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred_node("b")]}}
+    caches.show(POD.path(), waiting_pod(affinity=hint))
+
+    def free() -> dict[str, float]:
+        nodes = caches.state.nodes() or ()
+        return {each.node.name: each.left("cpu") for each in build_free_nodes(nodes, caches.state.promised())}
+
+    assert free() == {"a": 32, "b": 2}
+    with caches.state.promising([manifest_of("llama-0-7-1", hint)]):
+        assert free() == {"a": 2, "b": 2}, "both cannot be on b"
+    assert free() == {"a": 32, "b": 2}
+    caches.show(POD.path(), waiting_pod(nodeName="a"))
+    assert free() == {"a": 2, "b": 32}
+
+
+def manifest_of(name: str, affinity: Manifest) -> Manifest:
+    return {"apiVersion": "v1", "kind": "Pod", **waiting_pod(name, affinity=affinity)}
+
+
+def test_a_message_names_only_the_pods_that_its_reader_may_know() -> None:
+    assert describe_promises([], "ns") == ""
+    words = "some of the capacity is kept for pods that have no node yet: "
+    assert describe_promises(["ns/b", "ns/a"], "ns") == f"{words}a, b"
+    assert describe_promises(["other/secret"], "ns") == f"{words}1 pod of other namespaces"
+    many = [*(f"ns/p{index}" for index in range(5)), "other/secret", "other/hidden"]
+    assert describe_promises(many, "ns") == f"{words}p0, p1, p2, 2 more pods, 2 pods of other namespaces"

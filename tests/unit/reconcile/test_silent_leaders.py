@@ -1,0 +1,60 @@
+"""A leader that cannot be reached any more while its pod counts as Ready: Unknown, and nothing ends."""
+
+import pytest
+
+from heteroinfer_operator.reconcile.silent_leaders import SILENT_S
+from tests.unit.reconcile.world import World, cpu_pair
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(spec=cpu_pair())
+    world.serve()
+    world.reap()
+    return world
+
+
+def test_a_silent_leader_makes_the_status_unknown_and_ends_nothing(world: World) -> None:
+    workers = world.workers()
+    world.silences = {0: SILENT_S}
+    world.step()
+    assert world.condition("Available") == ("Unknown", "LeaderSilent")
+    assert world.condition("Ready") == ("Unknown", "LeaderSilent")
+    world.silences = {0: 10 * SILENT_S}
+    world.step()
+    assert world.writes == [], "the words do not change with time"
+    assert world.look_again_s is not None
+    assert world.look_again_s <= 10
+    assert world.workers() == workers
+    world.silences = {}
+    world.step()
+    assert world.condition("Available") == ("True", "Serving")
+    assert world.condition("Ready") == ("True", "Serving")
+    assert world.workers() == workers
+
+
+@pytest.mark.parametrize("silent_s", [0.0, SILENT_S / 2])
+def test_one_failed_connection_changes_nothing_and_is_followed_up(world: World, silent_s: float) -> None:
+    world.silences = {0: silent_s}
+    world.step()
+    assert world.writes == []
+    assert world.look_again_s is not None
+    assert world.look_again_s <= 1
+
+
+def test_another_group_that_serves_keeps_the_resource_available() -> None:
+    world = World(spec={**cpu_pair(), "replicas": 2})
+    world.serve()
+    world.reap()
+    world.silences = {1: SILENT_S}
+    world.step()
+    assert world.condition("Available") == ("True", "Serving")
+    assert world.condition("Degraded") == ("True", "LeaderSilent")
+    assert world.condition("Ready") == ("Unknown", "LeaderSilent")
+
+
+def test_a_pod_that_is_known_to_have_ended_goes_before_silence(world: World) -> None:
+    world.silences = {0: SILENT_S}
+    world.end_pod(world.workers()[1])
+    world.step()
+    assert world.condition("Available")[0] == "False"
