@@ -48,6 +48,7 @@ from heteroinfer_operator.api.spec import (
     StartupSpec,
 )
 from heteroinfer_operator.api.status import (
+    MAX_EPOCH,
     MAX_FAILURES,
     MAX_PLANS,
     MAX_PROFILE_LENGTH,
@@ -71,6 +72,7 @@ from heteroinfer_operator.api.template import Affinity, PodTemplate, Toleration
 
 __all__ = [
     "DEFAULT_GPU_RESOURCE",
+    "MAX_EPOCH",
     "MAX_FAILURES",
     "MAX_GROUPS",
     "MAX_NAME_LENGTH",

@@ -52,6 +52,11 @@ Hash = Annotated[str, Field(max_length=64)]
 RoleName = Annotated[str, Field(max_length=63)]
 
 
+def next_epoch(epoch: int) -> int:
+    """Returns the epoch after an epoch; 0, which is none, after the largest."""
+    return epoch + 1 if epoch < MAX_EPOCH else 0
+
+
 def next_count(count: int) -> int:
     """Returns the number after a count; the largest count stays as it is."""
     return min(count + 1, MOST_COUNT)

@@ -24,6 +24,7 @@ from heteroinfer_operator.api import (
     Summary,
 )
 from heteroinfer_operator.api.base import MAX_TEXT
+from heteroinfer_operator.api.status import MOST_COUNT
 from heteroinfer_operator.cluster import PatchStatus, PodView, Refusal, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanReason, Shortage
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
@@ -460,6 +461,6 @@ def summary(
         step_ms=None if step_ms is None else f"{step_ms:.1f}",
         predicted_step_ms=_predicted(predicted),
         slowest_rank=None if slowest is None else f"{slowest.rank} ({slowest.role})",
-        restarts=sum(group.restarts for group in groups),
+        restarts=min(sum(group.restarts for group in groups), MOST_COUNT),
         plan=None if plan is None else plan.hash,
     )

@@ -19,8 +19,14 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus, StartupPhase
+from heteroinfer_operator.api import (
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+    StartupPhase,
+)
 from heteroinfer_operator.api.base import MAX_TEXT
+from heteroinfer_operator.api.status import MOST_COUNT, next_count, next_epoch
 from heteroinfer_operator.cluster import (
     CreateObject,
     DeleteObject,
@@ -144,9 +150,10 @@ def decide_group(
     status = status.model_copy(update={"epoch": epoch, **({"spare_pods": ()} if is_forgotten else {})})
     if context.life.suspend:
         return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
-    if not current and not status.members:
+    made = Made.of(context, status, current)
+    # Without pods, a status whose members never ran has an epoch only if it is known which pods that has.
+    if not current and not (_had_run(status) or (status.members and made.is_known)):
         return _between_epochs(context, status, pods)
-    made = _Made.of(context, status, current)
     if is_forgotten:
         update = {"revision": made.revision_name, "plan_hash": made.plan_hash}
         status = status.model_copy(update=update)
@@ -205,7 +212,7 @@ def _said(pods: Sequence[PodView], label: str, known: Mapping[str, Any], kept: s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
+class Made:
     """What an epoch was made with.
 
     Attributes:
@@ -223,7 +230,7 @@ class _Made:
     pods: frozenset[int]
 
     @classmethod
-    def of(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "_Made":
+    def of(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "Made":
         """Returns what the pods' labels say, or else the status."""
         revision_name = revision_of(context, status, current)
         plan_hash = _said(current, names.LABEL_PLAN, context.plans, status.plan_hash)
@@ -243,13 +250,22 @@ class _Made:
             pods=frozenset(range(count)),
         )
 
+    @property
+    def is_known(self) -> bool:
+        """Returns whether something that is kept says how many pods it has."""
+        return self.plan is not None or self.revision is not None
+
+    def has(self, index: int) -> bool:
+        """Returns whether it can have a pod of this index."""
+        return index in self.pods or not self.is_known
+
     def missing(self, current: Sequence[PodView]) -> set[int]:
         """Returns the pods that are not there."""
         return set(self.pods - {index_of(pod) for pod in current})
 
 
 def _find_epoch_end(
-    context: Context, status: GroupStatus, current: Sequence[PodView], made: _Made
+    context: Context, status: GroupStatus, current: Sequence[PodView], made: Made
 ) -> EpochEnd | None:
     epoch_end = (
         find_epoch_end(current)
@@ -271,14 +287,14 @@ def _find_epoch_end(
 
 
 def _find_changed_images(
-    context: Context, status: GroupStatus, current: Sequence[PodView], made: _Made
+    context: Context, status: GroupStatus, current: Sequence[PodView], made: Made
 ) -> EpochEnd | None:
     if made.plan is None or made.revision is None or not made.missing(current) & set(status.spare_pods):
         return None
     return find_changed_images(context, made.revision, made.plan, current)
 
 
-def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: _Made) -> EpochEnd | None:
+def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: Made) -> EpochEnd | None:
     """Returns the end of an epoch of which a pod or its container is to be made, and nobody knows how."""
     to_be_made = made.missing(current) and (made.plan is None or made.revision is None)
     waiting = next((pod.name for pod in current if not has_run(pod)), "") if made.plan is None else ""
@@ -331,7 +347,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
     }
     if status.epoch_start_time is not None or any(epoch_of(pod) == status.epoch for pod in pods):
         # From its first pod on: all of them may have run, and be gone, before anybody looks again.
-        update |= {"epoch": status.epoch + 1, "epoch_start_time": None}
+        update |= {"epoch": next_epoch(status.epoch), "epoch_start_time": None}
     return GroupDecision(
         status=status.model_copy(update=update),
         deletes=context.node_loss.deletes(pods, grace_s=None),
@@ -342,7 +358,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
 def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
     update = {
         **_NOTHING_RUNS,
-        "epoch": status.epoch + 1,
+        "epoch": next_epoch(status.epoch),
         "revision": context.target.name,
         **_stopping(context, pods, "replaced by the new revision"),
         "epoch_start_time": None,
@@ -374,11 +390,11 @@ def _end_epoch(
     failed = restarts.used_up(failures, context.life.restart)
     update = {
         **_NOTHING_RUNS,
-        "epoch": status.epoch + 1,
+        "epoch": next_epoch(status.epoch),
         **(_failed(failures) if failed else _stopping(context, pods, _culprit(failures[-1]))),
         "epoch_start_time": None,
         "next_epoch_time": restarts.next_epoch_time(failures, context.life.restart),
-        "restarts": status.restarts + (epoch_end.counted and not failed),
+        "restarts": next_count(status.restarts) if epoch_end.counted and not failed else status.restarts,
         "failures": failures,
     }
     who = "" if epoch_end.rank is None else f"rank {epoch_end.rank}: "
@@ -484,9 +500,9 @@ def _give_back(
         message = f"not all of its pods can be made: {refusal.message}"
         end = EpochEnd(reason="PodRefused", message=message, counted=False)
         return _end_epoch(context, status, current, end)
-    next_epoch = {"epoch": status.epoch + 1, "epoch_start_time": None}
+    update = {"epoch": next_epoch(status.epoch), "epoch_start_time": None}
     return GroupDecision(
-        status=status.model_copy(update=_refused(context, status, refusal) | next_epoch),
+        status=status.model_copy(update=_refused(context, status, refusal) | update),
         deletes=context.node_loss.deletes(current, grace_s=_ENDED_EPOCH_GRACE_S, after_status=True),
         look_again_s=max((refusal.retry_at - context.now).total_seconds(), 0.0),
     )
@@ -575,7 +591,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
     # Until all that pods need is there, no pod is asked for, and so no epoch has begun.
     waits = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
     # Pods that nobody has seen may have been made, and have run.
-    begun = status.epoch + (status.epoch_start_time is not None)
+    begun = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
     update = {
         "epoch": begun or context.first_epoch,
         "revision": revision.name,
@@ -608,7 +624,7 @@ def _living(
     context: Context,
     status: GroupStatus,
     current: Sequence[PodView],
-    made: _Made,
+    made: Made,
     report: GroupReport | None,
 ) -> GroupDecision:
     missing = made.missing(current)
@@ -636,7 +652,7 @@ def _living(
         "startup": start,
         "served_time": status.served_time or (context.now if ready else None),
         "spare_pods": tuple(sorted(over | missing)),
-        "rejections": 0 if ready else status.rejections + len(rejected),
+        "rejections": 0 if ready else min(status.rejections + len(rejected), MOST_COUNT),
         "rejected_pods": tuple(sorted(counted | rejected)),
     }
     before, status = status, status.model_copy(update=update)

@@ -1,10 +1,15 @@
 """What an installation decides for all its resources. Pure."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
+from heteroinfer_operator.api import MAX_EPOCH
 from heteroinfer_operator.manifests.addressing import Addressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.allowed import Allowed
+
+_DIGITS: Final = len(str(MAX_EPOCH)) - 1
+"""Of the first epoch at most: names of pods have space for those that follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class Options:
     names_come_again: bool = True
 
     def first_epoch(self, resource_version: str) -> int:
-        """Returns the epoch of a group of which nothing is known: higher than any that it can have had.
+        """Returns the epoch of a group of which nothing is known: at least as high as any that it has had.
 
         The API server counts its writes, and never back: whatever was lost, the status, the group by a scale,
         or the whole resource, each epoch was written into the status before it began.
@@ -36,4 +41,16 @@ class Options:
         Args:
             resource_version: of the resource.
         """
-        return int(resource_version) if self.names_come_again else 1
+        # Some API servers count in nanoseconds: the leading digits grow, too.
+        return int(resource_version[:_DIGITS]) if self.names_come_again else 1
+
+    def largest_epoch(self, resource_version: str) -> int:
+        """Returns the largest epoch that the operator can have written into the status of a resource.
+
+        The first is a version of the resource, and each next one is written into the status, which makes the
+        version grow by one at least.
+
+        Args:
+            resource_version: of the resource.
+        """
+        return self.first_epoch(resource_version) if self.names_come_again else 10**_DIGITS

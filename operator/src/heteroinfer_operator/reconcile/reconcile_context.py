@@ -58,6 +58,7 @@ class Context:
         planner: makes the plans of epochs that start now.
         node_loss: which pods are given up because of their node.
         first_epoch: of groups of which nothing is known.
+        largest_epoch: that the operator can have written into the status.
         refusals: what of the resource was refused when it was last tried.
         admission: of the target.
     """
@@ -75,6 +76,7 @@ class Context:
     planner: GroupPlanner
     node_loss: NodeLoss
     first_epoch: int
+    largest_epoch: int
     refusals: Sequence[Refusal] = ()
     admission: Admission = Admission()
 
