@@ -182,6 +182,7 @@ class ResourceObservation:
         fetch: what the pod that fetches the model says now, or None.
         refusals: what of the resource was refused when it was last tried.
         admitted: revisions of which objects were tried and would be taken; None where nobody refuses any.
+        connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
     """
 
     resource: ResourceView
@@ -195,6 +196,7 @@ class ResourceObservation:
     fetch: FetchProgress | None = None
     refusals: tuple["Refusal", ...] = ()
     admitted: frozenset[str] | None = None
+    connecting_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,12 +299,14 @@ class PatchStatus:
     """Replace the status; after a conflict nothing is made, and all is observed again.
 
     Attributes:
-        status: the whole new status.
+        status: the whole new status, which the schema takes.
         resource_version: of the resource that the decision was made on.
+        defect: what the schema would have refused and was left out, "" for nothing: a defect of the operator.
     """
 
     status: Manifest
     resource_version: str
+    defect: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,10 +343,12 @@ class Decision:
     Attributes:
         actions: in this order; what one that fails keeps from being done is in `refusals.Acting`.
         look_again_s: seconds until the next look without any change; None waits for one.
+        connecting: group index and epoch of groups whose ranks connect.
     """
 
     actions: tuple[Action, ...] = ()
     look_again_s: float | None = None
+    connecting: frozenset[tuple[int, int]] = frozenset()
 
 
 class ConflictError(Exception):

@@ -179,7 +179,7 @@ def test_a_clock_that_was_set_back_prolongs_no_wait(world: World) -> None:
         world.reap()
         world.settle()
     assert world.status["groups"][0]["phase"] == "Waiting"
-    world.advance_time(-36_000)
+    world.set_clock(-36_000)
     world.settle()
     world.advance_time(301)  # restart.backoffMax is 5 m
     world.settle()
@@ -201,7 +201,7 @@ def test_a_clock_that_was_set_back_prolongs_no_refusal(what: tuple[str, str] | s
         world.step()
         world.answer_inspection()
         world.advance_time(60)
-    world.advance_time(-86_400)
+    world.set_clock(-86_400)
     world.refuses.clear()
     world.refuses_pods = ""
     for _ in range(31):

@@ -47,6 +47,7 @@ from heteroinfer_operator.refusals import (
     asked_anew,
     subject,
 )
+from heteroinfer_operator.seen_time import SeenTime
 from heteroinfer_operator.written_again import WrittenAgain
 
 Objects = dict[tuple[str, str], dict[str, Any]]
@@ -108,6 +109,8 @@ class World:
         silent: whether it says nothing of a revision that it is asked about.
         gangs: gang schedulers that the cluster has.
         look_again_s: when the next look is due, should nothing happen before.
+        passed_s: by a clock that is never set; `now` is of one that may be.
+        connecting: how long the operator has seen ranks of groups connect.
     """
 
     spec: dict[str, Any]
@@ -144,6 +147,8 @@ class World:
     silent: bool = False
     gangs: frozenset[Gang] = frozenset()
     look_again_s: float | None = None
+    passed_s: float = 0.0
+    connecting: SeenTime[tuple[int, int]] = field(default_factory=SeenTime)
 
     def observe(self) -> ResourceObservation:
         """Returns the observation of now."""
@@ -168,11 +173,13 @@ class World:
             refusals=self.refusals,
             admitted=self.admitted,
             gangs=self.gangs,
+            connecting_s=self.connecting.look(self.passed_s),
         )
 
     def step(self) -> Decision:
         """Runs one reconcile and what it decides."""
         decision = reconcile(self.observe(), self.now, self.options)
+        self.connecting.keep(decision.connecting)
         self.writes = []
         acting = Acting("demo", self.refusals, self.now)
         for action in decision.actions:
@@ -215,7 +222,7 @@ class World:
             assert looks < 1000, f"{looks} looks in {seconds - (end - self.now).total_seconds()} s"
             due_s = seconds if self.look_again_s is None else self.look_again_s
             wait_s = 0.05 if self.writes else max(due_s, 0.05)
-            self.now = min(self.now + timedelta(seconds=wait_s), end)
+            self.advance_time(min(wait_s, (end - self.now).total_seconds()))
         return looks
 
     def _changed(self, action: Action) -> str:
@@ -320,7 +327,12 @@ class World:
         self.pods = {n: pod for n, pod in self.pods.items() if not pod.deleting or pod.finalizers}
 
     def advance_time(self, seconds: float) -> None:
-        """Moves the clock."""
+        """Lets time pass."""
+        self.now += timedelta(seconds=seconds)
+        self.passed_s += seconds
+
+    def set_clock(self, seconds: float) -> None:
+        """Sets the clock forward or back; no time passes."""
         self.now += timedelta(seconds=seconds)
 
     def change_spec(self, **changes: Any) -> None:
@@ -333,6 +345,7 @@ class World:
     def restart_operator(self) -> None:
         """Has the operator forget what it keeps in memory only."""
         self.refusals, self.admitted, self.written = (), frozenset(), (0, WrittenAgain())
+        self.connecting = SeenTime()
 
     def condition(self, kind: str) -> tuple[str, str]:
         """Returns status and reason of a condition."""

@@ -28,6 +28,7 @@ from heteroinfer_operator.api.resource import (
     parse_spec,
     parse_status,
     parse_stored_spec,
+    storable_status,
 )
 from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE, FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.api.spec import (
@@ -140,4 +141,5 @@ __all__ = [
     "parse_spec",
     "parse_status",
     "parse_stored_spec",
+    "storable_status",
 ]

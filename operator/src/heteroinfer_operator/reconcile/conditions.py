@@ -22,6 +22,7 @@ from heteroinfer_operator.api import (
     RankEntry,
     RankPlan,
     Summary,
+    storable_status,
 )
 from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.api.status import MOST_COUNT
@@ -66,10 +67,14 @@ def condition(
 
 def status_write(observation: ResourceObservation, status: HeteroInferenceStatus) -> list[PatchStatus]:
     """Returns the write of a status, or nothing if it is stored already."""
-    body = status.dump()
-    if body == dict(observation.resource.status):
+    stored = dict(observation.resource.status)
+    if status.dump() == stored:
         return []
-    return [PatchStatus(status=body, resource_version=observation.resource.resource_version)]
+    body, defect = storable_status(status)
+    if body == stored:
+        return []
+    version = observation.resource.resource_version
+    return [PatchStatus(status=body, resource_version=version, defect=defect)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

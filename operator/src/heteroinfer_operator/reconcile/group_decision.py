@@ -196,7 +196,8 @@ def _find_overdue(context: Context, living: GroupDecision, report: GroupReport |
     if living.status.startup is None:
         return None
     timeout_s = parse_duration_s(context.life.startup.timeout)
-    return startup.find_overdue(living.status.startup, report, timeout_s=timeout_s, now=context.now)
+    connecting_s = context.connecting_s.get((living.status.index, living.status.epoch), 0.0)
+    return startup.find_overdue(living.status.startup, report, timeout_s=timeout_s, connecting_s=connecting_s)
 
 
 def revision_of(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> str | None:

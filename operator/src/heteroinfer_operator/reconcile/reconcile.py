@@ -35,7 +35,7 @@ from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
-from heteroinfer_operator.reconcile import conditions, restarts
+from heteroinfer_operator.reconcile import conditions, restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.believed_group import believe
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
@@ -130,6 +130,7 @@ def _decide(
         node_loss=node_loss,
         first_epoch=options.first_epoch(resource.resource_version),
         largest_epoch=options.largest_epoch(resource.resource_version),
+        connecting_s=observation.connecting_s,
         refusals=due_in_time(observation.refusals, now),
     )
     return _act(observation, status, context, model)
@@ -237,7 +238,11 @@ def _act(
     actions += after_pods
     actions += [context.admission.asks] if context.admission.asks is not None else []
     return Decision(
-        actions=tuple(actions), look_again_s=_look_again_s(decisions, model, context, next_status)
+        actions=tuple(actions),
+        look_again_s=_look_again_s(decisions, model, context, next_status),
+        connecting=frozenset(
+            (d.status.index, d.status.epoch) for d in decisions if startup.connects(d.status.startup)
+        ),
     )
 
 

@@ -59,6 +59,7 @@ class Context:
         node_loss: which pods are given up because of their node.
         first_epoch: of groups of which nothing is known.
         largest_epoch: that the operator can have written into the status.
+        connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
         refusals: what of the resource was refused when it was last tried.
         admission: of the target.
     """
@@ -77,6 +78,7 @@ class Context:
     node_loss: NodeLoss
     first_epoch: int
     largest_epoch: int
+    connecting_s: Mapping[tuple[int, int], float]
     refusals: Sequence[Refusal] = ()
     admission: Admission = Admission()
 

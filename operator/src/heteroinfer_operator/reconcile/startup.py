@@ -18,7 +18,7 @@ from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run
 LOOK_EVERY_S = 15.0
 """While ranks connect, load and warm up: nothing else tells that they moved."""
 _WRITE_EVERY = timedelta(seconds=60)
-_SUPERVISORS_FIRST = timedelta(seconds=30)
+_SUPERVISORS_FIRST_S = 30.0
 """A supervisor's own time-out has the same length, and names the rank."""
 BEFORE_RANKS = frozenset({StartupPhase.MODEL, StartupPhase.SCHEDULING, StartupPhase.IMAGE})
 """Phases in which not every pod has run yet."""
@@ -94,16 +94,26 @@ def _measured(before: StartupStatus | None) -> dict[str, object]:
     return {name: getattr(before, name) for name in ("bytes_done", "bytes_total", "measured_time")}
 
 
+def connects(startup: StartupStatus | None) -> bool:
+    """Returns whether all pods of a group that starts run, and its ranks have not met yet."""
+    return startup is not None and startup.phase is StartupPhase.CONNECTING
+
+
 def find_overdue(
-    startup: StartupStatus, report: GroupReport | None, *, timeout_s: float, now: datetime
+    startup: StartupStatus, report: GroupReport | None, *, timeout_s: float, connecting_s: float
 ) -> EpochEnd | None:
     """Returns the end of an epoch whose pods all run and have not met in time, or None.
 
     Nobody is blamed while the leader does not answer the operator: its supervisor may be well.
+
+    Args:
+        startup: of the epoch.
+        report: of its leader, or None.
+        timeout_s: `startup.timeout`.
+        connecting_s: for how long the operator has seen its ranks connect: the stamps in the status are for
+            people, since a clock that is set, or an operator that is stopped, makes no rank late.
     """
-    if startup.phase is not StartupPhase.CONNECTING or report is None:
-        return None
-    if now - startup.since < timedelta(seconds=timeout_s) + _SUPERVISORS_FIRST:
+    if not connects(startup) or report is None or connecting_s < timeout_s + _SUPERVISORS_FIRST_S:
         return None
     return EpochEnd(
         reason=FailureReason.STARTUP_TIMEOUT.value,
