@@ -17,8 +17,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 def find_problems(schema: Mapping[str, Any], value: Any, path: str = "status") -> Iterator[str]:
     """Yields the path of each part that the schema refuses, and why."""
-    kind = schema["type"]
-    if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == "boolean"):
+    kind, is_typed = schema["type"], isinstance(value, _TYPES[schema["type"]])
+    if not is_typed or isinstance(value, bool) != (kind == "boolean"):
         yield f"{path}: {value!r} is no {kind}"
         return
     if "enum" in schema and value not in schema["enum"]:

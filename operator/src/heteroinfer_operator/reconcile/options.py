@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from heteroinfer_operator.api import MAX_EPOCH
 from heteroinfer_operator.manifests.addressing import Addressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.allowed import Allowed
 
-_DIGITS: Final = len(str(MAX_EPOCH)) - 1
-"""Of the first epoch at most: names of pods have space for those that follow."""
+_MOST_EXACT: Final = 10**14
+"""Versions below are epochs; names of pods have space for all that follow."""
+_PER_EPOCH: Final = 10**5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,11 @@ class Options:
         Args:
             resource_version: of the resource.
         """
-        # Some API servers count in nanoseconds: the leading digits grow, too.
-        return int(resource_version[:_DIGITS]) if self.names_come_again else 1
+        if not self.names_come_again:
+            return 1
+        version = int(resource_version)
+        # A version of more digits is a time in nanoseconds: no epochs follow each other so fast.
+        return version if version < _MOST_EXACT else _MOST_EXACT + version // _PER_EPOCH
 
     def largest_epoch(self, resource_version: str) -> int:
         """Returns the largest epoch that the operator can have written into the status of a resource.
@@ -53,4 +56,4 @@ class Options:
         Args:
             resource_version: of the resource.
         """
-        return self.first_epoch(resource_version) if self.names_come_again else 10**_DIGITS
+        return self.first_epoch(resource_version) if self.names_come_again else _MOST_EXACT
