@@ -1,7 +1,8 @@
 """Which epoch of a group is believed, and which of its pods count. Pure.
 
 Pods that live win over the status: the status may be damaged, or be of a write whose deletes were never
-sent. A pod counts only if the operator can have made it: others may make pods with any name, label and owner.
+sent. A pod counts only if the operator can have made it: others can create pods with any name, label and
+owner.
 """
 
 from collections import defaultdict
