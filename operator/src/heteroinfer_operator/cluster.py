@@ -56,6 +56,7 @@ class ResourceView:
         deleting: whether it has a deletionTimestamp.
         spec: as stored, not yet parsed.
         status: as stored, not yet parsed; empty at first.
+        status_managers: field managers that have written the status.
     """
 
     key: ResourceKey
@@ -66,6 +67,7 @@ class ResourceView:
     deleting: bool
     spec: Manifest
     status: Manifest
+    status_managers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,12 @@ class OperatorMetrics:
             ("verb", "kind"),
             registry=self.registry,
         )
+        self.held_back = Counter(
+            metric_names.OPERATOR_HELD_BACK_TOTAL,
+            "Actions that a resource's budget of new pods, status writes or events held back.",
+            ("kind",),
+            registry=self.registry,
+        )
         self.last_resync = Gauge(
             metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS,
             "Unix time at which a resync last ended.",
@@ -76,6 +82,10 @@ class OperatorMetrics:
     def observe_write(self, verb: str, kind: str) -> None:
         """Counts an accepted write: verb and plural as in RBAC."""
         self.writes.labels(verb, kind).inc()
+
+    def observe_held_back(self, kind: str) -> None:
+        """Counts an action that a resource's budget held back: pods, status writes or events."""
+        self.held_back.labels(kind).inc()
 
     def exposition(self) -> bytes:
         """Returns all metrics in Prometheus' text format; any thread may ask."""

@@ -171,7 +171,12 @@ class Operator:
         )
         recorder = EventRecorder(server, reporter=self._settings.identity or names.MANAGER)
         cluster = KubeCluster(
-            server, cluster_state, recorder=recorder, groups=groups, on_observed=self._observed
+            server,
+            cluster_state,
+            recorder=recorder,
+            groups=groups,
+            on_observed=self._observed,
+            on_held_back=self._metrics.observe_held_back,
         )
         process = build_process(cluster, decide)
         queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)

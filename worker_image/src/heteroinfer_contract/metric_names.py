@@ -56,6 +56,8 @@ OPERATOR_RECONCILE_ERRORS_TOTAL: Final = "heteroinfer_operator_reconcile_errors_
 OPERATOR_QUEUE_LENGTH: Final = "heteroinfer_operator_queue_length"
 OPERATOR_WRITES_TOTAL: Final = "heteroinfer_operator_writes_total"
 """Counter, labels verb and kind: writes to the API server."""
+OPERATOR_HELD_BACK_TOTAL: Final = "heteroinfer_operator_held_back_total"
+"""Counter, label kind: actions that a resource's budget held back."""
 OPERATOR_LAST_PASS_TIMESTAMP_SECONDS: Final = "heteroinfer_operator_last_pass_timestamp_seconds"  # noqa: S105 - "pass" is no password
 OPERATOR_GROUPS: Final = "heteroinfer_operator_groups"
 """Gauge, label phase; every phase is there."""

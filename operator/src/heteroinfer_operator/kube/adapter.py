@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_operator.budget import Budgets
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -62,6 +63,7 @@ class KubeCluster:
         recorder: of events.
         groups: asks leaders.
         on_observed: called with the stored status of each resource observed; None once it is gone.
+        on_held_back: called with each kind of action of which one had to wait for the resource's budget.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class KubeCluster:
         recorder: EventRecorder,
         groups: LeaderClient,
         on_observed: OnObserved = lambda key, status: None,
+        on_held_back: Callable[[str], None] = lambda kind: None,
     ) -> None:
         self._server = server
         self._cluster_state = cluster_state
@@ -82,6 +85,7 @@ class KubeCluster:
         """What was refused, of which uid and generation: a spec that was changed is tried anew, at once."""
         self._written: dict[ResourceKey, tuple[str, int, WrittenAgain]] = {}
         """What of a uid's generation was written of late."""
+        self._budgets = Budgets(on_held_back)
         self._dry_runs = DryRuns(self._try_create)
         self._unlabelled = UnlabelledPods(server)
 
@@ -160,7 +164,9 @@ class KubeCluster:
             ApiError: the API server did not answer.
         """
         key = observation.resource.key
-        acting = Acting(key.name, observation.refusals, datetime.now(UTC))
+        now = datetime.now(UTC)
+        spending = self._budgets.spending(observation.resource, actions, now)
+        acting = Acting(key.name, observation.refusals, now, spending)
         run_of_actions = _ActionRun(
             self._server,
             self._cluster_state,

@@ -102,6 +102,9 @@ def resource_record(stored: Manifest) -> ResourceRecord:
     """Returns a HeteroInference as kept in the cache."""
     metadata = {name: value for name, value in stored["metadata"].items() if name in _METADATA_READ}
     key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
+    metadata["managedFields"] = [
+        {"manager": manager, "subresource": "status"} for manager in sorted(_status_managers(stored))
+    ]
     read = {"metadata": metadata, "spec": stored.get("spec"), "status": stored.get("status")}
     return ResourceRecord(key=key, text=json.dumps(read, separators=(",", ":")))
 
@@ -118,7 +121,14 @@ def resource_view(stored: Manifest) -> ResourceView:
         deleting="deletionTimestamp" in metadata,
         spec=stored.get("spec") or {},
         status=stored.get("status") or {},
+        status_managers=_status_managers(stored),
     )
+
+
+def _status_managers(stored: Manifest) -> frozenset[str]:
+    """Returns the field managers that have written an object's status."""
+    entries = stored["metadata"].get("managedFields") or ()
+    return frozenset(each.get("manager", "") for each in entries if each.get("subresource") == "status")
 
 
 def label_key(stored: Manifest) -> ResourceKey | None:

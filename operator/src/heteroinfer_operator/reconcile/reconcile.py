@@ -226,7 +226,7 @@ def _act(
     )
     next_status = build_next_status(observation, status, context, model, wanted, unwanted)
     actions: list[Action] = [*conditions.status_write(observation, next_status)]
-    actions += [event for decision in decisions for event in decision.events]
+    actions += _joined([event for decision in decisions for event in decision.events])
     actions += _lost_label_events(status, old, wanted, model)
     actions += _condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
@@ -268,6 +268,17 @@ def _measured(
         profile=context.planner.profile,
     )
     return replace(decision, status=group)
+
+
+def _joined(events: Sequence[RecordEvent]) -> list[RecordEvent]:
+    """Returns the events of all groups with one event for each reason: a minute has room for ten."""
+    joined: dict[tuple[str, bool], list[str]] = {}
+    for event in events:
+        joined.setdefault((event.reason, event.warning), []).append(event.message)
+    return [
+        RecordEvent(reason=reason, message="; ".join(dict.fromkeys(words))[:1000], warning=warning)
+        for (reason, warning), words in joined.items()
+    ]
 
 
 def _lost_label_events(
