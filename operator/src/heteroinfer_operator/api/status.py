@@ -284,6 +284,8 @@ class GroupStatus(StatusModel):
         tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)
     ] = ()
     """Of the spare pods those, by index, that are counted already and still there."""
+    stuck_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
+    """Pods of this epoch, by index, whose containers could not be made; an event reported each of them."""
     failures: Annotated[
         tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=ATOMIC)
     ] = ()

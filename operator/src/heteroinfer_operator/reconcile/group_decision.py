@@ -63,6 +63,7 @@ from heteroinfer_operator.reconcile.revisions import Revision
 
 _ENDED_EPOCH_GRACE_S = 2
 """For the pods of an epoch that has ended: there is no request left that they could answer."""
+PODS_NEVER_SEEN: Final = "PodsNeverSeen"
 _NOT_ANSWERED: Final = "waiting for the API server to say whether it takes the new revision"
 _CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, POD_DELETED, POD_ENDED})
 _NOTHING_RUNS: Final[Mapping[str, Any]] = {
@@ -74,6 +75,7 @@ _NOTHING_RUNS: Final[Mapping[str, Any]] = {
     "rejections": 0,
     "rejected_pods": (),
     "spare_pods": (),
+    "stuck_pods": (),
 }
 """What a status says of a group without an epoch."""
 
@@ -132,7 +134,7 @@ def decide_group(
     status: GroupStatus,
     pods: Sequence[PodView],
     *,
-    replace: bool,
+    may_replace: bool,
     report: GroupReport | None = None,
 ) -> GroupDecision:
     """Returns what a group needs.
@@ -141,7 +143,7 @@ def decide_group(
         context: of this reconcile.
         status: of the group as last written; `epoch` 0 before its first epoch.
         pods: all pods of the group, of every epoch.
-        replace: whether the group may be replaced now, if its revision is an old one.
+        may_replace: whether the group may be replaced now, if its revision is an old one.
         report: what its leader says of it now, or None.
     """
     epoch = max([status.epoch, *(epoch_of(pod) for pod in pods)])
@@ -157,7 +159,7 @@ def decide_group(
     if is_forgotten:
         update = {"revision": made.revision_name, "plan_hash": made.plan_hash}
         status = status.model_copy(update=update)
-    if replace and current and made.revision_name != context.target.name:
+    if may_replace and current and made.revision_name != context.target.name:
         return _replace(context, status, pods)
     if report is not None and (report.epoch != epoch or (made.plan and not report.covers(made.plan))):
         report = None
@@ -454,6 +456,8 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
             events=events,
             look_again_s=context.node_loss.look_again_s(pods),
         )
+    if status.epoch_start_time is not None and context.refusal_of(status.index) is None:
+        return _end_epoch(context, status, pods, _never_seen(status))
     if status.next_epoch_time is not None and status.next_epoch_time > context.now:
         # A clock that was set back, or a shorter backoffMax, prolongs no wait.
         longest = timedelta(seconds=parse_duration_s(context.life.restart.backoff_max))
@@ -463,8 +467,11 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
         return GroupDecision(status=status.model_copy(update=update), look_again_s=wait_s)
     refusal = context.pod_refusal_of(status.index)
     if refusal is not None and refusal.retry_at > context.now:
+        update = _refused(context, status, refusal)
+        if status.epoch_start_time is not None:  # it has begun in the status, and its pods were refused
+            update |= {"epoch": status.epoch + 1, "epoch_start_time": None}
         return GroupDecision(
-            status=status.model_copy(update=_refused(context, status, refusal)),
+            status=status.model_copy(update=update),
             look_again_s=(refusal.retry_at - context.now).total_seconds(),
         )
     if waits:
@@ -472,6 +479,16 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
         update |= {"message": _NOT_ANSWERED} if context.admission.unanswered else {}
         return GroupDecision(status=status.model_copy(update=update))
     return _start(context, status)
+
+
+def _never_seen(status: GroupStatus) -> EpochEnd:
+    """Returns the end of an epoch of which no pod was ever seen: the next one waits longer each time."""
+    message = (
+        f"no pod of epoch {status.epoch} was ever seen: the pods were not created, or somebody changed "
+        "or deleted them at once. Look for a mutating webhook or a controller that changes labels or owners "
+        "of pods"
+    )
+    return EpochEnd(reason=PODS_NEVER_SEEN, message=message, counted=False)
 
 
 def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
@@ -644,6 +661,8 @@ def _living(
     # Who has the name next is made only after it was seen to be free.
     counted = over & set(status.rejected_pods)
     rejected = {index_of(pod) for pod in spare if startup.is_rejected(pod)} - counted
+    stuck = startup.find_stuck(current, status.stuck_pods)
+    newly_stuck = [pod for index, pod in stuck.items() if index not in status.stuck_pods]
     update = {
         "phase": phase,
         "message": message[:MAX_TEXT] if message else None,
@@ -655,6 +674,7 @@ def _living(
         "spare_pods": tuple(sorted(over | missing)),
         "rejections": 0 if ready else min(status.rejections + len(rejected), MOST_COUNT),
         "rejected_pods": tuple(sorted(counted | rejected)),
+        "stuck_pods": tuple(stuck),
     }
     before, status = status, status.model_copy(update=update)
     creates: tuple[CreateObject, ...] = ()
@@ -674,7 +694,7 @@ def _living(
         deletes=context.node_loss.deletes(spare, grace_s=0),
         keys=decide_key(context, status) if any(map(startup.lacks_configuration, current)) else (),
         creates=creates,
-        events=_events(before, status, current, spare),
+        events=_events(before, status, newly_stuck, spare),
         runs=True,
         plan=made.plan,
         unplaced=_unplaced(current),
@@ -693,7 +713,7 @@ def _replace_after_s(context: Context, status: GroupStatus) -> float:
 
 
 def _events(
-    before: GroupStatus, after: GroupStatus, pods: Sequence[PodView], spare: Sequence[PodView]
+    before: GroupStatus, after: GroupStatus, stuck: Sequence[PodView], spare: Sequence[PodView]
 ) -> tuple[RecordEvent, ...]:
     who = name_epoch(after)
     if after.phase is GroupPhase.READY and before.phase is not GroupPhase.READY:
@@ -707,7 +727,8 @@ def _events(
         for pod in spare
         if not pod.deleting
     ]
-    if trouble := startup.find_new_trouble(pods, before.message or ""):
+    if stuck:
+        trouble = "; ".join(map(startup.describe_wait, stuck))
         reported.append(RecordEvent(reason="PodWaits", message=f"{who}: {trouble}"[:1000], warning=True))
     return tuple(reported)
 

@@ -5,9 +5,10 @@ What happens once all pods are connected is watched by the leader's supervisor, 
 move; here is what it cannot see, since a pod that never speaks may as well be pulling its image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
+from heteroinfer_contract import names
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
@@ -157,21 +158,21 @@ def lacks_configuration(pod: PodView) -> bool:
     return not pod.started and pod.waiting.split(":")[0] == "CreateContainerConfigError"
 
 
-def find_new_trouble(pods: Sequence[PodView], reported: str) -> str:
-    """Returns which pod waits in vain, "" if none does or that is reported already.
+def find_stuck(pods: Sequence[PodView], before: Collection[int]) -> dict[int, PodView]:
+    """Returns the pods whose containers could not be made, by index, until they run.
 
-    The kubelet's reason flips between ErrImagePull and ImagePullBackOff: once is enough.
+    The kubelet's reason flips between ErrImagePull, ImagePullBackOff and ContainerCreating.
 
     Args:
         pods: of the epoch.
-        reported: message of the group, as last written.
+        before: those that were stuck when the status was last written.
     """
-    stuck = next((pod for pod in pods if waits_in_vain(pod)), None)
-    if stuck is None:
-        return ""
-    before = reported.removeprefix(f"pod {stuck.name} waits: ")
-    is_reported = before != reported and before.split(":")[0] not in _NO_ERROR
-    return "" if is_reported else describe_wait(stuck)
+    by_index = {int(pod.labels[names.LABEL_POD_INDEX]): pod for pod in pods}
+    return {
+        index: pod
+        for index, pod in sorted(by_index.items())
+        if waits_in_vain(pod) or (index in before and not has_run(pod))
+    }
 
 
 def describe_end(pod: PodView) -> str:
