@@ -1,0 +1,238 @@
+"""A proxy before the API server that fails on demand."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import re
+import ssl
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+from aiohttp import web
+
+_HOP_BY_HOP = frozenset({"connection", "transfer-encoding", "content-length", "host", "keep-alive"})
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Fault:
+    """How the proxy treats the requests that match; the first fault that matches a request counts.
+
+    Attributes:
+        path: regular expression, searched in the path with its query; a watch has `watch=true` in it.
+        method: regular expression of the whole HTTP method.
+        status: if not 0, the proxy answers this status, and the API server gets no request.
+        message: of the Status object in that answer.
+        delay_s: wait before the request is forwarded or answered, and before each part of a watch.
+        hang: nothing is forwarded or answered until the fault is removed; open watches stand still, too.
+        change: makes another JSON body of the request's, as a mutating webhook would.
+        times: the fault ends after so many requests (not with `hang`); None means until it is removed.
+        hits: how many requests it met.
+    """
+
+    path: str
+    method: str = ".*"
+    status: int = 0
+    message: str = "injected by the test"
+    delay_s: float = 0.0
+    hang: bool = False
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    times: int | None = None
+    hits: int = 0
+
+    def matches(self, method: str, path: str) -> bool:
+        """Returns whether the fault is about this request."""
+        return re.fullmatch(self.method, method) is not None and re.search(self.path, path) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request that came to the proxy.
+
+    Attributes:
+        at: `time.monotonic()` of its arrival.
+        method: of HTTP.
+        path: with the query.
+    """
+
+    at: float
+    method: str
+    path: str
+
+
+class ApiProxy:
+    """The proxy; it runs in the event loop of the test.
+
+    Attributes:
+        kubeconfig: of clients that go through the proxy.
+        requests: all that came, in order.
+    """
+
+    def __init__(self, kubeconfig: Path, server: str, session: aiohttp.ClientSession) -> None:
+        self.kubeconfig = kubeconfig
+        self.requests: list[Request] = []
+        self._server = server
+        self._session = session
+        self._faults: list[Fault] = []
+        self._changed = asyncio.Event()
+        self._watches: dict[asyncio.Task[Any], str] = {}
+
+    def inject(self, path: str, **fields: Any) -> Fault:
+        """Adds a `Fault` with these fields, and returns it."""
+        fault = Fault(path=path, **fields)
+        self._faults.append(fault)
+        self._notify()
+        return fault
+
+    def heal(self, *faults: Fault) -> None:
+        """Removes these faults, or all."""
+        self._faults = [fault for fault in self._faults if faults and fault not in faults]
+        self._notify()
+
+    def cut_watches(self, path: str = "") -> None:
+        """Breaks the connections of the open watches whose path matches."""
+        for task, watched in list(self._watches.items()):
+            if re.search(path, watched):
+                task.cancel()
+
+    def count(self, path: str, method: str = ".*") -> int:
+        """Returns how many requests came that match."""
+        wanted = Fault(path=path, method=method)
+        return sum(wanted.matches(request.method, request.path) for request in self.requests)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _fault_of(self, method: str, path: str) -> Fault | None:
+        return next((fault for fault in self._faults if fault.matches(method, path)), None)
+
+    async def _hold(self, method: str, path: str) -> None:
+        while (fault := self._fault_of(method, path)) is not None and fault.hang:
+            await self._changed.wait()
+        if fault is not None:
+            await asyncio.sleep(fault.delay_s)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answers a request as the faults say, or as the API server does."""
+        method, path = request.method, request.path_qs
+        self.requests.append(Request(at=time.monotonic(), method=method, path=path))
+        body = await request.read()
+        fault = self._fault_of(method, path)
+        if fault is not None:
+            fault.hits += 1
+            if fault.times is not None and fault.hits >= fault.times:
+                self._faults.remove(fault)
+            await asyncio.sleep(fault.delay_s)
+            if fault.hang:
+                await self._hold(method, path)
+            if fault.status:
+                return _refuse(fault)
+            if fault.change is not None and body:
+                body = json.dumps(fault.change(json.loads(body))).encode()
+        return await self._forward(request, body)
+
+    async def _forward(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        headers = {key: value for key, value in request.headers.items() if key.lower() not in _HOP_BY_HOP}
+        async with self._session.request(
+            request.method,
+            self._server + request.raw_path,
+            headers=headers,
+            data=body or None,
+            skip_auto_headers=("Content-Type",),
+        ) as answer:
+            kept = {key: value for key, value in answer.headers.items() if key.lower() not in _HOP_BY_HOP}
+            response = web.StreamResponse(status=answer.status, headers=kept)
+            with contextlib.suppress(ConnectionResetError):  # the client is gone
+                await response.prepare(request)
+                if "watch" in request.query:
+                    return await self._watch(request, answer, response)
+                await response.write(await answer.read())
+                await response.write_eof()
+            return response
+
+    async def _watch(
+        self, request: web.Request, answer: aiohttp.ClientResponse, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        task = asyncio.current_task()
+        assert task is not None
+        self._watches[task] = request.path_qs
+        try:
+            async for part in answer.content.iter_any():
+                await self._hold(request.method, request.path_qs)
+                await response.write(part)
+            await response.write_eof()
+        except asyncio.CancelledError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise
+        finally:
+            del self._watches[task]
+        return response
+
+
+def _refuse(fault: Fault) -> web.Response:
+    status = {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "metadata": {},
+        "status": "Failure",
+        "message": fault.message,
+        "reason": "Injected",
+        "code": fault.status,
+    }
+    return web.json_response(status, status=fault.status)
+
+
+def _ssl_context(cluster: dict[str, Any], user: dict[str, Any]) -> ssl.SSLContext:
+    """Returns TLS that trusts the cluster, with the user's client certificate if there is one."""
+    authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
+    context = ssl.create_default_context(cadata=authority)
+    if "client-certificate-data" in user:
+        with tempfile.NamedTemporaryFile() as pem:
+            pem.write(base64.b64decode(user["client-certificate-data"]) + b"\n")
+            pem.write(base64.b64decode(user["client-key-data"]))
+            pem.flush()
+            context.load_cert_chain(pem.name)
+    return context
+
+
+@contextlib.asynccontextmanager
+async def api_proxy(kubeconfig: Path, through: Path) -> AsyncIterator[ApiProxy]:
+    """Runs a proxy on loopback.
+
+    It speaks plain HTTP to clients and TLS to the API server. A user with a token authenticates as through no
+    proxy; for a user with a client certificate the proxy presents the certificate.
+
+    Args:
+        kubeconfig: how the API server is reached.
+        through: file that gets the kubeconfig of clients that go through the proxy.
+    """
+    config: dict[str, Any] = yaml.safe_load(kubeconfig.read_text())
+    cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
+    connector = aiohttp.TCPConnector(ssl=_ssl_context(cluster, user), limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+    proxy = ApiProxy(through, cluster["server"], session)
+    app = web.Application(client_max_size=2**26)
+    app.router.add_route("*", "/{path:.*}", proxy.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        config["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"}
+        config["users"][0]["user"] = {"token": user["token"]} if "token" in user else {}
+        through.touch(mode=0o600)
+        through.write_text(yaml.safe_dump(config))
+        yield proxy
+    finally:
+        proxy.heal()
+        proxy.cut_watches()
+        await runner.cleanup()
+        await session.close()
