@@ -111,6 +111,8 @@ class PodView:
         termination: how its worker container ended, or None while it has not.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
         images: that the workers of its epoch were asked to run; "" where it does not say so.
+        lost_owner: whether somebody took off its ownerReference to the HeteroInference.
+        unknown: why nothing is known of it now, or "": it may run or be gone, so it does not serve.
     """
 
     name: str
@@ -133,6 +135,8 @@ class PodView:
     key_secret: str = ""
     images: str = ""
     lost_labels: Mapping[str, str | None] = field(default_factory=dict)
+    lost_owner: bool = False
+    unknown: str = ""
 
     @property
     def ended(self) -> bool:
@@ -182,6 +186,9 @@ class ResourceObservation:
         fetch: what the pod that fetches the model says now, or None.
         refusals: what of the resource was refused when it was last tried.
         admitted: revisions of which objects were tried and would be taken; None where nobody refuses any.
+        unmade: names of pods that were to be made, and that have never existed: nobody asked the API server
+            for them yet, or it has not answered.
+        unasked: those of them that the API server was not asked for.
     """
 
     resource: ResourceView
@@ -195,6 +202,8 @@ class ResourceObservation:
     fetch: FetchProgress | None = None
     refusals: tuple["Refusal", ...] = ()
     admitted: frozenset[str] | None = None
+    unmade: frozenset[str] = frozenset()
+    unasked: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from heteroinfer_operator.cluster import (
 )
 
 OBJECT_REFUSED: Final = "ObjectRefused"
+STATUS: Final = f"{names.KIND}/status"
 REVISION: Final = "Revision"
 """Kind of a refusal of what a revision would need, of which nothing was made."""
 NAME_TAKEN: Final = "NameTaken"
@@ -38,7 +39,7 @@ DELETED_BY_OTHERS: Final = "DeletedByOthers"
 MADE_BY_OTHERS: Final = "MadeByOthers"
 """An object that is not wanted is deleted again and again, and made each time."""
 NOT_ANSWERED: Final = "NotAnswered"
-"""The API server has not said yet whether it would take a revision, or could not."""
+"""The API server has not said yet whether it takes a revision or another write, or could not."""
 
 OF_CHILDREN: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD, CHANGED_BY_OTHERS, DELETED_BY_OTHERS})
 """Reasons why a child is not as it should be."""
@@ -46,7 +47,10 @@ OF_CHILDREN: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD, CHANGED_B
 _FIRST_S: Final = 1.0
 _MOST_S: Final = 30.0
 _HELD_FIRST_S: Final = 0.2
-_REPORTED_AT: Final = MappingProxyType({NAME_HELD: 5, NOT_ANSWERED: 5})
+_STATUS_MOST_S: Final = 1.0
+"""Clients and people act on the status."""
+REPORTED_TRIES: Final = 5
+_REPORTED_AT: Final = MappingProxyType({NAME_HELD: REPORTED_TRIES, NOT_ANSWERED: REPORTED_TRIES})
 """Tries after which an event tells of it: what goes by itself is gone before."""
 _POD_FIRST_S: Final = 5.0
 _POD_MOST_S: Final = 300.0
@@ -83,7 +87,7 @@ def subject(action: Action, resource: str) -> Subject | None:
         case DeleteObject():
             return action.kind, action.name
         case PatchStatus():
-            return f"{names.KIND}/status", resource
+            return STATUS, resource
         case SetFinalizer():
             return names.KIND, resource
         case RecordEvent():
@@ -96,6 +100,8 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
         first_s, most_s = _FIRST_S, _MOST_S
     if reason == NAME_HELD:
         first_s, most_s = _HELD_FIRST_S, _MOST_S
+    if kind == STATUS:
+        most_s = _STATUS_MOST_S
     return float(min(first_s * 2.0 ** min(tries - 1, 16), most_s))
 
 
@@ -192,7 +198,7 @@ class Acting:
             scopes=_scopes(action),
             tries=tries,
             retry_at=self.now + timedelta(seconds=_delay_s(found[0], reason, tries)),
-            blocks=reason != CHANGED_BY_OTHERS,
+            blocks=reason != CHANGED_BY_OTHERS or found[0] == "Pod",
         )
         self.known[key] = refusal
         if refusal.blocks:

@@ -94,3 +94,20 @@ def test_its_own_memory_is_reported() -> None:
     held = OperatorMetrics().registry.get_sample_value(names.PROCESS_RESIDENT_MEMORY_BYTES)
     assert held is not None
     assert held > 1 << 20
+
+
+def test_statuses_that_cannot_be_written_are_counted_until_they_are() -> None:
+    metrics = OperatorMetrics()
+    keys = [ResourceKey(namespace="default", name=name) for name in ("a", "b")]
+
+    def unwritten() -> float | None:
+        return metrics.registry.get_sample_value(names.OPERATOR_UNWRITTEN_STATUSES)
+
+    assert unwritten() == 0
+    for key in (*keys, keys[0]):
+        metrics.observe_status_write(key, False)
+    assert unwritten() == 2
+    metrics.observe_status_write(keys[0], True)
+    assert unwritten() == 1
+    metrics.observe_status(keys[1], None)
+    assert unwritten() == 0, "it is gone"

@@ -98,6 +98,9 @@ class World:
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
         refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
+        unanswered: what the API server does not answer now: kinds and patterns of names.
+        unmade: pods that this process decided to make, and that have never existed.
+        asked: those of them that the API server did not answer for.
         holds: names that objects have which will go, and in which words, by kind and name.
         webhook: what becomes of each object but pods that is stored.
         meddler: does to stored objects what another controller does after each reconcile.
@@ -134,6 +137,9 @@ class World:
     options: Options = OPTIONS
     refuses: dict[tuple[str, str], str] = field(default_factory=dict)
     refuses_pods: str = ""
+    unanswered: set[tuple[str, str]] = field(default_factory=set)
+    unmade: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     holds: dict[tuple[str, str], str] = field(default_factory=dict)
     webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
     meddler: Callable[[Objects], None] = lambda objects: None
@@ -168,6 +174,8 @@ class World:
             refusals=self.refusals,
             admitted=self.admitted,
             gangs=self.gangs,
+            unmade=frozenset(self.unmade),
+            unasked=frozenset(self.unmade - self.asked),
         )
 
     def step(self) -> Decision:
@@ -176,11 +184,15 @@ class World:
         self.writes = []
         acting = Acting("demo", self.refusals, self.now)
         for action in decision.actions:
+            self._note_wanted(action)
             if not acting.may(action):
                 continue
             if isinstance(action, TryObjects) and self.silent:
                 self.tried.append(action.revision)
                 acting.refused(action, NOT_ANSWERED, "the answer is awaited")
+            elif self._is_unanswered(action):
+                self.asked.add((subject(action, "demo") or ("", ""))[1])
+                acting.refused(action, NOT_ANSWERED, "no answer")
             elif words := self._refused(action):
                 acting.refused(action, OBJECT_REFUSED, words)
             elif words := self.holds.get(subject(action, "demo") or ("", ""), ""):
@@ -205,6 +217,18 @@ class World:
         self.look_again_s = min(waits, default=None)
         self.meddler(self.objects)
         return decision
+
+    def _note_wanted(self, action: Action) -> None:
+        kind, name = subject(action, "demo") or ("", "")
+        if kind != "Pod" or not isinstance(action, CreateObject):
+            return
+        self.unmade.add(name)
+        if not self._is_unanswered(action) and (self._refused(action) or (kind, name) in self.holds):
+            self.unmade.discard(name)
+
+    def _is_unanswered(self, action: Action) -> bool:
+        kind, name = subject(action, "demo") or ("", "")
+        return any(_is_meant(found, kind, name) for found in self.unanswered)
 
     def live(self, seconds: float) -> int:
         """Lets time go on, with a look whenever one is due or something was written; returns how many."""
@@ -333,6 +357,7 @@ class World:
     def restart_operator(self) -> None:
         """Has the operator forget what it keeps in memory only."""
         self.refusals, self.admitted, self.written = (), frozenset(), (0, WrittenAgain())
+        self.unmade = set()
 
     def condition(self, kind: str) -> tuple[str, str]:
         """Returns status and reason of a condition."""
@@ -380,6 +405,7 @@ class World:
             self.objects[manifest["kind"], name] = {**manifest, "metadata": metadata}
             return
         assert name not in self.pods, f"pod {name} exists"
+        self.unmade.discard(name)
         self.created.append(name)
         self.manifests[name] = manifest
         self.pods[name] = PodView(

@@ -56,6 +56,12 @@ OPERATOR_RECONCILE_ERRORS_TOTAL: Final = "heteroinfer_operator_reconcile_errors_
 OPERATOR_QUEUE_LENGTH: Final = "heteroinfer_operator_queue_length"
 OPERATOR_WRITES_TOTAL: Final = "heteroinfer_operator_writes_total"
 """Counter, labels verb and kind: writes to the API server."""
+OPERATOR_UNANSWERED_WRITES_TOTAL: Final = "heteroinfer_operator_unanswered_writes_total"
+"""Counter, labels verb and kind: writes that the API server could not answer; each is tried again."""
+OPERATOR_UNWRITTEN_STATUSES: Final = "heteroinfer_operator_unwritten_statuses"
+"""Gauge: resources whose stored status is old, since the API server does not take the new one."""
+OPERATOR_EVENTS_DROPPED_TOTAL: Final = "heteroinfer_operator_events_dropped_total"
+"""Counter: events that were not written."""
 OPERATOR_LAST_PASS_TIMESTAMP_SECONDS: Final = "heteroinfer_operator_last_pass_timestamp_seconds"  # noqa: S105 - "pass" is no password
 OPERATOR_GROUPS: Final = "heteroinfer_operator_groups"
 """Gauge, label phase; every phase is there."""

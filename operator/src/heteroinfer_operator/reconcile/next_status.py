@@ -23,7 +23,7 @@ from heteroinfer_operator.reconcile.reconcile_context import Context, group_scop
 from heteroinfer_operator.reconcile.retired import retire
 from heteroinfer_operator.reconcile.rollout import find_rollout
 from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
-from heteroinfer_operator.refusals import OF_CHILDREN, REVISION
+from heteroinfer_operator.refusals import NOT_ANSWERED, OF_CHILDREN, REPORTED_TRIES, REVISION
 
 
 def build_next_status(
@@ -102,6 +102,7 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
         for refusal in context.refusals
         if scopes & refusal.scopes or not any(scope.startswith("group/") for scope in refusal.scopes)
         if refusal.kind != REVISION or refusal.name == context.target.name
+        if refusal.kind == REVISION or refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
     ]
     return sorted(found, key=lambda refusal: not refusal.blocks)
 

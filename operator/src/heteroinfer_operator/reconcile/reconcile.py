@@ -129,6 +129,8 @@ def _decide(
         node_loss=node_loss,
         first_epoch=options.first_epoch(resource.resource_version),
         refusals=due_in_time(observation.refusals, now),
+        unmade=observation.unmade,
+        unasked=observation.unasked,
     )
     return _act(observation, status, context, model)
 
