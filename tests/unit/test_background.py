@@ -9,7 +9,6 @@ from tests.unit.product import SOURCES, modules_below
 AWAITED = {
     "heteroinfer_contract.background": (1, "start_task itself"),
     "heteroinfer_operator.kube.cluster_state": (1, ""),
-    "heteroinfer_operator.kube.dry_runs": (1, ""),
     "heteroinfer_operator.operator_process": (3, ""),
     "vllm_heteroinfer.engine.api_server": (1, ""),
     "vllm_heteroinfer.fetch.fetch_pod": (2, ""),

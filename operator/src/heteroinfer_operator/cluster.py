@@ -113,6 +113,8 @@ class PodView:
         termination: how its worker container ended, or None while it has not.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
         images: that the workers of its epoch were asked to run; "" where it does not say so.
+        lost_owner: whether somebody took off its ownerReference to the HeteroInference.
+        unknown: why nothing is known of it now, or "": it may run or be gone, so it does not serve.
     """
 
     name: str
@@ -135,6 +137,8 @@ class PodView:
     key_secret: str = ""
     images: str = ""
     lost_labels: Mapping[str, str | None] = field(default_factory=dict)
+    lost_owner: bool = False
+    unknown: str = ""
 
     @property
     def ended(self) -> bool:
@@ -185,6 +189,9 @@ class ResourceObservation:
         refusals: what of the resource was refused when it was last tried.
         admitted: revisions of which objects were tried and would be taken; None where nobody refuses any.
         connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
+        unmade: names of pods that were to be made, and that have never existed: nobody asked the API server
+            for them yet, or it has not answered.
+        unasked: those of them that the API server was not asked for.
     """
 
     resource: ResourceView
@@ -199,6 +206,8 @@ class ResourceObservation:
     refusals: tuple["Refusal", ...] = ()
     admitted: frozenset[str] | None = None
     connecting_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    unmade: frozenset[str] = frozenset()
+    unasked: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,23 @@ class OperatorMetrics:
             ("kind",),
             registry=self.registry,
         )
+        self.unanswered = Counter(
+            metric_names.OPERATOR_UNANSWERED_WRITES_TOTAL,
+            "Writes that the API server could not answer; each is tried again.",
+            ("verb", "kind"),
+            registry=self.registry,
+        )
+        self.events_dropped = Counter(
+            metric_names.OPERATOR_EVENTS_DROPPED_TOTAL,
+            "Events that were not written: too many of one resource, or the API server did not take them.",
+            registry=self.registry,
+        )
+        self._unwritten: set[ResourceKey] = set()
+        self.unwritten = Gauge(
+            metric_names.OPERATOR_UNWRITTEN_STATUSES,
+            "Resources whose stored status is old, since the API server does not take the new one.",
+            registry=self.registry,
+        )
         self.last_resync = Gauge(
             metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS,
             "Unix time at which a resync last ended.",
@@ -76,6 +93,7 @@ class OperatorMetrics:
         """Keeps the readable parts of a resource's status; None forgets a resource that is gone."""
         if status is None:
             self._resources.known.pop(key, None)
+            self.observe_status_write(key, written=True)
         else:
             self._resources.known[key] = _resource(parse_status(status))
 
@@ -86,6 +104,15 @@ class OperatorMetrics:
     def observe_held_back(self, kind: str) -> None:
         """Counts an action that a resource's budget held back: pods, status writes or events."""
         self.held_back.labels(kind).inc()
+
+    def observe_unanswered(self, verb: str, kind: str) -> None:
+        """Counts a write that the API server could not answer: verb and plural as in RBAC."""
+        self.unanswered.labels(verb, kind).inc()
+
+    def observe_status_write(self, key: ResourceKey, written: bool) -> None:
+        """Notes whether the status of a resource could be written, or is true as it is stored."""
+        (self._unwritten.discard if written else self._unwritten.add)(key)
+        self.unwritten.set(len(self._unwritten))
 
     def exposition(self) -> bytes:
         """Returns all metrics in Prometheus' text format; any thread may ask."""

@@ -27,6 +27,7 @@ from heteroinfer_operator.cluster import (
 )
 
 OBJECT_REFUSED: Final = "ObjectRefused"
+STATUS: Final = f"{names.KIND}/status"
 REVISION: Final = "Revision"
 """Kind of a refusal of what a revision would need, of which nothing was made."""
 NAME_TAKEN: Final = "NameTaken"
@@ -39,7 +40,7 @@ DELETED_BY_OTHERS: Final = "DeletedByOthers"
 MADE_BY_OTHERS: Final = "MadeByOthers"
 """An object that is not wanted is deleted again and again, and made each time."""
 NOT_ANSWERED: Final = "NotAnswered"
-"""The API server has not said yet whether it would take a revision, or could not."""
+"""The API server has not said yet whether it takes a revision or another write, or could not."""
 TOO_MANY_PODS: Final = "TooManyNewPods"
 """The resource's budget of new pods is spent."""
 WRITTEN_BY_OTHERS: Final = "StatusWrittenByOthers"
@@ -53,7 +54,10 @@ _NOT_MADE: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD})
 _FIRST_S: Final = 1.0
 _MOST_S: Final = 30.0
 _HELD_FIRST_S: Final = 0.2
-_REPORTED_AT: Final = MappingProxyType({NAME_HELD: 5, NOT_ANSWERED: 5})
+_STATUS_MOST_S: Final = 1.0
+"""Clients and people act on the status."""
+REPORTED_TRIES: Final = 5
+_REPORTED_AT: Final = MappingProxyType({NAME_HELD: REPORTED_TRIES, NOT_ANSWERED: REPORTED_TRIES})
 """Tries after which an event tells of it: what goes by itself is gone before."""
 _POD_FIRST_S: Final = 5.0
 _POD_MOST_S: Final = 300.0
@@ -92,7 +96,7 @@ def subject(action: Action, resource: str) -> Subject | None:
         case DeleteObject():
             return action.kind, action.name
         case PatchStatus():
-            return f"{names.KIND}/status", resource
+            return STATUS, resource
         case SetFinalizer():
             return names.KIND, resource
         case RecordEvent():
@@ -107,6 +111,8 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
         first_s, most_s = _HELD_FIRST_S, _MOST_S
     if reason in (TOO_MANY_PODS, WRITTEN_BY_OTHERS):
         return _BUDGET_MOST_S
+    if kind == STATUS:
+        most_s = _STATUS_MOST_S
     return float(min(first_s * 2.0 ** min(tries - 1, 16), most_s))
 
 

@@ -129,3 +129,20 @@ def test_a_damaged_status_loses_only_its_unreadable_parts(damaged: dict[str, Any
     assert len(samples) == len(set(samples)), "Prometheus refuses a page with one series twice"
     kept = "heteroinfer_group_epoch" if "groups" not in damaged else 'condition="Planned"'
     assert any(kept in sample for sample in samples)
+
+
+def test_statuses_that_cannot_be_written_are_counted_until_they_are() -> None:
+    metrics = OperatorMetrics()
+    keys = [ResourceKey(namespace="default", name=name) for name in ("a", "b")]
+
+    def unwritten() -> float | None:
+        return metrics.registry.get_sample_value(names.OPERATOR_UNWRITTEN_STATUSES)
+
+    assert unwritten() == 0
+    for key in (*keys, keys[0]):
+        metrics.observe_status_write(key, False)
+    assert unwritten() == 2
+    metrics.observe_status_write(keys[0], True)
+    assert unwritten() == 1
+    metrics.observe_status(keys[1], None)
+    assert unwritten() == 0, "it is gone"

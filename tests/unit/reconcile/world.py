@@ -115,6 +115,9 @@ class World:
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
         refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
+        unanswered: what the API server does not answer now: kinds and patterns of names.
+        unmade: pods that this process decided to make, and that have never existed.
+        asked: those of them that the API server did not answer for.
         holds: names that objects have which will go, and in which words, by kind and name.
         webhook: what becomes of each object but pods that is stored.
         pod_webhook: what becomes of each pod that is stored.
@@ -161,6 +164,9 @@ class World:
     options: Options = OPTIONS
     refuses: dict[tuple[str, str], str] = field(default_factory=dict)
     refuses_pods: str = ""
+    unanswered: set[tuple[str, str]] = field(default_factory=set)
+    unmade: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     holds: dict[tuple[str, str], str] = field(default_factory=dict)
     webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
     pod_webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
@@ -207,6 +213,8 @@ class World:
             admitted=self.admitted,
             gangs=self.gangs,
             connecting_s=self.connecting.look(self.passed_s),
+            unmade=frozenset(self.unmade),
+            unasked=frozenset(self.unmade - self.asked),
         )
 
     def step(self, *, in_real_time: bool = False) -> Decision:
@@ -226,6 +234,7 @@ class World:
         spending = Spending(self.budget, observation.resource, decision.actions, self.now)
         acting = Acting("demo", self.refusals, self.now, spending)
         for action in decision.actions:
+            self._note_wanted(action)
             if not acting.may(action):
                 continue
             if refused := self._why_refused(action):
@@ -257,6 +266,9 @@ class World:
         if isinstance(action, TryObjects) and self.silent:
             self.tried.append(action.revision)
             return NOT_ANSWERED, "the answer is awaited"
+        if self._is_unanswered(action):
+            self.asked.add((subject(action, "demo") or ("", ""))[1])
+            return NOT_ANSWERED, "no answer"
         if words := self._refused(action):
             return OBJECT_REFUSED, words
         if is_pod(action) and self._is_taken(action):
@@ -282,6 +294,18 @@ class World:
         else:
             acting.done(action)
         self.writes += [action] if writes else []
+
+    def _note_wanted(self, action: Action) -> None:
+        kind, name = subject(action, "demo") or ("", "")
+        if kind != "Pod" or not isinstance(action, CreateObject):
+            return
+        self.unmade.add(name)
+        if not self._is_unanswered(action) and (self._refused(action) or (kind, name) in self.holds):
+            self.unmade.discard(name)
+
+    def _is_unanswered(self, action: Action) -> bool:
+        kind, name = subject(action, "demo") or ("", "")
+        return any(_is_meant(found, kind, name) for found in self.unanswered)
 
     def live(self, seconds: float) -> int:
         """Lets time go on, with a look whenever one is due or something was written; returns how many."""
@@ -446,6 +470,7 @@ class World:
         self.refusals, self.admitted, self.written = (), frozenset(), (0, WrittenAgain())
         self.budget, self.caused = Budget(), {}
         self.connecting = SeenTime()
+        self.unmade = set()
 
     def condition(self, kind: str) -> tuple[str, str]:
         """Returns status and reason of a condition."""
@@ -493,6 +518,7 @@ class World:
             self.objects[manifest["kind"], name] = {**manifest, "metadata": metadata}
             return
         assert name not in self.pods, f"pod {name} exists"
+        self.unmade.discard(name)
         self.created.append(name)
         stored = self.pod_webhook(manifest)
         if not _is_ours(stored):

@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
@@ -183,6 +183,26 @@ def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord
         health_port=ports.get(names.PORT_HEALTH, 0),
         grace_s=float(stored["metadata"].get("deletionGracePeriodSeconds") or 0),
     )
+
+
+def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodRecord:
+    """Returns a pod of ours whose ownerReference somebody took off.
+
+    Args:
+        stored: the pod.
+        key: the resource that it belongs to.
+        owner_uid: uid of that resource.
+    """
+    reference = {
+        "apiVersion": f"{names.API_GROUP}/",
+        "kind": names.KIND,
+        "uid": owner_uid,
+        "controller": True,
+    }
+    metadata = {**stored["metadata"], "ownerReferences": [reference]}
+    record = pod_record({**stored, "metadata": metadata}, key=key)
+    assert record is not None  # it has a key and an owner
+    return replace(record, view=replace(record.view, lost_owner=True))
 
 
 def find_key_secret(stored: Manifest) -> str:

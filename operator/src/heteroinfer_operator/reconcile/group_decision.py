@@ -153,9 +153,11 @@ def decide_group(
     if context.life.suspend:
         return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
     made = Made.of(context, status, current)
+    unmade = _find_unmade(context, status)
     # Without pods, a status whose members never ran has an epoch only if it is known which pods that has.
-    if not current and not (_had_run(status) or (status.members and made.is_known)):
-        return _between_epochs(context, status, pods)
+    has_members = _had_run(status) or (status.members and made.is_known)
+    if not current and not has_members and not (unmade and _goes_on(context, status, made)):
+        return _between_epochs(context, _not_begun(context, status), pods)
     if is_forgotten:
         update = {"revision": made.revision_name, "plan_hash": made.plan_hash}
         status = status.model_copy(update=update)
@@ -166,11 +168,34 @@ def decide_group(
     epoch_end = _find_epoch_end(context, status, current, made)
     if epoch_end is not None:
         return _end_epoch(context, status, pods, epoch_end)
-    if lacking := sorted(made.missing(current) - set(status.spare_pods)):
+    if lacking := sorted(made.missing(current) - set(status.spare_pods) - unmade):
         return _end_incomplete(context, status, pods, lacking[0])
     living = _without_older(context, _living(context, status, current, made, report), pods)
     overdue = _find_overdue(context, living, report)
     return living if overdue is None else _end_epoch(context, status, pods, overdue)
+
+
+def _find_unmade(context: Context, status: GroupStatus) -> set[int]:
+    """Returns the pods of a group's epoch that were to be made, and have never existed."""
+    if status.epoch_start_time is None or not context.unmade:
+        return set()
+    prefix = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)[:-1]
+    return {int(name.removeprefix(prefix)) for name in context.unmade if name.startswith(prefix)}
+
+
+def _not_begun(context: Context, status: GroupStatus) -> GroupStatus:
+    """Returns the status of a group; its epoch has not begun if the first of its pods was never asked for.
+
+    The others are asked for once the first one is made.
+    """
+    first = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)
+    return status.model_copy(update={"epoch_start_time": None}) if first in context.unasked else status
+
+
+def _goes_on(context: Context, status: GroupStatus, made: "Made") -> bool:
+    """Returns whether an epoch of which no pod has been made yet is still the one to make."""
+    has_all = made.plan is not None and made.revision is not None and context.refusal_of(status.index) is None
+    return has_all and made.revision_name == _next_revision(context, status)
 
 
 def _end_incomplete(
@@ -671,7 +696,8 @@ def _living(
         "epoch_start_time": status.epoch_start_time or (None if missing else context.now),
         "startup": start,
         "served_time": status.served_time or (context.now if ready else None),
-        "spare_pods": tuple(sorted(over | missing)),
+        # A pod that was never made is known as such by this process alone: the next one may be wrong.
+        "spare_pods": tuple(sorted(over | (missing & set(status.spare_pods)))),
         "rejections": 0 if ready else min(status.rejections + len(rejected), MOST_COUNT),
         "rejected_pods": tuple(sorted(counted | rejected)),
         "stuck_pods": tuple(stuck),

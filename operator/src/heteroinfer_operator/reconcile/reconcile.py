@@ -132,6 +132,8 @@ def _decide(
         largest_epoch=options.largest_epoch(resource.resource_version),
         connecting_s=observation.connecting_s,
         refusals=due_in_time(observation.refusals, now),
+        unmade=observation.unmade,
+        unasked=observation.unasked,
     )
     return _act(observation, status, context, model)
 

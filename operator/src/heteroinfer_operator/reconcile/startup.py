@@ -130,6 +130,9 @@ def describe(
     ended = next((pod for pod in pods if pod.ended), None)
     if ended is not None:
         return f"{describe_end(ended)}; it is replaced"
+    unknown = next((pod for pod in pods if pod.unknown), None)
+    if unknown is not None:
+        return f"nothing is known of pod {unknown.name}: {unknown.unknown}"
     late = sorted((pod for pod in pods if not pod.started and pod.node), key=waits_in_vain, reverse=True)
     if late:
         return describe_wait(late[0])
@@ -138,9 +141,7 @@ def describe(
     if startup.phase is StartupPhase.LOADING and startup.bytes_total:
         done, total = format_bytes(startup.bytes_done or 0), format_bytes(startup.bytes_total)
         return f"reading weights: {done} of {total}"
-    if startup.phase in _DOING:
-        return _DOING[startup.phase]
-    return f"{sum(pod.ready for pod in pods)} of {expected} pods are ready"
+    return _DOING.get(startup.phase) or f"{sum(pod.ready for pod in pods)} of {expected} pods are ready"
 
 
 def describe_wait(pod: PodView) -> str:
