@@ -5,6 +5,8 @@ Back-offs slow the causes that are known; this budget bounds all others. Deletes
 for those that must follow a status: these wait with the status, for a second at most.
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +114,7 @@ class Budget:
     held_back: Counter[str] = field(default_factory=Counter)
     undone: int = 0
     report: Callable[[str], None] = lambda kind: None
-    _sent: list[tuple[datetime, Manifest]] = field(default_factory=list)
+    _sent: list[tuple[datetime, bytes]] = field(default_factory=list)
 
     def note_status(self, found: Manifest, sent: Manifest, now: datetime) -> None:
         """Notes a status write that is sent; one without an answer may have been stored.
@@ -123,9 +125,9 @@ class Budget:
             now: time of the write.
         """
         in_a_row = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
-        is_ours = any(_same(status, found) for _, status in self._sent)
+        is_ours = _digest(found) in {digest for _, digest in self._sent}
         self.undone = self.undone + 1 if in_a_row and not is_ours else 0
-        self._sent = [*self._sent[1 - _SENT_KEPT :], (now, sent)]
+        self._sent = [*self._sent[1 - _SENT_KEPT :], (now, _digest(sent))]
 
     def status_wait(self, status: Manifest, now: datetime) -> timedelta:
         """Returns how long a status write waits.
@@ -136,7 +138,7 @@ class Budget:
         if self.undone < UNDONE_BY_OTHERS:
             return wait
         last, sent = self._sent[-1]
-        if not _same(sent, status):
+        if sent != _digest(status):
             return wait
         backoff = min(timedelta(seconds=2.0 ** min(self.undone - UNDONE_BY_OTHERS, 16)), _LONGEST_WAIT)
         return max(wait, min(last, now) + backoff - now)
@@ -269,18 +271,20 @@ def is_pod(action: Action) -> bool:
     return isinstance(action, CreateObject) and action.manifest["kind"] == _POD
 
 
-def _same(one: Manifest, other: Manifest) -> bool:
-    """Returns whether two statuses say the same, whenever their conditions last changed."""
-    return _without_times(one) == _without_times(other)
-
-
-def _without_times(status: Manifest) -> dict[str, Any]:
+def _digest(status: Manifest) -> bytes:
+    """Returns the same for two statuses that say the same, whenever their conditions last changed."""
     conditions = status.get("conditions")
-    if not isinstance(conditions, list | tuple):
-        return dict(status)
-    kept = [
-        {key: value for key, value in each.items() if key != "lastTransitionTime"}
-        for each in conditions
-        if isinstance(each, Mapping)
-    ]
-    return {**status, "conditions": kept}
+    if isinstance(conditions, list | tuple):
+        found = [each for each in conditions if isinstance(each, Mapping)]
+        kept = [{key: value for key, value in each.items() if key != "lastTransitionTime"} for each in found]
+        status = {**status, "conditions": kept}
+    return hashlib.sha256(json.dumps(_plain(status), sort_keys=True).encode()).digest()
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with whole numbers as integers: the API server stores 2.0 as 2."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

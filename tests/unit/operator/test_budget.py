@@ -120,6 +120,19 @@ def test_statuses_of_ours_that_were_stored_without_an_answer_are_nobody_elses(st
         assert spending.find_other_writer() == ""
 
 
+def test_numbers_that_the_api_server_writes_otherwise_are_nobody_elses() -> None:
+    budgets = Budgets()
+    for index in range(20):
+        now = NOW + timedelta(seconds=index)
+        resource = build_resource({}, {"groups": [{"members": [{"stepMs": index - 1}]}]})
+        write = PatchStatus(
+            status={"groups": [{"members": [{"stepMs": float(index)}]}]}, resource_version="1"
+        )
+        spending = budgets.spending(resource, [write], now)
+        assert Acting("demo", (), now, spending).may(write)
+        assert spending.find_other_writer() == ""
+
+
 def test_a_group_larger_than_the_bound_is_created_once_nothing_else_was() -> None:
     """Its revision is older than a spec that asks for fewer pods."""
     resource, budgets = build_resource({"roles": [{"pods": 1}]}), Budgets()
