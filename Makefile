@@ -80,7 +80,7 @@ unhurried: setup  ## those of them without any bound of seconds, at a tenth of t
 
 waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
 	@$(BIN)/python -m tests.cluster build
-	$(TESTS) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not unhurried" \
+	$(TESTS) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not every_request and not unhurried" \
 	  $(COMPUTING:%=--ignore=%)
 
 programs: setup  ## builds the programs of the test cluster ahead of the tests that need them, at a tenth of the priority
@@ -180,6 +180,7 @@ CORNERS := --count 1000
 corners: need-root setup  ## 1,000 random resources on a real API server, each struck by a random fault; root
 	@$(BIN)/python -m tests.cluster build
 	$(BIN)/python -m tests.corners $(CORNERS)
+	$(PYTEST) tests/integration/operator/test_status_first.py -m every_request
 .PHONY: scale specs corners
 
 dashboards: setup  ## the chart's dashboards from their definitions, and their pictures of a group that serves

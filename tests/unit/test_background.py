@@ -8,7 +8,6 @@ from tests.unit.product import SOURCES, modules_below
 
 AWAITED = {
     "heteroinfer_contract.background": (1, "start_task itself"),
-    "heteroinfer_operator.kube.dry_runs": (1, ""),
 }
 """By module: how many tasks it starts without start_task, and who looks at the exception of each."""
 

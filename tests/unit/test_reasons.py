@@ -20,8 +20,8 @@ OF_KUBERNETES = {"CreateContainerConfigError", "ImagePullBackOff"}
 """Passed on as the kubelet says them; it has more, which are not listed."""
 _WORD = re.compile(r"[A-Z][a-z]+(?:[A-Z]+[a-z]*)*|[A-Z]{2,}[A-Z][a-z]+")
 _NAMES = re.compile(
-    r"(?:\w*_)?reason|OBJECT_REFUSED|NAME_\w+|CHANGED_\w+|(?:DELETED|MADE)_BY_OTHERS|NOT_ANSWERED|OOM_KILLED"
-    r"|UNSCHEDULABLE|IMAGE_CHANGED|NODE_LOST|(?:_MODEL_)?POD_(?:DELETED|ENDED)|_PROFILE_READ|WAITING_\w+",
+    r"(?:\w*_)?reason|OBJECT_REFUSED|NAME_\w+|CHANGED_\w+|(?:DELETED|MADE|WRITTEN)_BY_OTHERS|NOT_ANSWERED|OOM_KILLED"
+    r"|TOO_MANY_PODS|PODS_NEVER_SEEN|UNSCHEDULABLE|IMAGE_CHANGED|NODE_LOST|(?:_MODEL_)?POD_(?:DELETED|ENDED)|_PROFILE_READ|WAITING_\w+",
     re.I,
 )
 

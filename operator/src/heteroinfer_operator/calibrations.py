@@ -68,10 +68,10 @@ class MeasuredKind:
                 selector=check_selector(value["nodeSelector"]),
                 calibration=Calibration.from_json(json.dumps(value["calibration"])),
             )
+        except (CalibrationError, ContractError) as error:  # before ValueError, which ContractError is one of
+            raise CalibrationError(f"{key}: {error}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CalibrationError(f"{key}: expected nodeSelector and calibration: {error!r}") from error
-        except (CalibrationError, ContractError) as error:
-            raise CalibrationError(f"{key}: {error}") from error
 
 
 def check_kind(name: str) -> str:

@@ -56,6 +56,7 @@ class ResourceView:
         deleting: whether it has a deletionTimestamp.
         spec: as stored, not yet parsed.
         status: as stored, not yet parsed; empty at first.
+        status_managers: field managers that have written the status.
     """
 
     key: ResourceKey
@@ -66,6 +67,7 @@ class ResourceView:
     deleting: bool
     spec: Manifest
     status: Manifest
+    status_managers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,8 @@ class PodView:
         termination: how its worker container ended, or None while it has not.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
         images: that the workers of its epoch were asked to run; "" where it does not say so.
+        lost_owner: whether somebody took off its ownerReference to the HeteroInference.
+        unknown: why nothing is known of it now, or "": it may run or be gone, so it does not serve.
     """
 
     name: str
@@ -133,6 +137,8 @@ class PodView:
     key_secret: str = ""
     images: str = ""
     lost_labels: Mapping[str, str | None] = field(default_factory=dict)
+    lost_owner: bool = False
+    unknown: str = ""
 
     @property
     def ended(self) -> bool:
@@ -184,6 +190,10 @@ class ResourceObservation:
         fetch: what the pod that fetches the model says now, or None.
         refusals: what of the resource was refused when it was last tried.
         admitted: revisions of which objects were tried and would be taken; None where nobody refuses any.
+        connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
+        unmade: names of pods that were to be made, and that have never existed: nobody asked the API server
+            for them yet, or it has not answered.
+        unasked: those of them that the API server was not asked for.
     """
 
     resource: ResourceView
@@ -198,6 +208,9 @@ class ResourceObservation:
     fetch: FetchProgress | None = None
     refusals: tuple["Refusal", ...] = ()
     admitted: frozenset[str] | None = None
+    connecting_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    unmade: frozenset[str] = frozenset()
+    unasked: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,12 +313,14 @@ class PatchStatus:
     """Replace the status; after a conflict nothing is made, and all is observed again.
 
     Attributes:
-        status: the whole new status.
+        status: the whole new status, which the schema takes.
         resource_version: of the resource that the decision was made on.
+        defect: what the schema would have refused and was left out, "" for nothing: a defect of the operator.
     """
 
     status: Manifest
     resource_version: str
+    defect: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,10 +357,12 @@ class Decision:
     Attributes:
         actions: in this order; what one that fails keeps from being done is in `refusals.Acting`.
         look_again_s: seconds until the next look without any change; None waits for one.
+        connecting: group index and epoch of groups whose ranks connect.
     """
 
     actions: tuple[Action, ...] = ()
     look_again_s: float | None = None
+    connecting: frozenset[tuple[int, int]] = frozenset()
 
 
 class ConflictError(Exception):

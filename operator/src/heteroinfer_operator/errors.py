@@ -17,7 +17,7 @@ class HeteroInferError(Exception):
         message: got, expected, what to do.
     """
 
-    reason: str
+    reason: str = "Error"
 
     def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message)

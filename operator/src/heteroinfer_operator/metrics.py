@@ -6,7 +6,6 @@ for: a thousand resources are some hundred kilobytes.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -14,13 +13,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from heteroinfer_contract import metric_names
-from heteroinfer_operator.api import GroupPhase
+from heteroinfer_operator.api import (
+    ConditionStatus,
+    GroupPhase,
+    GroupStatus,
+    HeteroInferenceStatus,
+    parse_status,
+)
 from heteroinfer_operator.cluster import ResourceKey
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_UNKNOWN: Final = "Unknown"
-_CONDITION_VALUE: Final = {"True": 1.0, "False": 0.0}
-_UNKNOWN_VALUE: Final = -1.0
+_CONDITION_VALUE: Final = {
+    ConditionStatus.TRUE: 1.0,
+    ConditionStatus.FALSE: 0.0,
+    ConditionStatus.UNKNOWN: -1.0,
+}
 
 
 class OperatorMetrics:
@@ -50,6 +57,29 @@ class OperatorMetrics:
             ("verb", "kind"),
             registry=self.registry,
         )
+        self.held_back = Counter(
+            metric_names.OPERATOR_HELD_BACK_TOTAL,
+            "Actions that a resource's budget of new pods, status writes or events held back.",
+            ("kind",),
+            registry=self.registry,
+        )
+        self.unanswered = Counter(
+            metric_names.OPERATOR_UNANSWERED_WRITES_TOTAL,
+            "Writes that the API server could not answer; each is tried again.",
+            ("verb", "kind"),
+            registry=self.registry,
+        )
+        self.events_dropped = Counter(
+            metric_names.OPERATOR_EVENTS_DROPPED_TOTAL,
+            "Events that were not written: too many of one resource, or the API server did not take them.",
+            registry=self.registry,
+        )
+        self._unwritten: set[ResourceKey] = set()
+        self.unwritten = Gauge(
+            metric_names.OPERATOR_UNWRITTEN_STATUSES,
+            "Resources whose stored status is old, since the API server does not take the new one.",
+            registry=self.registry,
+        )
         self.last_resync = Gauge(
             metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS,
             "Unix time at which a resync last ended.",
@@ -66,15 +96,29 @@ class OperatorMetrics:
         ProcessCollector(registry=self.registry)
 
     def observe_status(self, key: ResourceKey, status: Mapping[str, Any] | None) -> None:
-        """Keeps what a resource's status says; None forgets a resource that is gone."""
+        """Keeps the readable parts of a resource's status; None forgets a resource that is gone."""
         if status is None:
             self._resources.known.pop(key, None)
+            self.observe_status_write(key, written=True)
         else:
-            self._resources.known[key] = _resource(status)
+            self._resources.known[key] = _resource(parse_status(status))
 
     def observe_write(self, verb: str, kind: str) -> None:
         """Counts an accepted write: verb and plural as in RBAC."""
         self.writes.labels(verb, kind).inc()
+
+    def observe_held_back(self, kind: str) -> None:
+        """Counts an action that a resource's budget held back: pods, status writes or events."""
+        self.held_back.labels(kind).inc()
+
+    def observe_unanswered(self, verb: str, kind: str) -> None:
+        """Counts a write that the API server could not answer: verb and plural as in RBAC."""
+        self.unanswered.labels(verb, kind).inc()
+
+    def observe_status_write(self, key: ResourceKey, written: bool) -> None:
+        """Notes whether the status of a resource could be written, or is true as it is stored."""
+        (self._unwritten.discard if written else self._unwritten.add)(key)
+        self.unwritten.set(len(self._unwritten))
 
     def exposition(self) -> bytes:
         """Returns all metrics in Prometheus' text format; any thread may ask."""
@@ -114,29 +158,31 @@ class _Resource:
     groups: tuple[_KeptGroup, ...]
 
 
-def _resource(status: Mapping[str, Any]) -> _Resource:
-    ranks = {plan["hash"]: int(plan["worldSize"]) for plan in status.get("plans") or ()}
+def _resource(status: HeteroInferenceStatus) -> _Resource:
+    ranks = {plan.hash: plan.world_size for plan in status.plans}
+    # One sample a condition and group: Prometheus refuses a page with the same series twice.
+    conditions = {condition.type: condition for condition in status.conditions}
+    groups = {group.index: group for group in status.groups}
     return _Resource(
         conditions=tuple(
-            (item["type"], item["reason"], _CONDITION_VALUE.get(item["status"], _UNKNOWN_VALUE))
-            for item in status.get("conditions") or ()
+            (condition.type, condition.reason, _CONDITION_VALUE[condition.status])
+            for condition in conditions.values()
         ),
-        groups=tuple(_group(group, ranks) for group in status.get("groups") or ()),
+        groups=tuple(_group(group, ranks) for group in groups.values()),
     )
 
 
-def _group(group: Mapping[str, Any], ranks: Mapping[str, int]) -> _KeptGroup:
-    failure: Mapping[str, Any] = (group.get("failures") or ({},))[-1]
-    failed_at = datetime.fromisoformat(failure["time"]).timestamp() if failure else None
+def _group(group: GroupStatus, ranks: Mapping[str, int]) -> _KeptGroup:
+    failure = group.failures[-1] if group.failures else None
     return _KeptGroup(
-        index=int(group.get("index", 0)),
-        phase=str(group.get("phase", _UNKNOWN)),
-        epoch=int(group.get("epoch", 0)),
-        ranks=ranks.get(group.get("planHash", "")),
-        restarts=int(group.get("restarts", 0)),
-        failed_at=failed_at,
-        reason=str(failure.get("reason", "")),
-        rank=str(failure.get("rank", "")),
+        index=group.index,
+        phase=group.phase,
+        epoch=group.epoch,
+        ranks=ranks.get(group.plan_hash or ""),
+        restarts=group.restarts,
+        failed_at=None if failure is None else failure.time.timestamp(),
+        reason="" if failure is None else failure.reason,
+        rank="" if failure is None or failure.rank is None else str(failure.rank),
     )
 
 

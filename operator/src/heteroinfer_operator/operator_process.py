@@ -25,6 +25,7 @@ from heteroinfer_operator.api import ConditionType
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.health import Health, serve, some_of
+from heteroinfer_operator.kube.action_run import Callbacks
 from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
@@ -97,6 +98,7 @@ class Operator:
             server = ApiServer(
                 configuration,
                 on_write=self._metrics.observe_write,
+                on_unanswered=self._metrics.observe_unanswered,
                 before_write=self._require_lease,
                 watch_silence_s=self._settings.watch_silence_s,
             )
@@ -133,8 +135,14 @@ class Operator:
         await wait_for_resource(server)
         operator_key = await self._read_key(server)
         groups = LeaderClient(operator_key)
+        recorder = EventRecorder(
+            server,
+            reporter=self._settings.identity or names.MANAGER,
+            dropped=self._metrics.events_dropped.inc,
+        )
         try:
-            cluster_state, queue = self._build_queue(server, groups, self._build_decide(operator_key))
+            decide = self._build_decide(operator_key)
+            cluster_state, queue = self._build_queue(server, groups, recorder, decide)
             group.create_task(cluster_state.run(), name="caches")
             group.create_task(self._report_caches(cluster_state), name="state of the caches")
             await self._wait_ready(cluster_state)
@@ -149,6 +157,7 @@ class Operator:
             self._health.waits_for = ""
             await self._resync_all(server, queue, cluster_state)
         finally:
+            await recorder.close()
             await groups.close()
 
     async def _read_key(self, server: ApiServer) -> bytes | None:
@@ -163,7 +172,7 @@ class Operator:
         return await ensure_operator_key(server, settings.namespace, settings.key_secret)
 
     def _build_queue(
-        self, server: ApiServer, groups: LeaderClient, decide: Decide
+        self, server: ApiServer, groups: LeaderClient, recorder: EventRecorder, decide: Decide
     ) -> tuple[ClusterState, WorkQueue]:
         def touched(key: ResourceKey) -> None:  # the caches feed the queue, which works on the caches
             queue.add(key)
@@ -176,10 +185,13 @@ class Operator:
             capacity_freed=lambda: self._capacity_freed(queue),
             kept=self._build_kept(server, changed=lambda: self._nodes_changed(queue)),
         )
-        recorder = EventRecorder(server, reporter=self._settings.identity or names.MANAGER)
-        cluster = KubeCluster(
-            server, cluster_state, recorder=recorder, groups=groups, on_observed=self._observed
+        callbacks = Callbacks(
+            observed=self._observed,
+            status_written=self._metrics.observe_status_write,
+            held_back=self._metrics.observe_held_back,
+            wake=touched,
         )
+        cluster = KubeCluster(server, cluster_state, recorder=recorder, groups=groups, callbacks=callbacks)
         reconcile = build_process(cluster, decide)
 
         async def process(key: ResourceKey) -> float | None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from heteroinfer_contract import names
+from heteroinfer_operator.budget import Spending, is_pod
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -26,6 +27,7 @@ from heteroinfer_operator.cluster import (
 )
 
 OBJECT_REFUSED: Final = "ObjectRefused"
+STATUS: Final = f"{names.KIND}/status"
 REVISION: Final = "Revision"
 """Kind of a refusal of what a revision would need, of which nothing was made."""
 NAME_TAKEN: Final = "NameTaken"
@@ -38,15 +40,24 @@ DELETED_BY_OTHERS: Final = "DeletedByOthers"
 MADE_BY_OTHERS: Final = "MadeByOthers"
 """An object that is not wanted is deleted again and again, and made each time."""
 NOT_ANSWERED: Final = "NotAnswered"
-"""The API server has not said yet whether it would take a revision, or could not."""
+"""The API server has not said yet whether it takes a revision or another write, or could not."""
+TOO_MANY_PODS: Final = "TooManyNewPods"
+"""The resource's budget of new pods is spent."""
+WRITTEN_BY_OTHERS: Final = "StatusWrittenByOthers"
+"""Another operator changes the status after each write."""
 
 OF_CHILDREN: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD, CHANGED_BY_OTHERS, DELETED_BY_OTHERS})
 """Reasons why a child is not as it should be."""
+_NOT_MADE: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD})
+"""Reasons that say that an object was not created; one without an answer may have been."""
 
 _FIRST_S: Final = 1.0
 _MOST_S: Final = 30.0
 _HELD_FIRST_S: Final = 0.2
-_REPORTED_AT: Final = MappingProxyType({NAME_HELD: 5, NOT_ANSWERED: 5})
+_STATUS_MOST_S: Final = 1.0
+"""Clients and people act on the status."""
+REPORTED_TRIES: Final = 5
+_REPORTED_AT: Final = MappingProxyType({NAME_HELD: REPORTED_TRIES, NOT_ANSWERED: REPORTED_TRIES})
 """Tries after which an event tells of it: what goes by itself is gone before."""
 _POD_FIRST_S: Final = 5.0
 _POD_MOST_S: Final = 300.0
@@ -55,6 +66,8 @@ _FORGOTTEN_AFTER: Final = timedelta(seconds=10)
 """What nobody wants any more is not refused any more; this long after its time it is forgotten."""
 _POD_FORGOTTEN_AFTER: Final = timedelta(seconds=90)
 """Longer than the pods that are given back take to go: before, the refused one is not tried again."""
+_BUDGET_MOST_S: Final = 60.0
+"""Longest wait for the budget, and time for which two writers of a status are reported."""
 
 Subject: TypeAlias = tuple[str, str]
 """Kind and name."""
@@ -83,7 +96,7 @@ def subject(action: Action, resource: str) -> Subject | None:
         case DeleteObject():
             return action.kind, action.name
         case PatchStatus():
-            return f"{names.KIND}/status", resource
+            return STATUS, resource
         case SetFinalizer():
             return names.KIND, resource
         case RecordEvent():
@@ -96,6 +109,10 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
         first_s, most_s = _FIRST_S, _MOST_S
     if reason == NAME_HELD:
         first_s, most_s = _HELD_FIRST_S, _MOST_S
+    if reason in (TOO_MANY_PODS, WRITTEN_BY_OTHERS):
+        return _BUDGET_MOST_S
+    if kind == STATUS:
+        most_s = _STATUS_MOST_S
     return float(min(first_s * 2.0 ** min(tries - 1, 16), most_s))
 
 
@@ -140,17 +157,20 @@ class Acting:
         resource: name of the HeteroInference.
         refusals: of before.
         now: time of the reconcile.
+        spending: what the resource may cause now; None for no bound.
     """
 
     resource: str
     refusals: Iterable[Refusal]
     now: datetime
+    spending: Spending | None = None
     known: dict[Subject, Refusal] = field(init=False)
     new: list[Refusal] = field(init=False, default_factory=list)
     _blocked: set[str] = field(init=False, default_factory=set)
     _makes_nothing: bool = field(init=False, default=False)
     _keeps_status: bool = field(init=False, default=False)
     _lifted: bool = field(init=False, default=False)
+    _held_s: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         """Forgets what was refused long ago and not tried again."""
@@ -165,25 +185,50 @@ class Acting:
         if self._is_blocked(action):
             return False
         kept = self._refusal_of(action)
-        if kept is None or kept.retry_at <= self.now:
-            return True
+        if kept is None or kept.retry_at <= self.now or kept.reason == WRITTEN_BY_OTHERS:
+            return self._is_within_budget(action)
         if kept.blocks:
             self._block(action)
         return False
 
+    def _is_within_budget(self, action: Action) -> bool:
+        """Counts an action against the budget; one that must wait holds back what depends on it."""
+        wait_s = 0.0 if self.spending is None else self.spending.spend(action)
+        if not wait_s:
+            return True
+        if not isinstance(action, RecordEvent):  # an event is of its moment: it is left out
+            self._held_s.append(wait_s)
+            self._block(action)
+        if self.spending is not None and is_pod(action):
+            words = self.spending.describe_pods(_scopes(action))
+            self._note(action, TOO_MANY_PODS, words, retry_at=self.now + timedelta(seconds=wait_s))
+        return False
+
     def done(self, action: Action) -> None:
         """Notes that an action was done."""
+        if self._is_of_two_writers(action):
+            return
         found = self._key(action)
         if found is not None and self.known.pop(found, None) is not None:
             self._lifted = True
 
     def refused(self, action: Action, reason: str, message: str) -> Refusal | None:
         """Notes that an action was refused; returns the refusal if an event should tell it, else None."""
+        if self.spending is not None and reason in _NOT_MADE:
+            self.spending.give_back(action)
+        return self._note(action, reason, message)
+
+    def _note(
+        self, action: Action, reason: str, message: str, *, retry_at: datetime | None = None
+    ) -> Refusal | None:
         found, key = subject(action, self.resource), self._key(action)
         assert found is not None  # nobody refuses an event
         assert key is not None
         before = self.known.get(key)
         tries = before.tries + 1 if before is not None else 1
+        delay = timedelta(seconds=_delay_s(found[0], reason, tries))
+        # A pod that was changed is not known as ours: no pod of its group is of use.
+        blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or is_pod(action)
         refusal = Refusal(
             kind=found[0],
             name=found[1],
@@ -191,8 +236,8 @@ class Acting:
             message=message,
             scopes=_scopes(action),
             tries=tries,
-            retry_at=self.now + timedelta(seconds=_delay_s(found[0], reason, tries)),
-            blocks=reason != CHANGED_BY_OTHERS,
+            retry_at=retry_at or self.now + delay,
+            blocks=blocks,
         )
         self.known[key] = refusal
         if refusal.blocks:
@@ -201,6 +246,20 @@ class Acting:
         self.new += [refusal] if is_news else []
         is_reported = tries == _REPORTED_AT[reason] if reason in _REPORTED_AT else is_news
         return refusal if is_reported else None
+
+    def _is_of_two_writers(self, action: Action) -> bool:
+        """Returns whether an action is a status write of those that another operator undoes; notes it."""
+        if self.spending is None or not isinstance(action, PatchStatus):
+            return False
+        words = self.spending.find_other_writer()
+        if words:
+            self._note(action, WRITTEN_BY_OTHERS, words)
+        return bool(words)
+
+    def unsent(self, action: Action) -> None:
+        """Notes that an action that may run was not sent."""
+        if self.spending is not None:
+            self.spending.give_back(action)
 
     def conflicted(self, action: Action) -> None:
         """Notes that an action met another state than it was decided on."""
@@ -215,7 +274,8 @@ class Acting:
             return 0.0
         known = self.known.values()
         due = [each.retry_at if each.retry_at > self.now else _forgotten_at(each) for each in known]
-        return max((min(due) - self.now).total_seconds(), 0.0) if due else None
+        waits = [max((moment - self.now).total_seconds(), 0.0) for moment in due]
+        return min([*waits, *self._held_s], default=None)
 
     def _refusal_of(self, action: Action) -> Refusal | None:
         found = self._key(action)
@@ -233,6 +293,9 @@ class Acting:
                 return self._makes_nothing or nobody_needs_it
             case DeleteObject():
                 return self._keeps_status and action.after_status
+            case RecordEvent():
+                # It reports what is new in the status: the next decision reports it again.
+                return self._keeps_status
         return False
 
     def _block(self, action: Action) -> None:

@@ -9,13 +9,22 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Final, TypeAlias
 
-from heteroinfer_operator.cluster import Cluster, ConflictError, Decision, ResourceKey, ResourceObservation
+from heteroinfer_contract.printable import printable
+from heteroinfer_operator.cluster import (
+    Cluster,
+    ConflictError,
+    Decision,
+    PatchStatus,
+    ResourceKey,
+    ResourceObservation,
+)
 from heteroinfer_operator.errors import HeteroInferError, SpecError
 from heteroinfer_operator.metrics import OperatorMetrics
+from heteroinfer_operator.seen_time import SeenTime
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +61,42 @@ SLOW_S: Final = 0.5
 """A reconcile that takes longer waits for an API server or a webhook: others start meanwhile."""
 
 
-def build_process(cluster: Cluster, decide: Decide) -> Process:
-    """Returns the reconcile of one resource: observe, decide, act."""
+_MOST_DEFECTS: Final = 100
+"""Of status writes, that a process logs."""
+
+
+def build_process(
+    cluster: Cluster, decide: Decide, *, passed_s: Callable[[], float] = time.monotonic
+) -> Process:
+    """Returns the reconcile of one resource: observe, decide, act.
+
+    Args:
+        cluster: the world.
+        decide: the decision.
+        passed_s: seconds of a clock that is never set.
+    """
+    logged: set[tuple[ResourceKey, str]] = set()
+    connecting: dict[ResourceKey, SeenTime[tuple[int, int]]] = {}
+
+    def log_defect(key: ResourceKey, defect: str) -> None:
+        """Logs once what of a status the schema would have refused."""
+        if (key, defect) not in logged and len(logged) < _MOST_DEFECTS:
+            logged.add((key, defect))
+            text = printable(defect)
+            logger.error("%s: this is a defect of the operator, please report it: left out: %s", key, text)
 
     async def process(key: ResourceKey) -> float | None:
         observation = await cluster.observe(key)
         if observation is None:
+            connecting.pop(key, None)
             return None
-        decision = decide(observation, datetime.now(UTC))
+        seen = connecting.setdefault(key, SeenTime())
+        connecting_s = seen.look(passed_s())
+        decision = decide(replace(observation, connecting_s=connecting_s), datetime.now(UTC))
+        seen.keep(decision.connecting)
+        for action in decision.actions:
+            if isinstance(action, PatchStatus) and action.defect:
+                log_defect(key, action.defect)
         retry_s = await cluster.run(observation, decision.actions)
         waits = [wait for wait in (decision.look_again_s, retry_s) if wait is not None]
         return min(waits, default=None)

@@ -117,8 +117,10 @@ class Watched:
             server, namespaces=namespaces, touched=self.touched.append, nodes_changed=self._node_changed
         )
         self.groups = LeaderClient()
-        recorder = EventRecorder(server, reporter="test")
-        self.cluster = KubeCluster(server, self.cluster_state, recorder=recorder, groups=self.groups)
+        self.recorder = EventRecorder(server, reporter="test")
+        self.cluster = KubeCluster(
+            server, self.cluster_state, recorder=self.recorder, groups=self.groups, patience_s=DEADLINE_S
+        )
 
     def _node_changed(self) -> None:
         self.node_changes += 1
@@ -136,6 +138,7 @@ async def watching(server: ApiServer, *namespaces: str) -> AsyncIterator[Watched
     finally:
         running.cancel()
         await asyncio.wait({running})
+        await watched.recorder.close()
         await watched.groups.close()
 
 

@@ -1,7 +1,7 @@
 """The port on a real API server: what each action does, and what it refuses to do."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +25,15 @@ from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S
 from heteroinfer_operator.manifests.identity import Owner
 from tests.cluster.running_cluster import Cluster
-from tests.integration.operator.running_operator import Watched, child, create_resource, pod, until, watching
+from tests.integration.operator.running_operator import (
+    DEADLINE_S,
+    Watched,
+    child,
+    create_resource,
+    pod,
+    until,
+    watching,
+)
 
 
 async def observe(watched: Watched, owner: Owner) -> ResourceObservation:
@@ -57,6 +65,7 @@ async def not_there(watched: Watched, owner: Owner) -> bool:
 
 async def act(watched: Watched, owner: Owner, *actions: Action) -> ResourceObservation:
     await watched.cluster.run(await observe(watched, owner), actions)
+    await watched.recorder.flush(DEADLINE_S)
     return await observe(watched, owner)
 
 
@@ -136,13 +145,13 @@ async def test_a_pod_that_is_gone_is_asked_for_once(server: ApiServer, namespace
         before = await act(watched, owner, *made)
         version = before.resource.resource_version
         await watched.cluster.run(before, [PatchStatus(status={"groups": [group]}, resource_version=version)])
-        get = server.get
+        ask = server.ask
 
-        async def note_and_get(path: str, query: Mapping[str, Any] | None = None) -> Any:
+        async def note_and_ask(path: str) -> Any:
             asked.append(path)
-            return await get(path, query)
+            return await ask(path)
 
-        server.get = note_and_get  # type: ignore[method-assign]
+        server.ask = note_and_ask  # type: ignore[method-assign]
         for count, name in enumerate(pods):
             await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
             left = len(pods) - count - 1

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from heteroinfer_contract import metric_names as names
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.metrics import OperatorMetrics
@@ -10,10 +12,13 @@ KEY = ResourceKey(namespace="ns", name="tiny")
 GROUP = {"namespace": "ns", "name": "tiny", "group": "ns/tiny/0"}
 STATUS: dict[str, Any] = {
     "conditions": [
-        {"type": "Ready", "status": "False", "reason": "RankExited"},
-        {"type": "Failed", "status": "False", "reason": "NotFailed"},
-        {"type": "Planned", "status": "True", "reason": "PlanReady"},
-        {"type": "ModelReady", "status": "Unknown", "reason": "Inspecting"},
+        {"type": kind, "status": status, "reason": reason, "lastTransitionTime": "2026-11-21T08:00:00Z"}
+        for kind, status, reason in (
+            ("Ready", "False", "RankExited"),
+            ("Failed", "False", "NotFailed"),
+            ("Planned", "True", "PlanReady"),
+            ("ModelReady", "Unknown", "Inspecting"),
+        )
     ],
     "plans": [{"hash": "p1", "worldSize": 3}],
     "groups": [
@@ -24,8 +29,14 @@ STATUS: dict[str, Any] = {
             "planHash": "p1",
             "restarts": 2,
             "failures": [
-                {"epoch": 1, "time": "2026-11-21T08:00:00Z", "reason": "PodLost"},
-                {"epoch": 2, "time": "2026-11-21T08:01:00Z", "reason": "RankExited", "rank": 1},
+                {"epoch": 1, "time": "2026-11-21T08:00:00Z", "reason": "PodLost", "message": "m"},
+                {
+                    "epoch": 2,
+                    "time": "2026-11-21T08:01:00Z",
+                    "reason": "RankExited",
+                    "message": "m",
+                    "rank": 1,
+                },
             ],
         }
     ],
@@ -94,3 +105,44 @@ def test_its_own_memory_is_reported() -> None:
     held = OperatorMetrics().registry.get_sample_value(names.PROCESS_RESIDENT_MEMORY_BYTES)
     assert held is not None
     assert held > 1 << 20
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"plans": [{"worldSize": 1}]},
+        {"conditions": [{"type": "Ready", "status": "True"}]},
+        {"groups": {"a": 1}, "plans": 7},
+        {"groups": [{"index": 1, "failures": None}, {"index": 1}, {"index": 0, "epoch": 1e308}]},
+        *(
+            {"groups": [{"index": 0, "failures": [{"epoch": 1, "reason": "X", "message": "", "time": time}]}]}
+            for time in ("2026-01-01t00:00:00z", "2026-01-01T00:00:00+24:00", "0000-01-01T00:00:00Z")
+        ),
+    ],
+    ids=str,
+)
+def test_a_damaged_status_loses_only_its_unreadable_parts(damaged: dict[str, Any]) -> None:
+    metrics = OperatorMetrics()
+    metrics.observe_status(KEY, {**STATUS, **damaged})
+    page = metrics.exposition().decode()
+    samples = [line.rpartition(" ")[0] for line in page.splitlines() if not line.startswith("#")]
+    assert len(samples) == len(set(samples)), "Prometheus refuses a page with one series twice"
+    kept = "heteroinfer_group_epoch" if "groups" not in damaged else 'condition="Planned"'
+    assert any(kept in sample for sample in samples)
+
+
+def test_statuses_that_cannot_be_written_are_counted_until_they_are() -> None:
+    metrics = OperatorMetrics()
+    keys = [ResourceKey(namespace="default", name=name) for name in ("a", "b")]
+
+    def unwritten() -> float | None:
+        return metrics.registry.get_sample_value(names.OPERATOR_UNWRITTEN_STATUSES)
+
+    assert unwritten() == 0
+    for key in (*keys, keys[0]):
+        metrics.observe_status_write(key, False)
+    assert unwritten() == 2
+    metrics.observe_status_write(keys[0], True)
+    assert unwritten() == 1
+    metrics.observe_status(keys[1], None)
+    assert unwritten() == 0, "it is gone"

@@ -7,6 +7,8 @@ import pytest
 from heteroinfer_operator.kube.server import NAMESPACE_ENDS, ApiError, parse_answer
 
 DENIED = 'admission webhook "w" denied the request: not this image'
+QUOTA = "exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2"
+UNSIGNED = "its team has exceeded quota of unsigned images"
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,10 @@ DENIED = 'admission webhook "w" denied the request: not this image'
         (403, 'pods "x" is forbidden: no PriorityClass with name nope was found'),
         (403, 'pods "x" is forbidden: pod rejected: RuntimeClass "nope" not found'),
         (403, 'pods "x" is forbidden: failed quota: q: must specify limits.cpu for: worker'),
+        (403, f"pods \"x\" is forbidden: ValidatingAdmissionPolicy 'p' denied request: {UNSIGNED}"),
+        (403, f'admission webhook "w" denied the request: {UNSIGNED}'),
+        (403, f'admission webhook "w" denied the request: pods "x" is forbidden: {QUOTA}'),
+        (403, f"pods \"x\" is forbidden: ValidatingAdmissionPolicy 'p' denied request: {QUOTA}"),
         *((status, DENIED) for status in (403, 429, 500, 503)),
     ],
 )
@@ -35,7 +41,7 @@ def test_what_is_said_of_an_object_is_a_refusal_of_it(status: int, said: str) ->
     [
         (
             403,
-            'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2',
+            f'pods "x" is forbidden: {QUOTA}',
             (),
         ),
         (403, 'pods "x" is forbidden: unable to create new content in namespace n', (NAMESPACE_ENDS,)),
@@ -51,7 +57,7 @@ def test_what_may_be_over_when_the_old_pods_are_gone_is_not_of_the_object(
     assert error.is_refusal
 
 
-@pytest.mark.parametrize("status", [0, 401, 409, 429, 502, 503, 504])
+@pytest.mark.parametrize("status", [0, 401, 409, 429, 500, 502, 503, 504])
 def test_an_api_server_that_cannot_answer_refuses_nothing(status: int) -> None:
     error = ApiError("POST /pods", status=status, said="try again")
     assert not error.is_of_object

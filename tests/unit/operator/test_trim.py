@@ -88,11 +88,17 @@ def test_a_child_is_kept_without_what_nobody_reads() -> None:
 
 def test_a_resource_is_kept_as_it_is_read() -> None:
     metadata = {"namespace": "ns", "name": "llama", "uid": "u", "generation": 3, "resourceVersion": "7"}
-    stored = {"metadata": {**metadata, "managedFields": [{"manager": "m"}]}, "spec": {"replicas": 2}}
+    managed = [
+        {"manager": "kubectl", "operation": "Update", "fieldsV1": {"f:spec": {}}},
+        {"manager": "another", "operation": "Update", "subresource": "status", "fieldsV1": {"f:status": {}}},
+    ]
+    stored = {"metadata": {**metadata, "managedFields": managed}, "spec": {"replicas": 2}}
     record = trim.resource_record(stored)
     assert record.view == trim.resource_view(stored)
     assert record.view.spec == {"replicas": 2}
-    assert "managedFields" not in record.text
+    assert record.view.status_managers == {"another"}
+    assert "fieldsV1" not in record.text
+    assert "kubectl" not in record.text
 
 
 def test_the_workers_own_end_is_reported_before_any_other_containers() -> None:

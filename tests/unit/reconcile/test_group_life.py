@@ -125,7 +125,7 @@ def test_rejections_are_counted_after_a_clock_was_set_back(world: World) -> None
     reject(world, FOLLOWER)
     world.advance_time(10)
     world.step()
-    world.advance_time(-3600)
+    world.set_clock(-3600)
     world.settle()
     reject(world, FOLLOWER)
     world.advance_time(20)
@@ -505,17 +505,39 @@ def test_pods_that_run_and_do_not_meet_are_started_again(world: World) -> None:
     change(world, FOLLOWER, node="node")
     report(world, RankPhase.CONNECTING, RankPhase.STARTING)
     world.settle()
-    world.advance_time(329)
-    world.settle()
+    world.live(329)
     assert group(world)["epoch"] == 1
-    world.advance_time(1)
-    world.settle()
+    world.live(20)
     world.reap()
     world.settle()
     assert world.workers() == NEXT
     (failure,) = group(world)["failures"]
     assert (failure["reason"], failure["counted"]) == ("StartupTimeout", True)
     assert "have not met within 300 s (startup.timeout): waiting: rank 1 (pod 1)" in failure["message"]
+
+
+def test_only_time_that_the_operator_saw_ends_a_start(world: World) -> None:
+    """A clock that is set, an operator that was stopped or started again: none of them makes a rank late."""
+    world.change_spec(startup={"timeout": "5m"})
+    create_pods(world)
+    world.all_started()
+    report(world, RankPhase.CONNECTING, RankPhase.STARTING)
+    world.live(60)
+    for _ in range(3):
+        world.set_clock(36_000)
+        world.settle()
+        world.set_clock(-72_000)
+        world.settle()
+        world.advance_time(36_000)  # the operator has no turn
+        world.settle()
+    world.live(150)
+    assert (group(world)["epoch"], group(world)["startup"]["phase"]) == (1, "Connecting")
+    world.restart_operator()
+    world.live(320)
+    assert group(world)["epoch"] == 1
+    world.live(20)
+    assert group(world)["epoch"] == 2
+    assert group(world)["failures"][0]["reason"] == "StartupTimeout"
 
 
 # What the status says of a resource that goes

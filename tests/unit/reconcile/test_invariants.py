@@ -24,6 +24,7 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile import reconcile
 from heteroinfer_operator.refusals import OF_CHILDREN
+from tests.unit.reconcile.damage import HIDING, Webhook, without_annotations
 from tests.unit.reconcile.world import OPTIONS, Objects, World, cpu_pair
 
 FINALIZER = "example.test/hold"
@@ -94,6 +95,7 @@ class GroupLife(RuleBasedStateMachine):
             spec=cpu_pair(restart={"maxRestarts": 3}),
             options=replace(OPTIONS, names_come_again=True),
             gangs=frozenset({Gang.VOLCANO}),
+            calm=False,
         )
         self.ran: dict[str, set[str]] = {}
         self.rejected: set[str] = set()
@@ -294,6 +296,19 @@ class GroupLife(RuleBasedStateMachine):
     def a_webhook_changes_policies_or_not_any_more(self, changed: bool) -> None:
         self.world.webhook = with_another_rule if changed else dict
 
+    @rule(webhook=st.sampled_from([*HIDING, without_annotations, dict]))
+    def a_webhook_changes_pods_or_not_any_more(self, webhook: Webhook) -> None:
+        self.world.pod_webhook = webhook
+
+    @rule(takes=st.booleans())
+    def a_controller_takes_labels_off_pods_or_not_any_more(self, takes: bool) -> None:
+        self.world.pod_taker = takes
+
+    @rule()
+    def an_hour_goes_by(self) -> None:
+        """The world holds each action that runs to its bound."""
+        self.world.live(3600)
+
     @rule(
         meddler=st.sampled_from([change_policies, delete_policies, lead_clients_elsewhere, leave_all_alone])
     )
@@ -410,6 +425,9 @@ class GroupLife(RuleBasedStateMachine):
         self.world.silent = False
         self.world.webhook = dict
         self.world.meddler = leave_all_alone
+        self.world.pod_webhook = dict
+        self.world.pod_taker = False
+        self.world.strangers.clear()
         self.world.refuses_pods = ""
         self.the_node_goes_silent_or_speaks(silent=False)
         self.somebody_holds_pods_or_lets_them_go(held=False)
@@ -425,8 +443,8 @@ class GroupLife(RuleBasedStateMachine):
         self.world.settle()
         assert self.world.status["readyReplicas"] == 2, self.world.status["groups"]
         assert self.world.condition("Ready") == ("True", "Serving")
-        self.world.step()
-        assert self.world.writes == []
+        self.world.live(3600)
+        assert self.world.idle_actions() == []
 
 
 _ORDER = {PatchStatus: 0, CreateObject: 2, ApplyObject: 2}

@@ -191,6 +191,7 @@ class Rollouts(RuleBasedStateMachine):
     def begin(self, unavailable: int) -> None:
         self.unavailable = unavailable
         self.world = fleet(rollout={"maxUnavailable": unavailable}, restart={"maxRestarts": 2})
+        self.world.calm = False  # much happens within one moment
 
     @rule()
     def reconcile(self) -> None:

@@ -11,6 +11,15 @@ from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_operator.budget import (
+    STATUS_WRITES_WITHIN,
+    Budget,
+    Spending,
+    Window,
+    is_pod,
+    most_pods,
+    wanted_pods,
+)
 from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import (
     Action,
@@ -41,12 +50,14 @@ from heteroinfer_operator.refusals import (
     DELETED_BY_OTHERS,
     MADE_BY_OTHERS,
     NAME_HELD,
+    NAME_TAKEN,
     NOT_ANSWERED,
     OBJECT_REFUSED,
     Acting,
     asked_anew,
     subject,
 )
+from heteroinfer_operator.seen_time import SeenTime
 from heteroinfer_operator.written_again import WrittenAgain
 
 Objects = dict[tuple[str, str], dict[str, Any]]
@@ -76,6 +87,12 @@ PROFILE = ModelProfile(
 
 
 _GRACE_S = 90
+BOUNDS = {
+    "pods": (timedelta(minutes=1), 0),
+    "status writes": (timedelta(seconds=1), 2),
+    "events": (timedelta(minutes=1), 10),
+}
+"""Of a resource, by kind: a time, and how often at most; of pods that depends on how many are wanted."""
 
 
 def cpu_pair(**changes: Any) -> dict[str, Any]:
@@ -98,8 +115,19 @@ class World:
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
         refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
+        unanswered: what the API server does not answer now: kinds and patterns of names.
+        unmade: pods that this process decided to make, and that have never existed.
+        asked: those of them that the API server did not answer for.
         holds: names that objects have which will go, and in which words, by kind and name.
         webhook: what becomes of each object but pods that is stored.
+        pod_webhook: what becomes of each pod that is stored.
+        strangers: pods that are stored and are not known as ours.
+        status_managers: field managers that have written the status.
+        pod_taker: whether another controller takes the labels off each pod right after it was created.
+        rival: what another operator makes of each status that is written.
+        calm: whether the budget of pods and events must never hold anything back.
+        budget: what the resource caused of late.
+        caused: moments at which an action ran, by its kind: pods, status writes and events.
         meddler: does to stored objects what another controller does after each reconcile.
         written: what was written of late, of one generation.
         refusals: what was refused when it was last tried.
@@ -108,6 +136,8 @@ class World:
         silent: whether it says nothing of a revision that it is asked about.
         gangs: gang schedulers that the cluster has.
         look_again_s: when the next look is due, should nothing happen before.
+        passed_s: by a clock that is never set; `now` is of one that may be.
+        connecting: how long the operator has seen ranks of groups connect.
     """
 
     spec: dict[str, Any]
@@ -135,8 +165,19 @@ class World:
     options: Options = OPTIONS
     refuses: dict[tuple[str, str], str] = field(default_factory=dict)
     refuses_pods: str = ""
+    unanswered: set[tuple[str, str]] = field(default_factory=set)
+    unmade: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     holds: dict[tuple[str, str], str] = field(default_factory=dict)
     webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
+    pod_webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
+    strangers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    status_managers: frozenset[str] = frozenset({names.MANAGER})
+    pod_taker: bool = False
+    rival: Callable[[dict[str, Any]], dict[str, Any]] = lambda status: status
+    calm: bool = True
+    budget: Budget = field(default_factory=Budget)
+    caused: dict[str, list[datetime]] = field(default_factory=dict)
     meddler: Callable[[Objects], None] = lambda objects: None
     written: tuple[int, WrittenAgain] = field(default_factory=lambda: (0, WrittenAgain()))
     refusals: tuple[Refusal, ...] = ()
@@ -145,6 +186,8 @@ class World:
     silent: bool = False
     gangs: frozenset[Gang] = frozenset()
     look_again_s: float | None = None
+    passed_s: float = 0.0
+    connecting: SeenTime[tuple[int, int]] = field(default_factory=SeenTime)
 
     def observe(self) -> ResourceObservation:
         """Returns the observation of now."""
@@ -157,6 +200,7 @@ class World:
             deleting=self.deleting,
             spec=self.spec,
             status=self.status,
+            status_managers=self.status_managers,
         )
         return ResourceObservation(
             resource=resource,
@@ -170,58 +214,138 @@ class World:
             refusals=self.refusals,
             admitted=self.admitted,
             gangs=self.gangs,
+            connecting_s=self.connecting.look(self.passed_s),
+            unmade=frozenset(self.unmade),
+            unasked=frozenset(self.unmade - self.asked),
         )
 
-    def step(self) -> Decision:
-        """Runs one reconcile and what it decides."""
-        decision = reconcile(self.observe(), self.now, self.options)
+    def step(self, *, in_real_time: bool = False) -> Decision:
+        """Runs one reconcile and what it decides.
+
+        Args:
+            in_real_time: whether the clock tells how long ago the last status was written; if not, it was
+                long ago.
+        """
+        if not in_real_time:
+            self.budget.status_writes = Window(STATUS_WRITES_WITHIN)
+            self.caused.pop("status writes", None)
+        observation = self.observe()
+        decision = reconcile(observation, self.now, self.options)
+        self.connecting.keep(decision.connecting)
         self.writes = []
-        acting = Acting("demo", self.refusals, self.now)
+        spending = Spending(self.budget, observation.resource, decision.actions, self.now)
+        acting = Acting("demo", self.refusals, self.now, spending)
         for action in decision.actions:
+            self._note_wanted(action)
             if not acting.may(action):
                 continue
-            if isinstance(action, TryObjects) and self.silent:
-                self.tried.append(action.revision)
-                acting.refused(action, NOT_ANSWERED, "the answer is awaited")
-            elif words := self._refused(action):
-                acting.refused(action, OBJECT_REFUSED, words)
-            elif words := self.holds.get(subject(action, "demo") or ("", ""), ""):
-                acting.refused(action, NAME_HELD, words)
+            if refused := self._why_refused(action):
+                acting.refused(action, *refused)
             else:
-                if isinstance(action, TryObjects):
-                    self.admitted = frozenset({action.revision})
-                writes = not isinstance(action, RecordEvent) and not self._is_there(action)
-                was_there = subject(action, "demo") in self.objects
-                self._run(action)
-                if words := self._changed(action):
-                    acting.refused(action, CHANGED_BY_OTHERS, words)
-                elif writes and self._is_written_again(action):
-                    reason = CHANGED_BY_OTHERS if was_there else DELETED_BY_OTHERS
-                    reason = MADE_BY_OTHERS if isinstance(action, DeleteObject) else reason
-                    acting.refused(action, reason, "somebody undoes it")
-                else:
-                    acting.done(action)
-                self.writes += [action] if writes else []
+                self._do(action, acting)
         self.refusals = tuple(acting.known.values())
-        waits = [wait for wait in (decision.look_again_s, acting.look_again_s()) if wait is not None]
-        self.look_again_s = min(waits, default=None)
-        self.meddler(self.objects)
+        held = self.budget.held_back
+        assert not self.calm or not held["pods"] + held["events"], held
+        due = [wait for wait in (decision.look_again_s, acting.look_again_s()) if wait is not None]
+        self.look_again_s = min(due, default=None)
+        self._meddle()
         return decision
+
+    def _meddle(self) -> None:
+        """Does what others do after each reconcile."""
+        self.meddler(self.objects)
+        if self.pod_taker:
+            taken = [name for name, pod in self.pods.items() if not pod.started and not _is_inspect(pod)]
+            self.strangers |= {name: self.manifests[name] for name in taken}
+            self.pods = {name: pod for name, pod in self.pods.items() if name not in taken}
+        wanted = self.rival(self.status) if self.status else self.status
+        if wanted != self.status:
+            self.status = wanted
+            self.version += 1
+
+    def _why_refused(self, action: Action) -> tuple[str, str] | None:
+        """Returns reason and words of why an action is refused, or None."""
+        if isinstance(action, TryObjects) and self.silent:
+            self.tried.append(action.revision)
+            return NOT_ANSWERED, "the answer is awaited"
+        if self._is_unanswered(action):
+            self.asked.add((subject(action, "demo") or ("", ""))[1])
+            return NOT_ANSWERED, "no answer"
+        if words := self._refused(action):
+            return OBJECT_REFUSED, words
+        if is_pod(action) and self._is_taken(action):
+            return NAME_TAKEN, "a pod of this name belongs to somebody else"
+        if words := self.holds.get(subject(action, "demo") or ("", ""), ""):
+            return NAME_HELD, words
+        return None
+
+    def _do(self, action: Action, acting: Acting) -> None:
+        """Runs an action that nobody refuses."""
+        if isinstance(action, TryObjects):
+            self.admitted = frozenset({action.revision})
+        writes = not isinstance(action, RecordEvent) and not self._is_there(action)
+        was_there = subject(action, "demo") in self.objects
+        self._run(action)
+        self._note_caused(action)
+        if words := self._changed(action):
+            acting.refused(action, CHANGED_BY_OTHERS, words)
+        elif writes and self._is_written_again(action):
+            reason = CHANGED_BY_OTHERS if was_there else DELETED_BY_OTHERS
+            reason = MADE_BY_OTHERS if isinstance(action, DeleteObject) else reason
+            acting.refused(action, reason, "somebody undoes it")
+        else:
+            acting.done(action)
+        self.writes += [action] if writes else []
+
+    def _note_wanted(self, action: Action) -> None:
+        kind, name = subject(action, "demo") or ("", "")
+        if kind != "Pod" or not isinstance(action, CreateObject):
+            return
+        self.unmade.add(name)
+        if not self._is_unanswered(action) and (self._refused(action) or (kind, name) in self.holds):
+            self.unmade.discard(name)
+
+    def _is_unanswered(self, action: Action) -> bool:
+        kind, name = subject(action, "demo") or ("", "")
+        return any(_is_meant(found, kind, name) for found in self.unanswered)
 
     def live(self, seconds: float) -> int:
         """Lets time go on, with a look whenever one is due or something was written; returns how many."""
         end, looks = self.now + timedelta(seconds=seconds), 0
         while self.now < end:
-            self.step()
+            self.step(in_real_time=True)
             looks += 1
             assert looks < 1000, f"{looks} looks in {seconds - (end - self.now).total_seconds()} s"
             due_s = seconds if self.look_again_s is None else self.look_again_s
             wait_s = 0.05 if self.writes else max(due_s, 0.05)
-            self.now = min(self.now + timedelta(seconds=wait_s), end)
+            self.advance_time(min(wait_s, (end - self.now).total_seconds()))
         return looks
+
+    def _is_taken(self, action: Action) -> bool:
+        """Returns whether somebody else's pod has the name of one that is to be created."""
+        name = (subject(action, "demo") or ("", ""))[1]
+        return name in self.strangers or (name in self.pods and self.pods[name].uid.startswith("forged"))
+
+    def _note_caused(self, action: Action) -> None:
+        """Notes what an action caused, and that it is within its bound."""
+        kinds = {PatchStatus: "status writes", RecordEvent: "events", CreateObject: "pods"}
+        kind = kinds.get(type(action))
+        if kind is None or (kind == "pods" and not is_pod(action)):
+            return
+        within, most = BOUNDS[kind]
+        # A clock that was set back says nothing of what was before.
+        moments = [moment for moment in self.caused.get(kind, ()) if self.now >= moment > self.now - within]
+        self.caused[kind] = [*moments, self.now]
+        if kind == "pods":
+            most = most_pods(wanted_pods(self.observe().resource))
+        assert len(moments) < most, f"{len(moments) + 1} {kind} within {within}"
 
     def _changed(self, action: Action) -> str:
         """Returns in which words an object is said to be another one than was written, or ""."""
+        if is_pod(action):
+            assert isinstance(action, CreateObject)
+            name = action.manifest["metadata"]["name"]
+            return f"pod {name} was changed when it was created" if name in self.strangers else ""
         if not isinstance(action, ApplyObject):
             return ""
         stored = self.objects[action.manifest["kind"], action.manifest["metadata"]["name"]]
@@ -247,6 +371,12 @@ class World:
         if kind == "Pod" and isinstance(action, CreateObject):
             refused.append(self.refuses_pods)
         return next(filter(None, refused), "")
+
+    def idle_actions(self) -> list[Action]:
+        """Returns what a reconcile would do now, though nothing has changed; none in a world at rest."""
+        acting = Acting("demo", self.refusals, self.now)
+        decided = reconcile(self.observe(), self.now, self.options).actions
+        return [action for action in decided if not self._is_there(action) and acting.may(action)]
 
     def _is_there(self, action: Action) -> bool:
         """Returns whether an action would create what exists, which is as good."""
@@ -322,7 +452,12 @@ class World:
         self.pods = {n: pod for n, pod in self.pods.items() if not pod.deleting or pod.finalizers}
 
     def advance_time(self, seconds: float) -> None:
-        """Moves the clock."""
+        """Lets time pass."""
+        self.now += timedelta(seconds=seconds)
+        self.passed_s += seconds
+
+    def set_clock(self, seconds: float) -> None:
+        """Sets the clock forward or back; no time passes."""
         self.now += timedelta(seconds=seconds)
 
     def change_spec(self, **changes: Any) -> None:
@@ -335,6 +470,9 @@ class World:
     def restart_operator(self) -> None:
         """Has the operator forget what it keeps in memory only."""
         self.refusals, self.admitted, self.written = (), frozenset(), (0, WrittenAgain())
+        self.budget, self.caused = Budget(), {}
+        self.connecting = SeenTime()
+        self.unmade = set()
 
     def condition(self, kind: str) -> tuple[str, str]:
         """Returns status and reason of a condition."""
@@ -382,16 +520,28 @@ class World:
             self.objects[manifest["kind"], name] = {**manifest, "metadata": metadata}
             return
         assert name not in self.pods, f"pod {name} exists"
+        self.unmade.discard(name)
         self.created.append(name)
+        stored = self.pod_webhook(manifest)
+        if not _is_ours(stored):
+            self.strangers[name] = stored
+            return
         self.manifests[name] = manifest
         self.pods[name] = PodView(
             name=name,
             uid=f"uid-{self.uids}",
-            labels=manifest["metadata"]["labels"],
+            labels=stored["metadata"]["labels"],
             created=self.now,
             key_secret=find_key_secret(manifest),
             images=manifest["metadata"].get("annotations", {}).get(names.ANNOTATION_IMAGES, ""),
         )
+
+
+def _is_ours(pod: dict[str, Any]) -> bool:
+    """Returns whether the operator knows a stored pod as one of the resource."""
+    owners = pod["metadata"].get("ownerReferences") or ()
+    is_owned = any(owner.get("controller") and owner["uid"] == "uid-demo" for owner in owners)
+    return is_owned and (pod["metadata"].get("labels") or {}).get(names.LABEL_RESOURCE) == "demo"
 
 
 def _is_inspect(pod: PodView) -> bool:

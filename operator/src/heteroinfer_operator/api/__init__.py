@@ -28,6 +28,7 @@ from heteroinfer_operator.api.resource import (
     parse_spec,
     parse_status,
     parse_stored_spec,
+    storable_status,
 )
 from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE, FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.api.spec import (
@@ -48,6 +49,7 @@ from heteroinfer_operator.api.spec import (
     StartupSpec,
 )
 from heteroinfer_operator.api.status import (
+    MAX_EPOCH,
     MAX_FAILURES,
     MAX_PLANS,
     MAX_PROFILE_LENGTH,
@@ -71,6 +73,7 @@ from heteroinfer_operator.api.template import Affinity, PodTemplate, Toleration
 
 __all__ = [
     "DEFAULT_GPU_RESOURCE",
+    "MAX_EPOCH",
     "MAX_FAILURES",
     "MAX_GROUPS",
     "MAX_NAME_LENGTH",
@@ -138,4 +141,5 @@ __all__ = [
     "parse_spec",
     "parse_status",
     "parse_stored_spec",
+    "storable_status",
 ]

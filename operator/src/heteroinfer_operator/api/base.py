@@ -205,10 +205,16 @@ def _integer_to_text(value: object) -> object:
     return str(int(value)) if whole else value  # type: ignore[call-overload]  # a number, as was just seen
 
 
+_EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LATEST: Final = datetime(9000, 1, 1, tzinfo=UTC)
+
+
 def _in_seconds(value: datetime) -> datetime:
+    """Returns a time in UTC and whole seconds, within a range in which no sum with a duration overflows."""
     if value.tzinfo is None:
         raise ValueError("got a time without a zone, expected UTC")
-    return value.astimezone(UTC).replace(microsecond=0)
+    # Compared first: a time of year 1 or 9999 cannot be converted from every zone.
+    return min(max(value, _EARLIEST), _LATEST).astimezone(UTC).replace(microsecond=0)
 
 
 def _quantity(pattern: str) -> Any:

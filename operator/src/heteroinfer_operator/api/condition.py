@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from heteroinfer_operator.api.base import StatusModel, Time
 
@@ -14,9 +14,19 @@ _REASON: Final = r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"
 _MOST_REASON: Final = 128
 
 
+UNREADABLE: Final = "Unreadable"
+"""Reason that stands for a stored reason which no condition can have."""
+
+
 def is_reason(word: str) -> bool:
     """Returns whether a word of somebody else's can be a condition's reason."""
     return len(word) <= _MOST_REASON and re.fullmatch(_REASON, word) is not None
+
+
+StoredReason = Annotated[
+    str, Field(max_length=64), AfterValidator(lambda word: word if is_reason(word) else UNREADABLE)
+]
+"""A reason in the status that becomes the reason of a condition; the schema takes any text."""
 
 
 class ConditionType(StrEnum):

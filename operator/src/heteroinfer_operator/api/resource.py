@@ -147,6 +147,26 @@ def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
     return _salvage(HeteroInferenceStatus, raw or {})
 
 
+def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]:
+    """Returns a status as JSON values that the schema takes, and what it lost for that.
+
+    Nothing checks what `model_copy(update=...)` writes into a model. What the schema would refuse is left
+    out: the API server would refuse the whole status, again and again.
+
+    Args:
+        status: to be stored.
+
+    Returns:
+        The values, and the problems of what was left out, "" if nothing was.
+    """
+    value = status.dump()
+    try:
+        _parse(HeteroInferenceStatus, value, "status")
+    except SpecError as error:
+        return parse_status(value).dump(), "; ".join(error.problems)
+    return value, ""
+
+
 def _salvage(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
     try:
         return _as_stored(cls, {key: raw[key] for key in _fields(cls) if key in raw})

@@ -8,11 +8,11 @@ managedFields would repeat every entry, and half of what etcd takes of an object
 from enum import StrEnum
 from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device
 from heteroinfer_operator.api.base import ATOMIC, StatusModel, Text, Time, map_list
-from heteroinfer_operator.api.condition import Condition
+from heteroinfer_operator.api.condition import Condition, StoredReason
 from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS
 
 MAX_FAILURES: Final = MAX_RESTARTS + 1
@@ -23,13 +23,43 @@ MAX_PROFILE_LENGTH: Final = 16384
 
 MOST_EXIT_CODE: Final = 256
 """In size; negative for a signal."""
-Count = Annotated[int, Field(ge=0, le=2**53)]
+MOST_COUNT: Final = 2**53
+MAX_EPOCH: Final = 10**15 - 1
+"""The largest epoch that a pod's name can hold: `manifests/identity.py` reads as many digits."""
+Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 """A number that is never negative; 2**53 keeps exact in every JSON reader."""
+
+
+def _at_most(most: int) -> AfterValidator:
+    """Refuses a number that the schema takes and the operator never writes."""
+
+    def check(value: int) -> int:
+        if value > most:
+            raise ValueError(f"must be at most {most}")
+        return value
+
+    return AfterValidator(check)
+
+
+Epoch = Annotated[Count, _at_most(MAX_EPOCH)]
+"""An incarnation of a group."""
+GroupIndex = Annotated[Count, _at_most(MAX_GROUPS - 1)]
+"""Position of a group."""
 GroupCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """A number of groups; /scale reads it as an int32."""
 Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
 Hash = Annotated[str, Field(max_length=64)]
 RoleName = Annotated[str, Field(max_length=63)]
+
+
+def next_epoch(epoch: int) -> int:
+    """Returns the epoch after an epoch; 0, which is none, after the largest."""
+    return epoch + 1 if epoch < MAX_EPOCH else 0
+
+
+def next_count(count: int) -> int:
+    """Returns the number after a count; the largest count stays as it is."""
+    return min(count + 1, MOST_COUNT)
 
 
 class ModelPhase(StrEnum):
@@ -88,7 +118,7 @@ class ModelStatus(StatusModel):
     """To fetch."""
     failures: Count | None = None
     """Attempts in a row that failed; each waits longer for the next."""
-    reason: Annotated[str, Field(max_length=64)] | None = None
+    reason: StoredReason | None = None
     """Why the last attempt failed, CamelCase; none once an attempt gets on."""
     message: Text | None = None
     """The same for people."""
@@ -141,7 +171,7 @@ class FailureStatus(StatusModel):
     """Which incarnation."""
     time: Time
     """When it was seen."""
-    reason: Annotated[str, Field(max_length=64)]
+    reason: StoredReason
     """CamelCase."""
     message: Text
     """For people."""
@@ -224,13 +254,13 @@ class StartupStatus(StatusModel):
 class GroupStatus(StatusModel):
     """One copy of the model."""
 
-    index: Count
+    index: GroupIndex
     """From 0."""
     revision: Hash | None = None
     """Of what the user asked for."""
     plan_hash: Hash | None = None
     """Its plan."""
-    epoch: Count = 0
+    epoch: Epoch = 0
     """Its incarnation: grows with each start; 0 before the first."""
     phase: GroupPhase = GroupPhase.PENDING
     """What it is doing."""
@@ -254,6 +284,8 @@ class GroupStatus(StatusModel):
         tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)
     ] = ()
     """Of the spare pods those, by index, that are counted already and still there."""
+    stuck_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
+    """Pods of this epoch, by index, whose containers could not be made; an event reported each of them."""
     failures: Annotated[
         tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=ATOMIC)
     ] = ()
@@ -269,9 +301,9 @@ class GroupStatus(StatusModel):
 class RetiredGroup(StatusModel):
     """What is remembered of a group that is not wanted any more, for when it is wanted again."""
 
-    index: Count
+    index: GroupIndex
     """As it had."""
-    epoch: Count = 0
+    epoch: Epoch = 0
     """Its next incarnation."""
     revision: Hash | None = None
     """Of what it was last made with."""

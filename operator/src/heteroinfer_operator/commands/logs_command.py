@@ -16,6 +16,7 @@ from heteroinfer_operator.fleet.story import PodStory, build_stories, epochs, te
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer, Query, load_configuration
 from heteroinfer_operator.kube.trim import pod_view
+from heteroinfer_operator.stored_fields import UnreadableError
 
 _TAIL_LINES: Final = 50
 _TAB: Final = "\t"
@@ -83,7 +84,13 @@ def _chosen(groups: Sequence[GroupStatus], index: int | None, key: ResourceKey) 
 async def _read_pods(server: ApiServer, key: ResourceKey) -> list[PodView]:
     selector = f"{names.LABEL_RESOURCE}={key.name},{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"
     listed = await server.get(POD.path(key.namespace), {"labelSelector": selector})
-    return [pod_view(item) for item in listed["items"]]
+    found = []
+    for item in listed["items"]:
+        try:
+            found.append(pod_view(item))
+        except UnreadableError as error:
+            _say(f"a pod is left out, since it cannot be read ({error.message})")
+    return found
 
 
 async def _tell_current(

@@ -1,6 +1,6 @@
 """Why a child is not as it should be, though the API server refuses nothing: what users read of it. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from heteroinfer_contract import names
@@ -33,16 +33,28 @@ def refused_words(action: Action, said: str) -> str:
         action: that was refused.
         said: by the API server.
     """
+    return f"the API server refuses {_written(action)}: {said}"
+
+
+def unanswered_words(action: Action, why: str) -> str:
+    """Returns what the API server does not answer, and that the write is tried again.
+
+    Args:
+        action: that was not answered.
+        why: what came instead of an answer.
+    """
+    return f"the API server has not answered the write of {_written(action)}, which is tried again: {why}"
+
+
+def _written(action: Action) -> str:
     match action:
         case CreateObject() | ApplyObject():
-            what = f"{action.manifest['kind']} {action.manifest['metadata']['name']}"
+            return f"{action.manifest['kind']} {action.manifest['metadata']['name']}"
         case DeleteObject():
-            what = f"the deletion of {action.kind} {action.name}"
+            return f"the deletion of {action.kind} {action.name}"
         case PatchStatus():
-            what = "the status"
-        case _:
-            what = "the finalizer"
-    return f"the API server refuses {what}: {said}"
+            return "the status"
+    return "the finalizer"
 
 
 class ChildError(HeteroInferError):
@@ -85,6 +97,20 @@ class ChangedByOthersError(ChildError):
         return cls(
             f"{what} is stored with another {_fields(drift)} than was written: a webhook or another "
             "controller changes it; have it leave this object alone"
+        )
+
+    @classmethod
+    def on_creation(cls, what: str, fields: Sequence[str]) -> "ChangedByOthersError":
+        """Returns the error for a pod that is changed while it is created, and so was deleted.
+
+        Args:
+            what: kind and name of the pod.
+            fields: that were changed, by their paths.
+        """
+        return cls(
+            f"{what} was created with another {', '.join(fields[:_NAMED_FIELDS])} than was sent, and deleted "
+            "again: a mutating webhook changes pods. Exempt the pods of this namespace from the webhook, or "
+            "have the webhook leave these fields alone"
         )
 
     @classmethod

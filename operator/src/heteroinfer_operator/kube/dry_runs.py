@@ -5,14 +5,19 @@ take 30 s for each pod. So what is tried goes on by itself, and a later reconcil
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+from heteroinfer_contract.background import start_task
 from heteroinfer_operator.cluster import CreateObject, Manifest, ResourceKey, ResourceView, TryObjects
+from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.child_errors import NotAnsweredError, RevisionRefusedError, refused_words
 from heteroinfer_operator.kube.server import CONFLICT, ApiError
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE: Final = 16
 """Requests, of all resources together: a part of those that the operator has at once."""
@@ -70,8 +75,15 @@ class DryRuns:
             return frozenset()
         return frozenset({found.revision})
 
-    async def find(self, resource: ResourceView, action: TryObjects) -> None:
+    async def find(
+        self, resource: ResourceView, action: TryObjects, *, patience_s: float | None = None
+    ) -> None:
         """Returns once it is known that the objects would be taken, which is remembered.
+
+        Args:
+            resource: that needs them.
+            action: what to ask.
+            patience_s: how long to wait, if not as long as all others.
 
         Raises:
             RevisionRefusedError: one would not.
@@ -80,7 +92,7 @@ class DryRuns:
         tried = self._tried.get(resource.key)
         if tried is None or not self._is_asked_for(tried, resource, action):
             tried = self._start(resource, action)
-        await asyncio.wait({tried.task}, timeout=self._patience_s)
+        await asyncio.wait({tried.task}, timeout=self._patience_s if patience_s is None else patience_s)
         if not tried.task.done():
             raise NotAnsweredError.of("it was asked, and the answer is awaited")
         del self._tried[resource.key]
@@ -104,8 +116,7 @@ class DryRuns:
     def _start(self, resource: ResourceView, action: TryObjects) -> _Tried:
         if (before := self._tried.pop(resource.key, None)) is not None:
             before.task.cancel()
-        task = asyncio.create_task(self._try(action), name=f"dry run of {resource.key}")
-        task.add_done_callback(_note_end)
+        task = start_task(self._try(action), name=f"dry run of {resource.key}", failed=_report)
         started = self._tried[resource.key] = _Tried(resource.uid, action.revision, self._clock(), task)
         return started
 
@@ -126,7 +137,6 @@ class DryRuns:
                 raise
 
 
-def _note_end(task: asyncio.Task[None]) -> None:
-    """Has an error that nobody asks for any more not be logged as one that was overlooked."""
-    if not task.cancelled():
-        task.exception()
+def _report(error: BaseException) -> None:
+    if not isinstance(error, HeteroInferError):  # `find` raises the others, if anybody still asks
+        logger.error("dry run: a defect of the operator, please report it", exc_info=error)

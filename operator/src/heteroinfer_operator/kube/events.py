@@ -1,14 +1,16 @@
 """Events on a resource: what happened, for people; never more than a few a minute of the same."""
 
+import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.background import start_task
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.cluster import RecordEvent, ResourceView
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE
@@ -26,6 +28,16 @@ ENDING_S: Final = 30.0
 MESSAGE_CHARACTERS: Final = 1024
 """Limit of `note` (`k8s.io/kubernetes/pkg/apis/core/validation/events.go`)."""
 
+EVENT_TIMEOUT_S: Final = 15.0
+"""Of one event; a webhook may hold it up."""
+AT_ONCE: Final = 4
+MOST_WAITING: Final = 1000
+MOST_A_MINUTE: Final = 10
+"""Of one resource."""
+MINUTE_S: Final = 60.0
+FLUSH_S: Final = 0.5
+"""How long the end of the process waits for events that are not written yet."""
+
 _Same = tuple[str, str, str, bool]
 
 
@@ -38,30 +50,95 @@ class _Series:
 
 
 class EventRecorder:
-    """Writes events on resources; identical ones become one with a count.
+    """Writes events on resources in the background; identical ones become one with a count.
 
-    An event that cannot be written is logged and dropped: it is for people, and must not stop
-    the work that it tells of. Into a namespace that is being deleted none is written: nobody will read it.
+    Events are for people, so no reconcile waits for one. A resource gets MOST_A_MINUTE new events a minute,
+    and at most MOST_WAITING events wait for a slow API server; the others are dropped and counted. An event
+    that cannot be written is logged and dropped. Into a namespace that is being deleted none is written:
+    nobody will read it.
 
     Args:
         server: where to write.
         reporter: name of this operator's instance.
+        dropped: called for each event that is not written.
         clock: seconds that never go back.
     """
 
     def __init__(
-        self, server: ApiServer, *, reporter: str, clock: Callable[[], float] = time.monotonic
+        self,
+        server: ApiServer,
+        *,
+        reporter: str,
+        dropped: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server = server
         self._reporter = reporter
+        self._dropped = dropped
         self._clock = clock
+        self._waiting: deque[tuple[ResourceView, RecordEvent]] = deque()
+        self._workers: set[asyncio.Task[None]] = set()
+        self._at_work: set[_Same] = set()
+        self._recent: dict[str, deque[float]] = {}
+        """By uid of a resource: when its new events of the last minute came."""
         self._seen: OrderedDict[_Same, _Series] = OrderedDict()
         self._ending: dict[str, float] = {}
         """By namespace that is being deleted: when that was said."""
 
-    async def record(self, resource: ResourceView, event: RecordEvent) -> None:
-        """Tells people; the same again within WINDOW_S only counts."""
-        same = (resource.uid, event.reason, event.message, event.warning)
+    def record(self, resource: ResourceView, event: RecordEvent) -> None:
+        """Has an event written soon; the same again within WINDOW_S only counts."""
+        same, now = _same(resource, event), self._clock()
+        if self._is_ending(resource.key.namespace, now):
+            return
+        if any(_same(*each) == same for each in self._waiting):  # one more of them is no news
+            return
+        known = same in self._seen or same in self._at_work
+        if len(self._waiting) >= MOST_WAITING or not (known or self._is_within_rate(resource.uid, now)):
+            logger.debug("%s: event %s is one too many", resource.key, event.reason)
+            self._dropped()
+            return
+        self._waiting.append((resource, event))
+        if len(self._workers) < AT_ONCE:
+            task = start_task(self._work(), name="events", failed=_report)
+            self._workers.add(task)
+            task.add_done_callback(self._workers.discard)
+
+    async def flush(self, timeout_s: float = FLUSH_S) -> None:
+        """Returns once all events are written, or after this time."""
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Waits a moment for the events that are not written yet, and drops the others."""
+        await self.flush()
+        for task in self._workers:
+            task.cancel()
+
+    def _is_within_rate(self, uid: str, now: float) -> bool:
+        for other in [each for each, times in self._recent.items() if now - times[-1] >= MINUTE_S]:
+            del self._recent[other]
+        times = self._recent.get(uid, deque())
+        while times and now - times[0] >= MINUTE_S:
+            times.popleft()
+        if len(times) >= MOST_A_MINUTE:
+            return False
+        times.append(now)
+        self._recent[uid] = times
+        return True
+
+    async def _work(self) -> None:
+        while self._waiting:
+            resource, event = self._waiting.popleft()
+            same = _same(resource, event)
+            if same in self._at_work:  # its first one is being written: one more is no news
+                continue
+            self._at_work.add(same)
+            try:
+                await self._write(resource, event, same)
+            finally:
+                self._at_work.discard(same)
+
+    async def _write(self, resource: ResourceView, event: RecordEvent, same: _Same) -> None:
         now = self._clock()
         if self._is_ending(resource.key.namespace, now):
             return
@@ -76,6 +153,7 @@ class EventRecorder:
                 self._ending[resource.key.namespace] = now
                 return
             logger.warning("%s: event %s not recorded: %s", resource.key, event.reason, error.message)
+            self._dropped()
             series = series if error.status != NOT_FOUND else None
         if series is not None:
             self._seen[same] = series
@@ -87,9 +165,9 @@ class EventRecorder:
         return namespace in self._ending
 
     async def _create(self, resource: ResourceView, event: RecordEvent, now: float) -> _Series:
-        stored = await self._server.create(
-            EVENT.path(resource.key.namespace), self._build_event(resource, event, datetime.now(UTC))
-        )
+        path = EVENT.path(resource.key.namespace)
+        body = self._build_event(resource, event, datetime.now(UTC))
+        stored = await self._server.record(path, body, timeout_s=EVENT_TIMEOUT_S)
         return _Series(name=stored["metadata"]["name"], first_s=now, written_s=now, count=1)
 
     async def _count(self, resource: ResourceView, series: _Series, now: float) -> _Series:
@@ -97,7 +175,7 @@ class EventRecorder:
             return series
         path = EVENT.path(resource.key.namespace, series.name)
         seen = {"count": series.count, "lastObservedTime": _micro_time(datetime.now(UTC))}
-        await self._server.merge(path, {"series": seen})
+        await self._server.record_again(path, {"series": seen}, timeout_s=EVENT_TIMEOUT_S)
         return replace(series, written_s=now)
 
     def _build_event(self, resource: ResourceView, event: RecordEvent, now: datetime) -> dict[str, Any]:
@@ -125,6 +203,14 @@ class EventRecorder:
                 "resourceVersion": resource.resource_version,
             },
         }
+
+
+def _same(resource: ResourceView, event: RecordEvent) -> _Same:
+    return resource.uid, event.reason, event.message, event.warning
+
+
+def _report(error: BaseException) -> None:
+    logger.error("events: a defect of the operator, please report it", exc_info=error)
 
 
 def _micro_time(when: datetime) -> str:

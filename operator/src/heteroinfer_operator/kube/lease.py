@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.paths import LEASE
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
 
 logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 1.0
+"""After a renewal that failed, or sooner."""
 
 
 def seconds_since_boot() -> float:
@@ -100,16 +103,22 @@ class LeaderLease:
         Raises:
             LeaseLostError: it was not renewed in time, or is another's.
         """
+        pause_s = self._terms.renew_s
         while True:
-            await asyncio.sleep(self._terms.renew_s)
+            await asyncio.sleep(pause_s)
             left_s = self._left_s()
             if left_s <= 0:  # paused: not even a renewal may be sent
                 raise self._lost(f"not renewed in {self._terms.deadline_s:g} s")
+            pause_s = min(self._terms.renew_s, RETRY_S)
             try:
-                async with asyncio.timeout(left_s):
+                # One renewal may hang for ever, while the API server answers the next one.
+                async with asyncio.timeout(min(left_s, self._terms.renew_s)):
                     await self._renew()
+                pause_s = self._terms.renew_s
             except TimeoutError as error:
-                raise self._lost(f"not renewed in {self._terms.deadline_s:g} s") from error
+                if self._left_s() <= 0:
+                    raise self._lost(f"not renewed in {self._terms.deadline_s:g} s") from error
+                logger.warning("lease %s not renewed: no answer; trying again", self._terms.name)
             except ApiError as error:
                 logger.warning("lease %s not renewed: %s; trying again", self._terms.name, error.message)
 

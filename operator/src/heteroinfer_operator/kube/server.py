@@ -7,8 +7,10 @@ are not used: an object as a dict takes a third less memory than as a model (fac
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final, cast
 from urllib.request import getproxies
@@ -34,7 +36,11 @@ DRY_RUN_TIMEOUT_S: Final = 70.0
 """Longer than the API server waits for a webhook (30 s) and for all of a request (60 s): it tells why."""
 
 REQUESTS_AT_ONCE: Final = 64
-"""Watches, each of which keeps a connection for itself, are not among them: 200 namespaces have 1,600."""
+"""Of each lane. Watches are in none, as each keeps a connection for itself: 200 namespaces have 1,600."""
+STATUS_TIMEOUT_S: Final = 30.0
+"""Of one try to write a status or a finalizer; another try may begin before this one ends."""
+QUESTION_TIMEOUT_S: Final = 15.0
+"""Of the read of one object."""
 PAGE_OBJECTS: Final = 500
 PAGE_FIRST_OBJECTS: Final = 2
 PAGE_GROWTH: Final = 4
@@ -52,12 +58,15 @@ BAD_REQUEST: Final = 400
 UNPROCESSABLE: Final = 422
 TOO_LARGE: Final = 413
 NOT_FOUND: Final = 404
+INTERNAL_ERROR: Final = 500
 NAMESPACE_ENDS: Final = "NamespaceTerminating"
 """Cause of a refusal: nothing new is taken into a namespace that is being deleted."""
 
 _OF_OBJECT: Final = frozenset({TOO_LARGE, UNPROCESSABLE})
-_QUOTA_IS_FULL: Final = "exceeded quota"
-"""Of `k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go`; `failed quota` is of the object."""
+_QUOTA_IS_FULL: Final = re.compile(r'[^" ]+ "[^"]*" is forbidden: exceeded quota: [^\s,]+, requested: ')
+"""Of `k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go`; `failed quota` is of the object.
+A policy or a webhook may have these words in its own message, but only behind `denied request` or
+`denied the request`."""
 _WEBHOOK_DENIES: Final = "denied the request"
 """Of `k8s.io/apiserver/pkg/admission/plugin/webhook/errors/statuserror.go`; others are `failed calling`."""
 _NOT_NOW: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
@@ -67,6 +76,16 @@ _SHOWN: Final = 200
 
 Query = Mapping[str, str | int]
 OnWrite = Callable[[str, str], None]
+
+
+class RequestLane(Enum):
+    """Requests that wait for each other: slow ones of one lane keep none of another waiting."""
+
+    STATUS = "statuses and finalizers of resources"
+    READ = "reads of one object"
+    LIST = "lists"
+    WRITE = "writes, which webhooks may hold up"
+    EVENT = "events"
 
 
 class ApiError(HeteroInferError):
@@ -105,7 +124,7 @@ class ApiError(HeteroInferError):
         if self.status == BAD_REQUEST:
             return "does not support dry run" not in self.said
         if self.status == FORBIDDEN:
-            return _QUOTA_IS_FULL not in self.said and NAMESPACE_ENDS not in self.causes
+            return _QUOTA_IS_FULL.match(self.said) is None and NAMESPACE_ENDS not in self.causes
         return self.status in _OF_OBJECT or _WEBHOOK_DENIES in self.said
 
     @property
@@ -116,6 +135,8 @@ class ApiError(HeteroInferError):
         """
         if _WEBHOOK_DENIES in self.said:  # with whatever status its author chose, 429 and 503 too
             return self.status >= 400
+        if self.status == INTERNAL_ERROR:  # else it is etcd that lost its leader or timed out
+            return "webhook" in self.said
         return self.status >= 400 and self.status not in _NOT_NOW
 
 
@@ -177,6 +198,7 @@ class ApiServer:
     Args:
         configuration: of load_configuration.
         on_write: called with each write that was accepted: verb as in RBAC, and plural.
+        on_unanswered: called in the same way with each write that the API server could not answer.
         before_write: called right before each write; what it raises stops the write.
         watch_silence_s: as the attribute.
     """
@@ -186,6 +208,7 @@ class ApiServer:
         configuration: client.Configuration,
         *,
         on_write: OnWrite = lambda verb, plural: None,
+        on_unanswered: OnWrite = lambda verb, plural: None,
         before_write: Callable[[], None] = lambda: None,
         watch_silence_s: float = WATCH_SILENCE_S,
     ) -> None:
@@ -194,8 +217,9 @@ class ApiServer:
         self._client: Any = client.ApiClient(configuration)
         self._client.user_agent = names.MANAGER
         self._on_write = on_write
+        self._on_unanswered = on_unanswered
         self._before_write = before_write
-        self._requests = asyncio.Semaphore(REQUESTS_AT_ONCE)
+        self._lanes = {lane: asyncio.Semaphore(REQUESTS_AT_ONCE) for lane in RequestLane}
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -204,6 +228,10 @@ class ApiServer:
     async def get(self, path: str, query: Query | None = None) -> dict[str, Any]:
         """Returns what is stored at a path; raises ApiError."""
         return await self._json(_Request(method="GET", path=path, query=query or {}))
+
+    async def ask(self, path: str) -> dict[str, Any]:
+        """Returns an object as `get` does, with the short deadline of QUESTION_TIMEOUT_S."""
+        return await self._json(_Request(method="GET", path=path, timeout_s=QUESTION_TIMEOUT_S))
 
     async def get_text(self, path: str, query: Query | None = None) -> str:
         """Returns what is answered at a path that is no object: a log, or a pod's own; raises ApiError."""
@@ -225,7 +253,8 @@ class ApiServer:
             asked: dict[str, str | int] = {**query, "limit": limit}
             if token:
                 asked["continue"] = token
-            text = await self._text(_Request(method="GET", path=path, query=asked, accept=accept))
+            request = _Request(method="GET", path=path, query=asked, accept=accept, lane=RequestLane.LIST)
+            text = await self._text(request)
             page = parse_answer(f"GET {path}", text, has=("kind", "apiVersion", "metadata"))
             yield page
             token = page["metadata"].get("continue", "")
@@ -235,32 +264,89 @@ class ApiServer:
 
     async def create(self, path: str, body: Mapping[str, Any], query: Query | None = None) -> dict[str, Any]:
         """Returns the created object; raises ApiError, with status 409 if the name is taken."""
-        return await self._write("create", _Request(method="POST", path=path, query=query or {}, body=body))
+        request = _Request(method="POST", path=path, query=query or {}, body=body, lane=RequestLane.WRITE)
+        return await self._write("create", request)
+
+    async def record(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Returns the created event; raises ApiError as create."""
+        request = _Request(method="POST", path=path, body=body, timeout_s=timeout_s, lane=RequestLane.EVENT)
+        return await self._write("create", request)
+
+    async def record_again(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Returns an event after a JSON merge patch; raises ApiError as update."""
+        request = _Request(
+            method="PATCH",
+            path=path,
+            body=body,
+            content_type=MERGE_PATCH,
+            timeout_s=timeout_s,
+            lane=RequestLane.EVENT,
+        )
+        return await self._write("patch", request)
 
     async def try_create(self, path: str, body: Mapping[str, Any], query: Query) -> None:
         """Finds out whether an object would be created (a dry run); raises ApiError as create."""
         query = {**query, "dryRun": "All"}
-        request = _Request(method="POST", path=path, query=query, body=body, timeout_s=DRY_RUN_TIMEOUT_S)
+        request = _Request(
+            method="POST",
+            path=path,
+            query=query,
+            body=body,
+            timeout_s=DRY_RUN_TIMEOUT_S,
+            lane=RequestLane.WRITE,
+        )
         await self._json(request)
 
     async def update(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the replaced object; raises ApiError, with status 409 if it changed since."""
-        return await self._write("update", _Request(method="PUT", path=path, body=body))
+        return await self._write(
+            "update", _Request(method="PUT", path=path, body=body, lane=RequestLane.WRITE)
+        )
 
     async def merge(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the object after a JSON merge patch; raises ApiError as update."""
-        request = _Request(method="PATCH", path=path, body=body, content_type=MERGE_PATCH)
+        request = _Request(
+            method="PATCH", path=path, body=body, content_type=MERGE_PATCH, lane=RequestLane.WRITE
+        )
+        return await self._write("patch", request)
+
+    async def update_status(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the object after its status was replaced; raises ApiError as update."""
+        request = _Request(
+            method="PUT", path=path, body=body, timeout_s=STATUS_TIMEOUT_S, lane=RequestLane.STATUS
+        )
+        return await self._write("update", request)
+
+    async def merge_finalizers(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the object after a JSON merge patch of its finalizers; raises ApiError as update."""
+        request = _Request(
+            method="PATCH",
+            path=path,
+            body=body,
+            content_type=MERGE_PATCH,
+            timeout_s=STATUS_TIMEOUT_S,
+            lane=RequestLane.STATUS,
+        )
         return await self._write("patch", request)
 
     async def apply(self, path: str, body: Mapping[str, Any], *, manager: str) -> dict[str, Any]:
         """Returns the object after a server-side apply that takes over other managers' fields."""
         query = {"fieldManager": manager, "force": "true"}
-        request = _Request(method="PATCH", path=path, query=query, body=body, content_type=APPLY_PATCH)
+        request = _Request(
+            method="PATCH",
+            path=path,
+            query=query,
+            body=body,
+            content_type=APPLY_PATCH,
+            lane=RequestLane.WRITE,
+        )
         return await self._write("patch", request)
 
     async def delete(self, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the object as deletion left it, or a Status; raises ApiError."""
-        return await self._write("delete", _Request(method="DELETE", path=path, body=options))
+        return await self._write(
+            "delete", _Request(method="DELETE", path=path, body=options, lane=RequestLane.WRITE)
+        )
 
     async def watch(self, path: str, query: Query) -> AsyncIterator[dict[str, Any]]:
         """Yields watch events until the server ends the stream.
@@ -296,9 +382,14 @@ class ApiServer:
 
     async def _write(self, verb: str, request: "_Request") -> dict[str, Any]:
         self._before_write()
-        answer = await self._json(request)
         parts = request.path.split("/")
         collection = parts[parts.index("namespaces") + 2] if "namespaces" in parts else parts[-1]
+        try:
+            answer = await self._json(request)
+        except ApiError as error:
+            if not error.is_refusal and error.status != CONFLICT:
+                self._on_unanswered(verb, collection)
+            raise
         self._on_write(verb, collection)
         return answer
 
@@ -308,7 +399,11 @@ class ApiServer:
     async def _text(self, request: "_Request") -> str:
         timeout = aiohttp.ClientTimeout(total=request.timeout_s)
         try:
-            async with self._requests, await self._open(request, timeout) as response:
+            async with (
+                asyncio.timeout(request.timeout_s),
+                self._lanes[request.lane],
+                await self._open(request, timeout) as response,
+            ):
                 text = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise request.unanswered(error) from error
@@ -343,6 +438,7 @@ class _Request:
     content_type: str = JSON
     accept: str = JSON
     timeout_s: float = REQUEST_TIMEOUT_S
+    lane: RequestLane = RequestLane.READ
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"

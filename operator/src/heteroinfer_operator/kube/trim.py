@@ -6,7 +6,7 @@ Each function takes any JSON and raises nothing but UnreadableError: strangers s
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
@@ -132,6 +132,9 @@ def resource_record(stored: Manifest) -> ResourceRecord:
     """Returns a HeteroInference as kept in the cache."""
     view = resource_view(stored)
     metadata = {name: value for name, value in stored["metadata"].items() if name in _METADATA_READ}
+    metadata["managedFields"] = [
+        {"manager": manager, "subresource": "status"} for manager in sorted(view.status_managers)
+    ]
     read = {"metadata": metadata, "spec": stored.get("spec"), "status": stored.get("status")}
     return ResourceRecord(key=view.key, text=json.dumps(read, separators=(",", ":")))
 
@@ -151,7 +154,14 @@ def resource_view(stored: Manifest) -> ResourceView:
         deleting="deletionTimestamp" in metadata,
         spec=as_object(stored.get("spec"), "spec"),
         status=as_object(stored.get("status"), "status"),
+        status_managers=_status_managers(metadata),
     )
+
+
+def _status_managers(metadata: Manifest) -> frozenset[str]:
+    """Returns the field managers that have written an object's status."""
+    entries = as_objects(metadata.get("managedFields"), "managedFields")
+    return frozenset(str(each.get("manager", "")) for each in entries if each.get("subresource") == "status")
 
 
 def label_key(stored: Manifest) -> ResourceKey | None:
@@ -268,6 +278,26 @@ def _health_port(stored: Manifest) -> int:
             if port.get("name") == names.PORT_HEALTH:
                 return as_integer(port.get("containerPort"), "containerPort")
     return 0
+
+
+def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodRecord:
+    """Returns a pod of ours whose ownerReference somebody took off.
+
+    Args:
+        stored: the pod.
+        key: the resource that it belongs to.
+        owner_uid: uid of that resource.
+    """
+    reference = {
+        "apiVersion": f"{names.API_GROUP}/",
+        "kind": names.KIND,
+        "uid": owner_uid,
+        "controller": True,
+    }
+    metadata = {**_metadata(stored), "ownerReferences": [reference]}
+    record = pod_record({**stored, "metadata": metadata}, key=key)
+    assert record is not None  # it has a key and an owner
+    return replace(record, view=replace(record.view, lost_owner=True))
 
 
 def find_key_secret(stored: Manifest) -> str:

@@ -10,11 +10,16 @@ from typing import Any, Final
 from heteroinfer_contract import names
 from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.plan import PodAssignment
-from heteroinfer_operator.api import HeteroInferenceSpec, ModelCache
+from heteroinfer_operator.api import MAX_EPOCH, MAX_GROUPS, HeteroInferenceSpec, ModelCache
 from heteroinfer_operator.cluster import ResourceKey
 
-_WORKER: Final = re.compile(r"([0-9]{1,2})-([0-9]{1,15})-([0-9]{1,3})")
-"""What follows the resource's name in that of a worker pod: group, epoch, index of the pod."""
+_WORKER: Final = re.compile(
+    rf"(0|[1-9][0-9]?)-([1-9][0-9]{{0,{len(str(MAX_EPOCH)) - 1}}})-(0|[1-9][0-9]{{0,2}})"
+)
+"""What follows the resource's name in that of a worker pod: group, epoch, index of the pod.
+
+Each number has one spelling, so that no two names are of one pod.
+"""
 _LOOKS_AT_MODEL: Final = re.compile(rf"({names.COMPONENT_INSPECT}|{names.COMPONENT_FETCH})-[0-9a-f]{{10}}")
 """The same of a pod that looks at the model: its component, and a hash."""
 
@@ -123,16 +128,25 @@ def named_labels(owner: Owner, name: str) -> dict[str, str | None] | None:
     resource, rest = {names.LABEL_RESOURCE: owner.key.name}, name.removeprefix(prefix)
     if match := _LOOKS_AT_MODEL.fullmatch(rest):
         return {**resource, names.LABEL_COMPONENT: match[1]}
-    if match := _WORKER.fullmatch(rest):
+    if place := find_place(owner, name):
+        group, epoch, pod = map(str, place)
         return {
             **resource,
             names.LABEL_COMPONENT: names.COMPONENT_WORKER,
-            names.LABEL_GROUP: match[1],
-            names.LABEL_EPOCH: match[2],
-            names.LABEL_POD_INDEX: match[3],
-            names.LABEL_LEADER: "true" if match[3] == "0" else None,
+            names.LABEL_GROUP: group,
+            names.LABEL_EPOCH: epoch,
+            names.LABEL_POD_INDEX: pod,
+            names.LABEL_LEADER: "true" if pod == "0" else None,
         }
     return None
+
+
+def find_place(owner: Owner, name: str) -> tuple[int, int, int] | None:
+    """Returns group, epoch and index of the worker pod with this name, None if it names none of ours."""
+    match = _WORKER.fullmatch(name.removeprefix(f"{owner.key.name}-"))
+    if match is None or not name.startswith(f"{owner.key.name}-") or int(match[1]) >= MAX_GROUPS:
+        return None
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 def group_labels(group: GroupRef) -> dict[str, str]:

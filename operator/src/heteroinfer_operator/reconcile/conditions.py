@@ -22,8 +22,10 @@ from heteroinfer_operator.api import (
     RankEntry,
     RankPlan,
     Summary,
+    storable_status,
 )
 from heteroinfer_operator.api.base import MAX_TEXT
+from heteroinfer_operator.api.status import MOST_COUNT
 from heteroinfer_operator.cluster import PatchStatus, PodView, Refusal, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanReason, Shortage
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
@@ -66,10 +68,14 @@ def condition(
 
 def status_write(observation: ResourceObservation, status: HeteroInferenceStatus) -> list[PatchStatus]:
     """Returns the write of a status, or nothing if it is stored already."""
-    body = status.dump()
-    if body == dict(observation.resource.status):
+    stored = dict(observation.resource.status)
+    if status.dump() == stored:
         return []
-    return [PatchStatus(status=body, resource_version=observation.resource.resource_version)]
+    body, defect = storable_status(status)
+    if body == stored:
+        return []
+    version = observation.resource.resource_version
+    return [PatchStatus(status=body, resource_version=version, defect=defect)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -477,6 +483,6 @@ def summary(
         step_ms=None if step_ms is None else f"{step_ms:.1f}",
         predicted_step_ms=_predicted(predicted),
         slowest_rank=None if slowest is None else f"{slowest.rank} ({slowest.role})",
-        restarts=sum(group.restarts for group in groups),
+        restarts=min(sum(group.restarts for group in groups), MOST_COUNT),
         plan=None if plan is None else plan.hash,
     )

@@ -19,8 +19,14 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus, StartupPhase
+from heteroinfer_operator.api import (
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+    StartupPhase,
+)
 from heteroinfer_operator.api.base import MAX_TEXT
+from heteroinfer_operator.api.status import MOST_COUNT, next_count, next_epoch
 from heteroinfer_operator.cluster import (
     CreateObject,
     DeleteObject,
@@ -57,6 +63,7 @@ from heteroinfer_operator.reconcile.revisions import Revision
 
 _ENDED_EPOCH_GRACE_S = 2
 """For the pods of an epoch that has ended: there is no request left that they could answer."""
+PODS_NEVER_SEEN: Final = "PodsNeverSeen"
 _NOT_ANSWERED: Final = "waiting for the API server to say whether it takes the new revision"
 _CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, POD_DELETED, POD_ENDED})
 _NOTHING_RUNS: Final[Mapping[str, Any]] = {
@@ -68,6 +75,7 @@ _NOTHING_RUNS: Final[Mapping[str, Any]] = {
     "rejections": 0,
     "rejected_pods": (),
     "spare_pods": (),
+    "stuck_pods": (),
 }
 """What a status says of a group without an epoch."""
 
@@ -128,7 +136,7 @@ def decide_group(
     status: GroupStatus,
     pods: Sequence[PodView],
     *,
-    replace: bool,
+    may_replace: bool,
     report: GroupReport | None = None,
 ) -> GroupDecision:
     """Returns what a group needs.
@@ -137,7 +145,7 @@ def decide_group(
         context: of this reconcile.
         status: of the group as last written; `epoch` 0 before its first epoch.
         pods: all pods of the group, of every epoch.
-        replace: whether the group may be replaced now, if its revision is an old one.
+        may_replace: whether the group may be replaced now, if its revision is an old one.
         report: what its leader says of it now, or None.
     """
     epoch = max([status.epoch, *(epoch_of(pod) for pod in pods)])
@@ -146,24 +154,50 @@ def decide_group(
     status = status.model_copy(update={"epoch": epoch, **({"spare_pods": ()} if is_forgotten else {})})
     if context.life.suspend:
         return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
-    if not current and not status.members:
-        return _between_epochs(context, status, pods)
-    made = _Made.of(context, status, current)
+    made = Made.of(context, status, current)
+    unmade = _find_unmade(context, status)
+    # Without pods, a status whose members never ran has an epoch only if it is known which pods that has.
+    has_members = _had_run(status) or (status.members and made.is_known)
+    if not current and not has_members and not (unmade and _goes_on(context, status, made)):
+        return _between_epochs(context, _not_begun(context, status), pods)
     if is_forgotten:
         update = {"revision": made.revision_name, "plan_hash": made.plan_hash}
         status = status.model_copy(update=update)
-    if replace and current and made.revision_name != context.target.name:
+    if may_replace and current and made.revision_name != context.target.name:
         return _replace(context, status, pods)
     if report is not None and (report.epoch != epoch or (made.plan and not report.covers(made.plan))):
         report = None
     epoch_end = _find_epoch_end(context, status, current, made)
     if epoch_end is not None:
         return _end_epoch(context, status, pods, epoch_end)
-    if lacking := sorted(made.missing(current) - set(status.spare_pods)):
+    if lacking := sorted(made.missing(current) - set(status.spare_pods) - unmade):
         return _end_incomplete(context, status, pods, lacking[0])
     living = _without_older(context, _living(context, status, current, made, report), pods)
     overdue = _find_overdue(context, living, report)
     return living if overdue is None else _end_epoch(context, status, pods, overdue)
+
+
+def _find_unmade(context: Context, status: GroupStatus) -> set[int]:
+    """Returns the pods of a group's epoch that were to be made, and have never existed."""
+    if status.epoch_start_time is None or not context.unmade:
+        return set()
+    prefix = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)[:-1]
+    return {int(name.removeprefix(prefix)) for name in context.unmade if name.startswith(prefix)}
+
+
+def _not_begun(context: Context, status: GroupStatus) -> GroupStatus:
+    """Returns the status of a group; its epoch has not begun if the first of its pods was never asked for.
+
+    The others are asked for once the first one is made.
+    """
+    first = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)
+    return status.model_copy(update={"epoch_start_time": None}) if first in context.unasked else status
+
+
+def _goes_on(context: Context, status: GroupStatus, made: "Made") -> bool:
+    """Returns whether an epoch of which no pod has been made yet is still the one to make."""
+    has_all = made.plan is not None and made.revision is not None and context.refusal_of(status.index) is None
+    return has_all and made.revision_name == _next_revision(context, status)
 
 
 def _end_incomplete(
@@ -191,7 +225,8 @@ def _find_overdue(context: Context, living: GroupDecision, report: GroupReport |
     if living.status.startup is None:
         return None
     timeout_s = parse_duration_s(context.life.startup.timeout)
-    return startup.find_overdue(living.status.startup, report, timeout_s=timeout_s, now=context.now)
+    connecting_s = context.connecting_s.get((living.status.index, living.status.epoch), 0.0)
+    return startup.find_overdue(living.status.startup, report, timeout_s=timeout_s, connecting_s=connecting_s)
 
 
 def revision_of(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> str | None:
@@ -207,7 +242,7 @@ def _said(pods: Sequence[PodView], label: str, known: Mapping[str, Any], kept: s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
+class Made:
     """What an epoch was made with.
 
     Attributes:
@@ -225,7 +260,7 @@ class _Made:
     pods: frozenset[int]
 
     @classmethod
-    def of(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "_Made":
+    def of(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "Made":
         """Returns what the pods' labels say, or else the status."""
         revision_name = revision_of(context, status, current)
         plan_hash = _said(current, names.LABEL_PLAN, context.plans, status.plan_hash)
@@ -245,13 +280,22 @@ class _Made:
             pods=frozenset(range(count)),
         )
 
+    @property
+    def is_known(self) -> bool:
+        """Returns whether something that is kept says how many pods it has."""
+        return self.plan is not None or self.revision is not None
+
+    def has(self, index: int) -> bool:
+        """Returns whether it can have a pod of this index."""
+        return index in self.pods or not self.is_known
+
     def missing(self, current: Sequence[PodView]) -> set[int]:
         """Returns the pods that are not there."""
         return set(self.pods - {index_of(pod) for pod in current})
 
 
 def _find_epoch_end(
-    context: Context, status: GroupStatus, current: Sequence[PodView], made: _Made
+    context: Context, status: GroupStatus, current: Sequence[PodView], made: Made
 ) -> EpochEnd | None:
     epoch_end = (
         find_epoch_end(current)
@@ -273,14 +317,14 @@ def _find_epoch_end(
 
 
 def _find_changed_images(
-    context: Context, status: GroupStatus, current: Sequence[PodView], made: _Made
+    context: Context, status: GroupStatus, current: Sequence[PodView], made: Made
 ) -> EpochEnd | None:
     if made.plan is None or made.revision is None or not made.missing(current) & set(status.spare_pods):
         return None
     return find_changed_images(context, made.revision, made.plan, current)
 
 
-def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: _Made) -> EpochEnd | None:
+def _find_lost_plan(status: GroupStatus, current: Sequence[PodView], made: Made) -> EpochEnd | None:
     """Returns the end of an epoch of which a pod or its container is to be made, and nobody knows how."""
     to_be_made = made.missing(current) and (made.plan is None or made.revision is None)
     waiting = next((pod.name for pod in current if not has_run(pod)), "") if made.plan is None else ""
@@ -333,7 +377,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
     }
     if status.epoch_start_time is not None or any(epoch_of(pod) == status.epoch for pod in pods):
         # From its first pod on: all of them may have run, and be gone, before anybody looks again.
-        update |= {"epoch": status.epoch + 1, "epoch_start_time": None}
+        update |= {"epoch": next_epoch(status.epoch), "epoch_start_time": None}
     return GroupDecision(
         status=status.model_copy(update=update),
         deletes=context.node_loss.deletes(pods, grace_s=None),
@@ -344,7 +388,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
 def _replace(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
     update = {
         **_NOTHING_RUNS,
-        "epoch": status.epoch + 1,
+        "epoch": next_epoch(status.epoch),
         "revision": context.target.name,
         **_stopping(context, pods, "replaced by the new revision"),
         "epoch_start_time": None,
@@ -376,11 +420,11 @@ def _end_epoch(
     failed = restarts.used_up(failures, context.life.restart)
     update = {
         **_NOTHING_RUNS,
-        "epoch": status.epoch + 1,
+        "epoch": next_epoch(status.epoch),
         **(_failed(failures) if failed else _stopping(context, pods, _culprit(failures[-1]))),
         "epoch_start_time": None,
         "next_epoch_time": restarts.next_epoch_time(failures, context.life.restart),
-        "restarts": status.restarts + (epoch_end.counted and not failed),
+        "restarts": next_count(status.restarts) if epoch_end.counted and not failed else status.restarts,
         "failures": failures,
     }
     who = "" if epoch_end.rank is None else f"rank {epoch_end.rank}: "
@@ -439,6 +483,8 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
             events=events,
             look_again_s=context.node_loss.look_again_s(pods),
         )
+    if status.epoch_start_time is not None and context.refusal_of(status.index) is None:
+        return _end_epoch(context, status, pods, _never_seen(status))
     if status.next_epoch_time is not None and status.next_epoch_time > context.now:
         # A clock that was set back, or a shorter backoffMax, prolongs no wait.
         longest = timedelta(seconds=parse_duration_s(context.life.restart.backoff_max))
@@ -448,8 +494,11 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
         return GroupDecision(status=status.model_copy(update=update), look_again_s=wait_s)
     refusal = context.pod_refusal_of(status.index)
     if refusal is not None and refusal.retry_at > context.now:
+        update = _refused(context, status, refusal)
+        if status.epoch_start_time is not None:  # it has begun in the status, and its pods were refused
+            update |= {"epoch": status.epoch + 1, "epoch_start_time": None}
         return GroupDecision(
-            status=status.model_copy(update=_refused(context, status, refusal)),
+            status=status.model_copy(update=update),
             look_again_s=(refusal.retry_at - context.now).total_seconds(),
         )
     if waits:
@@ -457,6 +506,16 @@ def _between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodVie
         update |= {"message": _NOT_ANSWERED} if context.admission.unanswered else {}
         return GroupDecision(status=status.model_copy(update=update))
     return _start(context, status)
+
+
+def _never_seen(status: GroupStatus) -> EpochEnd:
+    """Returns the end of an epoch of which no pod was ever seen: the next one waits longer each time."""
+    message = (
+        f"no pod of epoch {status.epoch} was ever seen: the pods were not created, or somebody changed "
+        "or deleted them at once. Look for a mutating webhook or a controller that changes labels or owners "
+        "of pods"
+    )
+    return EpochEnd(reason=PODS_NEVER_SEEN, message=message, counted=False)
 
 
 def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
@@ -486,9 +545,9 @@ def _give_back(
         message = f"not all of its pods can be made: {refusal.message}"
         end = EpochEnd(reason="PodRefused", message=message, counted=False)
         return _end_epoch(context, status, current, end)
-    next_epoch = {"epoch": status.epoch + 1, "epoch_start_time": None}
+    update = {"epoch": next_epoch(status.epoch), "epoch_start_time": None}
     return GroupDecision(
-        status=status.model_copy(update=_refused(context, status, refusal) | next_epoch),
+        status=status.model_copy(update=_refused(context, status, refusal) | update),
         deletes=context.node_loss.deletes(current, grace_s=_ENDED_EPOCH_GRACE_S, after_status=True),
         look_again_s=max((refusal.retry_at - context.now).total_seconds(), 0.0),
     )
@@ -577,7 +636,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
     # Until all that pods need is there, no pod is asked for, and so no epoch has begun.
     waits = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
     # Pods that nobody has seen may have been made, and have run.
-    begun = status.epoch + (status.epoch_start_time is not None)
+    begun = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
     update = {
         "epoch": begun or context.first_epoch,
         "revision": revision.name,
@@ -610,7 +669,7 @@ def _living(
     context: Context,
     status: GroupStatus,
     current: Sequence[PodView],
-    made: _Made,
+    made: Made,
     report: GroupReport | None,
 ) -> GroupDecision:
     missing = made.missing(current)
@@ -629,6 +688,8 @@ def _living(
     # Who has the name next is made only after it was seen to be free.
     counted = over & set(status.rejected_pods)
     rejected = {index_of(pod) for pod in spare if startup.is_rejected(pod)} - counted
+    stuck = startup.find_stuck(current, status.stuck_pods)
+    newly_stuck = [pod for index, pod in stuck.items() if index not in status.stuck_pods]
     update = {
         "phase": phase,
         "message": message[:MAX_TEXT] if message else None,
@@ -637,9 +698,11 @@ def _living(
         "epoch_start_time": status.epoch_start_time or (None if missing else context.now),
         "startup": start,
         "served_time": status.served_time or (context.now if ready else None),
-        "spare_pods": tuple(sorted(over | missing)),
-        "rejections": 0 if ready else status.rejections + len(rejected),
+        # A pod that was never made is known as such by this process alone: the next one may be wrong.
+        "spare_pods": tuple(sorted(over | (missing & set(status.spare_pods)))),
+        "rejections": 0 if ready else min(status.rejections + len(rejected), MOST_COUNT),
         "rejected_pods": tuple(sorted(counted | rejected)),
+        "stuck_pods": tuple(stuck),
     }
     before, status = status, status.model_copy(update=update)
     creates: tuple[CreateObject, ...] = ()
@@ -659,7 +722,7 @@ def _living(
         deletes=context.node_loss.deletes(spare, grace_s=0),
         keys=decide_key(context, status) if any(map(startup.lacks_configuration, current)) else (),
         creates=creates,
-        events=_events(before, status, current, spare),
+        events=_events(before, status, newly_stuck, spare),
         runs=True,
         plan=made.plan,
         unplaced=_unplaced(current),
@@ -678,7 +741,7 @@ def _replace_after_s(context: Context, status: GroupStatus) -> float:
 
 
 def _events(
-    before: GroupStatus, after: GroupStatus, pods: Sequence[PodView], spare: Sequence[PodView]
+    before: GroupStatus, after: GroupStatus, stuck: Sequence[PodView], spare: Sequence[PodView]
 ) -> tuple[RecordEvent, ...]:
     who = name_epoch(after)
     if after.phase is GroupPhase.READY and before.phase is not GroupPhase.READY:
@@ -692,7 +755,8 @@ def _events(
         for pod in spare
         if not pod.deleting
     ]
-    if trouble := startup.find_new_trouble(pods, before.message or ""):
+    if stuck:
+        trouble = "; ".join(map(startup.describe_wait, stuck))
         reported.append(RecordEvent(reason="PodWaits", message=f"{who}: {trouble}"[:1000], warning=True))
     return tuple(reported)
 

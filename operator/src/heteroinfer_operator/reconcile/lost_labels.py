@@ -1,9 +1,10 @@
-"""Labels of pods that somebody took off or changed: what comes of it, and the command that mends it. Pure.
+"""Labels and owners that somebody took off pods: what comes of it, and the command that mends it. Pure.
 
 The operator may not change pods, so it says so, and counts on people. Nothing ends for that reason: the
 name of a pod says whose it is.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -28,7 +29,8 @@ def find_lost(owner: Owner, pods: Sequence[PodView]) -> str:
         owner: of the pods.
         pods: whose labels were completed.
     """
-    return next((_describe(owner, pod) for pod in pods if _lost(pod)), "")
+    labels = next((_describe(owner, pod) for pod in pods if _lost(pod)), "")
+    return labels or next((_describe_owner(owner, pod) for pod in pods if pod.lost_owner), "")
 
 
 def is_cut_off(pods: Sequence[PodView]) -> bool:
@@ -74,6 +76,15 @@ def _describe(owner: Owner, pod: PodView) -> str:
     return (
         f"pod {pod.name} {' and '.join(found)}{_effect(pod, frozenset(lost))}; put it right: "
         f"kubectl label pod -n {owner.key.namespace} {pod.name} --overwrite {command}"
+    )
+
+
+def _describe_owner(owner: Owner, pod: PodView) -> str:
+    patch = json.dumps({"metadata": {"ownerReferences": [owner.reference]}}, separators=(",", ":"))
+    return (
+        f"pod {pod.name} has lost its ownerReference: no watch of the operator shows it, and Kubernetes does "
+        f"not delete it together with its {names.KIND}; put it back: "
+        f"kubectl patch pod -n {owner.key.namespace} {pod.name} --type merge -p '{patch}'"
     )
 
 

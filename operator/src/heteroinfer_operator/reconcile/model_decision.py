@@ -21,6 +21,7 @@ from heteroinfer_operator.api import (
     is_reason,
 )
 from heteroinfer_operator.api.base import MAX_TEXT
+from heteroinfer_operator.api.status import next_count
 from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
@@ -323,7 +324,7 @@ def _failed(
         "checked_time": None,
         "reason": reason[:64],
         "message": message[:MAX_TEXT],
-        "failures": failures + again or None,
+        "failures": (next_count(failures) if again else failures) or None,
     }
     return ModelDecision(
         status=kept.model_copy(update=update),

@@ -23,7 +23,13 @@ from heteroinfer_operator.reconcile.reconcile_context import Context, group_scop
 from heteroinfer_operator.reconcile.retired import retire
 from heteroinfer_operator.reconcile.rollout import find_rollout
 from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
-from heteroinfer_operator.refusals import OF_CHILDREN, REVISION
+from heteroinfer_operator.refusals import (
+    NOT_ANSWERED,
+    OF_CHILDREN,
+    REPORTED_TRIES,
+    REVISION,
+    WRITTEN_BY_OTHERS,
+)
 
 
 def build_next_status(
@@ -103,8 +109,10 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
         for refusal in context.refusals
         if scopes & refusal.scopes or not any(scope.startswith("group/") for scope in refusal.scopes)
         if refusal.kind != REVISION or refusal.name == context.target.name
+        if refusal.kind == REVISION or refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
     ]
-    return sorted(found, key=lambda refusal: not refusal.blocks)
+    # Another operator is the cause of whatever else is undone.
+    return sorted(found, key=lambda refusal: (refusal.reason != WRITTEN_BY_OTHERS, not refusal.blocks))
 
 
 def _client_ports(observation: ResourceObservation, context: Context) -> frozenset[int]:

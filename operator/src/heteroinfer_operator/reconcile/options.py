@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Final
 
 from heteroinfer_operator.manifests.addressing import Addressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.allowed import Allowed
 from heteroinfer_operator.stored_fields import version_number
+
+_MOST_EXACT: Final = 10**14
+"""Versions below are epochs; names of pods have space for all that follow."""
+_PER_EPOCH: Final = 10**5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +35,7 @@ class Options:
     names_come_again: bool = True
 
     def first_epoch(self, resource_version: str, now: datetime) -> int:
-        """Returns the epoch of a group of which nothing is known: higher than any that it can have had.
+        """Returns the epoch of a group of which nothing is known: at least as high as any that it has had.
 
         The API server counts its writes, and never back: whatever was lost, the status, the group by a scale,
         or the whole resource, each epoch was written into the status before it began. Where the
@@ -43,4 +48,18 @@ class Options:
         """
         if not self.names_come_again:
             return 1
-        return version_number(resource_version) or max(int(now.timestamp()), 1)
+        version = version_number(resource_version) or max(int(now.timestamp()), 1)
+        # A version of more digits is a time in nanoseconds: no epochs follow each other so fast.
+        return version if version < _MOST_EXACT else _MOST_EXACT + version // _PER_EPOCH
+
+    def largest_epoch(self, resource_version: str, now: datetime) -> int:
+        """Returns the largest epoch that the operator can have written into the status of a resource.
+
+        The first is a version of the resource, and each next one is written into the status, which makes the
+        version grow by one at least.
+
+        Args:
+            resource_version: of the resource.
+            now: as of first_epoch.
+        """
+        return self.first_epoch(resource_version, now) if self.names_come_again else _MOST_EXACT

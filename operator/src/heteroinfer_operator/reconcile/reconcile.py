@@ -37,8 +37,9 @@ from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
-from heteroinfer_operator.reconcile import conditions, restarts
+from heteroinfer_operator.reconcile import conditions, restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
+from heteroinfer_operator.reconcile.believed_group import believe
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
 from heteroinfer_operator.reconcile.group_decision import GroupDecision, epoch_of, stop_group
 from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS, GroupPlanner, shortage_age_s
@@ -122,7 +123,7 @@ def _decide(
     )
     context = Context(
         life=life,
-        replicas=_replicas(life.replicas, status),
+        replicas=_replicas(life.replicas, status, observation.pods),
         owner=owner,
         now=now,
         options=options,
@@ -142,7 +143,11 @@ def _decide(
         planner=planner,
         node_loss=node_loss,
         first_epoch=options.first_epoch(resource.resource_version, now),
+        largest_epoch=options.largest_epoch(resource.resource_version, now),
+        connecting_s=observation.connecting_s,
         refusals=due_in_time(observation.refusals, now),
+        unmade=observation.unmade,
+        unasked=observation.unasked,
     )
     return _act(observation, status, context, model)
 
@@ -157,9 +162,12 @@ def _group_request(
     return GroupRequest(spec=revision.spec, profile=profile, served_name=served_name, model_path=path)
 
 
-def _replicas(asked: int | None, status: HeteroInferenceStatus) -> int:
+def _replicas(asked: int | None, status: HeteroInferenceStatus, pods: Sequence[PodView]) -> int:
     """Returns how many groups are wanted: as many as there are, at least one, where it cannot be read."""
-    return asked if asked is not None else max((group.index + 1 for group in status.groups), default=1)
+    if asked is not None:
+        return asked
+    living = pods_by_group([pod for pod in pods if not pod.ended])
+    return max([0, *living, *(group.index for group in status.groups)]) + 1
 
 
 def _model(
@@ -200,8 +208,14 @@ def _model_as_it_was(status: HeteroInferenceStatus, target: Target) -> ModelDeci
 def _act(
     observation: ResourceObservation, status: HeteroInferenceStatus, context: Context, model: ModelDecision
 ) -> Decision:
-    by_group = pods_by_group(observation.pods)
-    old = known_groups(status)
+    by_group, old = pods_by_group(observation.pods), known_groups(status)
+    believed = {
+        index: believe(context, old.get(index, GroupStatus(index=index)), by_group.get(index, ()))
+        for index in range(context.replicas)
+    }
+    strangers = [pod for group in believed.values() for pod in group.strangers]
+    by_group |= {index: list(believed[index].pods) for index in by_group if index in believed}
+    old |= {index: believed[index].status for index in old if index in believed}
     context = replace(context, admission=find_admission(context, observation, old, by_group))
     wanted = decide_wanted(context, old, by_group, observation.groups)
     unwanted = [
@@ -229,11 +243,12 @@ def _act(
     )
     next_status = build_next_status(observation, status, context, model, wanted, unwanted)
     actions: list[Action] = [*conditions.status_write(observation, next_status)]
-    actions += [event for decision in decisions for event in decision.events]
+    actions += _joined([event for decision in decisions for event in decision.events])
     actions += _forgery_events(context, [*before_pods, *after_pods])
     actions += _lost_label_events(status, old, wanted, model)
     actions += _condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
+    actions += context.node_loss.deletes(strangers, grace_s=None, after_status=True)
     actions += [*model.events, *model.deletes]
     actions += before_pods
     actions += [_in_scope(create) for create in model.creates]
@@ -241,7 +256,11 @@ def _act(
     actions += after_pods
     actions += [context.admission.asks] if context.admission.asks is not None else []
     return Decision(
-        actions=tuple(actions), look_again_s=_look_again_s(decisions, model, context, next_status)
+        actions=tuple(actions),
+        look_again_s=_look_again_s(decisions, model, context, next_status),
+        connecting=frozenset(
+            (d.status.index, d.status.epoch) for d in decisions if startup.connects(d.status.startup)
+        ),
     )
 
 
@@ -267,6 +286,17 @@ def _measured(
         profile=context.planner.profile,
     )
     return replace(decision, status=group)
+
+
+def _joined(events: Sequence[RecordEvent]) -> list[RecordEvent]:
+    """Returns the events of all groups with one event for each reason: a minute has room for ten."""
+    joined: dict[tuple[str, bool], list[str]] = {}
+    for event in events:
+        joined.setdefault((event.reason, event.warning), []).append(event.message)
+    return [
+        RecordEvent(reason=reason, message="; ".join(dict.fromkeys(words))[:1000], warning=warning)
+        for (reason, warning), words in joined.items()
+    ]
 
 
 def _lost_label_events(

@@ -15,6 +15,7 @@ from heteroinfer_operator.reconcile.group_planner import GroupPlanner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.revisions import Revision, Target
+from heteroinfer_operator.refusals import NOT_ANSWERED
 
 CLIENTS_SCOPE: Final = "clients"
 """Scope of the actions by which clients reach groups."""
@@ -62,8 +63,12 @@ class Context:
         planner: makes the plans of epochs that start now.
         node_loss: which pods are given up because of their node.
         first_epoch: of groups of which nothing is known.
+        largest_epoch: that the operator can have written into the status.
+        connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
         refusals: what of the resource was refused when it was last tried.
         admission: of the target.
+        unmade: names of pods that were to be made, and have never existed.
+        unasked: those of them that the API server was not asked for.
     """
 
     life: LifeSpec
@@ -82,8 +87,12 @@ class Context:
     planner: GroupPlanner
     node_loss: NodeLoss
     first_epoch: int
+    largest_epoch: int
+    connecting_s: Mapping[tuple[int, int], float]
     refusals: Sequence[Refusal] = ()
     admission: Admission = Admission()
+    unmade: frozenset[str] = frozenset()
+    unasked: frozenset[str] = frozenset()
 
     @property
     def problem(self) -> HeteroInferError | None:
@@ -102,7 +111,11 @@ class Context:
         return max(found, key=lambda refusal: refusal.retry_at, default=self.pod_refusal_of(group))
 
     def pod_refusal_of(self, group: int) -> Refusal | None:
-        """Returns which refused pod of a group is the last to be tried again, or None."""
+        """Returns which refused pod of a group is the last to be tried again, or None.
+
+        A create that the API server has not answered is no refusal: it is tried again, and no pod of the
+        group is given back for it.
+        """
         found = [refusal for refusal in self._refusals_of(group) if refusal.kind == POD]
         return max(found, key=lambda refusal: refusal.retry_at, default=None)
 
@@ -113,4 +126,9 @@ class Context:
 
     def _refusals_of(self, group: int) -> list[Refusal]:
         scope = group_scope(group)
-        return [refusal for refusal in self.refusals if refusal.blocks and scope in refusal.scopes]
+        return [
+            refusal
+            for refusal in self.refusals
+            if refusal.blocks and scope in refusal.scopes
+            if (refusal.kind, refusal.reason) != (POD, NOT_ANSWERED)
+        ]

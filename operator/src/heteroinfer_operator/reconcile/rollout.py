@@ -73,7 +73,7 @@ def decide_wanted(
             context,
             old.get(index, GroupStatus(index=index)),
             pods,
-            replace=goes_on and (not serves or budget > 0),
+            may_replace=goes_on and (not serves or budget > 0),
             report=reports.get(index),
         )
         if serves and decision.deletes:

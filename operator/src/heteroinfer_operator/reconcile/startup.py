@@ -5,9 +5,10 @@ What happens once all pods are connected is watched by the leader's supervisor, 
 move; here is what it cannot see, since a pod that never speaks may as well be pulling its image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
+from heteroinfer_contract import names
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
@@ -18,7 +19,7 @@ from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run
 LOOK_EVERY_S = 15.0
 """While ranks connect, load and warm up: nothing else tells that they moved."""
 _WRITE_EVERY = timedelta(seconds=60)
-_SUPERVISORS_FIRST = timedelta(seconds=30)
+_SUPERVISORS_FIRST_S = 30.0
 """A supervisor's own time-out has the same length, and names the rank."""
 BEFORE_RANKS = frozenset({StartupPhase.MODEL, StartupPhase.SCHEDULING, StartupPhase.IMAGE})
 """Phases in which not every pod has run yet."""
@@ -94,16 +95,26 @@ def _measured(before: StartupStatus | None) -> dict[str, object]:
     return {name: getattr(before, name) for name in ("bytes_done", "bytes_total", "measured_time")}
 
 
+def connects(startup: StartupStatus | None) -> bool:
+    """Returns whether all pods of a group that starts run, and its ranks have not met yet."""
+    return startup is not None and startup.phase is StartupPhase.CONNECTING
+
+
 def find_overdue(
-    startup: StartupStatus, report: GroupReport | None, *, timeout_s: float, now: datetime
+    startup: StartupStatus, report: GroupReport | None, *, timeout_s: float, connecting_s: float
 ) -> EpochEnd | None:
     """Returns the end of an epoch whose pods all run and have not met in time, or None.
 
     Nobody is blamed while the leader does not answer the operator: its supervisor may be well.
+
+    Args:
+        startup: of the epoch.
+        report: of its leader, or None.
+        timeout_s: `startup.timeout`.
+        connecting_s: for how long the operator has seen its ranks connect: the stamps in the status are for
+            people, since a clock that is set, or an operator that is stopped, makes no rank late.
     """
-    if startup.phase is not StartupPhase.CONNECTING or report is None:
-        return None
-    if now - startup.since < timedelta(seconds=timeout_s) + _SUPERVISORS_FIRST:
+    if not connects(startup) or report is None or connecting_s < timeout_s + _SUPERVISORS_FIRST_S:
         return None
     return EpochEnd(
         reason=FailureReason.STARTUP_TIMEOUT.value,
@@ -119,6 +130,9 @@ def describe(
     ended = next((pod for pod in pods if pod.ended), None)
     if ended is not None:
         return f"{describe_end(ended)}; it is replaced"
+    unknown = next((pod for pod in pods if pod.unknown), None)
+    if unknown is not None:
+        return f"nothing is known of pod {unknown.name}: {unknown.unknown}"
     late = sorted((pod for pod in pods if not pod.started and pod.node), key=waits_in_vain, reverse=True)
     if late:
         return describe_wait(late[0])
@@ -127,9 +141,7 @@ def describe(
     if startup.phase is StartupPhase.LOADING and startup.bytes_total:
         done, total = format_bytes(startup.bytes_done or 0), format_bytes(startup.bytes_total)
         return f"reading weights: {done} of {total}"
-    if startup.phase in _DOING:
-        return _DOING[startup.phase]
-    return f"{sum(pod.ready for pod in pods)} of {expected} pods are ready"
+    return _DOING.get(startup.phase) or f"{sum(pod.ready for pod in pods)} of {expected} pods are ready"
 
 
 def describe_wait(pod: PodView) -> str:
@@ -147,21 +159,21 @@ def lacks_configuration(pod: PodView) -> bool:
     return not pod.started and pod.waiting.split(":")[0] == "CreateContainerConfigError"
 
 
-def find_new_trouble(pods: Sequence[PodView], reported: str) -> str:
-    """Returns which pod waits in vain, "" if none does or that is reported already.
+def find_stuck(pods: Sequence[PodView], before: Collection[int]) -> dict[int, PodView]:
+    """Returns the pods whose containers could not be made, by index, until they run.
 
-    The kubelet's reason flips between ErrImagePull and ImagePullBackOff: once is enough.
+    The kubelet's reason flips between ErrImagePull, ImagePullBackOff and ContainerCreating.
 
     Args:
         pods: of the epoch.
-        reported: message of the group, as last written.
+        before: those that were stuck when the status was last written.
     """
-    stuck = next((pod for pod in pods if waits_in_vain(pod)), None)
-    if stuck is None:
-        return ""
-    before = reported.removeprefix(f"pod {stuck.name} waits: ")
-    is_reported = before != reported and before.split(":")[0] not in _NO_ERROR
-    return "" if is_reported else describe_wait(stuck)
+    by_index = {int(pod.labels[names.LABEL_POD_INDEX]): pod for pod in pods}
+    return {
+        index: pod
+        for index, pod in sorted(by_index.items())
+        if waits_in_vain(pod) or (index in before and not has_run(pod))
+    }
 
 
 def describe_end(pod: PodView) -> str:

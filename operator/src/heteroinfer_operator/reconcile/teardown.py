@@ -62,13 +62,14 @@ def _ending(
         conditions.condition(kind, holds, _reason(kind, held), words, now=now, generation=generation)
         for kind, holds in reported.items()
     ]
-    kept = [condition for condition in status.conditions if condition.type not in {k.value for k in reported}]
+    known = {kind.value for kind in ConditionType} - {kind.value for kind in reported}
+    kept = {condition.type: condition for condition in status.conditions if condition.type in known}
     stopping = {"phase": GroupPhase.STOPPING, "message": words, "startup": None}
     return status.model_copy(
         update={
             "observed_generation": generation,
             "ready_replicas": 0,
-            "conditions": merge_conditions(status.conditions, [*kept, *fresh], now=now),
+            "conditions": merge_conditions(status.conditions, [*kept.values(), *fresh], now=now),
             "groups": tuple(group.model_copy(update=stopping) for group in status.groups),
         }
     )

@@ -1,0 +1,440 @@
+"""The actions of one decision on their way to the API server.
+
+The status comes first. No other request is waited for longer than a moment: it goes on beside the next
+reconciles, which leave its object alone, and wakes the resource once it is answered. So the status is as
+true as pods are known, however long a webhook takes.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.background import start_task
+from heteroinfer_operator.cluster import (
+    Action,
+    ApplyObject,
+    ConflictError,
+    CreateObject,
+    DeleteObject,
+    Manifest,
+    PatchStatus,
+    RecordEvent,
+    ResourceKey,
+    ResourceObservation,
+    SetFinalizer,
+    TryObjects,
+)
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.kube.child_errors import ChildError, refused_words, unanswered_words
+from heteroinfer_operator.kube.cluster_state import ClusterState
+from heteroinfer_operator.kube.dry_runs import DryRuns
+from heteroinfer_operator.kube.events import EventRecorder
+from heteroinfer_operator.kube.kept import STATUS_AGAIN_S, Kept, UnderWay
+from heteroinfer_operator.kube.object_writes import ObjectWrites
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.refusals import NOT_ANSWERED, OBJECT_REFUSED, Acting, Subject, subject
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 0.25
+"""How long a reconcile waits for its status to be written, and again for all else: most is done by then."""
+_RETRY_STATUS_S: Final = 0.5
+"""After a try to write a status that failed."""
+_UNDER_WAY: Final = "it was sent, and the answer is awaited"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """What is called back.
+
+    Attributes:
+        observed: with the stored status of each resource that is observed; None once it is gone.
+        status_written: with whether the status of a resource could be written.
+        held_back: with each kind of action of which one had to wait for the resource's budget.
+        wake: with a resource once a request is answered that no reconcile waited for.
+    """
+
+    observed: Callable[[ResourceKey, Manifest | None], None] = lambda key, status: None
+    status_written: Callable[[ResourceKey, bool], None] = lambda key, written: None
+    held_back: Callable[[str], None] = lambda kind: None
+    wake: Callable[[ResourceKey], None] = lambda key: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """What actions are run with.
+
+    Attributes:
+        server: the API server.
+        cluster_state: takes in what was written.
+        objects: writes children.
+        dry_runs: tries objects.
+        recorder: of events.
+        callbacks: called back.
+        patience_s: how long a reconcile waits.
+    """
+
+    server: ApiServer
+    cluster_state: ClusterState
+    objects: ObjectWrites
+    dry_runs: DryRuns
+    recorder: EventRecorder
+    callbacks: Callbacks
+    patience_s: float
+
+
+class ActionRun:
+    """The actions of one decision; follows the resourceVersion through its own writes.
+
+    Args:
+        ways: how to run them.
+        observation: that the decision was made on.
+        kept: of the resource; `begin` was called.
+    """
+
+    def __init__(self, ways: Ways, observation: ResourceObservation, kept: Kept) -> None:
+        self._ways = ways
+        self._resource = observation.resource
+        self._kept = kept
+        self._acting = kept.acting
+        self._generation = kept.generation
+        self._version = self._resource.resource_version
+        self._finalizers = self._resource.finalizers
+        self._epochs = {_epoch(pod.labels) for pod in observation.pods}
+        self._launched: dict[Subject, UnderWay] = {}
+        self._status_s: float | None = None
+        self._conflict: ConflictError | None = None
+        self._until_s = 0.0
+        self._over = False
+
+    async def run_all(self, actions: Sequence[Action]) -> float | None:
+        """Runs what can be run now.
+
+        Returns:
+            Seconds until something may be tried again, or None.
+
+        Raises:
+            ConflictError: an action met another state than the decision was made on.
+        """
+        try:
+            for action in actions:
+                if isinstance(action, RecordEvent):
+                    self._ways.recorder.record(self._resource, action)
+            await self._write_resource(actions)
+            self._until_s = asyncio.get_running_loop().time() + self._ways.patience_s
+            for stage in _stages(actions):
+                await self._run_stage(stage)
+            for action in actions:
+                if isinstance(action, TryObjects) and self._acting.may(action):
+                    await self._attempt(action, self._try_objects(action))
+        finally:
+            self._over = True
+        if self._conflict is not None:
+            raise self._conflict
+        waits = [self._acting.look_again_s(), self._status_s]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    async def _try_objects(self, action: TryObjects) -> None:
+        await self._ways.dry_runs.find(self._resource, action, patience_s=self._left_s())
+
+    def _left_s(self) -> float:
+        return max(0.0, self._until_s - asyncio.get_running_loop().time())
+
+    # The resource itself: its status first, since it depends on nothing.
+
+    async def _write_resource(self, actions: Sequence[Action]) -> None:
+        statuses = [action for action in actions if isinstance(action, PatchStatus)]
+        finalizers = [action for action in actions if isinstance(action, SetFinalizer)]
+        if not statuses and self._kept.status_tries.are_under_way:  # one may still change what is stored
+            self._kept.status_tries.cancel()
+            self._hold([PatchStatus(status={}, resource_version="")])
+            self._status_s = STATUS_AGAIN_S
+        elif not statuses:  # what is stored is true
+            self._ways.callbacks.status_written(self._resource.key, True)
+        writes: list[PatchStatus | SetFinalizer] = [*statuses, *finalizers]
+        due = [action for action in writes if self._acting.may(action)]
+        if not due:
+            return
+        if (wait_s := self._kept.status_tries.wait_s()) > 0:
+            self._hold(due)
+            self._status_s = wait_s
+            return
+        task = self._start(self._write_in_turn(due), f"status of {self._resource.key}")
+        self._kept.status_tries.add(task)
+        await asyncio.wait({task}, timeout=self._ways.patience_s)
+        if not task.done():
+            self._hold(due)
+            self._not_written(STATUS_AGAIN_S)
+        elif not task.cancelled():
+            task.result()
+
+    def _not_written(self, again_s: float) -> None:
+        self._ways.callbacks.status_written(self._resource.key, False)
+        self._status_s = again_s
+
+    def _hold(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._acting.conflicted(action)
+
+    async def _write_in_turn(self, actions: Sequence[PatchStatus | SetFinalizer]) -> None:
+        for action in actions:
+            try:
+                if isinstance(action, PatchStatus):
+                    await self._patch_status(action)
+                else:
+                    await self._set_finalizer(present=action.present)
+            except ConflictError as error:
+                self._met(action, error)
+                break
+            except ApiError as error:
+                if not error.is_refusal:
+                    logger.warning("%s: status not written: %s", self._resource.key, error.message)
+                    self._hold(actions)
+                    self._not_written(_RETRY_STATUS_S)
+                    return
+                self._ways.callbacks.status_written(self._resource.key, False)
+                self._refused(action, OBJECT_REFUSED, refused_words(action, error.said))
+            else:
+                self._current().done(action)
+                self._kept.status_tries.cancel(but=asyncio.current_task())
+                self._ways.callbacks.status_written(self._resource.key, True)
+        if self._over:
+            self._ways.callbacks.wake(self._resource.key)
+
+    async def _patch_status(self, action: PatchStatus) -> None:
+        observed = action.resource_version == self._resource.resource_version
+        path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name, "status")
+        body = self._body({"status": action.status}, self._version if observed else action.resource_version)
+        await self._write(self._ways.server.update_status(path, body))
+
+    async def _set_finalizer(self, *, present: bool) -> None:
+        others = tuple(f for f in self._finalizers if f != names.FINALIZER)
+        wanted = (*others, names.FINALIZER) if present else others
+        if wanted == self._finalizers:
+            return
+        path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name)
+        body = self._body({"metadata": {"finalizers": list(wanted)}}, self._version)
+        await self._write(self._ways.server.merge_finalizers(path, body))
+        self._finalizers = wanted
+
+    def _body(self, fields: Manifest, version: str) -> Manifest:
+        """Returns the resource to write, if it still has this version."""
+        metadata = {
+            **fields.get("metadata", {}),
+            "name": self._resource.key.name,
+            "namespace": self._resource.key.namespace,
+            "uid": self._resource.uid,
+            "resourceVersion": version,
+        }
+        kind = {"apiVersion": HETERO_INFERENCE.api_version, "kind": HETERO_INFERENCE.name}
+        return {**kind, **fields, "metadata": metadata}
+
+    async def _write(self, write: Coroutine[Any, Any, Manifest]) -> None:
+        """Writes to the resource; its own writes count as unchanged."""
+        try:
+            stored = await write
+        except ApiError as error:
+            if error.status not in (CONFLICT, NOT_FOUND):
+                raise
+            self._ways.cluster_state.resources.doubt(self._resource.key)
+            raise ConflictError(error.message) from error
+        self._version = stored["metadata"]["resourceVersion"]
+        self._ways.cluster_state.resources.note_written(stored)
+
+    # Children.
+
+    async def _run_stage(self, stage: Sequence[Action]) -> None:
+        started: dict[asyncio.Task[object], Sequence[Action]] = {}
+        pods: dict[tuple[frozenset[str], str], list[CreateObject]] = {}
+        for action in stage:
+            if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name:
+                if (found := self._take_pod(action)) is not None:
+                    pods.setdefault((found.scopes, _epoch_of(found)), []).append(found)
+            elif self._may_start(action):
+                started[self._launch([action], self._run_one(action))] = [action]
+        for batch in pods.values():
+            started[self._launch(batch, self._create_pods(batch))] = []
+        if not started:
+            return
+        await asyncio.wait(started, timeout=self._left_s())
+        for task, actions in started.items():
+            if not task.done():
+                self._note_under_way(actions)
+            elif not task.cancelled():
+                task.result()
+
+    def _take_pod(self, action: CreateObject) -> CreateObject | None:
+        """Returns the creation of a pod if it may begin now; what is to be made is kept in mind."""
+        name, epoch = action.manifest["metadata"]["name"], _epoch_of(action)
+        if (POD.name, name) in self._kept.under_way:
+            return None
+        if epoch:
+            action = replace(action, manifest=self._kept.unmade.want(action.manifest))
+        others = (each for each in self._kept.under_way.values() if each.epoch not in ("", epoch))
+        if any(action.scopes & each.scopes for each in others):  # pods of an epoch that has ended
+            self._acting.conflicted(action)
+            return None
+        return action if self._acting.may(action) else None
+
+    def _may_start(self, action: Action) -> bool:
+        if not self._acting.may(action):
+            return False
+        if self._subject(action) in self._kept.under_way:
+            self._note_under_way([action])
+            return False
+        return True
+
+    def _note_under_way(self, actions: Iterable[Action]) -> None:
+        """Has nothing made that needs an object of which the write is not answered yet."""
+        for action in actions:
+            if isinstance(action, CreateObject | ApplyObject):
+                self._refused(action, NOT_ANSWERED, unanswered_words(action, _UNDER_WAY))
+
+    def _launch(self, actions: Sequence[Action], work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+        creates = [action for action in actions if isinstance(action, CreateObject)]
+        pods = [create.manifest for create in creates if create.manifest["kind"] == POD.name]
+        promises = contextlib.ExitStack()
+        promises.enter_context(self._ways.cluster_state.promising(pods))
+        task = self._start(work, f"writes of {self._resource.key}")
+        task.add_done_callback(lambda _: promises.close())
+        for action in actions:
+            scopes = action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
+            epoch = _epoch_of(action) if isinstance(action, CreateObject) else ""
+            entry = self._launched[self._subject(action)] = UnderWay(task, scopes, epoch)
+            self._kept.under_way[self._subject(action)] = entry
+        task.add_done_callback(lambda _: self._answered(actions))
+        return task
+
+    def _subject(self, action: Action) -> Subject:
+        found = subject(action, self._resource.key.name)
+        assert found is not None  # events are no requests of a child
+        return found
+
+    def _answered(self, actions: Iterable[Action]) -> None:
+        for found in map(self._subject, actions):
+            if self._kept.under_way.get(found) is self._launched.get(found):  # not that of a later try
+                self._kept.under_way.pop(found, None)
+        if self._over:
+            self._ways.callbacks.wake(self._resource.key)
+
+    async def _create_pods(self, creates: Sequence[CreateObject]) -> None:
+        """Creates pods of one epoch; of an epoch without any, one pod comes first.
+
+        What keeps the first one from being made, such as a policy, would keep all others from it, and each
+        would be a request in vain, or a pod that others changed.
+        """
+        first = self._epochs.isdisjoint({_epoch(creates[0].manifest["metadata"].get("labels") or {})})
+        alone, together = (creates[:1], creates[1:]) if first else ((), creates)
+        for create in alone:
+            if not await self._run_one(create):
+                for unsent in together:
+                    self._current().unsent(unsent)
+                return
+        async with asyncio.TaskGroup() as group:
+            for create in together:
+                group.create_task(self._run_one(create))
+
+    async def _run_one(self, action: Action) -> bool:
+        """Runs an action on a child; returns whether it was done. The action is not under way after that."""
+        match action:
+            case CreateObject():
+                work = self._in_slot(self._ways.objects.create(self._resource, self._kept, action))
+            case ApplyObject():
+                work = self._in_slot(self._ways.objects.apply(self._resource, self._kept, action.manifest))
+            case DeleteObject():
+                work = self._ways.objects.delete(self._resource, self._kept, action)
+            case _:
+                raise AssertionError(f"{action} is no write of a child")
+        try:
+            return await self._attempt(action, work)
+        finally:
+            self._answered([action])
+
+    async def _in_slot(self, work: Coroutine[Any, Any, None]) -> None:
+        async with self._kept.slots:
+            await work
+
+    async def _attempt(self, action: Action, work: Coroutine[Any, Any, None]) -> bool:
+        """Returns whether an action was done; why it was not is noted."""
+        try:
+            await work
+        except ConflictError as error:
+            self._met(action, error)
+        except ChildError as error:
+            self._refused(action, error.reason, error.message)
+        except ApiError as error:
+            if error.is_refusal:
+                self._refused(action, OBJECT_REFUSED, refused_words(action, error.said))
+            else:
+                self._unanswered(action, error)
+        except HeteroInferError as error:
+            self._unanswered(action, error)
+        else:
+            self._current().done(action)
+            return True
+        return False
+
+    def _current(self) -> Acting:
+        if self._over:
+            self._kept.acting.now = datetime.now(UTC)
+        return self._kept.acting
+
+    def _met(self, action: Action, error: ConflictError) -> None:
+        self._current().conflicted(action)
+        self._conflict = self._conflict or error
+
+    def _unanswered(self, action: Action, error: HeteroInferError) -> None:
+        logger.warning("%s: %s", self._resource.key, unanswered_words(action, error.message))
+        self._refused(action, NOT_ANSWERED, unanswered_words(action, error.message[:300]))
+
+    def _refused(self, action: Action, reason: str, message: str) -> None:
+        if self._generation != self._kept.generation:  # the spec was changed: all is tried anew
+            return
+        news = self._current().refused(action, reason, message)
+        if news is not None:
+            event = RecordEvent(reason=reason, message=message[:1000], warning=True)
+            self._ways.recorder.record(self._resource, event)
+
+    def _start(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
+        return start_task(work, name=name, failed=self._report)
+
+    def _report(self, error: BaseException) -> None:
+        if isinstance(error, HeteroInferError):  # the process may not write any more
+            logger.warning("%s: %s", self._resource.key, error.message)
+        elif self._over:  # else the reconcile raises it
+            logger.error("%s: a defect of the operator, please report it", self._resource.key, exc_info=error)
+
+
+def _stages(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """Yields the actions on children in stages: those of one stage may run at once."""
+    stage: list[Action] = []
+    for action in actions:
+        if not isinstance(action, CreateObject | ApplyObject | DeleteObject):
+            continue
+        if stage and _kind(stage[-1]) != _kind(action):
+            yield stage
+            stage = []
+        stage.append(action)
+    if stage:
+        yield stage
+
+
+def _kind(action: Action) -> str:
+    if isinstance(action, DeleteObject):
+        return "delete"
+    is_pod = isinstance(action, CreateObject) and action.manifest["kind"] == POD.name
+    return "pod" if is_pod else "child"
+
+
+def _epoch(labels: Any) -> tuple[str, str]:
+    return labels.get(names.LABEL_GROUP, ""), labels.get(names.LABEL_EPOCH, "")
+
+
+def _epoch_of(action: CreateObject) -> str:
+    return str((action.manifest["metadata"].get("labels") or {}).get(names.LABEL_EPOCH, ""))

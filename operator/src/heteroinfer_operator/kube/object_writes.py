@@ -1,0 +1,234 @@
+"""Writes of one child: what the API server stores of it, and why that is not what was written."""
+
+import asyncio
+import logging
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import ConflictError, CreateObject, DeleteObject, Manifest, ResourceView
+from heteroinfer_operator.kube import trim
+from heteroinfer_operator.kube.child_errors import (
+    ChangedByOthersError,
+    ChildError,
+    DeletedByOthersError,
+    MadeByOthersError,
+    NameHeldError,
+    NameTakenError,
+)
+from heteroinfer_operator.kube.cluster_state import ClusterState
+from heteroinfer_operator.kube.kept import Kept
+from heteroinfer_operator.kube.paths import POD, SECRET, Kind, NamespacedName, writable_kind
+from heteroinfer_operator.kube.pod_changes import find_changes
+from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.unlabelled_pods import UnlabelledPods
+from heteroinfer_operator.manifests.drift import find_drift
+
+logger = logging.getLogger(__name__)
+
+ALREADY_EXISTS: Final = "AlreadyExists"
+_LOST_LABELS: Final[Manifest] = {"metadata": {"labels": None}}
+"""What of a child is not as it was made that no watch shows any more."""
+_STRAY_GRACE_S: Final = 2
+_STRAY_PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Between the tries to delete a pod that no watch shows: nothing else would ever delete it."""
+
+
+class ObjectWrites:
+    """Writes the children of resources.
+
+    Every method raises ConflictError if an object was met in another state, ChildError if the object is not
+    as it should be, and ApiError if the API server refused, or did not answer.
+
+    Args:
+        server: the API server.
+        cluster_state: takes in what was written.
+        unlabelled: takes in pods without label that were met.
+    """
+
+    def __init__(self, server: ApiServer, cluster_state: ClusterState, unlabelled: UnlabelledPods) -> None:
+        self._server = server
+        self._cluster_state = cluster_state
+        self._unlabelled = unlabelled
+
+    async def create(self, resource: ResourceView, kept: Kept, action: CreateObject) -> None:
+        """Creates an object."""
+        kind, name = _address(action.manifest)
+        if kind is POD:
+            await self._create_pod(resource, kept, action)
+            return
+        path = kind.path(name.namespace)
+        try:
+            stored = await self._server.create(path, action.manifest, {"fieldManager": names.MANAGER})
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+            if error.api_reason == ALREADY_EXISTS and action.may_exist:
+                return
+            if error.api_reason == ALREADY_EXISTS:
+                await self._meet(resource, kind, name, action.manifest)
+            raise ConflictError(error.message) from error
+        if kind is SECRET:  # nobody may list them, so no cache keeps them
+            return
+        self._cluster_state.note_written(kind, stored)
+        if kept.written.note(action.manifest, kept.acting.now):
+            raise DeletedByOthersError.of(f"{kind.name} {name}")
+
+    async def _create_pod(self, resource: ResourceView, kept: Kept, action: CreateObject) -> None:
+        manifest = action.manifest
+        name = NamespacedName.of(manifest)
+        asked_before = kept.unmade.was_asked(name.name)
+        kept.unmade.note_asked(name.name)
+        try:
+            stored = await self._server.create(
+                POD.path(name.namespace), manifest, {"fieldManager": names.MANAGER}
+            )
+        except ApiError as error:
+            if error.is_refusal and error.status != CONFLICT:
+                kept.unmade.settle(name.name)
+            if error.status != CONFLICT:
+                raise
+            if error.api_reason == ALREADY_EXISTS:
+                try:
+                    met = await self._meet(resource, POD, name, manifest)
+                except ChildError:
+                    kept.unmade.settle(name.name)
+                    raise
+                if met and asked_before:  # our own create, which was never answered
+                    kept.unmade.settle(name.name)
+                    return
+            raise ConflictError(error.message) from error
+        kept.unmade.settle(name.name)
+        if changes := find_changes(manifest, stored):
+            await self._delete_stray(name, str(stored["metadata"]["uid"]))
+            raise ChangedByOthersError.on_creation(f"Pod {name}", changes)
+        self._cluster_state.note_written(POD, stored)
+
+    async def _delete_stray(self, name: NamespacedName, uid: str) -> None:
+        """Deletes a pod that others have changed so that it is none of its group."""
+        options = _delete_options(uid, _STRAY_GRACE_S)
+        for pause_s in (*_STRAY_PAUSES_S, None):
+            try:
+                await self._server.delete(POD.path(name.namespace, name.name), options)
+            except ApiError as error:
+                if error.status in (NOT_FOUND, CONFLICT):  # gone, or another pod has the name
+                    return
+                if pause_s is None:
+                    logger.error(
+                        "pod %s: others changed it while it was created, and it cannot be deleted: %s. "
+                        "Delete it",
+                        name,
+                        error.message,
+                    )
+                    return
+                await asyncio.sleep(pause_s)
+            else:
+                return
+
+    async def apply(self, resource: ResourceView, kept: Kept, manifest: Manifest) -> None:
+        """Makes a stored object say what its manifest says."""
+        kind, name = _address(manifest)
+        child = self._cluster_state.child(kind, name) if kind is not POD else None
+        if child is None or child.owner_uid != resource.uid:
+            uid = await self._meet(resource, kind, name, manifest)
+        else:
+            uid = str(child.stored["metadata"]["uid"])
+        drift = find_drift(child.stored, manifest) if child is not None else _LOST_LABELS
+        body: dict[str, Any] = {**manifest}
+        if uid:  # never onto another object that took the name meanwhile
+            body["metadata"] = {**manifest["metadata"], "uid": uid}
+        path = kind.path(name.namespace, name.name)
+        try:
+            stored = await self._server.apply(path, body, manager=names.MANAGER)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+            raise ConflictError(error.message) from error
+        # What others added to a list or a map stays there until it is taken out by name.
+        if left := find_drift(stored, manifest):
+            stored = await self._server.merge(path, left)
+        self._cluster_state.note_written(kind, stored)
+        if changed := find_drift(stored, manifest):
+            raise ChangedByOthersError.of(f"{kind.name} {name}", changed)
+        if not kept.written.note(manifest, kept.acting.now):
+            return
+        if not uid:
+            raise DeletedByOthersError.of(f"{kind.name} {name}")
+        raise ChangedByOthersError.each_time(f"{kind.name} {name}", drift)
+
+    async def _meet(
+        self, resource: ResourceView, kind: Kind, name: NamespacedName, manifest: Manifest
+    ) -> str:
+        """Takes an object that the cache does not know into it; returns its uid, "" if there is none.
+
+        One of ours that is not seen, since it has lost the label that it is watched by, gets it back, but
+        for a pod, which may not be changed: it is looked at from now on.
+
+        Raises:
+            NameHeldError: it will go: it is being deleted, or belongs to an earlier resource of this name.
+            NameTakenError: it belongs to somebody else.
+        """
+        try:
+            stored = await self._server.ask(kind.path(name.namespace, name.name))
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            return ""
+        if trim.owner_uid(stored) == resource.uid:
+            if trim.label_key(stored) != resource.key:
+                if kind is POD:
+                    self._unlabelled.note_met(resource.key, name.name)
+                    return str(stored["metadata"]["uid"])
+                labels = {"metadata": {"labels": manifest["metadata"]["labels"]}}
+                stored = await self._server.merge(kind.path(name.namespace, name.name), labels)
+            self._cluster_state.note_written(kind, stored)
+            return str(stored["metadata"]["uid"])
+        if "deletionTimestamp" in stored["metadata"] or _is_of_earlier(stored, resource.key.name):
+            raise NameHeldError.of(f"{kind.name} {name}", stored)
+        raise NameTakenError.of(f"{kind.name} {name}")
+
+    async def delete(self, resource: ResourceView, kept: Kept, action: DeleteObject) -> None:
+        """Deletes exactly this object."""
+        if not action.uid:  # a pod of which nothing is known now
+            return
+        kind = writable_kind(action.kind, action.api_version)
+        name = NamespacedName(namespace=resource.key.namespace, name=action.name)
+        try:
+            stored = await self._server.delete(
+                kind.path(name.namespace, action.name), _delete_options(action.uid, action.grace_s)
+            )
+        except ApiError as error:
+            if error.status not in (NOT_FOUND, CONFLICT):  # conflict: the name has another uid now
+                raise
+            self._cluster_state.note_gone(kind, name, action.uid)
+            return
+        self._note_deleted(kind, name, action.uid, stored)
+        if kind is not POD and kept.written.note_deleted(kind.name, action.name, kept.acting.now):
+            raise MadeByOthersError.of(f"{kind.name} {action.name}")
+
+    def _note_deleted(self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest) -> None:
+        # Where the kubelet deletes at the same time, the answer is an object without a resourceVersion: gone.
+        if kind is POD and "resourceVersion" in stored["metadata"]:
+            metadata = {"deletionTimestamp": "", **stored["metadata"]}
+            self._cluster_state.note_written(kind, {**stored, "metadata": metadata})
+        else:
+            self._cluster_state.note_gone(kind, name, uid)
+
+
+def _address(manifest: Manifest) -> tuple[Kind, NamespacedName]:
+    return writable_kind(manifest["kind"], manifest["apiVersion"]), NamespacedName.of(manifest)
+
+
+def _delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "DeleteOptions",
+        "propagationPolicy": "Background",
+        "preconditions": {"uid": uid},
+    }
+    return options if grace_s is None else {**options, "gracePeriodSeconds": grace_s}
+
+
+def _is_of_earlier(stored: Manifest, resource: str) -> bool:
+    """Returns whether an object belongs to a resource that had this name before, and so will go."""
+    owners = stored["metadata"].get("ownerReferences") or ()
+    return any(o.get("controller") and o["kind"] == names.KIND and o["name"] == resource for o in owners)

@@ -1,0 +1,361 @@
+"""No reconcile waits for a request that is slow; what came of it is known to the next."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest_asyncio
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import (
+    Action,
+    ApplyObject,
+    CreateObject,
+    DeleteObject,
+    PatchStatus,
+    RecordEvent,
+    ResourceKey,
+    ResourceObservation,
+)
+from heteroinfer_operator.kube.action_run import Callbacks
+from heteroinfer_operator.kube.adapter import KubeCluster
+from heteroinfer_operator.kube.cluster_state import ClusterState
+from heteroinfer_operator.kube.events import MOST_A_MINUTE, EventRecorder
+from heteroinfer_operator.kube.kept import WRITES_AT_ONCE
+from heteroinfer_operator.kube.leader_client import LeaderClient
+from heteroinfer_operator.kube.paths import EVENT, POD, SERVICE
+from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.manifests.identity import Owner
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.api_proxy import ApiProxy, api_proxy
+from tests.integration.operator.running_operator import DEADLINE_S, child, create_resource, until
+from tests.integration.operator.running_operator import pod as bare_pod
+
+SOON_S = 1.5
+"""A reconcile waits twice for a quarter of a second; the machine may be loaded."""
+GROUP = frozenset({"group/0"})
+
+
+@dataclass(slots=True)
+class Behind:
+    """The port behind a proxy.
+
+    Attributes:
+        proxy: in front of the API server.
+        server: through the proxy.
+        direct: the API server itself.
+        owner: the resource.
+        state: the caches.
+        recorder: of events.
+        cluster: the port.
+        woken: resources that were woken.
+        written: what was said of the status, in order.
+        dropped: events that were.
+    """
+
+    proxy: ApiProxy
+    server: ApiServer
+    direct: ApiServer
+    owner: Owner
+    state: ClusterState
+    recorder: EventRecorder
+    cluster: KubeCluster
+    woken: list[ResourceKey] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    dropped: list[None] = field(default_factory=list)
+
+    async def observe(self) -> ResourceObservation:
+        observation = await self.cluster.observe(self.owner.key)
+        assert observation is not None
+        return observation
+
+    async def run(self, *actions: Action) -> float | None:
+        """Runs actions on what is observed now; asserts that this takes no longer than a moment."""
+        observation = await self.observe()
+        started = time.monotonic()
+        again_s = await self.cluster.run(observation, actions)
+        assert time.monotonic() - started < SOON_S
+        return again_s
+
+    async def pods(self) -> list[str]:
+        listed = await self.direct.get(POD.path(self.owner.key.namespace))
+        return sorted(pod["metadata"]["name"] for pod in listed["items"])
+
+    async def write_members(self, *pods: str) -> None:
+        observation = await self.observe()
+        ranks = [
+            {"rank": rank, "role": "front", "pod": pod, "started": True, "ready": True}
+            for rank, pod in enumerate(pods)
+        ]
+        group = {"index": 0, "epoch": 7, "phase": "Ready", "members": ranks}
+        version = observation.resource.resource_version
+        await self.run(PatchStatus(status={"groups": [group]}, resource_version=version))
+
+
+@pytest_asyncio.fixture
+async def behind(
+    control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> AsyncIterator[Behind]:
+    async with api_proxy(control_plane.kubeconfig, tmp_path / "kubeconfig") as proxy:
+        through = ApiServer(await load_configuration(str(proxy.kubeconfig)))
+        owner = await create_resource(server, namespace)
+        woken: list[ResourceKey] = []
+        written: list[bool] = []
+        dropped: list[None] = []
+        state = ClusterState(
+            through, namespaces=[namespace], touched=lambda key: None, nodes_changed=lambda: None
+        )
+        recorder = EventRecorder(through, reporter="test", dropped=lambda: dropped.append(None))
+        groups = LeaderClient()
+        callbacks = Callbacks(wake=woken.append, status_written=lambda key, done: written.append(done))
+        cluster = KubeCluster(through, state, recorder=recorder, groups=groups, callbacks=callbacks)
+        running = asyncio.ensure_future(state.run())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await state.wait_synced()
+            yield Behind(proxy, through, server, owner, state, recorder, cluster, woken, written, dropped)
+        finally:
+            proxy.heal()
+            running.cancel()
+            await asyncio.wait({running})
+            await recorder.close()
+            await groups.close()
+            await through.close()
+
+
+def pod(owner: Owner, index: int, epoch: int = 7) -> CreateObject:
+    labels = {"component": "worker", "group": "0", "epoch": str(epoch), "pod-index": str(index)}
+    manifest = bare_pod(owner, f"tiny-0-{epoch}-{index}", **labels)
+    return CreateObject(manifest=manifest, scopes=GROUP)
+
+
+async def is_woken(behind: Behind) -> None:
+    await until("the resource is woken", lambda: behind.woken)
+    behind.woken.clear()
+
+
+async def test_pods_are_created_beside_each_other_and_each_once(behind: Behind) -> None:
+    creates = [pod(behind.owner, index) for index in range(20)]
+    await behind.run(creates[0])
+    slow = behind.proxy.inject(r"/pods\?", method="POST", delay_s=2.0)
+    started = time.monotonic()
+    await behind.run(*creates[1:])
+    await behind.run(*creates[1:])
+    assert slow.hits == WRITES_AT_ONCE, "no create twice, and no more at once"
+    await until("all are made", lambda: _are(behind, 20), timeout_s=15)
+    assert time.monotonic() - started < 19 * 2.0 / 3
+    assert behind.proxy.count(r"/pods\?", "POST") == 20
+    await is_woken(behind)
+    assert not (await behind.observe()).unmade
+
+
+async def _are(behind: Behind, count: int) -> bool:
+    return len((await behind.observe()).pods) == count
+
+
+async def test_an_epochs_first_pod_comes_before_all_others(behind: Behind) -> None:
+    refused = behind.proxy.inject(r"/pods\?", method="POST", status=403, message="a policy says no")
+    creates = [pod(behind.owner, index) for index in range(5)]
+    await behind.run(*creates)
+    observation = await behind.observe()
+    assert [(r.name, r.reason) for r in observation.refusals] == [("tiny-0-7-0", "ObjectRefused")]
+    assert observation.unmade == {f"tiny-0-7-{index}" for index in range(1, 5)}
+    assert observation.unasked == observation.unmade
+    assert refused.hits == 1
+
+
+async def test_a_create_without_answer_is_known_to_be_unmade_and_made_later(behind: Behind) -> None:
+    behind.proxy.inject(r"/pods\?", method="POST", status=503, times=1)
+    creates = [pod(behind.owner, index) for index in range(3)]
+    again_s = await behind.run(*creates)
+    assert again_s is not None
+    assert again_s <= 1.0
+    observation = await behind.observe()
+    assert observation.unmade == {f"tiny-0-7-{index}" for index in range(3)}
+    assert observation.unasked == {"tiny-0-7-1", "tiny-0-7-2"}
+
+    async def made() -> bool:
+        await behind.run(*creates)
+        return await behind.pods() == [f"tiny-0-7-{index}" for index in range(3)]
+
+    await until("all three are made", made)
+    assert not (await behind.observe()).unmade
+
+
+async def test_a_create_that_was_stored_and_not_answered_is_made(behind: Behind) -> None:
+    """The next try meets the pod, which is no other."""
+    create = pod(behind.owner, 0)
+    behind.proxy.inject(r"/pods\?", method="POST", status=504, times=1)
+    await behind.run(create)
+    stored = await behind.direct.create(POD.path(behind.owner.key.namespace), create.manifest)
+
+    async def seen() -> bool:
+        await behind.run(create)
+        return not (await behind.observe()).unmade
+
+    await until("it is known to be made", seen)
+    assert [p.uid for p in (await behind.observe()).pods] == [stored["metadata"]["uid"]]
+
+
+async def test_what_pods_need_is_waited_for(behind: Behind) -> None:
+    ports = [{"port": 80, "protocol": "TCP", "targetPort": 80}]
+    spec = {"type": "ClusterIP", "selector": {"app": "x"}, "ports": ports}
+    service = ApplyObject(manifest=child(behind.owner, "Service", "tiny-0-ranks", spec=spec), scopes=GROUP)
+    slow = behind.proxy.inject(r"/services/", method="PATCH", hang=True)
+    await behind.run(service, pod(behind.owner, 0))
+    assert await behind.pods() == []
+    observation = await behind.observe()
+    assert [(r.kind, r.reason) for r in observation.refusals] == [("Service", "NotAnswered")]
+    assert observation.unasked == {"tiny-0-7-0"}
+    await behind.run(service, pod(behind.owner, 0))
+    assert slow.hits == 1, "it is under way"
+    behind.proxy.heal()
+    await is_woken(behind)
+    assert not (await behind.observe()).refusals
+    assert await behind.direct.get(SERVICE.path(behind.owner.key.namespace, "tiny-0-ranks"))
+    await behind.run(pod(behind.owner, 0))
+    assert await behind.pods() == ["tiny-0-7-0"]
+
+
+async def test_no_pod_is_made_beside_one_of_another_epoch_that_may_be_made_yet(behind: Behind) -> None:
+    behind.proxy.inject(r"/pods\?", method="POST", hang=True)
+    await behind.run(pod(behind.owner, 0, epoch=7))
+    await behind.run(pod(behind.owner, 0, epoch=8))
+    assert behind.proxy.count(r"/pods\?", "POST") == 1
+
+
+async def test_a_delete_that_hangs_holds_up_nothing_but_itself(behind: Behind) -> None:
+    await behind.run(pod(behind.owner, 0), pod(behind.owner, 1))
+    first, second = (await behind.observe()).pods
+    behind.proxy.inject(rf"/pods/{first.name}", method="DELETE", hang=True)
+    deletes = [DeleteObject(kind="Pod", name=p.name, uid=p.uid, grace_s=0) for p in (first, second)]
+    await behind.run(*deletes)
+    await until("the other one is gone", lambda: _are(behind, 1))
+    await behind.run(*deletes)
+    assert behind.proxy.count(rf"/pods/{first.name}", "DELETE") == 1
+
+
+async def test_a_status_that_hangs_is_tried_again_with_what_is_true_then(behind: Behind) -> None:
+    behind.proxy.inject(r"/status$", method="PUT", hang=True)
+    before = await behind.observe()
+    version = before.resource.resource_version
+    again_s = await behind.run(PatchStatus(status={"replicas": 1}, resource_version=version))
+    assert again_s is not None
+    assert 0 < again_s < 1
+    assert behind.written == [False]
+
+    async def tried_again() -> bool:
+        await behind.run(PatchStatus(status={"replicas": 2}, resource_version=version))
+        return behind.proxy.count(r"/status$", "PUT") == 2
+
+    await until("another try", tried_again)
+    behind.proxy.heal()
+    await is_woken(behind)
+    assert behind.written[-1]
+
+    async def settled() -> bool:
+        observation = await behind.observe()
+        status = observation.resource.status
+        if status.get("replicas") == 2:
+            return True
+        version = observation.resource.resource_version
+        with contextlib.suppress(Exception):
+            await behind.run(PatchStatus(status={"replicas": 2}, resource_version=version))
+        return False
+
+    await until("the newest status is stored", settled)
+
+
+async def test_nothing_is_made_while_the_status_is_not_written(behind: Behind) -> None:
+    behind.proxy.inject(r"/status$", method="PUT", status=503)
+    version = (await behind.observe()).resource.resource_version
+    status = PatchStatus(status={"replicas": 1}, resource_version=version)
+    again_s = await behind.run(status, pod(behind.owner, 0))
+    assert again_s is not None
+    assert again_s <= 1.0
+    assert await behind.pods() == []
+
+
+async def test_a_pod_that_a_webhook_changes_is_refused_and_deleted(behind: Behind) -> None:
+    def without_owner(body: dict[str, Any]) -> dict[str, Any]:
+        return {**body, "metadata": {**body["metadata"], "ownerReferences": []}}
+
+    behind.proxy.inject(r"/pods\?", method="POST", change=without_owner)
+    creates = [pod(behind.owner, index) for index in range(4)]
+    await behind.run(*creates)
+    await behind.recorder.flush(DEADLINE_S)
+    (refusal,) = (await behind.observe()).refusals
+    assert (refusal.kind, refusal.name, refusal.reason) == ("Pod", "tiny-0-7-0", "ChangedByOthers")
+    assert refusal.blocks
+    assert "another metadata.ownerReferences than was sent" in refusal.message
+    assert "Exempt the pods of this namespace from the webhook" in refusal.message
+    assert await behind.pods() == []
+    assert behind.proxy.count(r"/pods\?", "POST") == 1, "one pod shows it; the others are not sent"
+    events = (await behind.direct.get(EVENT.path(behind.owner.key.namespace)))["items"]
+    ours = [event["reason"] for event in events if event["reportingController"] == names.MANAGER]
+    assert ours == ["ChangedByOthers"]
+
+
+async def test_events_that_hang_hold_up_nothing_and_few_of_them_wait(behind: Behind) -> None:
+    behind.proxy.inject(r"/events$", method="POST", hang=True)
+    events = [RecordEvent(reason="GroupFailed", message=f"rank {i}") for i in range(MOST_A_MINUTE + 5)]
+    await behind.run(*events, pod(behind.owner, 0))
+    assert await behind.pods() == ["tiny-0-7-0"]
+    assert len(behind.dropped) == 5
+    started = time.monotonic()
+    await behind.recorder.close()
+    assert time.monotonic() - started < SOON_S
+
+
+async def test_a_pod_that_cannot_be_asked_for_is_unknown(behind: Behind) -> None:
+    name = "tiny-0-7-0"
+    await behind.run(pod(behind.owner, 0))
+    await behind.write_members(name)
+    fault = behind.proxy.inject(rf"/pods/{name}$", method="GET", hang=True)
+    await behind.direct.delete(POD.path(behind.owner.key.namespace, name), {"gracePeriodSeconds": 0})
+
+    async def unknown() -> bool:
+        started = time.monotonic()
+        pods = (await behind.observe()).pods
+        assert time.monotonic() - started < SOON_S
+        return [(p.name, bool(p.unknown), p.ready, p.uid) for p in pods] == [(name, True, False, "")]
+
+    await until("it is unknown", unknown)
+    delete = DeleteObject(kind="Pod", name=name, uid="", grace_s=0)
+    assert await behind.run(delete) is not None, "it is looked at again"
+    assert fault.hits == 1
+    behind.proxy.heal()
+    await until("it is gone", lambda: _are(behind, 0))
+    behind.proxy.inject(rf"/pods/{name}$", method="GET", status=429)
+    assert not (await behind.observe()).pods, "that it is gone is remembered"
+
+
+async def test_a_pod_that_loses_its_owner_is_known_by_its_uid(behind: Behind) -> None:
+    name = "tiny-0-7-0"
+    path = POD.path(behind.owner.key.namespace, name)
+    await behind.run(pod(behind.owner, 0))
+    await behind.write_members(name)
+    (before,) = (await behind.observe()).pods
+    await behind.direct.merge(path, {"metadata": {"ownerReferences": None}})
+    await until("no watch shows it", lambda: not behind.state.pods(behind.owner.key, behind.owner.uid))
+    (found,) = (await behind.observe()).pods
+    assert replace(found, lost_owner=False) == before
+    assert found.lost_owner
+    # Neither owner nor label: its uid says whose it is.
+    await behind.direct.merge(path, {"metadata": {"labels": {names.LABEL_RESOURCE: None}}})
+    (found,) = (await behind.observe()).pods
+    assert found.uid == before.uid
+    await behind.run(DeleteObject(kind="Pod", name=name, uid=found.uid, grace_s=0))
+    await until("it is gone", lambda: _are(behind, 0))
+    await behind.direct.create(POD.path(behind.owner.key.namespace), _without_owner(behind.owner, name))
+    assert not (await behind.observe()).pods, "another pod of that name is nobody's"
+
+
+def _without_owner(owner: Owner, name: str) -> dict[str, Any]:
+    manifest = bare_pod(owner, name)
+    del manifest["metadata"]["ownerReferences"]
+    return manifest

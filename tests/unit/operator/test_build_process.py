@@ -1,0 +1,51 @@
+"""What a reconcile does beside observing, deciding and acting: it counts time, and logs defects."""
+
+from datetime import datetime
+
+import pytest
+
+from heteroinfer_operator.cluster import Decision, PatchStatus, ResourceKey, ResourceObservation
+from heteroinfer_operator.reconcile.startup import LOOK_EVERY_S
+from heteroinfer_operator.seen_time import MOST_GAP_S
+from heteroinfer_operator.workqueue import build_process
+from tests.unit.operator.test_workqueue import OneResource
+
+KEY = ResourceKey(namespace="ns", name="a")
+
+
+async def test_a_reconcile_knows_how_long_the_operator_has_seen_ranks_connect() -> None:
+    world, passed_s = OneResource(), 1000.0
+    seen: list[dict[tuple[int, int], float]] = []
+
+    def decide(observation: ResourceObservation, now: datetime) -> Decision:
+        seen.append(dict(observation.connecting_s))
+        return Decision(connecting=frozenset({(0, 7)}))
+
+    process = build_process(world, decide, passed_s=lambda: passed_s)  # type: ignore[arg-type]  # run takes a tuple
+    for gap_s in (0.0, 15.0, 20.0, 3600.0):
+        passed_s += gap_s
+        await process(KEY)
+    assert seen == [{}, {(0, 7): 15.0}, {(0, 7): 35.0}, {(0, 7): 35.0 + MOST_GAP_S}]
+    assert MOST_GAP_S > LOOK_EVERY_S
+    world.there = False
+    await process(KEY)
+    world.there = True
+    await process(KEY)
+    assert seen[-1] == {}, "it is another resource of that name"
+
+
+async def test_a_defect_of_a_status_is_logged_once_and_cannot_forge_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def decide(observation: ResourceObservation, now: datetime) -> Decision:
+        write = PatchStatus(status={}, resource_version="1", defect="status.groups[0].epoch: 7\n\x1b[2J")
+        return Decision(actions=(write,))
+
+    process = build_process(OneResource(), decide)  # type: ignore[arg-type]  # run takes a tuple
+    await process(KEY)
+    await process(KEY)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "ns/a: this is a defect of the operator, please report it: left out: "
+        "status.groups[0].epoch: 7\\n\\x1b[2J"
+    )

@@ -1,0 +1,123 @@
+"""Pods with a name and an owner of ours that the operator has not made."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api import MAX_EPOCH, parse_status
+from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
+
+NOW = datetime(2026, 11, 26, tzinfo=UTC)
+
+NAMES = (
+    f"demo-0-{MAX_EPOCH}-0",
+    f"demo-0-{MAX_EPOCH - 1}-1",
+    "demo-0-9999999999999999-0",
+    "demo-0-NEXT-0",
+    "demo-0-NEXT-1",
+    "demo-0-EPOCH-2",
+    "demo-0-EPOCH-999",
+    "demo-00-EPOCH-0",
+    "demo-0-0EPOCH-1",
+    "demo-0-EPOCH-00",
+    "demo-0-0-0",
+    "demo-63-1-0",
+    "demo-64-1-0",
+    "demo-99-5-0",
+)
+STATES: dict[str, dict[str, Any]] = {
+    "waits": {"ready": False, "started": False, "phase": "Pending"},
+    "is ready": {},
+    "has ended": {"ready": False, "phase": "Failed"},
+}
+
+
+def make(world: World, name: str, state: str) -> None:
+    """Has somebody make a pod as a copy of a worker, whose labels follow its new name."""
+    worker = world.pods[world.workers()[0]]
+    _, group, epoch, index = name.split("-")
+    labels = {
+        **worker.labels,
+        names.LABEL_GROUP: group,
+        names.LABEL_EPOCH: epoch,
+        names.LABEL_POD_INDEX: index,
+    }
+    world.pods[name] = replace(worker, name=name, uid=f"uid-{name}", labels=labels, **STATES[state])
+    world.manifests[name] = world.manifests[worker.name]
+
+
+@pytest.mark.parametrize("names_come_again", [True, False])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_strangers_pod_changes_nothing_for_a_group_that_serves(
+    name: str, state: str, names_come_again: bool
+) -> None:
+    world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
+    world.serve()
+    ours, epoch = world.workers(), parse_status(world.status).groups[0].epoch
+    make(world, name.replace("EPOCH", str(epoch)).replace("NEXT", str(epoch + 1)), state)
+    for _ in range(5):
+        world.settle()
+        world.reap()
+        world.advance_time(60)
+    assert [pod for pod in world.workers() if pod in ours and not world.pods[pod].deleting] == ours
+    assert world.condition("Available") == ("True", "Serving")
+    group = parse_status(world.status).groups[0]
+    assert (group.epoch, group.failures, group.restarts) == (epoch, (), 0)
+    assert len(world.workers()) <= len(ours) + 1
+
+
+@pytest.mark.parametrize("name", [f"demo-0-{MAX_EPOCH}-0", f"demo-0-{MAX_EPOCH - 1}-0"])
+def test_a_strangers_pod_does_not_drive_the_epoch_to_its_bound(name: str) -> None:
+    world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
+    world.serve()
+    make(world, name, "waits")
+    world.end_pod(world.workers()[0])
+    for _ in range(5):
+        world.settle()
+        world.reap()
+        world.advance_time(60)
+    group = parse_status(world.status).groups[0]
+    assert group.epoch < 1000
+    assert [failure.reason for failure in group.failures] == ["PodFailed"]
+    assert len(world.workers()) == 2
+
+
+@pytest.mark.parametrize("names_come_again", [True, False])
+def test_pods_of_the_largest_epoch_are_followed_by_others(names_come_again: bool) -> None:
+    """However the status came to it: the next epoch has a name that can be read, and no pod has had."""
+    world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
+    world.serve()
+    (first, second) = world.workers()
+    for index, old in enumerate((first, second)):
+        make(world, f"demo-0-{MAX_EPOCH}-{index}", "is ready")
+        del world.pods[old]
+    world.status = {
+        **world.status,
+        "groups": [{**world.status["groups"][0], "epoch": MAX_EPOCH, "members": []}],
+    }
+    world.version += 1
+    world.settle()
+    assert world.condition("Available") == ("True", "Serving")
+    world.end_pod(f"demo-0-{MAX_EPOCH}-0")
+    for _ in range(3):
+        world.settle()
+        world.reap()
+    group = parse_status(world.status).groups[0]
+    assert 0 < group.epoch < 1000
+    assert [failure.reason for failure in group.failures] == ["PodFailed"]
+    assert len(world.workers()) == 2
+    assert not {first, second} & set(world.workers()) or not names_come_again
+
+
+def test_the_first_epoch_grows_with_any_version_and_leaves_space_for_those_that_follow() -> None:
+    options = replace(OPTIONS, names_come_again=True)
+    exact = [7, 8461, 10**14 - 1, 10**14, 10**14 + 10**5, 1723847503428047, 1723847503428047007, 2**64]
+    epochs = [options.first_epoch(str(version), NOW) for version in exact]
+    assert epochs[:3] == exact[:3]
+    assert epochs == sorted(set(epochs))
+    assert max(epochs) < MAX_EPOCH // 2
+    assert epochs == [options.largest_epoch(str(version), NOW) for version in exact]

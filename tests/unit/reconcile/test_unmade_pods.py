@@ -1,0 +1,172 @@
+"""A pod that was never made is not taken for a pod that is gone; an unknown pod serves nobody."""
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import DeleteObject
+from tests.unit.reconcile.world import World, cpu_pair
+
+
+def with_model(**changes: object) -> World:
+    """Returns a new resource of which the model is known."""
+    world = World(spec=cpu_pair(**changes))
+    world.settle()
+    world.answer_inspection()
+    return world
+
+
+def pods_of(count: int) -> World:
+    role = {"device": "CPU", "pods": count, "resources": {"limits": {"cpu": "1", "memory": "4Gi"}}}
+    return with_model(roles=[{"name": "all", **role}])
+
+
+@pytest.mark.parametrize("unanswered", ["demo-0-*-0", "demo-0-*-1", "demo-0-*"])
+def test_a_create_without_answer_is_tried_again_in_the_same_epoch(unanswered: str) -> None:
+    world = with_model()
+    world.unanswered = {("Pod", unanswered)}
+    world.live(20)
+    before = world.status["groups"][0]
+    assert before["epoch"] > 0
+    assert not before["failures"]
+    world.unanswered.clear()
+    world.live(31)
+    world.all_ready()
+    world.settle()
+    after = world.status["groups"][0]
+    assert (after["epoch"], after["phase"]) == (before["epoch"], "Ready")
+    assert world.events.count("EpochStarted") == 1
+    assert not after["failures"]
+
+
+@pytest.mark.parametrize("kind", ["ConfigMap", "Service", "NetworkPolicy", "Secret"])
+def test_no_pod_is_asked_for_before_what_it_needs_is_answered(kind: str) -> None:
+    world = World(spec=cpu_pair(), unanswered={(kind, "demo*")})
+    world.settle()
+    world.answer_inspection()
+    assert world.live(120) < 60
+    assert world.workers() == []
+    world.unanswered.clear()
+    world.live(31)
+    assert len(world.workers()) == 2
+
+
+def test_one_answer_that_is_missing_shows_in_no_condition_at_once() -> None:
+    world = with_model()
+    world.unanswered = {("Pod", "demo-0-*-1")}
+    world.step()
+    world.step()
+    assert world.condition("Progressing")[0] == "True"
+    world.live(60)
+    assert world.condition("Progressing") == ("False", "NotAnswered")
+
+
+def test_a_made_pod_that_is_gone_ends_the_epoch_though_another_one_is_not_made_yet() -> None:
+    world = pods_of(3)
+    world.unanswered = {("Pod", "demo-0-*-2")}
+    world.live(3)
+    first, second = world.workers()
+    del world.pods[second]
+    world.live(3)
+    assert world.status["groups"][0]["failures"][0]["reason"] == "PodDeleted"
+    assert world.pods[first].deleting
+    assert second not in world.workers()
+
+
+def test_a_process_that_knows_nothing_of_the_creates_takes_no_name_again() -> None:
+    world = pods_of(3)
+    world.unanswered = {("Pod", "demo-0-*-2")}
+    world.live(3)
+    made = world.workers()
+    world.restart_operator()
+    world.unanswered.clear()
+    world.step()
+    failure = world.status["groups"][0]["failures"][0]
+    assert failure["reason"] == "PodDeleted"
+    assert not failure.get("counted", True)
+    world.reap()
+    world.live(60)
+    assert len(world.workers()) == 3
+    assert not set(made) & set(world.workers())
+
+
+def test_a_pod_that_is_not_made_yet_gives_way_to_a_new_revision() -> None:
+    world = with_model()
+    world.unanswered = {("Pod", "demo-0-*")}
+    world.live(5)
+    epoch = world.status["groups"][0]["epoch"]
+    world.change_spec(engine={"maxModelLen": 1024})
+    world.unanswered.clear()
+    world.live(40)
+    revisions = {
+        pod.labels[names.LABEL_REVISION] for pod in world.pods.values() if pod.name in world.workers()
+    }
+    assert revisions == {world.status["updateRevision"]}
+    assert world.status["groups"][0]["epoch"] > epoch
+
+
+@given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=6))
+def test_whatever_is_not_answered_and_when_each_pod_is_made_once_in_one_epoch(gaps: list[set[int]]) -> None:
+    world = pods_of(6)
+    for gap in gaps:
+        world.unanswered = {("Pod", f"demo-0-*-{index}") for index in gap}
+        world.live(7)
+    world.unanswered.clear()
+    world.live(31)
+    made = [name for name in world.created if fnmatchcase(name, "demo-0-*")]
+    assert len(made) == len(set(made)) == 6
+    assert len({name.split("-")[2] for name in made}) == 1
+
+
+def test_a_pod_of_which_nothing_is_known_serves_nobody_and_is_left_alone() -> None:
+    world = World(spec=cpu_pair())
+    world.serve()
+    epoch = world.status["groups"][0]["epoch"]
+    name = world.workers()[1]
+    known = world.pods[name]
+    world.pods[name] = replace(
+        known, uid="", ready=False, phase="Unknown", unknown="the API server is silent"
+    )
+    decision = world.step()
+    assert world.condition("Available")[0] == "False"
+    assert f"nothing is known of pod {name}: the API server is silent" in world.status["groups"][0]["message"]
+    assert not [action for action in decision.actions if isinstance(action, DeleteObject)]
+    world.settle()
+    assert world.created.count(name) == 1
+    world.pods[name] = known
+    world.settle()
+    assert world.condition("Available")[0] == "True"
+    assert world.status["groups"][0]["epoch"] == epoch
+
+
+def test_a_lost_owner_is_said_with_the_command_that_puts_it_back() -> None:
+    world = World(spec=cpu_pair())
+    world.serve()
+    name = world.workers()[0]
+    known = world.pods[name]
+    world.pods[name] = replace(known, lost_owner=True)
+    world.settle()
+    assert world.condition("Available")[0] == "True"
+    assert world.condition("Stalled") == ("True", "PodLabelLost")
+    message = world.message("Stalled")
+    assert f"pod {name} has lost its ownerReference" in message
+    assert f"kubectl patch pod -n default {name} --type merge -p '" in message
+    assert '"uid":"uid-demo"' in message
+    assert message.endswith("}'")
+    assert world.events.count("PodLabelLost") == 1
+    world.pods[name] = known
+    world.settle()
+    assert world.condition("Stalled")[0] == "False"
+
+
+def test_a_status_that_is_refused_is_tried_again_each_second() -> None:
+    """The wait grew to 30 s, in which the stored status was old."""
+    world = World(spec=cpu_pair(), refuses={("HeteroInference/status", "*"): "no"})
+    world.live(60)
+    (refusal,) = world.refusals
+    assert 50 <= refusal.tries <= 62
+    assert (refusal.retry_at - world.now).total_seconds() <= 1
