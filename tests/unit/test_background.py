@@ -8,6 +8,7 @@ from tests.unit.product import SOURCES, modules_below
 
 AWAITED = {
     "heteroinfer_contract.background": (1, "start_task itself"),
+    "heteroinfer_operator.operator_process": (2, "_until awaits both, and raises what ended the work"),
 }
 """By module: how many tasks it starts without start_task, and who looks at the exception of each."""
 

@@ -18,7 +18,7 @@ _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
 """A year from what `datetime` can hold: a time zone or a wait may be added to a moment that was read."""
 _YEAR_0: Final = "0000-"
 """Kubernetes stores this year, and `datetime` has none."""
-_VERSION_DIGITS: Final = 19
+_VERSION_DIGITS: Final = 20
 _SHOWN: Final = 60
 
 
