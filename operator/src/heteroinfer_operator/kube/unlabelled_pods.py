@@ -10,6 +10,7 @@ from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
+from heteroinfer_operator.manifests.identity import Owner, find_place
 
 LOOK_AGAIN_S: Final = 1.0
 """No watch tells how such a pod fares."""
@@ -42,7 +43,10 @@ class UnlabelledPods:
             ApiError: the API server did not answer, or refused.
         """
         key, seen = resource.key, {pod.view.name for pod in known}
+        owner = Owner(key=key, uid=resource.uid)
         said = {rank.pod for group in parse_status(resource.status).groups for rank in group.members}
+        # Somebody may have written other texts: a path of the API server, say.
+        said = {name for name in said if find_place(owner, name) is not None}
         there = self._there.get(key, frozenset()) - seen
         gone = (self._gone.get(key, frozenset()) & said) - seen - there
         asked = sorted((said - seen - gone) | there)
