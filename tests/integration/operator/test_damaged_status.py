@@ -34,10 +34,14 @@ def _group(**fields: Any) -> _Damage:
     return lambda status: status["groups"][0].update(fields)
 
 
+def _member(name: str) -> _Damage:
+    return lambda status: status["groups"][0]["members"][0].update(pod=name)
+
+
 ENDS: Final[dict[str, _Damage]] = {
     "the largest epoch that a name can have": _group(epoch=MAX_EPOCH),
     "an epoch that no name can have": _group(epoch=2**53),
-    "pods that there never were": lambda status: status["groups"][0]["members"][0].update(pod="a b"),
+    **{f"a pod {name!r}": _member(name) for name in ("a b", "", "tiny-0-1-0/exec", "../services/tiny")},
     "no groups": lambda status: status.update(groups=[]),
 }
 """Damage that once ended a group that serves."""

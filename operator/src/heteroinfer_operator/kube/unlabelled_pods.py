@@ -16,7 +16,7 @@ from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests import identity
-from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.identity import Owner, find_place
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,15 @@ class UnlabelledPods:
             known: what the watches show.
         """
         key, seen = resource.key, {pod.view.name for pod in known}
+        owner = Owner(key=key, uid=resource.uid)
         groups = parse_status(resource.status).groups
-        said = {rank.pod: rank for group in groups for rank in group.members}
+        # Somebody may have written other texts: a path of the API server, say.
+        said = {
+            rank.pod: rank
+            for group in groups
+            for rank in group.members
+            if find_place(owner, rank.pod) is not None
+        }
         uids = self._uids.setdefault(key, {})
         uids |= {pod.view.name: pod.view.uid for pod in known}
         there = self._there.get(key, frozenset()) - seen
