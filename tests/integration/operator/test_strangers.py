@@ -12,6 +12,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.errors import PlanReason
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.manifests.identity import Owner
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.life import (
     Install,
@@ -172,36 +173,41 @@ async def shows_death(server: ApiServer, namespace: str, process: OperatorProces
     assert time.monotonic() - died < TRUE_WITHIN_S, process.said
 
 
-async def test_capacity_is_kept_from_no_other_namespace_for_pods_that_nothing_places(
+async def test_capacity_is_kept_for_pods_of_groups_alone_and_the_message_names_no_stranger(
     server: ApiServer, namespace: str, strangers: str, install: Install, tmp_path: Path
 ) -> None:
-    """A gated pod holds nothing; a pod as the operator makes it holds its share, and its name is kept."""
+    """The claim of the model is not there: no pod of a group is ever placed."""
     await add_node(server, "roomy")
     try:
-        owner = await create_resource(server, strangers, suspend=True)
-        for name, spec in (
-            ("tiny-0-1-0", {"schedulingGates": [{"name": "example.com/never"}]}),
-            ("squat", {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "none"}}]}),
-            ("tiny-0-1-1", {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "none"}}]}),
-        ):
-            manifest = pod(owner, name)
-            manifest["spec"] |= spec
-            manifest["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "30", "memory": "50Gi"}}
-            await server.create(POD.path(strangers), manifest)
         async with operator(install().kubeconfig, tmp_path / "log") as process:
             await process.working()
-            role = {"device": "CPU", "resources": {"limits": {"cpu": "4", "memory": "8Gi"}}}
-            roles = [{"name": name, **role} for name in ("front", "back")]
-            await create_resource(server, namespace, scheduling={"gang": "Auto"}, roles=roles)
-            inspect = await until("the inspect pod", lambda: find_pod(server, namespace, "-inspect-"))
-            await end_pod(server, namespace, inspect, exit_code=0, message=json.dumps(PROFILE))
+            owner = await ask_for_group(server, strangers, cpus=15)
+            squat = pod(owner, "squat")
+            squat["spec"]["schedulingGates"] = [{"name": "example.com/never"}]
+            squat["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "30", "memory": "50Gi"}}
+            await server.create(POD.path(strangers), squat)
+            await end_inspection(server, strangers)
+            await until("the first group", lambda: find_pod(server, strangers, "tiny-0-"), timeout_s=30)
+            await ask_for_group(server, namespace, cpus=4)
+            await end_inspection(server, namespace)
             words = await until("a shortage", lambda: shortage(server, namespace), said=lambda: process.said)
-            assert words.endswith("kept for pods that have no node yet: 1 pod of other namespaces")
+            assert words.endswith("kept for pods that have no node yet: 2 pods of other namespaces")
             assert strangers not in words
-            await server.delete(POD.path(strangers, "tiny-0-1-1"), {"gracePeriodSeconds": 0})
-            await until("the group starts", lambda: find_pod(server, namespace, "tiny-0-"), timeout_s=30)
+            await server.merge(HETERO_INFERENCE.path(strangers, "tiny"), {"spec": {"suspend": True}})
+            await until("the second group", lambda: find_pod(server, namespace, "tiny-0-"), timeout_s=30)
     finally:
         await server.delete(NODE.path(None, "roomy"), {})
+
+
+async def ask_for_group(server: ApiServer, namespace: str, *, cpus: int) -> Owner:
+    role = {"device": "CPU", "resources": {"limits": {"cpu": str(cpus), "memory": "8Gi"}}}
+    roles = [{"name": name, **role} for name in ("front", "back")]
+    return await create_resource(server, namespace, scheduling={"gang": "Auto"}, roles=roles)
+
+
+async def end_inspection(server: ApiServer, namespace: str) -> None:
+    inspect = await until("the inspect pod", lambda: find_pod(server, namespace, "-inspect-"))
+    await end_pod(server, namespace, inspect, exit_code=0, message=json.dumps(PROFILE))
 
 
 async def find_pod(server: ApiServer, namespace: str, part: str) -> str:
