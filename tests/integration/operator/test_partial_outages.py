@@ -83,18 +83,6 @@ async def inspect_pod(server: ApiServer, namespace: str) -> str:
     return str(await until("the inspect pod", find, timeout_s=30))
 
 
-async def test_a_conflict_after_a_failure_loses_no_change(
-    server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path
-) -> None:
-    async with operator(proxy.kubeconfig, tmp_path / "log", watch_namespaces=namespace) as process:
-        await process.working()
-        pods = await bring_up(server, namespace)
-        proxy.inject("/status$", method="PUT", status=503, times=1)
-        proxy.inject("/status$", method="PUT", status=409, times=1)
-        await end_rank(server, namespace, pods[1], index=1)
-        await becomes_unavailable(server, namespace, process)
-
-
 async def test_lists_that_decide_nothing_do_not_hold_up_a_start(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path
 ) -> None:
