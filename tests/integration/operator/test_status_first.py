@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract import metric_names
+from heteroinfer_contract import metric_names, names
 from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster.running_cluster import Cluster
@@ -41,8 +41,8 @@ class Case:
         method: of the request.
         path: what its path has behind the namespace, as a regular expression.
         spec: change of the resource that has it sent; None if the death of the rank does.
-        loses: whether the ConfigMap of the plan is deleted first, so that it is made again.
-        deletes: whether the rank's pod is deleted at once, and not seen to fail.
+        loses: whether the record of the revision is deleted first, so that it is made again.
+        hides: whether the rank's pod loses its label first, so that no watch shows how it ends.
         tells: how it fails in the short run.
         heals: whether the status can only be written once the fault is over.
     """
@@ -51,7 +51,7 @@ class Case:
     path: str
     spec: dict[str, Any] | None = None
     loses: bool = False
-    deletes: bool = False
+    hides: bool = False
     tells: str = "slow"
     heals: bool = False
 
@@ -63,8 +63,8 @@ SCALE: dict[str, Any] = {"replicas": 2}
 REVISION: dict[str, Any] = {"engine": {"maxModelLen": 256}}
 HUB: dict[str, Any] = {"model": {"uri": "hf://acme/tiny", "cache": {"size": "1Gi"}}}
 CASES = (
-    Case(method="GET", path=r"/pods/tiny", deletes=True, tells="503"),
-    Case(method="GET", path=r"/pods/tiny", deletes=True, tells="hangs"),
+    Case(method="GET", path=r"/pods/tiny", hides=True, tells="503"),
+    Case(method="GET", path=r"/pods/tiny", hides=True, tells="hangs"),
     Case(method="POST", path=r"/pods\?fieldManager=[^&]*$", spec=SCALE),
     Case(method="POST", path=r"/pods\?.*dryRun", spec=REVISION),
     Case(method="POST", path=r"/configmaps\?fieldManager=[^&]*$", loses=True, tells="hangs"),
@@ -127,10 +127,10 @@ async def watcher(server: ApiServer) -> AsyncIterator[Watcher]:
 
 
 async def make_namespaces(
-    control_plane: Cluster, server: ApiServer, tmp_path: Path, names: Sequence[str]
+    control_plane: Cluster, server: ApiServer, tmp_path: Path, namespaces: Sequence[str]
 ) -> None:
     """Returns once pods may be made in new namespaces."""
-    items = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}} for name in names]
+    items = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}} for name in namespaces]
     file = tmp_path / "namespaces.json"
     file.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
     control_plane.kubectl("create", "-f", str(file))
@@ -138,7 +138,7 @@ async def make_namespaces(
     async def have_accounts() -> bool:
         found = await server.get("/api/v1/serviceaccounts")
         accounts = [account["metadata"] for account in found["items"]]
-        return set(names) <= {each["namespace"] for each in accounts if each["name"] == "default"}
+        return set(namespaces) <= {each["namespace"] for each in accounts if each["name"] == "default"}
 
     await until("the namespaces' service accounts", have_accounts, timeout_s=60)
 
@@ -159,7 +159,7 @@ async def inject(server: ApiServer, proxy: ApiProxy, site: Site) -> None:
         await until(f"{site}: the request is sent", lambda: fault.hits, timeout_s=60)
     if case.loses:
         for stored in await life.stored(server, CONFIG_MAP, site.namespace):
-            if "-plan-" in stored["metadata"]["name"]:
+            if "-revision-" in stored["metadata"]["name"]:
                 await server.delete(CONFIG_MAP.path(site.namespace, stored["metadata"]["name"]), {})
         await until(f"{site}: the request is sent", lambda: fault.hits, timeout_s=60)
     if "heteroinferences/tiny\\b" in case.path:
@@ -168,10 +168,10 @@ async def inject(server: ApiServer, proxy: ApiProxy, site: Site) -> None:
 
 
 async def kill(server: ApiServer, site: Site) -> None:
-    if site.case is not None and site.case.deletes:
-        await server.delete(POD.path(site.namespace, site.pods[1]), {"gracePeriodSeconds": 0})
-    else:
-        await end_rank(server, site.namespace, site.pods[1], index=1)
+    if site.case is not None and site.case.hides:
+        no_label = {"metadata": {"labels": {names.LABEL_RESOURCE: None}}}
+        await server.merge(POD.path(site.namespace, site.pods[1]), no_label)
+    await end_rank(server, site.namespace, site.pods[1], index=1)
     site.since_s = time.monotonic()
 
 
