@@ -46,10 +46,9 @@ hurried: waiting nodes
 check: setup  ## the inner loop: lint, types, imports, unit
 	@./.ci/lanes unit static
 
-lint: setup  ## ruff: rules and format; words that docs/glossary.md retired
+lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m tests.words
 
 types: setup  ## mypy, strict
 	$(BIN)/mypy
