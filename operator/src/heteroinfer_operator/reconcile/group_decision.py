@@ -719,7 +719,7 @@ def _living(
     ]
     return GroupDecision(
         status=status,
-        deletes=context.node_loss.deletes(spare, grace_s=0),
+        deletes=context.node_loss.deletes(spare, grace_s=0, after_status=True),
         keys=decide_key(context, status) if any(map(startup.lacks_configuration, current)) else (),
         creates=creates,
         events=_events(before, status, newly_stuck, spare),

@@ -341,7 +341,7 @@ def _deletes(context: ModelContext, pods: Sequence[PodView]) -> tuple[DeleteObje
     running = [pod for pod in pods if pod.termination is None]
     # One that still fetches has nothing to put in order; what it has fetched stays.
     return (
-        *context.node_loss.deletes(over, grace_s=0),
+        *context.node_loss.deletes(over, grace_s=0, after_status=True),
         *context.node_loss.deletes(running, grace_s=_STOP_GRACE_S),
     )
 
