@@ -86,6 +86,7 @@ class UnlabelledPods:
         self._uids[key] = {name: uid for name, uid in uids.items() if name in said or name in seen | there}
         gone = (self._gone.get(key, frozenset()) & said.keys()) - seen - there
         asked = sorted((said.keys() - seen - gone) | there)
+        self._forget_questions(key, but=asked)
         questions = {name: self._ask(resource, name) for name in asked}
         await self._wait(questions)
         pods: list[PodRecord] = []
@@ -161,7 +162,11 @@ class UnlabelledPods:
         self._keep(self._there, key, frozenset())
         self._keep(self._gone, key, frozenset())
         self._uids.pop(key, None)
-        for at in [each for each in self._questions if each[0] == key]:
+        self._forget_questions(key)
+
+    def _forget_questions(self, key: ResourceKey, *, but: Sequence[str] = ()) -> None:
+        """Gives up questions that nobody has any more: a later one may not get their old answers."""
+        for at in [each for each in self._questions if each[0] == key and each[1] not in but]:
             self._questions.pop(at).task.cancel()
 
     @staticmethod
