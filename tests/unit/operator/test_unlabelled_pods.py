@@ -26,17 +26,17 @@ def stored(**labels: str) -> dict[str, Any]:
     return {"metadata": metadata, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
 
 
-def resource() -> ResourceView:
+def resource(uid: str = OWNER.uid) -> ResourceView:
     member = {"rank": 0, "role": "cpu", "pod": POD, "started": True, "ready": True}
     return ResourceView(
         key=KEY,
-        uid=OWNER.uid,
+        uid=uid,
         generation=1,
         resource_version="1",
         finalizers=(),
         deleting=False,
         spec={},
-        status={"groups": [{"index": 0, "epoch": 7, "members": [member]}]},
+        status={"groups": [{"index": 0, "epoch": 7, "members": [member]}]} if uid == OWNER.uid else {},
     )
 
 
@@ -67,3 +67,16 @@ async def test_an_answer_that_nobody_waited_for_is_none_to_a_later_question() ->
     assert await pods.find(resource(), [shown]) == []
     server.is_gone = True
     assert await pods.find(resource(), []) == []
+
+
+async def test_a_pod_of_an_earlier_resource_is_none_of_a_later_one_of_its_name() -> None:
+    """The later one took it for its own, and made no pods."""
+    server = Server()
+    server.may.set()
+    pods = UnlabelledPods(server)  # type: ignore[arg-type]
+    shown = trim.pod_record(stored(**{names.LABEL_RESOURCE: "demo"}))
+    assert shown is not None
+    assert await pods.find(resource(), [shown]) == []
+    (found,) = await pods.find(resource(), [])
+    assert (found.view.name, found.view.unknown) == (POD, "")
+    assert await pods.find(resource("another"), []) == []
