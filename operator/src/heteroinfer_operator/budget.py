@@ -104,7 +104,7 @@ class Budget:
         status_writes: that were sent.
         events: that were recorded.
         held_back: how often each kind had to wait, since the start of the operator.
-        undone: status writes in a row before each of which somebody else had changed the status.
+        undone: stored status writes in a row each of which somebody else then changed.
         report: called with each kind of action of which one had to wait.
     """
 
@@ -115,6 +115,8 @@ class Budget:
     undone: int = 0
     report: Callable[[str], None] = lambda kind: None
     _sent: list[tuple[datetime, bytes]] = field(default_factory=list)
+    _is_stored: bool = False
+    """Whether a status was stored since the last was sent, so that others can have undone it."""
 
     def note_status(self, found: Manifest, sent: Manifest, now: datetime) -> None:
         """Notes a status write that is sent; one without an answer may have been stored.
@@ -126,8 +128,16 @@ class Budget:
         """
         in_a_row = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
         is_ours = _digest(found) in {digest for _, digest in self._sent}
-        self.undone = self.undone + 1 if in_a_row and not is_ours else 0
+        if is_ours or not in_a_row:
+            self.undone = 0
+        elif self._is_stored:
+            self.undone += 1
+        self._is_stored = False
         self._sent = [*self._sent[1 - _SENT_KEPT :], (now, _digest(sent))]
+
+    def note_stored(self) -> None:
+        """Notes that the API server has stored a status that was sent."""
+        self._is_stored = True
 
     def status_wait(self, status: Manifest, now: datetime) -> timedelta:
         """Returns how long a status write waits.

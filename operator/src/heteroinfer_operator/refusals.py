@@ -206,6 +206,8 @@ class Acting:
 
     def done(self, action: Action) -> None:
         """Notes that an action was done."""
+        if self.spending is not None and isinstance(action, PatchStatus):
+            self.spending.budget.note_stored()
         if self._is_of_two_writers(action):
             return
         found = self._key(action)

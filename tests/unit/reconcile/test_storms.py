@@ -158,6 +158,26 @@ def writes_in(world: World, seconds: float) -> int:
     return (world.version - before) // 2
 
 
+@pytest.mark.parametrize("outage_s", [5, 15, 30, 120])
+def test_status_writes_that_fail_are_nobody_elses_writes(outage_s: float) -> None:
+    """Each try counted as undone by another operator: that was reported, and the status came 30 s late."""
+    world = serving()
+    for name in world.workers():
+        world.pods[name] = replace(world.pods[name], ready=False)
+    world.live(3)
+    assert world.condition("Available")[0] == "False"
+    world.refuses["HeteroInference/status", "demo"] = "down"
+    world.all_ready()
+    world.live(outage_s)
+    world.refuses.clear()
+    world.live(2)
+    assert world.condition("Available") == ("True", "Serving")
+    for _ in range(20):
+        world.step(in_real_time=True)
+        assert world.condition("Progressing") == ("False", "Settled")
+        world.advance_time(0.1)
+
+
 def test_two_operators_write_a_status_seldom_and_name_each_other() -> None:
     """Both wrote it 44 times a second, without end, and neither reported the other."""
     world = serving()

@@ -70,6 +70,29 @@ def test_a_strangers_pod_changes_nothing_for_a_group_that_serves(
     assert len(world.workers()) <= len(ours) + 1
 
 
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("names_come_again", [True, False])
+def test_strangers_with_all_names_of_a_higher_epoch_end_nothing(served: bool, names_come_again: bool) -> None:
+    """Their epoch was believed, being the higher one, and the group's own pods were deleted."""
+    world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
+    world.serve()
+    if not served:
+        world.end_pod(world.workers()[0])
+        world.settle()
+        world.reap()
+        world.settle()
+    ours, epoch = world.workers(), parse_status(world.status).groups[0].epoch
+    world.version += 10
+    for index in range(2):
+        make(world, f"demo-0-{epoch + 3}-{index}", "is ready" if served else "waits")
+    for _ in range(3):
+        world.settle()
+        world.reap()
+    assert world.workers() == ours
+    group = parse_status(world.status).groups[0]
+    assert (group.epoch, len(group.failures)) == (epoch, 0 if served else 1)
+
+
 @pytest.mark.parametrize("name", [f"demo-0-{MAX_EPOCH}-0", f"demo-0-{MAX_EPOCH - 1}-0"])
 def test_a_strangers_pod_does_not_drive_the_epoch_to_its_bound(name: str) -> None:
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))

@@ -158,12 +158,12 @@ class ActionRun:
         elif not statuses:  # what is stored is true
             self._ways.callbacks.status_written(self._resource.key, True)
         writes: list[PatchStatus | SetFinalizer] = [*statuses, *finalizers]
+        if writes and (wait_s := self._kept.status_tries.wait_s()) > 0:  # nothing is sent, nor counted
+            self._hold(writes)
+            self._status_s = wait_s
+            return
         due = [action for action in writes if self._acting.may(action)]
         if not due:
-            return
-        if (wait_s := self._kept.status_tries.wait_s()) > 0:
-            self._hold(due)
-            self._status_s = wait_s
             return
         task = self._start(self._write_in_turn(due), f"status of {self._resource.key}")
         self._kept.status_tries.add(task)

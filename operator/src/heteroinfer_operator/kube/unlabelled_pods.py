@@ -53,6 +53,8 @@ class UnlabelledPods:
         self._server = server
         self._wake = wake
         self._patience_s = patience_s
+        self._owners: dict[ResourceKey, str] = {}
+        """Uids of the resources that all below is known of: another may come under the name of one."""
         self._there: dict[ResourceKey, frozenset[str]] = {}
         self._gone: dict[ResourceKey, frozenset[str]] = {}
         """Names that the API server has said to be nobody's: it is not asked for them again."""
@@ -71,6 +73,9 @@ class UnlabelledPods:
             known: what the watches show.
         """
         key, seen = resource.key, {pod.view.name for pod in known}
+        if self._owners.get(key) != resource.uid:
+            self.forget(key)
+            self._owners[key] = resource.uid
         owner = Owner(key=key, uid=resource.uid)
         groups = parse_status(resource.status).groups
         # Somebody may have written other texts: a path of the API server, say.
@@ -86,6 +91,7 @@ class UnlabelledPods:
         self._uids[key] = {name: uid for name, uid in uids.items() if name in said or name in seen | there}
         gone = (self._gone.get(key, frozenset()) & said.keys()) - seen - there
         asked = sorted((said.keys() - seen - gone) | there)
+        self._forget_questions(key, but=asked)
         questions = {name: self._ask(resource, name) for name in asked}
         await self._wait(questions)
         pods: list[PodRecord] = []
@@ -161,7 +167,12 @@ class UnlabelledPods:
         self._keep(self._there, key, frozenset())
         self._keep(self._gone, key, frozenset())
         self._uids.pop(key, None)
-        for at in [each for each in self._questions if each[0] == key]:
+        self._owners.pop(key, None)
+        self._forget_questions(key)
+
+    def _forget_questions(self, key: ResourceKey, *, but: Sequence[str] = ()) -> None:
+        """Gives up questions that nobody has any more: a later one may not get their old answers."""
+        for at in [each for each in self._questions if each[0] == key and each[1] not in but]:
             self._questions.pop(at).task.cancel()
 
     @staticmethod

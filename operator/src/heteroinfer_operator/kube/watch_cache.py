@@ -147,6 +147,7 @@ class WatchCache(Generic[T]):
         self._entries: dict[NamespacedName, _Entry[T]] = {}
         self._indexed: defaultdict[Hashable, dict[NamespacedName, T]] = defaultdict(dict)
         self._version = ""
+        self._relist_wanted = False
         self._following: asyncio.Timeout | None = None
         self._problem: ApiError | None = None
         self._following_since = 0.0
@@ -230,7 +231,8 @@ class WatchCache(Generic[T]):
             try:
                 if self._problem is not None and self._version:
                     await self._check_version()
-                if not self._version:
+                # An event or list that was at hand may have set the version since relist() was called.
+                while self._relist_wanted or not self._version:
                     await self._relist()
                 await self._follow()
             except ApiError as error:
@@ -253,7 +255,7 @@ class WatchCache(Generic[T]):
 
     def relist(self) -> None:
         """Ends the watch, and has all listed anew: what is kept here may be of a store that was replaced."""
-        self._version = ""
+        self._version, self._relist_wanted = "", True
         for name, entry in self._entries.items():
             self._entries[name] = replace(entry, unconfirmed_since=None)
         if self._following is not None:
@@ -311,6 +313,7 @@ class WatchCache(Generic[T]):
             logger.warning("%s: %s; trying again", self.collection.label, error.message)
 
     async def _relist(self) -> None:
+        self._version, self._relist_wanted = "", False
         listed: dict[NamespacedName, _Entry[T]] = {}
         seen, version = {_NAMELESS}, ""
         async for page in self._server.pages(self.collection.path, self.collection.query):

@@ -65,18 +65,19 @@ def _find_living(
 
     The status is written before the pods of an ended epoch are deleted. If the operator dies in between, a
     pod of that epoch has ended or is missing, or the end is decided again. An epoch that lives on regardless
-    and whose end is on record is believed only while it serves.
+    and whose end is on record is believed only while it serves. Of two that are equal in this the status's is
+    believed: others can make all pods of a higher one.
     """
     recorded = {failure.epoch for failure in status.failures}
-    found: list[tuple[bool, int]] = []
+    found: list[tuple[bool, bool, int]] = []
     for epoch, pods in by_epoch.items():
         made = Made.of(context, status, pods)
         own = [pod for pod in pods if made.has(index_of(pod))]
         serves = made.is_known and all(pod.ready for pod in own)
         is_whole = bool(own) and not made.missing(own) and not any(pod.ended for pod in own)
         if is_whole and (serves or epoch not in recorded):
-            found.append((serves, epoch))
-    return max(found)[1] if found else None
+            found.append((serves, epoch == status.epoch, epoch))
+    return max(found)[2] if found else None
 
 
 def _is_believed(context: Context, status: GroupStatus, by_epoch: Mapping[int, Sequence[PodView]]) -> bool:

@@ -1,0 +1,82 @@
+"""What the API server said of a pod without label is believed by the look that asked, and by no later one."""
+
+import asyncio
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import ResourceKey, ResourceView
+from heteroinfer_operator.kube import trim
+from heteroinfer_operator.kube.server import NOT_FOUND, ApiError
+from heteroinfer_operator.kube.unlabelled_pods import UnlabelledPods
+from heteroinfer_operator.manifests.identity import Owner
+
+KEY = ResourceKey(namespace="default", name="demo")
+OWNER = Owner(key=KEY, uid="u")
+POD = "demo-0-7-0"
+
+
+def stored(**labels: str) -> dict[str, Any]:
+    metadata = {
+        "namespace": "default",
+        "name": POD,
+        "uid": "p",
+        "labels": labels,
+        "ownerReferences": [OWNER.reference],
+    }
+    return {"metadata": metadata, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+
+
+def resource(uid: str = OWNER.uid) -> ResourceView:
+    member = {"rank": 0, "role": "cpu", "pod": POD, "started": True, "ready": True}
+    return ResourceView(
+        key=KEY,
+        uid=uid,
+        generation=1,
+        resource_version="1",
+        finalizers=(),
+        deleting=False,
+        spec={},
+        status={"groups": [{"index": 0, "epoch": 7, "members": [member]}]} if uid == OWNER.uid else {},
+    )
+
+
+class Server:
+    """Answers once it may."""
+
+    def __init__(self) -> None:
+        self.may = asyncio.Event()
+        self.is_gone = False
+
+    async def ask(self, path: str) -> dict[str, Any]:
+        await self.may.wait()
+        if self.is_gone:
+            raise ApiError(f"{path}: not found", status=NOT_FOUND)
+        return stored()
+
+
+async def test_an_answer_that_nobody_waited_for_is_none_to_a_later_question() -> None:
+    """A pod that had got its label back and was deleted later was said to be Ready."""
+    server = Server()
+    pods = UnlabelledPods(server, patience_s=0.01)  # type: ignore[arg-type]
+    shown = trim.pod_record(stored(**{names.LABEL_RESOURCE: "demo"}))
+    assert shown is not None
+    (unknown,) = await pods.find(resource(), [])
+    assert unknown.view.unknown
+    server.may.set()
+    await asyncio.sleep(0)
+    assert await pods.find(resource(), [shown]) == []
+    server.is_gone = True
+    assert await pods.find(resource(), []) == []
+
+
+async def test_a_pod_of_an_earlier_resource_is_none_of_a_later_one_of_its_name() -> None:
+    """The later one took it for its own, and made no pods."""
+    server = Server()
+    server.may.set()
+    pods = UnlabelledPods(server)  # type: ignore[arg-type]
+    shown = trim.pod_record(stored(**{names.LABEL_RESOURCE: "demo"}))
+    assert shown is not None
+    assert await pods.find(resource(), [shown]) == []
+    (found,) = await pods.find(resource(), [])
+    assert (found.view.name, found.view.unknown) == (POD, "")
+    assert await pods.find(resource("another"), []) == []
