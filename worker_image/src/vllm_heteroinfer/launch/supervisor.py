@@ -259,11 +259,14 @@ class Supervisor:
         view = self._view()
         self._was_ready = self._was_ready or view.ready
         self._pod.watch_engine(started=self._was_ready)
-        if not self._was_ready:
-            if self._start.is_overdue(view, self._awake_s()):
-                self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
-            return
         busy_ranks, limit_s = view.busy_ranks(), self._settings.step_timeout_s
+        if not self._was_ready:
+            now_s = self._awake_s()
+            if self._start.is_overdue(view, now_s):
+                self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
+            # A rank may be stuck in the group's own first request, once its warm-up, maybe long, is over.
+            if not view.computes or self._start.still_s(now_s) <= limit_s:
+                return
         stuck = culprit.blame_stuck(busy_ranks, limit_s) or self._engine.overdue()
         if stuck is not None:
             accused = stuck.reason is FailureReason.STEP_TIMEOUT
