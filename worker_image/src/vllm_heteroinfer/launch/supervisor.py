@@ -249,9 +249,11 @@ class Supervisor:
 
     def _check_deadlines(self, server: ControlServer) -> None:
         ranks_busy = any(beat.busy is not None for beat in (*self._pod.beats(), *server.ranks()))
+        # Before the group is ready its API server does not listen, but asks its engine already.
+        computes = self._was_ready or self._view().computes
         self._engine.look(
-            ranks_busy=ranks_busy or self._draining or not self._was_ready,
-            api_answers=self._api_healthy,
+            ranks_busy=ranks_busy or self._draining or not computes,
+            api_answers=self._api_healthy or not self._was_ready,
             api_silent_s=self._pod.api_silent_s(),
             engine_waits_s=self._pod.engine_waits_s(),
             now_s=self._awake_s(),
