@@ -17,7 +17,9 @@ from tests.integration.bridge.scenarios import (
     differing_calls,
     every_operation,
 )
+from tests.integration.forked_script import run_script
 from tests.integration.kernels.probe_answers import ask
+from tests.integration.worker.groups import WORKER_PYTHON
 
 pytestmark = pytest.mark.timeout(180)
 LATE_S = 0.3
@@ -28,6 +30,50 @@ GROUPS = [
     for path, share in PATHS.items()
     for ranks in (2, 3)
 ]
+
+WAITS = """
+import json, os, sys, threading, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from vllm_heteroinfer.distributed.bridge.bridge_link import ProcessGroupRanks
+from vllm_heteroinfer.distributed.bridge.gloo import GlooLink
+from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
+
+class Meter:
+    waits_for = None
+
+    def waiting_for(self, rank):
+        self.waits_for = rank
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+rank = next((rank for rank in (1, 2) if os.fork() == 0), 0)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=3,
+                        timeout=timedelta(seconds=60))
+meter = Meter()
+ranks = ProcessGroupRanks(group="tp", ranks=(0, 1, 2), index=rank, listeners=())
+link = GlooLink(dist.group.WORLD, ranks, torch.device("cpu"), timeout_s=30, meter=meter)
+dist.barrier()
+if rank == 2:
+    time.sleep(2)
+link.publish(b"h" * HEADER_BYTES, 4)
+said = []
+if rank == 0:
+    threading.Timer(1, lambda: said.append(meter.waits_for)).start()
+for _ in link.collect():
+    pass
+dist.barrier()
+if rank == 0:
+    print(json.dumps([*said, meter.waits_for]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_says_for_whom_it_waits_after_others_have_come(tmp_path: Path) -> None:
+    """Else it would be taken for the one that hangs."""
+    assert run_script(WORKER_PYTHON, WAITS, str(tmp_path / "store")).answer() == [2, None]
 
 
 @pytest.mark.parametrize("group", GROUPS)

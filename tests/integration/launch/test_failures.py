@@ -216,6 +216,43 @@ def test_rank_stuck_in_a_step_is_distinguished_from_the_one_that_waits(tmp_path:
     assert "step 7" in failure.message
 
 
+@pytest.mark.parametrize(
+    ("step_timeout", "startup_timeout_s", "reason"),
+    [("2", 60.0, FailureReason.STEP_TIMEOUT), ("300", 4.0, FailureReason.STARTUP_TIMEOUT)],
+)
+def test_a_rank_stuck_in_the_first_tokens_is_named(
+    tmp_path: Path, step_timeout: str, startup_timeout_s: float, reason: FailureReason
+) -> None:
+    """Their API server does not listen yet, and its pod is not the culprit."""
+    env = {names.ENV_STEP_TIMEOUT: step_timeout, "TINY_API": "first"}
+    ranks = {0: "wait", 1: "hang"}
+    with tiny_group(tmp_path, do=ranks, env=env, startup_timeout_s=startup_timeout_s) as group:
+        group.start()
+        end_of(group, time.monotonic(), limit_s=20.0)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.pod, failure.rank) == (reason, 1, 1)
+
+
+def test_an_engine_that_hangs_in_the_first_tokens_is_named(tmp_path: Path) -> None:
+    env = {names.ENV_STEP_TIMEOUT: "2", "TINY_API": "first_hangs"}
+    with tiny_group(tmp_path, env=env, startup_timeout_s=60.0) as group:
+        group.start()
+        end_of(group, time.monotonic(), limit_s=20.0)
+    failure = group.pods[0].failure()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
+    assert "the engine (pod 0) has answered nothing" in failure.message
+
+
+def test_an_api_server_that_starts_slowly_is_waited_for(tmp_path: Path) -> None:
+    """For longer than a step may take: only the limit of the start counts."""
+    with tiny_group(tmp_path, env={names.ENV_STEP_TIMEOUT: "1", "TINY_API": "first"}) as group:
+        group.start()
+        wait_until(group.pods[1].is_ready, 30, group.logs)
+        time.sleep(3)
+        (tmp_path / "trigger").touch()
+        group.wait_ready()
+
+
 def test_process_that_left_its_group_is_killed_too(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "grandchild"}) as group:
         group.start()

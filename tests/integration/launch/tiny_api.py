@@ -3,7 +3,8 @@
 TINY_API says what it does once TINY_TRIGGER exists: `silent` (answers nothing), `engine` (says that its
 engine answers nothing), `endless` (answers with a line of 100,000 bytes); else it serves on. From its start:
 `asks` (asks its engine, which answers, again and again), `parent` (has a process for an engine, and ends
-with it).
+with it), `first` (listens once TINY_TRIGGER exists: until then its group generates its first tokens),
+`first_hangs` (nor does it, and its engine answers nothing).
 
 /slow answers a line every 0.1 s until TINY_TRIGGER exists, and is waited for when the supervisor
 says that the group drains; new requests are then refused.
@@ -104,6 +105,12 @@ if __name__ == "__main__":
     own = json.loads(os.environ[names.ENV_ADDRESSES])[int(os.environ[names.ENV_POD_INDEX])]
     reporter = RankReporter.from_env(os.environ)
     threading.Thread(target=drain, daemon=True).start()
+    if os.environ.get("TINY_API") == "first_hangs":
+        reporter.busy("question 7 to the engine")
+    while (
+        os.environ.get("TINY_API", "").startswith("first") and not Path(os.environ["TINY_TRIGGER"]).exists()
+    ):
+        time.sleep(0.05)
     reporter.phase(RankPhase.READY)
     works = {"engine": ask, "asks": ask_again_and_again, "parent": be_parent}
     if work := works.get(os.environ.get("TINY_API", "")):

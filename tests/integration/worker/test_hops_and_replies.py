@@ -112,6 +112,33 @@ os._exit(0)
 """
 
 
+STOPPED_BEFORE = """
+import json, time
+from collections import Counter
+from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm_heteroinfer.engine.executor import GroupExecutor
+from vllm_heteroinfer.group.deadline import Deadline
+
+class OfAnotherPod:
+    answers_at = time.monotonic() + 0.5
+
+    def dequeue(self, timeout):
+        time.sleep(max(0.0, min(timeout, self.answers_at - time.monotonic())))
+        if time.monotonic() < self.answers_at:
+            raise TimeoutError
+        return WorkerProc.ResponseStatus.SUCCESS, "done"
+
+engine = object.__new__(GroupExecutor)
+engine._unread = Counter()
+engine.response_mqs = [OfAnotherPod()]
+try:
+    said = engine._read_replies("execute_model", range(1), Deadline(at=time.monotonic() - 1, total_s=3))
+except TimeoutError as error:
+    said = str(error)
+print(json.dumps(said), flush=True)
+"""
+
+
 def test_a_column_that_a_step_leaves_out_reads_as_zeros(tmp_path: Path) -> None:
     """Granite4Vision's features, where a step has no image: a KeyError ended the group in its first step."""
     ended = run_script(WORKER_PYTHON, HOPS, str(tmp_path / "store"))
@@ -129,3 +156,8 @@ def test_a_call_that_fails_on_several_ranks_leaves_no_reply_to_the_next() -> Non
 def test_an_engine_that_was_stopped_waits_on_for_its_ranks() -> None:
     """They may have been stopped with it: who judges counts no time in which it had no turn."""
     assert run_script(WORKER_PYTHON, STOPPED).answer() == ["done"]
+
+
+def test_an_engine_that_was_stopped_in_the_step_before_waits_on_for_its_ranks() -> None:
+    """With two steps in flight the second one's time was over when its reply was first looked for."""
+    assert run_script(WORKER_PYTHON, STOPPED_BEFORE).answer() == ["done"]

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from tests.ports import free_port
 from vllm_heteroinfer.fetch import fetch_pod
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.job import FetchJob
+from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LIMIT_S = 20.0
+HELD_S = 4.0
+"""For so long the pod has no turn."""
 
 
 class SilentHub:
@@ -45,9 +49,13 @@ class Stale(FetchJob):
     def __init__(self, broken: str, **options: Any) -> None:
         super().__init__(**options)
         self._broken = broken
+        self._looks = 0
 
     def find_stall(self) -> FetchError | None:
         self._break("find_stall")
+        self._looks += 1
+        if self._broken == "turns" and self._looks == 3:
+            time.sleep(HELD_S)
         return super().find_stall()
 
     def progress(self) -> Any:
@@ -71,11 +79,20 @@ def run(cache: Path, broken: str, *, patience_s: float) -> None:
         patience_s=patience_s,
         termination_message_path=None,
     )
+    clock = TurnClock(fetch_pod.WATCH_EVERY_S, time.monotonic())
     job = Stale(
-        broken, source=hub, repository="acme/tiny", revision="main", cache=cache, patience_s=patience_s
+        broken,
+        source=hub,
+        repository="acme/tiny",
+        revision="main",
+        cache=cache,
+        patience_s=patience_s,
+        now_s=lambda: clock.awake_s(time.monotonic()),
     )
+    if broken == "turns":
+        threading.Timer(HELD_S + 3.0, hub.released.set).start()
     try:
-        asyncio.run(asyncio.wait_for(fetch_pod._run(job, options), LIMIT_S))
+        asyncio.run(asyncio.wait_for(fetch_pod._run(job, options, clock), LIMIT_S))
     finally:
         hub.released.set()
 
@@ -89,3 +106,9 @@ def test_a_look_at_the_cache_that_raises_ends_the_fetch(broken: str, tmp_path: P
 def test_a_stall_ends_the_fetch(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="the hub brought nothing new"):
         run(tmp_path, "", patience_s=0.1)
+
+
+def test_a_pod_that_was_frozen_goes_on(tmp_path: Path) -> None:
+    """The hub may have sent all the while."""
+    with pytest.raises(FetchError, match="released"):
+        run(tmp_path, "turns", patience_s=3.0)

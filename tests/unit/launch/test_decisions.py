@@ -62,6 +62,21 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
             0,
             None,
         ),
+        (  # the group's own first request, before which the API server does not listen, is stuck in a rank
+            GroupView(
+                plan=PLAN,
+                beats=(
+                    ALL[0],
+                    replace(ALL[1], busy="step 1", busy_s=9.0, waiting_for_rank=2),
+                    replace(ALL[2], busy="step 1", busy_s=8.0),
+                    ALL[3],
+                ),
+                api_healthy=False,
+            ),
+            "waiting: the API server does not answer, and rank 2 (pod 1) is busy",
+            1,
+            2,
+        ),
         (
             GroupView(plan=PLAN, beats=(*ALL[:2], beat(2, 1, RankPhase.LOADING), ALL[3])),
             "waiting: rank 2 (pod 1) is Loading",

@@ -123,3 +123,21 @@ def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
     finally:
         reporter.close()
         ours.close()
+
+
+def test_steps_of_the_groups_own_request_have_names_of_their_own() -> None:
+    """A supervisor looks now and then: two steps of one name would be one that takes too long."""
+    ours, theirs = RankChannel.open_pair()
+    reporter = RankReporter(theirs, 0, gone=lambda: None)
+    try:
+        metrics = RankMetrics(build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0], LAUNCH, reporter)
+        names_of_steps = []
+        for counts in (False, False, True):
+            metrics.enter()
+            names_of_steps.append(reporter._report.busy)
+            metrics.leave()
+            metrics.finish_step(prefill_tokens=1, decode_tokens=0, counts=counts)
+        assert len(set(names_of_steps)) == 3
+    finally:
+        reporter.close()
+        ours.close()

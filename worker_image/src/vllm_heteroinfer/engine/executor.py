@@ -178,9 +178,10 @@ class GroupExecutor(MultiprocExecutor):
         """Returns the replies of `ranks`, read as they come, so that an error is seen at once.
 
         What a call that failed has not read comes before the replies of the next one, and is passed over.
+        The wait counts from here: what was called before this is over, and may have been stopped meanwhile.
         """
         pending, got = list(ranks), {}
-        patience = Patience(deadline.left_s)
+        patience = Patience(deadline.total_s)
         while pending:
             for rank in tuple(pending):
                 nap_s = min(_LONG_POLL_S if len(pending) == 1 else _POLL_S, patience.left_s)

@@ -22,6 +22,7 @@ from vllm_heteroinfer.fetch.job import FetchJob
 from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
 from vllm_heteroinfer.pod.lasting_thread import call_aside
+from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def fetch_model(options: FetchOptions) -> int:
     for library in ("httpx", "httpx2"):  # they log URLs, with signatures in them
         logging.getLogger(library).setLevel(logging.WARNING)
     os.umask(_READABLE_BY_ALL)
+    clock = TurnClock(WATCH_EVERY_S, time.monotonic())
     try:
         job = FetchJob(
             HubModel(options.repository, options.revision),
@@ -72,8 +74,9 @@ def fetch_model(options: FetchOptions) -> int:
             revision=options.revision,
             cache=options.cache,
             patience_s=options.patience_s,
+            now_s=lambda: clock.awake_s(time.monotonic()),
         )
-        text, code = asyncio.run(_run(job, options)), names.EXIT_STOPPED
+        text, code = asyncio.run(_run(job, options, clock)), names.EXIT_STOPPED
     except Exception as error:  # the boundary of this process: without its word nobody knows why
         text, code = _failure(options, error).to_json(), names.EXIT_FETCH_FAILED
     _leave(options, text)
@@ -98,7 +101,7 @@ def _leave(options: FetchOptions, text: str) -> None:
     sys.stdout.flush()
 
 
-async def _run(job: FetchJob, options: FetchOptions) -> str:
+async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
     # A process that is PID 1 has no default for SIGTERM; what was fetched is kept as it is.
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: os._exit(exit_code_of(signal.SIGTERM))
@@ -107,7 +110,7 @@ async def _run(job: FetchJob, options: FetchOptions) -> str:
     await server.start(options.health_host, options.health_port)
     try:
         async with asyncio.TaskGroup() as group:  # the first of the three that raises ends the others
-            beside = [group.create_task(_tell(job)), group.create_task(_watch(job))]
+            beside = [group.create_task(_tell(job)), group.create_task(_watch(job, clock))]
             model = await call_aside("fetch", job.run)
             for task in beside:
                 task.cancel()
@@ -118,11 +121,14 @@ async def _run(job: FetchJob, options: FetchOptions) -> str:
     return model.to_json()
 
 
-async def _watch(job: FetchJob) -> NoReturn:
-    """Raises FetchError when the hub stalls."""
-    while (stall := job.find_stall()) is None:
+async def _watch(job: FetchJob, clock: TurnClock) -> NoReturn:
+    """Raises FetchError when the hub stalls; time in which this process had no turn does not count."""
+    while True:
+        clock.turn(time.monotonic())
+        stall = job.find_stall()
+        if stall is not None:
+            raise stall
         await asyncio.sleep(WATCH_EVERY_S)
-    raise stall
 
 
 def _answer(job: FetchJob, path: str) -> HealthAnswer:

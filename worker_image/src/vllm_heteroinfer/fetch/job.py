@@ -4,7 +4,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -52,21 +52,30 @@ class FetchJob:
         revision: branch, tag or commit; a commit that is complete already needs no hub.
         cache: its root.
         patience_s: see PATIENCE_S.
+        now_s: a time in seconds that goes on only while this process has its turns, or any.
     """
 
     def __init__(
-        self, source: Source, *, repository: str, revision: str, cache: Path, patience_s: float = PATIENCE_S
+        self,
+        source: Source,
+        *,
+        repository: str,
+        revision: str,
+        cache: Path,
+        patience_s: float = PATIENCE_S,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
         self._repository = repository
         self._revision = revision
         self._cache = cache
         self._patience_s = patience_s
+        self._now_s = now_s
         self._store: ModelStore | None = None
         self._commit = ""
         self._wanted: tuple[FetchedFile, ...] = ()
         self._message = "asking the hub"
-        self._moves = _Moves()
+        self._moves = _Moves(now_s)
 
     def find_stall(self) -> FetchError | None:
         """Returns the end of a fetch whose source brings nothing for the whole patience, or None.
@@ -100,7 +109,7 @@ class FetchJob:
                 then: end the process.
             ModelFilesError: it is complete, and no model that can be planned.
         """
-        failures, most_bytes, moved_at = 0, -1, time.monotonic()
+        failures, most_bytes, moved_at = 0, -1, self._now_s()
         while True:
             try:
                 return self._attempt()
@@ -109,8 +118,8 @@ class FetchJob:
                     raise
                 done_bytes = self._used_bytes()
                 if done_bytes > most_bytes:
-                    failures, most_bytes, moved_at = 0, done_bytes, time.monotonic()
-                if time.monotonic() - moved_at > self._patience_s:
+                    failures, most_bytes, moved_at = 0, done_bytes, self._now_s()
+                if self._now_s() - moved_at > self._patience_s:
                     raise
                 pause_s = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
                 failures += 1
@@ -142,7 +151,7 @@ class FetchJob:
         return self._store.used_bytes() if self._store is not None else 0
 
     def _complete(self, store: ModelStore, files: Sequence[FetchedFile]) -> CompleteModel:
-        used_bytes, moved_at = -1, time.monotonic()
+        used_bytes, moved_at = -1, self._now_s()
         while True:
             with store.try_lock() as alone:
                 complete = store.complete()
@@ -153,9 +162,9 @@ class FetchJob:
                     return store.mark_complete(self._fetch_all(store, files))
             now_bytes = store.used_bytes()
             if now_bytes > used_bytes:
-                used_bytes, moved_at = now_bytes, time.monotonic()
+                used_bytes, moved_at = now_bytes, self._now_s()
             self._message = "another fetch of this model into the same cache is running; waiting for it"
-            if time.monotonic() - moved_at > self._patience_s:
+            if self._now_s() - moved_at > self._patience_s:
                 raise FetchError(
                     FailureReason.MODEL_CACHE_NOT_WRITABLE,
                     f"another fetch holds the lock of {store.folder.relative_to(self._cache)} and has "
@@ -205,11 +214,12 @@ class FetchJob:
 class _Moves:
     """For how long the source is asked and brings nothing; for any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
         self._lock = threading.Lock()
         self._calls = 0
         self._used_bytes = -1
-        self._moved_at_s = time.monotonic()
+        self._moved_at_s = self._now_s()
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -223,7 +233,7 @@ class _Moves:
     def _count(self, more: int) -> None:
         with self._lock:
             self._calls += more
-            self._moved_at_s = time.monotonic()
+            self._moved_at_s = self._now_s()
 
     def silent_s(self, used_bytes: int) -> float:
         """Returns the seconds since anything moved; 0 while nothing is asked.
@@ -233,8 +243,8 @@ class _Moves:
         """
         with self._lock:
             if not self._calls or used_bytes != self._used_bytes:
-                self._used_bytes, self._moved_at_s = used_bytes, time.monotonic()
-            return time.monotonic() - self._moved_at_s
+                self._used_bytes, self._moved_at_s = used_bytes, self._now_s()
+            return self._now_s() - self._moved_at_s
 
 
 def _read_index(folder: Path, files: Sequence[FetchedFile]) -> Any:

@@ -46,6 +46,11 @@ class GroupView:
         return not self.message
 
     @property
+    def computes(self) -> bool:
+        """Returns whether every rank can compute steps: then only API server and engine are waited for."""
+        return not self.missing_pods and not self._not_ready()
+
+    @property
     def message(self) -> str:
         """Returns what is waited for, "" when nothing is.
 
@@ -57,7 +62,9 @@ class GroupView:
         waits = [f"pod {pod} has not connected" for pod in self.missing_pods]
         waits += [self._words(status) for status in self._not_ready() if status.pod not in self.missing_pods]
         if not waits and not self.api_healthy:
-            waits = ["the API server does not answer"]
+            busy = self._busiest()
+            of_rank = f", and rank {busy.rank} (pod {busy.pod}) is busy" if busy else ""
+            waits = [f"the API server does not answer{of_rank}"]
         if not waits and not self.engine_answers:
             waits = ["the engine does not answer"]
         return f"waiting: {', '.join(waits)}" if waits else ""
@@ -72,16 +79,18 @@ class GroupView:
             return self.missing_pods[0]
         first = next(iter(self._by_suspicion()), None)
         if first is None:
-            return None if self.api_healthy and self.engine_answers else 0
+            busy = None if self.api_healthy else self._busiest()
+            return busy.pod if busy else None if self.api_healthy and self.engine_answers else 0
         return 0 if self._waits_for_engine(first.rank) else first.pod
 
     @property
     def rank(self) -> int | None:
         """Returns the rank that the others wait for; None if it is a whole pod or the engine."""
         first = next(iter(self._by_suspicion()), None)
-        if self.missing_pods or first is None or self._waits_for_engine(first.rank):
-            return None
-        return first.rank
+        if first is None:
+            busy = None if self.api_healthy or self.missing_pods else self._busiest()
+            return busy.rank if busy else None
+        return None if self.missing_pods or self._waits_for_engine(first.rank) else first.rank
 
     def busy_ranks(self) -> list[Stuck]:
         """Returns the ranks that are doing something, or have told their supervisor nothing for a while."""
@@ -97,6 +106,11 @@ class GroupView:
             for beat in self.beats
             if beat.busy is not None or beat.silent_s > SILENT_S / 10
         ]
+
+    def _busiest(self) -> Stuck | None:
+        """Returns the rank that an API server which does not answer may wait for: none that waits itself."""
+        busy = [stuck for stuck in self.busy_ranks() if stuck.busy is not None]
+        return min(busy, key=lambda each: (each.waiting_for_rank is not None, -each.busy_s), default=None)
 
     def status(self, launch: PodLaunch, message: str) -> GroupReport:
         """Returns the status that /group shows; `message` is "" when the group is ready."""

@@ -30,4 +30,8 @@ class StartClock:
         seen = (ranks, view.api_healthy)
         if view.missing_pods or seen != self._seen:
             self._seen, self._moved_at_s = seen, now_s
-        return now_s - self._moved_at_s > self._timeout_s
+        return self.still_s(now_s) > self._timeout_s
+
+    def still_s(self, now_s: float) -> float:
+        """Returns since when nothing has moved, as far as `is_overdue` was told, in seconds."""
+        return now_s - self._moved_at_s

@@ -249,9 +249,11 @@ class Supervisor:
 
     def _check_deadlines(self, server: ControlServer) -> None:
         ranks_busy = any(beat.busy is not None for beat in (*self._pod.beats(), *server.ranks()))
+        # Before the group is ready its API server does not listen, but asks its engine already.
+        computes = self._was_ready or self._view().computes
         self._engine.look(
-            ranks_busy=ranks_busy or self._draining or not self._was_ready,
-            api_answers=self._api_healthy,
+            ranks_busy=ranks_busy or self._draining or not computes,
+            api_answers=self._api_healthy or not self._was_ready,
             api_silent_s=self._pod.api_silent_s(),
             engine_waits_s=self._pod.engine_waits_s(),
             now_s=self._awake_s(),
@@ -259,11 +261,14 @@ class Supervisor:
         view = self._view()
         self._was_ready = self._was_ready or view.ready
         self._pod.watch_engine(started=self._was_ready)
-        if not self._was_ready:
-            if self._start.is_overdue(view, self._awake_s()):
-                self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
-            return
         busy_ranks, limit_s = view.busy_ranks(), self._settings.step_timeout_s
+        if not self._was_ready:
+            now_s = self._awake_s()
+            if self._start.is_overdue(view, now_s):
+                self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
+            # A rank may be stuck in the group's own first request, once its warm-up, maybe long, is over.
+            if not view.computes or self._start.still_s(now_s) <= limit_s:
+                return
         stuck = culprit.blame_stuck(busy_ranks, limit_s) or self._engine.overdue()
         if stuck is not None:
             accused = stuck.reason is FailureReason.STEP_TIMEOUT

@@ -117,6 +117,8 @@ class RankMetrics:
             registry=self.registry,
         )
         self._steps = 0
+        self._called = 0
+        """Steps whose calls are over, also the group's own: no two have one name for the supervisor."""
         self._averages: tuple[float, ...] = ()
         self._busy: str | None = None
         self._step = Step()
@@ -154,7 +156,7 @@ class RankMetrics:
             self._step.began = self._step.began or self._entered
             if self._left is not None:
                 self._idle.inc(self._entered - self._left)
-        self._busy = f"step {self._steps + 1}"
+        self._busy = f"step {self._called + 1}"
         self._reporter.busy(self._busy)
 
     def leave(self) -> None:
@@ -236,6 +238,7 @@ class RankMetrics:
             counts: whether the step is a client's; a step of the group's own is not recorded.
         """
         step, self._step, self._busy = self._step, Step(), None
+        self._called += 1
         if not counts:
             with self._lock:
                 self._left = None  # idle time counts from the first step of a client on

@@ -116,14 +116,18 @@ class GlooLink:
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
         """Yields each peer's part once its message is there."""
         slot = self._published % _PARTS
-        start = time.perf_counter()
-        self._meter.waiting_for(self._process_group.ranks[self._process_group.peers[0]])
-        for peer in self._arrivals(slot):
+        pending = list(self._process_group.peers)
+        arrivals = self._arrivals(slot)
+        while pending:
+            start = time.perf_counter()
+            # Also after others have come: who says that it waits for nobody is taken for the one that hangs.
+            self._meter.waiting_for(self._process_group.ranks[pending[0]])
+            peer = next(arrivals)
             self._meter.waited(time.perf_counter() - start)
             self._meter.waiting_for(None)
+            pending.remove(peer)
             message = self._in[peer][slot]
             yield peer, message.header, message.part
-            start = time.perf_counter()
 
     def _arrivals(self, slot: int) -> Iterator[int]:
         """Yields the peers in the order in which their messages come."""
@@ -144,7 +148,7 @@ class GlooLink:
         self._announced += 1
         slot = self._announced % _RING
         for peer, work in self._ring_works[slot]:
-            self._finish(work, peer, READING, self.timeout_s)
+            self._wait(work, peer, READING, self.timeout_s)
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         row = self._ring[slot, : len(framed)]
         row.copy_(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
