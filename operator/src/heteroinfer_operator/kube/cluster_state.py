@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,6 +95,7 @@ class ClusterState:
                 changed=pod_changed,
                 index=lambda pod: pod.key,
                 unreadable=trim.unreadable_pod,
+                failing=functools.partial(self._touch_pods, scope),
             )
 
         def build_children(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:
@@ -277,6 +279,16 @@ class ClusterState:
         gone_by = None if view.gone_by is None else self._deletions.moment(view.uid)
         created = self._creations.moment(view.uid) or view.created
         return replace(pod, view=replace(view, gone_by=gone_by, created=created))
+
+    def _touch_pods(self, scope: str | None) -> None:
+        """Has resources looked at whose pods nobody watches now: their leaders may know more."""
+        for key in sorted({pod.key for pod in self._pods[scope].values()}):
+            self._touched(key)
+
+    def pods_unwatched(self, key: ResourceKey) -> bool:
+        """Returns whether the last list or watch of a resource's pods failed."""
+        cache = self.of(POD, key.namespace)
+        return cache is not None and cache.is_failing
 
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
         """Returns the other children of a resource, in order of kind and name."""
