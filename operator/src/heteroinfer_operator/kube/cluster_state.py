@@ -16,7 +16,7 @@ from heteroinfer_operator.demand import PodDemand, total
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
-from heteroinfer_operator.kube.own_clock import OwnClock
+from heteroinfer_operator.kube.own_clock import AwakeClock, OwnClock
 from heteroinfer_operator.kube.paths import CHILDREN, CONFIG_MAP, NODE, POD, SERVICE, Kind, NamespacedName
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiServer
@@ -68,7 +68,10 @@ class ClusterState:
         self._touched = touched
         self._ready: set[str | None] = set()
         self._some_ready = asyncio.Event()
-        self._silences, self._deletions, self._creations = OwnClock(), OwnClock(), OwnClock()
+        self._awake = AwakeClock(clock)
+        self._silences, self._deletions, self._creations = (
+            OwnClock(passed_s=self._awake.awake_s) for _ in range(3)
+        )
         scopes: list[str | None] = [*namespaces] or [None]
 
         self.resources = ResourceCache(server, scopes, touched)
@@ -238,6 +241,7 @@ class ClusterState:
             for cache in self.all():
                 group.create_task(cache.run(), name=cache.collection.label)
             group.create_task(self._gangs.run(), name="gang schedulers")
+            group.create_task(self._awake.run(), name="clock")
             for scope in self._pods:
                 group.create_task(self._make_ready(scope), name=f"first lists of {scope or 'all namespaces'}")
 
