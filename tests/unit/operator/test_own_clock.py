@@ -124,7 +124,7 @@ def test_caches_count_by_the_operators_clock(skew_s: float) -> None:
 
 
 def test_time_in_which_the_operator_stood_still_gives_no_node_up() -> None:
-    """It was stopped, or its machine suspended: the node may have come back, and no watch has shown it yet."""
+    """It was stopped, or its machine suspended. The node may be back, and no watch has shown it yet."""
     now, passed_s = START, 0.0
 
     def pass_time(seconds: float) -> None:
