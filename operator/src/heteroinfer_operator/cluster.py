@@ -186,6 +186,7 @@ class ResourceObservation:
         groups: by group index: what a running leader says of its group now.
         silences: by group index: for how many seconds no connection to its leader, which answered before, has
             succeeded.
+        pods_unwatched: whether the API server failed to show the pods when it was last asked.
         calibrations: what was measured of nodes.
         fetch: what the pod that fetches the model says now, or None.
         refusals: what of the resource was refused when it was last tried.
@@ -204,6 +205,7 @@ class ResourceObservation:
     gangs: frozenset[Gang] = frozenset()
     groups: Mapping[int, GroupReport] = field(default_factory=dict)
     silences: Mapping[int, float] = field(default_factory=dict)
+    pods_unwatched: bool = False
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     fetch: FetchProgress | None = None
     refusals: tuple["Refusal", ...] = ()

@@ -112,8 +112,11 @@ async def test_readyz_and_a_metric_show_that_pods_cannot_be_watched(
 ) -> None:
     async with operator(proxy.kubeconfig, tmp_path / "log", watch_namespaces=namespace) as process:
         await process.working()
+        await bring_up(server, namespace)
         failing = f'{metric_names.OPERATOR_CACHES}{{state="failing"}}'
         assert await process.metric(failing) == 0
+        looks = f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count"
+        before = await process.metric(looks)
         fault = proxy.inject(f"/namespaces/{namespace}/pods", method="GET", status=500)
         proxy.cut_watches(f"/namespaces/{namespace}/pods")
 
@@ -121,6 +124,11 @@ async def test_readyz_and_a_metric_show_that_pods_cannot_be_watched(
             return await process.metric(failing) == count
 
         await until("it is shown", lambda: shows(1), said=lambda: process.said)
+
+        async def looks_again() -> bool:
+            return await process.metric(looks) > before
+
+        await until("the resource is looked at: its leader may know more", looks_again)
         proxy.heal(fault)
         await until("it is over", lambda: shows(0), timeout_s=40, said=lambda: process.said)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import NodeView, PodView, ResourceKey
 from heteroinfer_operator.kube.cluster_state import ClusterState
-from heteroinfer_operator.kube.own_clock import OwnClock, utc_now
+from heteroinfer_operator.kube.own_clock import AwakeClock, OwnClock, utc_now
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
@@ -121,6 +121,26 @@ def test_caches_count_by_the_operators_clock(skew_s: float) -> None:
     assert began <= gone_by - timedelta(seconds=GRACE_S) <= utc_now()
     assert moments(3, "Unknown") == (silent_since, gone_by), "other changes of both count nothing anew"
     assert moments(4, "True") == (None, gone_by)
+
+
+def test_time_in_which_the_operator_stood_still_gives_no_node_up() -> None:
+    """It was stopped, or its machine suspended. The node may be back, and no watch has shown it yet."""
+    now, passed_s = START, 0.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now, passed_s
+        now, passed_s = now + timedelta(seconds=seconds), passed_s + seconds
+
+    awake = AwakeClock(lambda: passed_s)
+    silences = OwnClock(lambda: now, awake.awake_s)
+    silences.note("n", "since")
+    for _ in range(20):
+        pass_time(AwakeClock.TICK_S)
+        awake.awake_s()
+    pass_time(3600)
+    moment = silences.moment("n")
+    assert moment is not None
+    assert timedelta(seconds=20) <= now - moment <= timedelta(seconds=26)
 
 
 @pytest.mark.parametrize("set_by", [timedelta(hours=1), timedelta(days=-1)])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.reconcile.silent_leaders import SILENT_S
 from tests.unit.reconcile.world import World, cpu_pair
 
@@ -58,3 +59,39 @@ def test_a_pod_that_is_known_to_have_ended_goes_before_silence(world: World) -> 
     world.end_pod(world.workers()[1])
     world.step()
     assert world.condition("Available")[0] == "False"
+
+
+def _report(*, ready: bool, epoch: int = 1) -> GroupReport:
+    ranks = tuple(
+        RankStatus(rank=rank, pod=rank, phase=RankPhase.READY, steps=9, step_s=0.01, compute_s=0.01)
+        for rank in (0, 1)
+    )
+    return GroupReport(group_uid="u", epoch=epoch, plan_hash="h", ready=ready, message="", ranks=ranks)
+
+
+@pytest.mark.parametrize("report", [None, _report(ready=False), _report(ready=True, epoch=7)])
+def test_while_nobody_watches_pods_the_leaders_report_decides(
+    world: World, report: GroupReport | None
+) -> None:
+    world.reports = {0: _report(ready=True)}
+    world.settle()
+    workers = world.workers()
+    world.pods_unwatched = True
+    world.step()
+    assert world.writes == [], "the leader reports its group as ready"
+    assert world.look_again_s is not None
+    assert world.look_again_s <= 1
+    world.reports = {} if report is None else {0: report}
+    world.step()
+    assert world.condition("Available") == ("Unknown", "LeaderSilent")
+    assert world.condition("Ready") == ("Unknown", "LeaderSilent")
+    assert world.workers() == workers
+    world.pods_unwatched = False
+    world.step()
+    assert world.condition("Available") == ("True", "Serving")
+
+
+def test_a_leader_that_never_reported_says_nothing_by_its_silence(world: World) -> None:
+    world.pods_unwatched = True
+    world.step()
+    assert world.condition("Available") == ("True", "Serving")

@@ -155,6 +155,7 @@ class World:
     )
     reports: dict[int, GroupReport] = field(default_factory=dict)
     silences: dict[int, float] = field(default_factory=dict)
+    pods_unwatched: bool = False
     fetch: FetchProgress | None = None
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     writes: list[Action] = field(default_factory=list)
@@ -209,6 +210,7 @@ class World:
             nodes=self.nodes,
             groups=self.reports,
             silences=self.silences,
+            pods_unwatched=self.pods_unwatched,
             fetch=self.fetch,
             calibrations=self.calibrations,
             refusals=self.refusals,

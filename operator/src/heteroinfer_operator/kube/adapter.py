@@ -87,12 +87,15 @@ class KubeCluster:
             self._unlabelled.forget(key)
             return None
         self._callbacks.observed(key, resource.status)
+        unwatched = self._cluster_state.pods_unwatched(key)
         for may_look_again in (True, True, False):
             known = self._cluster_state.pods(key, resource.uid)
             unlabelled = await self._unlabelled.find(resource, known)
             known += unlabelled
             ours = _with_complete_labels(known)
-            groups, fetch = await asyncio.gather(self._groups.observe(ours), self._groups.observe_fetch(ours))
+            groups, fetch = await asyncio.gather(
+                self._groups.observe(ours, anew=unwatched), self._groups.observe_fetch(ours)
+            )
             for text in self._groups.take_nonsense(key):
                 event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
                 self._ways.recorder.record(resource, event)
@@ -112,6 +115,7 @@ class KubeCluster:
             gangs=self._cluster_state.gangs,
             groups=groups,
             silences=self._groups.silences(ours),
+            pods_unwatched=unwatched,
             calibrations=self._cluster_state.calibrations,
             fetch=fetch,
             refusals=self._kept_of(resource).refusals(resource),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from heteroinfer_operator.demand import PodDemand, total
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
-from heteroinfer_operator.kube.own_clock import OwnClock
+from heteroinfer_operator.kube.own_clock import AwakeClock, OwnClock
 from heteroinfer_operator.kube.paths import CHILDREN, CONFIG_MAP, NODE, POD, SERVICE, Kind, NamespacedName
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiServer
@@ -67,7 +68,10 @@ class ClusterState:
         self._touched = touched
         self._ready: set[str | None] = set()
         self._some_ready = asyncio.Event()
-        self._silences, self._deletions, self._creations = OwnClock(), OwnClock(), OwnClock()
+        self._awake = AwakeClock(clock)
+        self._silences, self._deletions, self._creations = (
+            OwnClock(passed_s=self._awake.awake_s) for _ in range(3)
+        )
         scopes: list[str | None] = [*namespaces] or [None]
 
         self.resources = ResourceCache(server, scopes, touched)
@@ -94,6 +98,7 @@ class ClusterState:
                 changed=pod_changed,
                 index=lambda pod: pod.key,
                 unreadable=trim.unreadable_pod,
+                failing=functools.partial(self._touch_pods, scope),
             )
 
         def build_children(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:
@@ -236,6 +241,7 @@ class ClusterState:
             for cache in self.all():
                 group.create_task(cache.run(), name=cache.collection.label)
             group.create_task(self._gangs.run(), name="gang schedulers")
+            group.create_task(self._awake.run(), name="clock")
             for scope in self._pods:
                 group.create_task(self._make_ready(scope), name=f"first lists of {scope or 'all namespaces'}")
 
@@ -277,6 +283,16 @@ class ClusterState:
         gone_by = None if view.gone_by is None else self._deletions.moment(view.uid)
         created = self._creations.moment(view.uid) or view.created
         return replace(pod, view=replace(view, gone_by=gone_by, created=created))
+
+    def _touch_pods(self, scope: str | None) -> None:
+        """Has resources looked at whose pods nobody watches now: their leaders may know more."""
+        for key in sorted({pod.key for pod in self._pods[scope].values()}):
+            self._touched(key)
+
+    def pods_unwatched(self, key: ResourceKey) -> bool:
+        """Returns whether the last list or watch of a resource's pods failed."""
+        cache = self.of(POD, key.namespace)
+        return cache is not None and cache.is_failing
 
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
         """Returns the other children of a resource, in order of kind and name."""

@@ -89,7 +89,7 @@ class LeaderClient:
         if self._session is not None:
             await self._session.close()
 
-    async def observe(self, pods: Iterable[PodRecord]) -> dict[int, GroupReport]:
+    async def observe(self, pods: Iterable[PodRecord], *, anew: bool = False) -> dict[int, GroupReport]:
         """Returns by group index what each leader says of its group.
 
         The leader of a group that has lost a pod is not asked: it may not answer any more, and
@@ -97,6 +97,10 @@ class LeaderClient:
         asked anew each time, and not for long: it may sleep, which only it can tell. One that
         let the time pass is not waited for again within KEEP_S: where pods cannot be reached at
         all, a reconcile must not wait for each of them.
+
+        Args:
+            pods: of a resource.
+            anew: whether each leader is asked again after ASK_AGAIN_S, since nobody watches the pods.
         """
         known = tuple(pods)
         ended = {_group(pod) for pod in known if pod.view.ended}
@@ -106,7 +110,7 @@ class LeaderClient:
         }
         self._forget_old()
         answers = await asyncio.gather(
-            *(self._ask(pod, ready=_group(pod) not in unready) for pod in leaders.values())
+            *(self._ask(pod, ready=_group(pod) not in unready, anew=anew) for pod in leaders.values())
         )
         return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
 
@@ -154,10 +158,12 @@ class LeaderClient:
         self._silences = {uid: each for uid, each in self._silences.items() if uid in self._answered}
         self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
-    async def _ask(self, pod: PodRecord, *, ready: bool) -> GroupReport | None:
+    async def _ask(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
         kept = self._answers.get(pod.view.uid)
-        if kept is not None and (ready or kept.silent) and not self._is_due(pod.view.uid, kept):
-            return kept.status
+        if kept is not None and (ready or kept.silent):
+            old = anew and self._clock() - kept.at_s >= ASK_AGAIN_S
+            if not old and not self._is_due(pod.view.uid, kept):
+                return kept.status
         asked_s = self._clock()
         answer = await self._fetch(pod, TIMEOUT_S if ready else UNREADY_TIMEOUT_S)
         self._note(pod, asked_s, answer, ready=ready)

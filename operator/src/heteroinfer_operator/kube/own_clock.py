@@ -4,6 +4,7 @@ Stamps of a cluster are of several clocks: of the controller manager (a node's c
 server (a pod's deletion), of ours. The difference of two of them is a time only if both are of one.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Hashable
 from datetime import UTC, datetime, timedelta
@@ -20,6 +21,38 @@ _LATEST_S: Final = 10 * 365 * 86400.0
 def utc_now() -> datetime:
     """Returns the time of this machine's clock, which reconciles have as their `now`."""
     return datetime.now(UTC)
+
+
+class AwakeClock:
+    """Counts the seconds in which this process had its turns.
+
+    A process that was stopped, or a machine that was suspended, saw nothing meanwhile: a node that it knew as
+    unreachable may have come back since.
+
+    Args:
+        passed_s: seconds that never go back.
+    """
+
+    TICK_S: Final = 1.0
+    _MOST_GAP_S: Final = 5.0
+
+    def __init__(self, passed_s: Callable[[], float] = time.monotonic) -> None:
+        self._passed_s = passed_s
+        self._looked_s = passed_s()
+        self._awake_s = 0.0
+
+    def awake_s(self) -> float:
+        """Returns the seconds since the start, less gaps in which nobody asked this clock."""
+        now_s = self._passed_s()
+        self._awake_s += min(max(now_s - self._looked_s, 0.0), self._MOST_GAP_S)
+        self._looked_s = now_s
+        return self._awake_s
+
+    async def run(self) -> None:
+        """Asks the clock each second until cancelled."""
+        while True:
+            self.awake_s()
+            await asyncio.sleep(self.TICK_S)
 
 
 class OwnClock:

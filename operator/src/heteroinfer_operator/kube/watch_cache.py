@@ -123,6 +123,7 @@ class WatchCache(Generic[T]):
         changed: called with the value before and after each change that `trim` shows.
         index: what `under` finds a value by; None where nobody asks for it.
         unreadable: the value of an object at which `trim` raised UnreadableError; None leaves it out.
+        failing: called when a list or watch fails after one that worked.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class WatchCache(Generic[T]):
         changed: Callable[[T | None, T | None], None],
         index: Callable[[T], Hashable] | None = None,
         unreadable: Callable[[Manifest], T | None] = lambda stored: None,
+        failing: Callable[[], None] = lambda: None,
     ) -> None:
         self.collection = collection
         self.synced = asyncio.Event()
@@ -142,6 +144,7 @@ class WatchCache(Generic[T]):
         self._changed = changed
         self._index = index
         self._unreadable = unreadable
+        self._failing = failing
         self._reported: dict[NamespacedName, str] = {}
         self._broke_off = False
         self._entries: dict[NamespacedName, _Entry[T]] = {}
@@ -302,7 +305,9 @@ class WatchCache(Generic[T]):
 
     def _report(self, error: ApiError) -> None:
         is_news = self._problem is None or self._problem.message != error.message
-        self._problem = error
+        began, self._problem = self._problem is None, error
+        if began:
+            self._failing()
         if not is_news:
             logger.debug("%s: %s", self.collection.label, error.message)
         elif error.status == GONE:

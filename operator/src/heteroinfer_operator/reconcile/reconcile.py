@@ -71,7 +71,7 @@ from heteroinfer_operator.reconcile.revisions import (
     read_records,
 )
 from heteroinfer_operator.reconcile.rollout import decide_wanted
-from heteroinfer_operator.reconcile.silent_leaders import with_silence
+from heteroinfer_operator.reconcile.silent_leaders import with_report_alone, with_silence
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 from heteroinfer_operator.refusals import due_in_time
 
@@ -229,6 +229,8 @@ def _act(
         for pods in [by_group.get(decision.status.index, ())]
     ]
     wanted = [with_silence(each, observation.silences.get(each.status.index)) for each in wanted]
+    if observation.pods_unwatched:
+        wanted = [with_report_alone(each, observation.groups.get(each.status.index)) for each in wanted]
     decisions = [*wanted, *unwanted]
     keys = [key for decision in wanted for key in decision.keys]
     creates = [create for decision in wanted for create in decision.creates]
