@@ -27,7 +27,7 @@ from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import MOST_A_MINUTE, EventRecorder
 from heteroinfer_operator.kube.kept import WRITES_AT_ONCE
 from heteroinfer_operator.kube.leader_client import LeaderClient
-from heteroinfer_operator.kube.paths import EVENT, POD, SERVICE
+from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.manifests.identity import Owner
 from tests.cluster.running_cluster import Cluster
@@ -140,6 +140,15 @@ async def is_woken(behind: Behind) -> None:
 
 async def test_pods_are_created_beside_each_other_and_each_once(behind: Behind) -> None:
     creates = [pod(behind.owner, index) for index in range(20)]
+    await behind.direct.merge(
+        HETERO_INFERENCE.path(behind.owner.key.namespace, "tiny"),
+        {"spec": {"replicas": 10}},  # two pods each: the budget of new pods allows 20
+    )
+
+    async def wants_20_pods() -> bool:
+        return bool((await behind.observe()).resource.spec["replicas"] == 10)
+
+    await until("the operator knows it", wants_20_pods)
     await behind.run(creates[0])
     slow = behind.proxy.inject(r"/pods\?", method="POST", delay_s=2.0)
     started = time.monotonic()

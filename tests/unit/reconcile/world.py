@@ -1,6 +1,6 @@
 """A cluster as values: what the decisions' actions would make of it. No clock, no I/O."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
@@ -525,7 +525,7 @@ class World:
         self.unmade.discard(name)
         self.created.append(name)
         stored = self.pod_webhook(manifest)
-        if not _is_ours(stored):
+        if not _is_ours(stored, manifest):
             self.strangers[name] = stored
             return
         self.manifests[name] = manifest
@@ -539,11 +539,12 @@ class World:
         )
 
 
-def _is_ours(pod: dict[str, Any]) -> bool:
-    """Returns whether the operator knows a stored pod as one of the resource."""
+def _is_ours(pod: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
+    """Returns whether the operator knows a stored pod as the one that it sent."""
     owners = pod["metadata"].get("ownerReferences") or ()
     is_owned = any(owner.get("controller") and owner["uid"] == "uid-demo" for owner in owners)
-    return is_owned and (pod["metadata"].get("labels") or {}).get(names.LABEL_RESOURCE) == "demo"
+    own = sent["metadata"]["labels"][names.LABEL_RESOURCE]
+    return is_owned and (pod["metadata"].get("labels") or {}).get(names.LABEL_RESOURCE) == own
 
 
 def _is_inspect(pod: PodView) -> bool:

@@ -6,7 +6,6 @@ true as pods are known, however long a webhook takes.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -123,6 +122,7 @@ class ActionRun:
             ConflictError: an action met another state than the decision was made on.
         """
         try:
+            self._promise(actions)
             for action in actions:
                 if isinstance(action, RecordEvent):
                     self._ways.recorder.record(self._resource, action)
@@ -139,6 +139,13 @@ class ActionRun:
             raise self._conflict
         waits = [self._acting.look_again_s(), self._status_s]
         return min((wait for wait in waits if wait is not None), default=None)
+
+    def _promise(self, actions: Sequence[Action]) -> None:
+        """Keeps capacity for the pods of this decision until the next one, before others decide."""
+        creates = [action.manifest for action in actions if isinstance(action, CreateObject)]
+        pods = [manifest for manifest in creates if manifest["kind"] == POD.name]
+        self._kept.promises.close()
+        self._kept.promises.enter_context(self._ways.cluster_state.promising(pods))
 
     async def _try_objects(self, action: TryObjects) -> None:
         await self._ways.dry_runs.find(self._resource, action, patience_s=self._left_s())
@@ -297,12 +304,7 @@ class ActionRun:
                 self._refused(action, NOT_ANSWERED, unanswered_words(action, _UNDER_WAY))
 
     def _launch(self, actions: Sequence[Action], work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
-        creates = [action for action in actions if isinstance(action, CreateObject)]
-        pods = [create.manifest for create in creates if create.manifest["kind"] == POD.name]
-        promises = contextlib.ExitStack()
-        promises.enter_context(self._ways.cluster_state.promising(pods))
         task = self._start(work, f"writes of {self._resource.key}")
-        task.add_done_callback(lambda _: promises.close())
         for action in actions:
             scopes = action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
             epoch = _epoch_of(action) if isinstance(action, CreateObject) else ""

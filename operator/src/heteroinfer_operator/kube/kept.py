@@ -1,6 +1,7 @@
 """What one decision on a resource leaves to the next: refusals, and requests that are under way."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -82,6 +83,7 @@ class Kept:
         under_way: requests that the API server has not answered, by object.
         status_tries: writes of the status that it has not answered.
         slots: for creates and applies.
+        promises: the capacity that is kept for the pods of the last decision.
     """
 
     uid: str
@@ -93,6 +95,7 @@ class Kept:
     under_way: dict[Subject, UnderWay] = field(default_factory=dict)
     status_tries: StatusTries = field(default_factory=StatusTries)
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WRITES_AT_ONCE))
+    promises: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
     def of(cls, resource: ResourceView, held_back: Callable[[str], None]) -> "Kept":
@@ -120,5 +123,6 @@ class Kept:
     def cancel(self) -> None:
         """Gives up all requests that are under way: the resource is gone."""
         self.status_tries.cancel()
+        self.promises.close()
         for each in self.under_way.values():
             each.task.cancel()
