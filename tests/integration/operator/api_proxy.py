@@ -236,3 +236,7 @@ async def api_proxy(kubeconfig: Path, through: Path) -> AsyncIterator[ApiProxy]:
         proxy.cut_watches()
         await runner.cleanup()
         await session.close()
+        # Connections that were just closed are let go by callbacks of the loop, which ends with the test.
+        while runner.server is not None and runner.server.connections:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
