@@ -334,3 +334,20 @@ def test_a_profile_that_the_status_has_no_capacity_for_is_refused_in_words() -> 
     world.settle()
     assert world.condition("ModelReady") == ("False", "ModelNotReadable")
     assert "2000 layers, expected at most 16384" in message(world, "ModelReady")
+
+
+def test_the_pod_that_read_the_model_stays_until_its_answer_is_stored() -> None:
+    """The answer is nowhere else: with a status that had to wait it was lost, and another pod was made."""
+    world = World(spec=cpu_pair())
+    world.settle()
+    (inspect,) = world.pods
+    world.answer_inspection()
+    world.refuses["HeteroInference/status", "*"] = "the object is too large"
+    world.step()
+    assert inspect in world.pods
+    world.refuses.clear()
+    world.live(20)
+    world.settle()
+    assert inspect not in world.pods
+    assert world.condition("ModelReady")[0] == "True"
+    assert len(world.workers()) == 2
