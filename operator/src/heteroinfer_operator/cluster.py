@@ -312,7 +312,7 @@ class DeleteObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchStatus:
-    """Replace the status; after a conflict nothing is made, and all is observed again.
+    """Replace the status. After a conflict the operator makes no child and observes all again.
 
     Attributes:
         status: the whole new status, which the schema takes.

@@ -277,7 +277,7 @@ def _model_of(annotation: object) -> type[Model] | None:
 
 
 def _causes(error: ValidationError) -> list[Any]:
-    # A list with a bad item is also reported as too short: leave out what an inner error explains.
+    # A list with a bad item is also reported as too short: leave out the outer error.
     found = error.errors()
     locations = [problem["loc"] for problem in found]
     return [

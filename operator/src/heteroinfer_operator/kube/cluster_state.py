@@ -151,7 +151,7 @@ class ClusterState:
 
     @property
     def calibrations(self) -> Calibrations:
-        """Returns what was measured of nodes."""
+        """Returns the measured rates of nodes; none before the first are read."""
         return Calibrations() if self._kept is None else self._kept.calibrations
 
     @property

@@ -104,7 +104,7 @@ class Kept:
         return cls(resource.uid, resource.generation, acting, budget=Budget(report=held_back))
 
     def refusals(self, resource: ResourceView) -> tuple[Refusal, ...]:
-        """Returns what was refused; what was refused of another spec is tried anew, at once."""
+        """Returns the refusals. After a change of the spec: those that still stand, due for a try at once."""
         known = tuple(self.acting.known.values())
         return known if resource.generation == self.generation else asked_anew(known, datetime.now(UTC))
 
