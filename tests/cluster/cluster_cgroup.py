@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 from pathlib import Path
 
 from tests.cluster import processes
@@ -43,8 +44,8 @@ def pids(name: str) -> list[int]:
         {
             int(pid)
             for root in hierarchies()
-            for procs in (root / name).rglob("cgroup.procs")
-            for pid in _read(procs).split()
+            for folder in _with_all_below(root / name)
+            for pid in _read(folder / "cgroup.procs").split()
         }
     )
 
@@ -70,8 +71,7 @@ def remove(name: str) -> None:
 def _remove_below(folder: Path) -> bool:
     """Removes a cgroup and those below it; returns whether all are gone."""
     try:
-        children = sorted((child for child in folder.rglob("*") if child.is_dir()), reverse=True)
-        for child in (*children, folder):
+        for child in reversed(_with_all_below(folder)):
             child.rmdir()
     except FileNotFoundError:
         return not folder.exists()
@@ -80,6 +80,14 @@ def _remove_below(folder: Path) -> bool:
             raise
         return False
     return True
+
+
+def _with_all_below(folder: Path) -> list[Path]:
+    """Returns a cgroup and those below it, each after its parent; one that goes meanwhile may be missing.
+
+    `Path.rglob` raises where a folder goes while it looks (Python 3.11); `os.walk` leaves the folder out.
+    """
+    return [Path(at) for at, _, _ in os.walk(folder)]
 
 
 def _read(file: Path) -> str:
