@@ -1,7 +1,9 @@
 """When things happened, as the API server reported: from its watches, in seconds after the fault."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from heteroinfer_contract import names
 from tests.e2e.watching import Change
@@ -12,11 +14,13 @@ class Turn:
     """From an epoch's pods to the next one's, in Unix time.
 
     Attributes:
+        epoch: number of the next one.
         old_gone: when the last pod of the epoch was removed.
         first_created: when the first pod of the next was there.
         last_created: when the last was.
     """
 
+    epoch: int
     old_gone: float
     first_created: float
     last_created: float
@@ -39,16 +43,33 @@ def find_turn(pods: Sequence[Change], epoch: int, count: int) -> Turn:
         AssertionError: the pods of one of them did not all come, or not all go.
     """
     gone = {change.name: change.at for change in pods if change.kind == "DELETED" and _epoch(change) == epoch}
+    following = next(iter(find_epochs(pods, after=epoch)), 0)
     created: dict[str, float] = {}
     for change in pods:
-        if change.kind == "ADDED" and _epoch(change) == epoch + 1:
+        if change.kind == "ADDED" and _epoch(change) == following:
             created.setdefault(change.name, change.at)
     assert len(gone) == count, f"expected the end of {count} pods of epoch {epoch}, got {gone}"
-    assert len(created) == count, f"expected {count} pods of epoch {epoch + 1}, got {created}"
+    assert len(created) == count, f"expected {count} pods of epoch {following}, got {created}"
     return Turn(
-        old_gone=max(gone.values()), first_created=min(created.values()), last_created=max(created.values())
+        epoch=following,
+        old_gone=max(gone.values()),
+        first_created=min(created.values()),
+        last_created=max(created.values()),
     )
+
+
+def find_epochs(pods: Sequence[Change], *, after: int) -> list[int]:
+    """Returns the epochs after an epoch that had pods, in order."""
+    return sorted({_epoch(change) for change in pods if _epoch(change) > after})
 
 
 def _epoch(change: Change) -> int:
     return int(change.stored["metadata"]["labels"][names.LABEL_EPOCH])
+
+
+def keep(name: str, text: str) -> None:
+    """Writes a file into the folder $OUT, which it makes; without OUT in the environment it keeps nothing."""
+    if given := os.environ.get("OUT"):
+        folder = Path(given)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)

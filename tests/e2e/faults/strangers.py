@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.group_key import GroupKey
 from tests.cluster import processes
+from tests.e2e.faults.measuring import keep
 from tests.e2e.faults.scene import Scene
 from vllm_heteroinfer.launch.handshake import build_opening
 from vllm_heteroinfer.launch.supervisor_messages import Hello, Message
@@ -47,8 +47,7 @@ def visit(scene: Scene) -> Iterator[float]:
         except OSError as error:
             raise AssertionError(f"not answered while a stranger was there: {scene.group}") from error
         said = json.loads(visiting.result())
-    if folder := os.environ.get("OUT"):
-        (Path(folder) / "stranger.json").write_text(json.dumps(said, indent=1))
+    keep("stranger.json", json.dumps(said, indent=1))
     check_learnt(said, secrets_of(pods))
     yield at
 

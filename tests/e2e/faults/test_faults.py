@@ -7,7 +7,6 @@ docs/faults.md.
 """
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from tests.cluster.node import NodeCluster
 from tests.cluster.volumes import volume_manifests
 from tests.e2e.faults import injections
 from tests.e2e.faults.matrix import MATRIX, NEXT_EPOCH_S, RANK_DIES_S, Blocked, Ends, Fault, GoesOn, Waits
-from tests.e2e.faults.measuring import find_turn
+from tests.e2e.faults.measuring import find_epochs, find_turn, keep
 from tests.e2e.faults.resources import PAIR, build_pair
 from tests.e2e.faults.scene import Answer, Scene
 from tests.e2e.faults.table import Measured
@@ -94,9 +93,8 @@ def measured() -> Iterator[dict[str, Measured]]:
     """What each row took; written to $OUT/faults.json at the end."""
     found: dict[str, Measured] = {}
     yield found
-    if folder := os.environ.get("OUT"):
-        report = {name: value.dump() for name, value in found.items()}
-        (Path(folder) / "faults.json").write_text(json.dumps(report, indent=1))
+    report = {name: value.dump() for name, value in found.items()}
+    keep("faults.json", json.dumps(report, indent=1))
 
 
 @pytest.mark.parametrize("fault", ROWS)
@@ -127,7 +125,6 @@ def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
             "the next epoch", lambda change: _ready(change) == "True", START_S, since=ended_epoch.at
         )
         group = scene.group
-        assert group["epoch"] == epoch + 1
         turn = find_turn(scene.pods.changes, epoch, count)
         scene.check_answer()
     failure = group["failures"][-1]
@@ -144,7 +141,8 @@ def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
     assert turn.first_created >= turn.old_gone, f"two epochs at once: {turn}"
     assert turn.wait_s <= NEXT_EPOCH_S, took
     assert turn.old_gone - ended_epoch.at <= expected.old_gone_s, took
-    check_nothing_orphaned(scene, epoch + 1)
+    assert turn.epoch == group["epoch"], "the group serves in the epoch after"
+    check_nothing_orphaned(scene, group["epoch"])
     processes.wait_until("the children of before", lambda: scene.children() == children, timeout_s=CLEAN_S)
     return took
 
@@ -275,8 +273,10 @@ def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
     assert turn.first_created >= turn.old_gone, f"two epochs at once: {turn}"
     assert turn.wait_s <= NEXT_EPOCH_S, turn
     scene.pair.wait_ready(START_S)
-    assert scene.group["epoch"] == epoch + 2, "one for the pod, one for the suspension, none for the way back"
-    check_nothing_orphaned(scene, epoch + 2)
+    now = scene.group["epoch"]
+    begun = find_epochs(scene.pods.changes, after=epoch)
+    assert begun == [turn.epoch, now], "one for the pod, one for the suspension, none for the way back"
+    check_nothing_orphaned(scene, now)
     return Measured(
         said_s=said.at - at,
         ready_false_s=down.at - deleted,

@@ -1,6 +1,7 @@
 """The life of the resource `tiny` as the operator leads it; the tests say for the kubelet how pods fare."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -45,13 +46,14 @@ async def versions(server: ApiServer, namespace: str) -> dict[str, str]:
     return {o["metadata"]["uid"]: o["metadata"]["resourceVersion"] for objects in listed for o in objects}
 
 
-_FIRST_EPOCHS: dict[str, int] = {}
-"""By namespace: what the first epoch of `tiny` was called."""
+_EPOCHS: dict[str, set[int]] = defaultdict(set)
+"""By namespace: the epochs of `tiny` of which `workers` has seen pods."""
 
 
 def nth_epoch(namespace: str, ordinal: int) -> int:
-    """Returns the number of an epoch: epochs begin at a number of a clock's, and go on by one."""
-    return _FIRST_EPOCHS[namespace] + ordinal - 1
+    """Returns the number of an epoch, counted from 1; 0 before `workers` has seen a pod of it."""
+    seen = sorted(_EPOCHS[namespace])
+    return seen[ordinal - 1] if len(seen) >= ordinal else 0
 
 
 def pod_of(namespace: str, ordinal: int, index: int) -> str:
@@ -67,9 +69,8 @@ async def workers(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
         if pod["metadata"]["labels"].get(names.LABEL_COMPONENT) == names.COMPONENT_WORKER
         and "deletionTimestamp" not in pod["metadata"]
     ]
-    if found and namespace not in _FIRST_EPOCHS:
-        _FIRST_EPOCHS[namespace] = min(int(each["labels"][names.LABEL_EPOCH]) for each in found)
-    wanted = str(nth_epoch(namespace, ordinal)) if found else ""
+    _EPOCHS[namespace].update(int(each["labels"][names.LABEL_EPOCH]) for each in found)
+    wanted = str(nth_epoch(namespace, ordinal))
     return sorted(each["name"] for each in found if each["labels"][names.LABEL_EPOCH] == wanted)
 
 

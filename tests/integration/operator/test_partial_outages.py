@@ -20,7 +20,6 @@ from tests.integration.operator.life import (
     Install,
     bring_up,
     condition,
-    nth_epoch,
     serve_epoch,
     stored,
     workers,
@@ -211,12 +210,9 @@ async def test_a_group_lives_on_when_its_gang_scheduler_is_uninstalled(
 
 
 async def becomes_unavailable_of_group(server: ApiServer, namespace: str, process: OperatorProcess) -> None:
-    async def next_epoch() -> list[str]:
-        wanted = f"tiny-0-{nth_epoch(namespace, 2)}-"
-        pods = [pod["metadata"]["name"] for pod in await stored(server, POD, namespace)]
-        return [name for name in pods if name.startswith(wanted)]
-
-    await until("the next epoch", next_epoch, timeout_s=30, said=lambda: process.said)
+    await until(
+        "the next epoch", lambda: workers(server, namespace, 2), timeout_s=30, said=lambda: process.said
+    )
 
 
 @pytest.mark.parametrize("gang", ["Always", "Auto"])

@@ -5,6 +5,7 @@ The nodes are kwok's: a pod that is placed runs, one that is deleted ends, and g
 """
 
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ PLACED_S = 90.0
 """A scheduler tries again what did not fit; kube-scheduler and its like do so after up to a minute."""
 GONE_S = 60.0
 
-_FIRST_EPOCHS: dict[str, int] = {}
-"""By resource: what its first epoch was called."""
+_EPOCHS: dict[str, set[int]] = defaultdict(set)
+"""By resource: the epochs of which `pods` has seen pods."""
 
 
 class Site:
@@ -157,14 +158,13 @@ class Resource:
         """Returns its stored pods, of every epoch."""
         found = await pods_of(self.server, self.namespace, self.name)
         epochs = [int(pod["metadata"]["labels"][names.LABEL_EPOCH]) for pod in found]
-        if epochs:
-            _FIRST_EPOCHS.setdefault(f"{self.namespace}/{self.name}", min(epochs))
+        _EPOCHS[f"{self.namespace}/{self.name}"].update(epochs)
         return found
 
     def nth_epoch(self, ordinal: int) -> int:
-        """Returns the number of an epoch: a clock's for the first, 0 while there is none."""
-        first = _FIRST_EPOCHS.get(f"{self.namespace}/{self.name}")
-        return 0 if first is None else first + ordinal - 1
+        """Returns the number of an epoch, counted from 1; 0 before `pods` has seen a pod of it."""
+        seen = sorted(_EPOCHS[f"{self.namespace}/{self.name}"])
+        return seen[ordinal - 1] if len(seen) >= ordinal else 0
 
     async def waiting(self, epoch: int = 1) -> list[str]:
         """Returns the pods of an epoch once both are there and the status says why they have no node."""

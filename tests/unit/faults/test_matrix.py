@@ -48,7 +48,7 @@ def test_a_turn_is_from_the_last_old_pod_to_the_last_new_one() -> None:
         pod("ADDED", 9.0, "b-2", 2),  # the watch was begun again
     ]
     turn = find_turn(changes, epoch=1, count=2)
-    assert turn == Turn(old_gone=6.0, first_created=6.5, last_created=7.0)
+    assert turn == Turn(epoch=2, old_gone=6.0, first_created=6.5, last_created=7.0)
     assert turn.wait_s == 1.0
     with pytest.raises(AssertionError, match="expected the end of 2 pods of epoch 1"):
         find_turn(changes[:3], epoch=1, count=2)

@@ -1,7 +1,8 @@
 """Pods with a name and an owner of ours that the operator has not made."""
 
+import copy
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_a_strangers_pod_does_not_drive_the_epoch_to_its_bound(name: str) -> Non
         world.reap()
         world.advance_time(60)
     group = parse_status(world.status).groups[0]
-    assert group.epoch < 1000
+    assert group.epoch < MAX_EPOCH // 2
     assert [failure.reason for failure in group.failures] == ["PodFailed"]
     assert len(world.workers()) == 2
 
@@ -130,17 +131,49 @@ def test_pods_of_the_largest_epoch_are_followed_by_others(names_come_again: bool
         world.settle()
         world.reap()
     group = parse_status(world.status).groups[0]
-    assert 0 < group.epoch < 1000
+    assert 0 < group.epoch < MAX_EPOCH // 2
     assert [failure.reason for failure in group.failures] == ["PodFailed"]
     assert len(world.workers()) == 2
     assert not {first, second} & set(world.workers()) or not names_come_again
 
 
-def test_the_first_epoch_grows_with_any_version_and_leaves_space_for_those_that_follow() -> None:
+def test_the_first_epoch_grows_with_any_version_and_with_time() -> None:
     options = replace(OPTIONS, names_come_again=True)
     exact = [7, 8461, 10**14 - 1, 10**14, 10**14 + 10**5, 1723847503428047, 1723847503428047007, 2**64]
     epochs = [options.first_epoch(str(version), NOW) for version in exact]
-    assert epochs[:3] == exact[:3]
     assert epochs == sorted(set(epochs))
     assert max(epochs) < MAX_EPOCH // 2
-    assert epochs == [options.largest_epoch(str(version), NOW) for version in exact]
+    assert all(
+        options.largest_epoch(str(version), NOW - timedelta(hours=23)) > epoch
+        for version, epoch in zip(exact, epochs, strict=True)
+    )
+    assert options.first_epoch("no number", NOW) < options.first_epoch(
+        "no number", NOW + timedelta(seconds=1)
+    )
+    assert options.first_epoch("7", datetime(1970, 1, 1, tzinfo=UTC)) == 7
+
+
+def test_no_name_comes_again_after_a_restore_of_etcd() -> None:
+    """The store goes back to an older status, version and pods; the epochs after the backup are forgotten."""
+    world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
+    world.serve()
+    backup = copy.deepcopy(world)
+    for _ in range(3):
+        world.end_pod(world.workers()[1])
+        for _ in range(3):
+            world.settle()
+            world.reap()
+            world.advance_time(60)
+        world.all_ready()
+        world.settle()
+    backup.now, backup.created = world.now + timedelta(seconds=10), list(world.created)
+    backup.end_pod(backup.workers()[1])
+    for _ in range(4):
+        backup.settle()
+        backup.reap()
+        backup.advance_time(60)
+    backup.all_ready()
+    backup.settle()
+    assert backup.condition("Available") == ("True", "Serving")
+    assert len(backup.created) > len(world.created)
+    assert len(backup.created) == len(set(backup.created)), "a name was used twice"

@@ -274,6 +274,8 @@ class GroupStatus(StatusModel):
     """When it will be started again."""
     restarts: Count = 0
     """How often it was started again because of a failure that counts."""
+    after_failure: bool = False
+    """Whether the epoch before failed: its reason is that of Ready until the group serves again."""
     served_time: Time | None = None
     """When its epoch began to serve."""
     spare_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()

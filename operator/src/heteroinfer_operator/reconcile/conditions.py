@@ -261,11 +261,8 @@ def _progress(life: Life, worst: GroupStatus, words: str) -> tuple[bool, str, st
 
 def _ready_reason(worst: GroupStatus) -> str:
     """Returns the culprit's reason while a group is down because of a failure, else the phase."""
-    if (
-        worst.failures
-        and worst.phase not in {GroupPhase.PENDING, GroupPhase.SLEEPING}
-        and worst.failures[-1].epoch + 1 >= worst.epoch
-    ):
+    waits = worst.phase in {GroupPhase.PENDING, GroupPhase.SLEEPING}
+    if worst.after_failure and worst.failures and not waits:
         return worst.failures[-1].reason
     return _doing(worst)
 

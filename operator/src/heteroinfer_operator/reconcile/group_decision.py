@@ -71,6 +71,7 @@ _NOTHING_RUNS: Final[Mapping[str, Any]] = {
     "members": (),
     "measured_time": None,
     "kv": None,
+    "after_failure": False,
     "served_time": None,
     "rejections": 0,
     "rejected_pods": (),
@@ -426,6 +427,7 @@ def _end_epoch(
         "next_epoch_time": restarts.next_epoch_time(failures, context.life.restart),
         "restarts": next_count(status.restarts) if epoch_end.counted and not failed else status.restarts,
         "failures": failures,
+        "after_failure": True,
     }
     who = "" if epoch_end.rank is None else f"rank {epoch_end.rank}: "
     event = RecordEvent(
@@ -531,6 +533,7 @@ def _waits_for_admission(context: Context, status: GroupStatus, revision: str | 
 def _refused(context: Context, status: GroupStatus, refusal: Refusal) -> dict[str, Any]:
     return {
         **_NOTHING_RUNS,
+        "after_failure": status.after_failure,
         "phase": GroupPhase.PENDING,
         "message": refusal.message[:MAX_TEXT],
         "startup": startup.begin(StartupPhase.SCHEDULING, status.startup, context.now),
@@ -636,9 +639,9 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
     # Until all that pods need is there, no pod is asked for, and so no epoch has begun.
     waits = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
     # Pods that nobody has seen may have been made, and have run.
-    begun = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
+    follows = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
     update = {
-        "epoch": begun or context.first_epoch,
+        "epoch": follows if waits and follows else max(follows, context.first_epoch),
         "revision": revision.name,
         "plan_hash": plan_hash,
         "phase": GroupPhase.STARTING if refusal is None else GroupPhase.PENDING,
@@ -646,6 +649,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         "epoch_start_time": None if waits else context.now,
         "next_epoch_time": None,
         **_NOTHING_RUNS,
+        "after_failure": status.after_failure,
         "rejections": status.rejections,
         "startup": startup.begin(StartupPhase.SCHEDULING, status.startup, context.now),
     }

@@ -1,7 +1,7 @@
 """What an installation decides for all its resources. Pure."""
 
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from heteroinfer_operator.manifests.addressing import Addressing
@@ -12,6 +12,10 @@ from heteroinfer_operator.stored_fields import version_number
 _MOST_EXACT: Final = 10**14
 """Versions below are epochs; names of pods have space for all that follow."""
 _PER_EPOCH: Final = 10**5
+_SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
+"""Epochs count from here: names of pods stay shorter than with the years since 1970."""
+_SET_BACK: Final = timedelta(days=1)
+"""By so much the operator's clock may be set back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +39,14 @@ class Options:
     names_come_again: bool = True
 
     def first_epoch(self, resource_version: str, now: datetime) -> int:
-        """Returns the epoch of a group of which nothing is known: at least as high as any that it has had.
+        """Returns the lowest epoch that a group may begin now: no group of its name has had it.
 
-        The API server counts its writes, and never back: whatever was lost, the status, the group by a scale,
-        or the whole resource, each epoch was written into the status before it began. Where the
-        resourceVersion is no number, the seconds since 1970 take its place: they hold while the operator's
-        clock is not set back.
+        Nothing that is stored proves which epochs there were: the status, a scaled group or the whole
+        resource may be lost, and a restore of etcd takes all of them back, and the resourceVersion too. So
+        the epoch is the sum of two counts: the milliseconds since _SINCE, which no restore takes back, and
+        the resourceVersion, which grows with each write within a millisecond. Each epoch is written into the
+        status, so the sum is larger than all epochs before, as long as the API server takes fewer than 1,000
+        writes a second between a backup and its restore, and the operator's clock is not set back meanwhile.
 
         Args:
             resource_version: of the resource.
@@ -48,18 +54,20 @@ class Options:
         """
         if not self.names_come_again:
             return 1
-        version = version_number(resource_version) or max(int(now.timestamp()), 1)
+        version = version_number(resource_version) or 0
         # A version of more digits is a time in nanoseconds: no epochs follow each other so fast.
-        return version if version < _MOST_EXACT else _MOST_EXACT + version // _PER_EPOCH
+        exact = version if version < _MOST_EXACT else _MOST_EXACT + version // _PER_EPOCH
+        return max(exact + (now - _SINCE) // timedelta(milliseconds=1), exact, 1)
 
     def largest_epoch(self, resource_version: str, now: datetime) -> int:
         """Returns the largest epoch that the operator can have written into the status of a resource.
 
-        The first is a version of the resource, and each next one is written into the status, which makes the
-        version grow by one at least.
+        It is the first epoch that a group may begin now, and one day more: the clock may have been set back.
 
         Args:
             resource_version: of the resource.
             now: as of first_epoch.
         """
-        return self.first_epoch(resource_version, now) if self.names_come_again else _MOST_EXACT
+        if not self.names_come_again:
+            return _MOST_EXACT
+        return self.first_epoch(resource_version, now) + _SET_BACK // timedelta(milliseconds=1)

@@ -62,7 +62,7 @@ class Context:
         plans: kept ones, by hash.
         planner: makes the plans of epochs that start now.
         node_loss: which pods are given up because of their node.
-        first_epoch: of groups of which nothing is known.
+        first_epoch: the lowest that a group may begin now.
         largest_epoch: that the operator can have written into the status.
         connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
         refusals: what of the resource was refused when it was last tried.
