@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,13 @@ class Scene:
         return dict(self.pair.status["groups"][0])
 
     def wait_out_failures(self, *, counted: bool) -> None:
-        """Returns once no failure of the kind is within the window: the next one then has no back-off."""
+        """Returns once no failure of the kind is within the window: the next one then has no back-off.
+
+        A status has whole seconds, so a failure 60.0 s after another one may read as within the window of 60 s.
+        """
         times = [each["time"] for each in self.group.get("failures", ()) if each["counted"] == counted]
         if times:
-            left = datetime.fromisoformat(max(times)) + WINDOW - datetime.now(UTC)
+            left = datetime.fromisoformat(max(times)) + WINDOW + timedelta(seconds=1) - datetime.now(UTC)
             time.sleep(max(left.total_seconds(), 0.0))
 
     def pod(self, index: int) -> str:
@@ -113,11 +116,14 @@ class Scene:
         return {int(epoch) for epoch in found if epoch is not None}
 
     def rank_process(self, rank: int) -> int:
-        """Returns the process of a rank of this epoch, as this machine numbers it."""
-        wanted = {names.ENV_RANK: str(rank), names.ENV_EPOCH: str(self.group["epoch"])}
+        """Returns the process of a rank, alone in its pod, as this machine numbers it.
+
+        It is found by its pod's cgroup: the title that vLLM gives it takes the place of its environment.
+        """
+        uid = self.pod_uids()[rank]
         groups = (node_cgroup(self.cluster.state), self.second.cgroup)
         pids = [pid for group in groups for pid in cluster_cgroup.pids(group)]
-        return next(pid for pid in pids if is_rank(pid) and wanted.items() <= variables(pid).items())
+        return next(pid for pid in pids if is_rank(pid) and uid in Path(f"/proc/{pid}/cgroup").read_text())
 
     def events(self, resource: str) -> list[Mapping[str, Any]]:
         """Returns the operator's events on a resource."""
