@@ -147,6 +147,7 @@ class Operator:
             group.create_task(self._report_caches(cluster_state), name="state of the caches")
             await self._wait_ready(cluster_state)
             group.create_task(queue.run(), name="workers")
+            group.create_task(groups.watch(queue.add), name="leaders")
 
             def announce(key: ResourceKey, version: int) -> None:
                 # What the copy has already has been put into the queue by it.

@@ -62,7 +62,7 @@ class Scene:
     def wait_out_failures(self, *, counted: bool) -> None:
         """Returns once no failure of the kind is within the window: the next one then has no back-off.
 
-        A status has whole seconds, so a failure 60.0 s after another one may read as within the window of 60 s.
+        A status has whole seconds, so a failure 60.0 s after another may read as within the window of 60 s.
         """
         times = [each["time"] for each in self.group.get("failures", ()) if each["counted"] == counted]
         if times:

@@ -1,9 +1,10 @@
 """What leaders say of their groups, asked over real HTTP on loopback."""
 
 import asyncio
+import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -18,10 +19,17 @@ from heteroinfer_contract.group_report import GroupReport, RankStatus
 from heteroinfer_contract.plan import MAX_WORLD_SIZE
 from heteroinfer_contract.report_access import CHALLENGE_HEADER, CODE_HEADER, SCHEME, ReportGuard
 from heteroinfer_operator.cluster import PodView, ResourceKey
-from heteroinfer_operator.kube.leader_client import KEEP_S, MOST_BYTES, UNREADY_TIMEOUT_S, LeaderClient
+from heteroinfer_operator.kube.leader_client import (
+    KEEP_S,
+    MOST_BYTES,
+    UNREADY_TIMEOUT_S,
+    WATCH_S,
+    LeaderClient,
+)
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests.group_key_secret import group_key_secret
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.reconcile.silent_leaders import SILENT_S
 from tests.ports import free_port
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
 
@@ -36,24 +44,50 @@ class Leader:
     asked: int = 0
     body: str = field(default_factory=SAID.to_json)
     status: int = 200
+    runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application()
+        app.add_routes([web.get(names.PATH_GROUP, self._group)])
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", port).start()
+        self.port = self.runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+
+    async def _group(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        return web.Response(text=self.body, status=self.status)
+
+
+@contextlib.asynccontextmanager
+async def serving(port: int = 0) -> AsyncIterator[Leader]:
+    leader = Leader()
+    await leader.start(port)
+    yield leader
+    await leader.stop()
 
 
 @pytest_asyncio.fixture
 async def leader() -> AsyncIterator[Leader]:
-    leader = Leader()
+    async with serving() as leader:
+        yield leader
 
-    async def group(request: web.Request) -> web.Response:
-        leader.asked += 1
-        return web.Response(text=leader.body, status=leader.status)
 
-    app = web.Application()
-    app.add_routes([web.get(names.PATH_GROUP, group)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    leader.port = runner.addresses[0][1]
-    yield leader
-    await runner.cleanup()
+@contextlib.contextmanager
+def deaf(port: int) -> Iterator[int]:
+    """A port whose kernel drops what comes after the one connection that waits to be accepted."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", port), backlog=0))
+        port = server.getsockname()[1]
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        yield port
 
 
 def pod(port: int, *, uid: str = "a", ready: bool = True, leads: bool = True) -> PodRecord:
@@ -256,13 +290,7 @@ async def test_a_leader_that_takes_no_connection_any_more_is_silent(leader: Lead
 async def test_a_node_that_acknowledges_nothing_is_silent_and_is_asked_rarely(leader: Leader) -> None:
     clock = [100.0]
     client = LeaderClient(clock=lambda: clock[0])
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
-        # The kernel drops what comes after the one connection that waits to be accepted.
-        port = deaf.getsockname()[1]
-        waiting = [socket.socket() for _ in range(2)]
-        for each in waiting:
-            each.setblocking(False)
-            each.connect_ex(("127.0.0.1", port))
+    with deaf(0) as port:
         try:
             assert await client.observe([pod(leader.port)]) == {3: SAID}
             clock[0] += KEEP_S
@@ -274,8 +302,6 @@ async def test_a_node_that_acknowledges_nothing_is_silent_and_is_asked_rarely(le
             assert time.monotonic() - before < 2 * (before - started), "once in KEEP_S, not each second"
         finally:
             await client.close()
-            for each in waiting:
-                each.close()
 
 
 async def test_a_busy_leader_is_not_silent(leader: Leader) -> None:
@@ -294,3 +320,34 @@ async def test_a_busy_leader_is_not_silent(leader: Leader) -> None:
             assert await ask_for(client, pod(busy.sockets[0].getsockname()[1]), clock, 15) is None
         finally:
             await client.close()
+
+
+async def test_a_leader_of_an_idle_group_that_takes_no_connection_is_silent_within_two_seconds() -> None:
+    """No reconcile asks it: the client tries each leader that answered."""
+    client, changed, port = LeaderClient(), asyncio.Queue[ResourceKey](), free_port()
+    known = pod(port)
+    try:
+        async with serving(port) as leader, asyncio.TaskGroup() as group:
+            watch = group.create_task(client.watch(changed.put_nowait))
+            assert await client.observe([known]) == {3: SAID}
+            assert await client.observe([pod(1, uid="never reached")]) == {}
+            await asyncio.sleep(2 * WATCH_S)
+            assert (leader.asked, changed.empty()) == (1, True)
+            await leader.stop()
+            with deaf(port):
+                before = time.monotonic()
+                assert await asyncio.wait_for(changed.get(), 5) == known.key
+                assert time.monotonic() - before < 2.1
+                assert client.silences([known])[3] >= SILENT_S
+                await asyncio.sleep(2 * WATCH_S)
+                assert changed.empty(), "it is said once"
+            await leader.start(port)
+            assert await asyncio.wait_for(changed.get(), 5) == known.key
+            assert client.silences([known]) == {}
+            client.watch_only(known.key, [])
+            await leader.stop()
+            await asyncio.sleep(2 * WATCH_S)
+            assert changed.empty(), "a pod that is gone is not watched"
+            watch.cancel()
+    finally:
+        await client.close()

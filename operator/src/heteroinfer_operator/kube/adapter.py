@@ -85,6 +85,7 @@ class KubeCluster:
             self._forget(key)
             self._dry_runs.forget(key)
             self._unlabelled.forget(key)
+            self._groups.watch_only(key, ())
             return None
         self._callbacks.observed(key, resource.status)
         unwatched = self._cluster_state.pods_unwatched(key)
@@ -93,6 +94,7 @@ class KubeCluster:
             unlabelled = await self._unlabelled.find(resource, known)
             known += unlabelled
             ours = _with_complete_labels(known)
+            self._groups.watch_only(key, ours)
             groups, fetch = await asyncio.gather(
                 self._groups.observe(ours, anew=unwatched), self._groups.observe_fetch(ours)
             )

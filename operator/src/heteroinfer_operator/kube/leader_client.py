@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ SURE_AFTER_S: Final = 5.0
 """After so long without a connection, a leader is asked once in KEEP_S again."""
 SURE_TRIES: Final = 3
 """Connections in a row that fail before a leader counts as silent: one lost packet says nothing."""
+WATCH_S: Final = 1.0
+"""A leader that answered is tried so often by a connection alone, and asked nothing."""
+MOST_TRIED: Final = 200
+"""Of more leaders than this, so many are tried in each WATCH_S, in turns."""
+TRY_S: Final = 0.3
+"""Time for one such connection: SURE_TRIES of them and WATCH_S are less than 2 s."""
 _CONNECT_SHARE: Final = 0.8
 """Of the time for an answer. The kernel accepts a connection however busy the leader itself is."""
 MOST_BYTES: Final = 2**20
@@ -78,7 +85,7 @@ class LeaderClient:
         self._clock = clock
         self._readers: dict[str, tuple[float, ReportReader]] = {}
         self._answers: dict[str, _Answer] = {}
-        self._answered: dict[str, float] = {}
+        self._watched: dict[str, PodRecord] = {}
         self._silences: dict[str, _Silence] = {}
         self._ignored: dict[str, float] = {}
         self._nonsense: list[tuple[ResourceKey, str]] = []
@@ -128,13 +135,54 @@ class LeaderClient:
                 found[index] = self._clock() - silence.since_s if sure else 0.0
         return found
 
+    async def watch(self, changed: Callable[[ResourceKey], None]) -> None:
+        """Tries, until cancelled, whether the leaders of Ready groups that answered before can be reached.
+
+        An idle group sends nothing, so nothing else shows that its only node has lost power before Kubernetes
+        reports that.
+
+        Args:
+            changed: called with the resource of a leader that can no longer be reached, or can be again.
+        """
+        while True:
+            leaders = list(self._watched.values())
+            for first in range(0, max(len(leaders), 1), MOST_TRIED):
+                tried = leaders[first : first + MOST_TRIED]
+                await asyncio.gather(asyncio.sleep(WATCH_S), *(self._try(pod, changed) for pod in tried))
+
+    async def _try(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
+        uid, tried_s = pod.view.uid, self._clock()
+        for _ in range(SURE_TRIES):
+            if await _is_reached(pod):
+                if self._silences.pop(uid, None) is not None:
+                    self._answers.pop(uid, None)
+                    changed(pod.key)
+                return
+        before = self._silences.get(uid, _Silence(tried_s, 0))
+        if uid in self._watched and before.tries < SURE_TRIES:
+            self._silences[uid] = _Silence(before.since_s, SURE_TRIES)
+            self._answers[uid] = _Answer(self._clock(), None, silent=False, unreached=True)
+            changed(pod.key)
+
+    def watch_only(self, key: ResourceKey, pods: Iterable[PodRecord]) -> None:
+        """Watches of a resource the leaders of its Ready groups alone.
+
+        Args:
+            key: of the resource.
+            pods: of the resource; none if it is gone.
+        """
+        known = tuple(pods)
+        unready = {_group(pod) for pod in known if not pod.view.ready}
+        uids = {pod.view.uid for pod in known if _group(pod) not in unready}
+        self._watched = {uid: pod for uid, pod in self._watched.items() if pod.key != key or uid in uids}
+
     def _note(self, pod: PodRecord, asked_s: float, answer: _Answer, *, ready: bool) -> None:
         uid = pod.view.uid
-        if answer.status is not None:
-            self._answered[uid] = answer.at_s
+        if answer.status is not None and ready:
+            self._watched[uid] = pod
         if not answer.unreached or not ready:
             self._silences.pop(uid, None)
-        elif uid in self._answered:
+        elif uid in self._watched:
             before = self._silences.get(uid, _Silence(asked_s, 0))
             self._silences[uid] = _Silence(before.since_s, before.tries + 1)
 
@@ -154,8 +202,7 @@ class LeaderClient:
             if at_s > self._clock() - CHALLENGE_LIFE_S
         }
         recent = self._clock() - SAY_AGAIN_S
-        self._answered = {uid: at_s for uid, at_s in self._answered.items() if at_s > recent}
-        self._silences = {uid: each for uid, each in self._silences.items() if uid in self._answered}
+        self._silences = {uid: each for uid, each in self._silences.items() if uid in self._watched}
         self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
     async def _ask(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
@@ -252,6 +299,19 @@ class LeaderClient:
                 if len(body) > MOST_BYTES:
                     raise ContractError(f"got more than {MOST_BYTES} bytes, expected the report of a group")
             return body.decode(), response.headers
+
+
+async def _is_reached(pod: PodRecord) -> bool:
+    """Returns whether a pod's health port takes a connection, as the kernel does for a busy process too."""
+    family = socket.AF_INET6 if ":" in pod.ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)
+        try:
+            async with asyncio.timeout(TRY_S):
+                await asyncio.get_running_loop().sock_connect(connection, (pod.ip, pod.health_port))
+        except OSError:  # TimeoutError is one
+            return False
+    return True
 
 
 def _group(pod: PodRecord) -> str:

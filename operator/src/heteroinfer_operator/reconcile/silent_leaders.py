@@ -13,8 +13,8 @@ from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.reconcile.group_decision import GroupDecision
 
 REASON: Final = "LeaderSilent"
-SILENT_S: Final = 3.0
-"""Every connection of so many seconds failed: more than a lost packet or a busy switch."""
+SILENT_S: Final = 0.8
+"""Every connection of so many seconds failed, three at least: more than a lost packet."""
 _SURE_S: Final = 5.0
 _LOOK_SOON_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 10.0
