@@ -309,7 +309,7 @@ async def _is_reached(pod: PodRecord) -> bool:
         try:
             async with asyncio.timeout(TRY_S):
                 await asyncio.get_running_loop().sock_connect(connection, (pod.ip, pod.health_port))
-        except OSError:  # TimeoutError is one
+        except (OSError, ValueError, OverflowError):  # no answer, no address, no port
             return False
     return True
 
