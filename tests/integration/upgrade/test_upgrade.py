@@ -211,7 +211,8 @@ async def test_a_tightened_list_takes_neither_status_nor_restart(
         assert (await condition(server, path, "Available"))["status"] == "True"
         assert await pods(server) == before, process.said
         await check_next_epoch(server, process)
-        (container,) = (await pods(server))["pair-0-2-0"]["spec"]["containers"]
+        epoch = (await statuses(server))["pair"]["groups"][0]["epoch"]
+        (container,) = (await pods(server))[f"pair-0-{epoch}-0"]["spec"]["containers"]
         assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in container["env"], "it is as it was made"
         await server.merge(path, {"spec": {"suspend": True}})
         await until("pods that go", lambda: all_go(server), said=lambda: process.said)
@@ -270,11 +271,12 @@ async def check_next_epoch(server: ApiServer, process: OperatorProcess) -> None:
     await end_pod(server, NAMESPACE, "pair-0-1-1", exit_code=137, message="")
 
     async def second_epoch() -> bool:
-        group = (await statuses(server))["pair"]["groups"][0]
-        found = [name for name in await pods(server) if name.startswith(f"pair-0-{group['epoch']}-")]
-        for name in found:
+        found = [name for name in await pods(server) if name.startswith("pair-0-")]
+        newer = [name for name in found if not name.startswith("pair-0-1-")]
+        for name in newer:
             await run_pod(server, NAMESPACE, name)
-        return len(found) == 2 and group["epoch"] > 1 and group["phase"] == "Ready"
+        group = (await statuses(server))["pair"]["groups"][0]
+        return len(newer) == 2 and group["epoch"] > 1 and group["phase"] == "Ready"
 
     await until("the second epoch", second_epoch, timeout_s=40, said=lambda: process.said)
     assert not [name for name in await pods(server) if name.startswith("pair-0-1-")]
@@ -285,7 +287,7 @@ async def check_keys(server: ApiServer) -> None:
     for name, pod in (await pods(server)).items():
         (container,) = pod["spec"]["containers"]
         env = {variable["name"]: variable for variable in container["env"]}
-        assert (names.ENV_GROUP_KEY in env) is name.startswith("pair-0-2-"), name
+        assert (names.ENV_GROUP_KEY in env) is name.startswith("pair-0-"), name
         if names.ENV_GROUP_KEY in env:
             reference = env[names.ENV_GROUP_KEY]["valueFrom"]["secretKeyRef"]
             secret = await server.get(SECRET.path(NAMESPACE, reference["name"]))
