@@ -184,8 +184,8 @@ class ResourceObservation:
         promised: what pods of ours that have no node yet, of any resource, will take of the nodes.
         gangs: gang schedulers that the cluster has.
         groups: by group index: what a running leader says of its group now.
-        silences: by group index: for how many seconds no connection to its leader, which answered before, has
-            succeeded.
+        silences: by group index and epoch: for how many seconds no connection to its leader, which answered
+            before, has succeeded.
         pods_unwatched: whether the API server failed to show the pods when it was last asked.
         calibrations: what was measured of nodes.
         fetch: what the pod that fetches the model says now, or None.
@@ -204,7 +204,7 @@ class ResourceObservation:
     promised: tuple[PodDemand, ...] = ()
     gangs: frozenset[Gang] = frozenset()
     groups: Mapping[int, GroupReport] = field(default_factory=dict)
-    silences: Mapping[int, float] = field(default_factory=dict)
+    silences: Mapping[tuple[int, int], float] = field(default_factory=dict)
     pods_unwatched: bool = False
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     fetch: FetchProgress | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -90,8 +91,10 @@ def deaf(port: int) -> Iterator[int]:
         yield port
 
 
-def pod(port: int, *, uid: str = "a", ready: bool = True, leads: bool = True) -> PodRecord:
-    labels = {names.LABEL_GROUP: "3"} | ({names.LABEL_LEADER: "true"} if leads else {})
+def pod(port: int, *, uid: str = "a", ready: bool = True, leads: bool = True, epoch: int = 1) -> PodRecord:
+    labels = {names.LABEL_GROUP: "3", names.LABEL_EPOCH: str(epoch)} | (
+        {names.LABEL_LEADER: "true"} if leads else {}
+    )
     view = PodView(name=uid, uid=uid, labels=labels, created=datetime.now(UTC), ready=ready)
     key = ResourceKey(namespace="ns", name="llama")
     return PodRecord(view=view, key=key, owner_uid="o", ip="127.0.0.1", health_port=port)
@@ -265,7 +268,7 @@ async def ask_for(client: LeaderClient, leader: PodRecord, clock: list[float], s
     for _ in range(seconds):
         clock[0] += 1.0
         await client.observe([leader])
-    return client.silences([leader]).get(3)
+    return client.silences([leader]).get((3, 1))
 
 
 async def test_a_leader_that_takes_no_connection_any_more_is_silent(leader: Leader) -> None:
@@ -338,7 +341,7 @@ async def test_a_leader_of_an_idle_group_that_takes_no_connection_is_silent_with
                 before = time.monotonic()
                 assert await asyncio.wait_for(changed.get(), 5) == known.key
                 assert time.monotonic() - before < 2.1
-                assert client.silences([known])[3] >= SILENT_S
+                assert client.silences([known])[3, 1] >= SILENT_S
                 await asyncio.sleep(2 * WATCH_S)
                 assert changed.empty(), "it is said once"
             await leader.start(port)
@@ -349,5 +352,89 @@ async def test_a_leader_of_an_idle_group_that_takes_no_connection_is_silent_with
             await asyncio.sleep(2 * WATCH_S)
             assert changed.empty(), "a pod that is gone is not watched"
             watch.cancel()
+    finally:
+        await client.close()
+
+
+async def test_a_lack_of_descriptors_neither_ends_the_watch_nor_accuses_a_leader(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, changed, known = LeaderClient(), asyncio.Queue[ResourceKey](), pod(leader.port)
+
+    def no_socket(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    try:
+        assert await client.observe([known]) == {3: SAID}
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(client.watch(changed.put_nowait))
+            with monkeypatch.context() as patch:
+                patch.setattr("heteroinfer_operator.kube.leader_client.socket.socket", no_socket)
+                await asyncio.sleep(2 * WATCH_S)
+            assert (changed.empty(), client.silences([known])) == (True, {})
+            await leader.stop()
+            assert await asyncio.wait_for(changed.get(), 5) == known.key
+            watch.cancel()
+    finally:
+        await client.close()
+
+
+async def test_a_leader_that_was_busy_before_it_turned_ready_is_watched() -> None:
+    """An answer that was not given while the group started was kept as one of the Ready group."""
+    client, changed, busy = LeaderClient(), asyncio.Queue[ResourceKey](), asyncio.Event()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if not busy.is_set():
+            await asyncio.sleep(1)
+        body = SAID.to_json().encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+    try:
+        async with await asyncio.start_server(take, "127.0.0.1", 0) as server, asyncio.TaskGroup() as group:
+            port = server.sockets[0].getsockname()[1]
+            watch = group.create_task(client.watch(changed.put_nowait))
+            assert await client.observe([pod(port, ready=False)]) == {}
+            busy.set()
+            assert await client.observe([pod(port)]) == {3: SAID}
+            server.close()
+            assert await asyncio.wait_for(changed.get(), 5) == pod(port).key
+            watch.cancel()
+    finally:
+        await client.close()
+
+
+async def test_a_silence_outlives_a_look_at_which_another_pod_is_not_ready() -> None:
+    client, port = LeaderClient(), free_port()
+    known, other = pod(port), pod(port, uid="b", leads=False)
+    late = replace(other, view=replace(other.view, ready=False))
+    try:
+        async with serving(port):
+            assert await client.observe([known, other]) == {3: SAID}
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(client.watch(lambda key: None))
+            await asyncio.sleep(2.5 * WATCH_S)
+            for pods in ([known, late], [known, other]):
+                client.watch_only(known.key, pods)
+                await client.observe(pods)
+            assert client.silences([known, other])[3, 1] >= SILENT_S
+            watch.cancel()
+    finally:
+        await client.close()
+
+
+async def test_the_silence_of_another_epochs_leader_is_its_own(leader: Leader) -> None:
+    client, port = LeaderClient(), free_port()
+    mine, other = pod(leader.port), pod(port, uid="other", epoch=2)
+    try:
+        async with serving(port):
+            await client.observe([mine])
+            await client.observe([other])
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(client.watch(lambda key: None))
+            await asyncio.sleep(2.5 * WATCH_S)
+            watch.cancel()
+        assert list(client.silences([mine, other])) == [(3, 2)]
     finally:
         await client.close()

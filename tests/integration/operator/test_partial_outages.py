@@ -215,6 +215,21 @@ async def becomes_unavailable_of_group(server: ApiServer, namespace: str, proces
     )
 
 
+async def test_a_group_starts_though_its_pod_group_takes_longer_than_a_reconcile_waits(
+    server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path, volcano: None
+) -> None:
+    """Each answer came too late for its epoch's number: a PodGroup a second was made, and no pod."""
+    proxy.inject("/podgroups/", method="(PATCH|POST|PUT)", delay_s=1.0)
+    async with operator(proxy.kubeconfig, tmp_path / "log", watch_namespaces=namespace) as process:
+        await process.working()
+        await create_resource(server, namespace, scheduling={"gang": "Auto"})
+        inspect = await inspect_pod(server, namespace)
+        await end_pod(server, namespace, inspect, exit_code=0, message=json.dumps(PROFILE))
+        await serve_epoch(server, namespace, 1)
+        writes = [each.path for each in proxy.requests if each.method != "GET" and "/podgroups/" in each.path]
+        assert len({path.split("/podgroups/")[1].split("?")[0] for path in writes}) == 1, writes
+
+
 @pytest.mark.parametrize("gang", ["Always", "Auto"])
 async def test_an_error_for_one_gang_scheduler_hides_no_other(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path, volcano: None, gang: str

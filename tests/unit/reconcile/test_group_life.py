@@ -567,3 +567,44 @@ def test_the_time_of_a_reconcile_is_in_no_message(world: World) -> None:
         world.now += timedelta(seconds=7)
         world.step()
         assert world.writes == []
+
+
+def test_ready_says_why_a_group_is_down_for_as_long_as_that_is_why() -> None:
+    """The culprit's reason went with a suspension, and stayed when the group had served for days since."""
+    world = World(spec=cpu_pair(restart={"maxRestarts": 0}))
+    world.serve()
+    world.end_pod(world.workers()[1])
+    turn(world)
+    assert world.condition("Ready") == ("False", "PodFailed")
+    for changes in ({"suspend": True}, {"suspend": False}, {"replicas": 0}, {"replicas": 1}):
+        world.change_spec(**changes)
+        turn(world)
+    assert world.condition("Ready") == ("False", "PodFailed"), "its restarts are still used up"
+    (stored,) = world.status["groups"]
+    world.status = {**world.status, "groups": [{k: v for k, v in stored.items() if k != "afterFailure"}]}
+    world.version += 1
+    world.settle()
+    assert world.condition("Ready") == ("False", "PodFailed"), "also where an older operator wrote the status"
+
+
+def test_ready_does_not_name_a_failure_after_which_the_group_has_served() -> None:
+    world = World(spec=cpu_pair())
+    world.serve()
+    world.end_pod(world.workers()[1])
+    turn(world)
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Serving")
+    world.advance_time(86_400)
+    name = world.workers()[1]
+    world.pods[name] = replace(world.pods[name], ready=False)
+    world.settle()
+    assert world.condition("Ready") == ("False", "Connecting")
+
+
+def turn(world: World) -> None:
+    """Lets pods go, and time pass."""
+    for _ in range(3):
+        world.settle()
+        world.reap()
+        world.advance_time(60)

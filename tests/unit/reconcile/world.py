@@ -209,7 +209,11 @@ class World:
             objects=tuple(stored for (kind, _), stored in self.objects.items() if kind != "Secret"),
             nodes=self.nodes,
             groups=self.reports,
-            silences=self.silences,
+            silences={
+                (group["index"], group["epoch"]): self.silences[group["index"]]
+                for group in self.status.get("groups", ())
+                if group["index"] in self.silences
+            },
             pods_unwatched=self.pods_unwatched,
             fetch=self.fetch,
             calibrations=self.calibrations,

@@ -1,11 +1,12 @@
 """What running leaders say of their groups, over HTTP."""
 
 import asyncio
+import errno
 import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -46,17 +47,23 @@ _CONNECT_SHARE: Final = 0.8
 """Of the time for an answer. The kernel accepts a connection however busy the leader itself is."""
 MOST_BYTES: Final = 2**20
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+_OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Errors of a connection that come of this machine, and say nothing of the leader."""
 _NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a leader said, or that it let the time pass (`silent`), or took no connection (`unreached`)."""
+    """What a leader said, or that it let the time pass (`silent`), or took no connection (`unreached`).
+
+    `ready` tells whether its group was Ready: an answer of before says nothing of a group that is Ready now.
+    """
 
     at_s: float
     status: GroupReport | None
     silent: bool
     unreached: bool = False
+    ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,7 @@ class LeaderClient:
         self._clock = clock
         self._readers: dict[str, tuple[float, ReportReader]] = {}
         self._answers: dict[str, _Answer] = {}
+        self._answered: dict[str, ResourceKey] = {}
         self._watched: dict[str, PodRecord] = {}
         self._silences: dict[str, _Silence] = {}
         self._ignored: dict[str, float] = {}
@@ -121,18 +129,19 @@ class LeaderClient:
         )
         return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
 
-    def silences(self, pods: Iterable[PodRecord]) -> dict[int, float]:
-        """Returns by group index for how many seconds no connection to its Ready leader has succeeded.
+    def silences(self, pods: Iterable[PodRecord]) -> dict[tuple[int, int], float]:
+        """Returns by group index and epoch for how many seconds no connection to its leader has succeeded.
 
         Names only leaders that answered this operator before: where pods cannot be reached at all, that says
         nothing of them. 0 until SURE_TRIES connections have failed; a busy leader still accepts connections.
         """
-        found: dict[int, float] = {}
+        found: dict[tuple[int, int], float] = {}
         for pod in pods:
             index, silence = _led_group(pod), self._silences.get(pod.view.uid)
-            if index is not None and silence is not None:
+            epoch = pod.view.labels.get(names.LABEL_EPOCH, "")
+            if index is not None and silence is not None and epoch.isdigit():
                 sure = silence.tries >= SURE_TRIES
-                found[index] = self._clock() - silence.since_s if sure else 0.0
+                found[index, int(epoch)] = self._clock() - silence.since_s if sure else 0.0
         return found
 
     async def watch(self, changed: Callable[[ResourceKey], None]) -> None:
@@ -171,18 +180,23 @@ class LeaderClient:
             key: of the resource.
             pods: of the resource; none if it is gone.
         """
-        known = tuple(pods)
-        unready = {_group(pod) for pod in known if not pod.view.ready}
-        uids = {pod.view.uid for pod in known if _group(pod) not in unready}
-        self._watched = {uid: pod for uid, pod in self._watched.items() if pod.key != key or uid in uids}
+        known = {pod.view.uid: pod for pod in pods}
+        unready = {_epoch(pod) for pod in known.values() if not pod.view.ready}
+        self._answered = {uid: of for uid, of in self._answered.items() if of != key or uid in known}
+        self._watched = {uid: pod for uid, pod in self._watched.items() if pod.key != key}
+        for uid, pod in known.items():
+            if uid in self._answered and _led_group(pod) is not None and _epoch(pod) not in unready:
+                self._watched[uid] = pod
 
     def _note(self, pod: PodRecord, asked_s: float, answer: _Answer, *, ready: bool) -> None:
         uid = pod.view.uid
-        if answer.status is not None and ready:
-            self._watched[uid] = pod
-        if not answer.unreached or not ready:
+        if answer.status is not None:
+            self._answered[uid] = pod.key
+            if ready:
+                self._watched[uid] = pod
+        if not answer.unreached:
             self._silences.pop(uid, None)
-        elif uid in self._watched:
+        elif uid in self._answered:
             before = self._silences.get(uid, _Silence(asked_s, 0))
             self._silences[uid] = _Silence(before.since_s, before.tries + 1)
 
@@ -202,12 +216,12 @@ class LeaderClient:
             if at_s > self._clock() - CHALLENGE_LIFE_S
         }
         recent = self._clock() - SAY_AGAIN_S
-        self._silences = {uid: each for uid, each in self._silences.items() if uid in self._watched}
+        self._silences = {uid: each for uid, each in self._silences.items() if uid in self._answered}
         self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
     async def _ask(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
         kept = self._answers.get(pod.view.uid)
-        if kept is not None and (ready or kept.silent):
+        if kept is not None and kept.ready is ready and (ready or kept.silent):
             old = anew and self._clock() - kept.at_s >= ASK_AGAIN_S
             if not old and not self._is_due(pod.view.uid, kept):
                 return kept.status
@@ -215,7 +229,7 @@ class LeaderClient:
         answer = await self._fetch(pod, TIMEOUT_S if ready else UNREADY_TIMEOUT_S)
         self._note(pod, asked_s, answer, ready=ready)
         if ready or answer.silent:
-            self._answers[pod.view.uid] = answer
+            self._answers[pod.view.uid] = replace(answer, ready=ready)
         return answer.status
 
     async def observe_fetch(self, pods: Iterable[PodRecord]) -> FetchProgress | None:
@@ -239,6 +253,7 @@ class LeaderClient:
             if isinstance(error, ContractError | UnicodeDecodeError):
                 self._note_nonsense(pod, error)
             unreached = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            unreached = unreached and getattr(error, "errno", None) not in _OWN_FAULTS
             return _Answer(self._clock(), None, silent=isinstance(error, TimeoutError), unreached=unreached)
 
     async def _get_report(self, pod: PodRecord, timeout_s: float) -> str:
@@ -304,18 +319,37 @@ class LeaderClient:
 async def _is_reached(pod: PodRecord) -> bool:
     """Returns whether a pod's health port takes a connection, as the kernel does for a busy process too."""
     family = socket.AF_INET6 if ":" in pod.ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as connection:
+    try:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:  # of this process: it says nothing of the leader
+        return True
+    with connection:
         connection.setblocking(False)
         try:
             async with asyncio.timeout(TRY_S):
                 await asyncio.get_running_loop().sock_connect(connection, (pod.ip, pod.health_port))
-        except (OSError, ValueError, OverflowError):  # no answer, no address, no port
-            return False
+        except TimeoutError:
+            return _is_connected(connection)
+        except (OSError, ValueError, OverflowError) as error:  # nobody listens, no address, no port
+            return getattr(error, "errno", None) in _OWN_FAULTS
+    return True
+
+
+def _is_connected(connection: socket.socket) -> bool:
+    """Returns whether a connection was made that this process, being busy, has not seen in time."""
+    try:
+        connection.getpeername()
+    except OSError:
+        return False
     return True
 
 
 def _group(pod: PodRecord) -> str:
     return pod.view.labels.get(names.LABEL_GROUP, "")
+
+
+def _epoch(pod: PodRecord) -> tuple[str, str]:
+    return _group(pod), pod.view.labels.get(names.LABEL_EPOCH, "")
 
 
 def _led_group(pod: PodRecord) -> int | None:

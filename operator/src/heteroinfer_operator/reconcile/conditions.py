@@ -262,7 +262,9 @@ def _progress(life: Life, worst: GroupStatus, words: str) -> tuple[bool, str, st
 def _ready_reason(worst: GroupStatus) -> str:
     """Returns the culprit's reason while a group is down because of a failure, else the phase."""
     waits = worst.phase in {GroupPhase.PENDING, GroupPhase.SLEEPING}
-    if worst.after_failure and worst.failures and not waits:
+    # These phases come of failures alone, also in a status of 0.1.0 and after a suspension.
+    is_down = worst.after_failure or worst.phase in {GroupPhase.FAILED, GroupPhase.WAITING}
+    if is_down and worst.failures and not waits:
         return worst.failures[-1].reason
     return _doing(worst)
 

@@ -640,8 +640,11 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
     waits = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
     # Pods that nobody has seen may have been made, and have run.
     follows = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
+    # What pods need carries the number too: it is kept until the first pod is asked for.
+    first = EpochRef(owner=context.owner, index=status.index, epoch=follows).pod_name(0)
+    stays = follows > 0 and (waits or first in context.unasked)
     update = {
-        "epoch": follows if waits and follows else max(follows, context.first_epoch),
+        "epoch": follows if stays else max(follows, context.first_epoch),
         "revision": revision.name,
         "plan_hash": plan_hash,
         "phase": GroupPhase.STARTING if refusal is None else GroupPhase.PENDING,
@@ -701,6 +704,7 @@ def _living(
         "revision": made.revision_name,
         "epoch_start_time": status.epoch_start_time or (None if missing else context.now),
         "startup": start,
+        "after_failure": status.after_failure and not ready,
         "served_time": status.served_time or (context.now if ready else None),
         # A pod that was never made is known as such by this process alone: the next one may be wrong.
         "spare_pods": tuple(sorted(over | (missing & set(status.spare_pods)))),

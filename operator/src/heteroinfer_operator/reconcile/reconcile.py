@@ -228,7 +228,10 @@ def _act(
         for decision in wanted
         for pods in [by_group.get(decision.status.index, ())]
     ]
-    wanted = [with_silence(each, observation.silences.get(each.status.index)) for each in wanted]
+    wanted = [
+        with_silence(each, observation.silences.get((each.status.index, each.status.epoch)))
+        for each in wanted
+    ]
     if observation.pods_unwatched:
         wanted = [with_report_alone(each, observation.groups.get(each.status.index)) for each in wanted]
     decisions = [*wanted, *unwanted]
