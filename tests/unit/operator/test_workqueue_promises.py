@@ -91,7 +91,7 @@ class Expected:
         conflicts: since the last success.
         changed: whether it was added while it is at work.
         changed_by_others: whether not only by its own reconcile.
-        later: earliest time that add_after named while it is at work, or None.
+        later: times that add_after named while it is at work.
         starts: how often a reconcile started.
     """
 
@@ -101,7 +101,7 @@ class Expected:
     conflicts: int = 0
     changed: bool = False
     changed_by_others: bool = False
-    later: float | None = None
+    later: list[float] = field(default_factory=list)
     starts: int = 0
 
 
@@ -177,14 +177,15 @@ class QueueMachine(RuleBasedStateMachine):
 
     def ended(self, expected: Expected) -> None:
         now = self.loop.time()
-        if expected.later is not None and expected.later <= now:
-            expected.changed = expected.changed_by_others = True
-        elif expected.later is not None:
-            self.owe(expected, expected.later)
+        for due in expected.later:
+            if due <= now:
+                expected.changed = expected.changed_by_others = True
+            else:
+                self.owe(expected, due)
         if expected.changed_by_others or (expected.changed and not expected.failures):
             self.owe(expected, now + (BACKOFF.changed_s if expected.failures else 0.0))
         expected.changed = expected.changed_by_others = False
-        expected.later = None
+        expected.later = []
 
     def succeeded(self, expected: Expected) -> None:
         expected.failures = expected.conflicts = 0
@@ -195,12 +196,11 @@ class QueueMachine(RuleBasedStateMachine):
         expected.failures += 1
         wait_s = BACKOFF.delay_s(expected.failures)
         later = expected.later
-        by_others = expected.changed_by_others or (later is not None and later <= now)
+        by_others = expected.changed_by_others or any(due <= now for due in later)
         self.ended(expected)
         self.owe(expected, now + wait_s)
         expected.not_before = now + (min(wait_s, BACKOFF.changed_s) if by_others else wait_s)
-        if later is not None and later > now:
-            expected.not_before = min(expected.not_before, later)
+        expected.not_before = min([expected.not_before, *(due for due in later if due > now)])
 
     def conflicted(self, expected: Expected) -> None:
         expected.conflicts += 1
@@ -237,7 +237,7 @@ class QueueMachine(RuleBasedStateMachine):
     def add_after(self, key: ResourceKey, delay_s: float) -> None:
         expected, due = self.expected[key], self.loop.time() + delay_s
         if key in self.at_work:
-            expected.later = due if expected.later is None else min(expected.later, due)
+            expected.later.append(due)
         else:
             self.owe(expected, due)
             expected.not_before = min(expected.not_before, due)

@@ -11,6 +11,7 @@ from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_operator.api import parse_status
 from heteroinfer_operator.budget import (
     STATUS_WRITES_WITHIN,
     Budget,
@@ -210,9 +211,9 @@ class World:
             nodes=self.nodes,
             groups=self.reports,
             silences={
-                (group["index"], group["epoch"]): self.silences[group["index"]]
-                for group in self.status.get("groups", ())
-                if group["index"] in self.silences
+                (group.index, group.epoch): self.silences[group.index]
+                for group in parse_status(self.status).groups
+                if group.index in self.silences
             },
             pods_unwatched=self.pods_unwatched,
             fetch=self.fetch,
