@@ -7,7 +7,7 @@ from rich.console import Console
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceStatus
-from heteroinfer_operator.reconcile.conditions import plan_status
+from heteroinfer_operator.reconcile.status_summary import plan_status
 from heteroinfer_operator.up.console import Display
 from heteroinfer_operator.up.rank_rows import HEADINGS, RankRow, build_rows
 from tests.unit.local.plans import plan

@@ -8,7 +8,7 @@ import pytest
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.plan import Device, Mode, eager_reason
-from heteroinfer_operator.reconcile.conditions import plan_status
+from heteroinfer_operator.reconcile.status_summary import plan_status
 from tests.unit.launch.test_environment import PLAN
 from tests.unit.reconcile.world import PROFILE, World, cpu_pair
 

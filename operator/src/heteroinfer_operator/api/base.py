@@ -126,6 +126,13 @@ class Model(BaseModel):
             ]
         return schema
 
+    def changed(self, **fields: Any) -> Self:
+        """Returns a copy with other values of some fields, unchecked at run time.
+
+        mypy checks names and types of the fields (tests/typed_changes.py).
+        """
+        return self.model_copy(update=fields)
+
     def dump(self) -> dict[str, Any]:
         """Returns the model as JSON values in the resource's own spelling, without nulls."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -82,6 +82,6 @@ def merge_conditions(
         return old.last_transition_time if old is not None and old.status == condition.status else now
 
     return tuple(
-        condition.model_copy(update={"last_transition_time": since(condition).replace(microsecond=0)})
+        condition.changed(last_transition_time=since(condition).replace(microsecond=0))
         for condition in sorted(wanted, key=lambda item: item.type)
     )

@@ -135,7 +135,7 @@ def parse_life(raw: Mapping[str, Any]) -> LifeSpec:
     A field that cannot be read has its default.
     """
     life = _salvage(LifeSpec, raw)
-    return life if raw.get("replicas") is not None else life.model_copy(update={"replicas": 1})
+    return life if raw.get("replicas") is not None else life.changed(replicas=1)
 
 
 def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
@@ -150,7 +150,7 @@ def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
 def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]:
     """Returns a status as JSON values that the schema takes, and what it lost for that.
 
-    Nothing checks what `model_copy(update=...)` writes into a model. What the schema would refuse is left
+    Nothing checks what `changed(...)` writes into a model. What the schema would refuse is left
     out: the API server would refuse the whole status, again and again.
 
     Args:

@@ -97,9 +97,9 @@ def _with(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroInferen
             if each.name != role.name:
                 yield each
             elif pods:
-                yield each.model_copy(update={"pods": pods})
+                yield each.changed(pods=pods)
 
-    return spec.model_copy(update={"roles": tuple(changed(spec.roles))})
+    return spec.changed(roles=tuple(changed(spec.roles)))
 
 
 def _again(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
@@ -155,5 +155,5 @@ def _pinned(spec: HeteroInferenceSpec, layers: Sequence[int], roles: Sequence[st
     def own(name: str) -> tuple[int, ...]:
         return tuple(count for count, role in zip(layers, roles, strict=True) if role == name)
 
-    pinned = tuple(role.model_copy(update={"layers": own(role.name)}) for role in spec.roles)
-    return spec.model_copy(update={"roles": pinned})
+    pinned = tuple(role.changed(layers=own(role.name)) for role in spec.roles)
+    return spec.changed(roles=pinned)

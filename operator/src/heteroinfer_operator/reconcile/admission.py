@@ -7,8 +7,9 @@ from heteroinfer_operator.cluster import Manifest, PodView, ResourceObservation,
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.revision_record import build_revision_record
+from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_object
-from heteroinfer_operator.reconcile.group_decision import revision_of
+from heteroinfer_operator.reconcile.group.made import revision_of
 from heteroinfer_operator.reconcile.reconcile_context import POD, Admission, Context
 from heteroinfer_operator.reconcile.revisions import Revision
 from heteroinfer_operator.refusals import NOT_ANSWERED, REVISION
@@ -66,7 +67,7 @@ def _objects(context: Context, revision: Revision, status: GroupStatus) -> tuple
     """Returns what the next epoch of a group needs of a revision: of its pods, one of each role."""
     planned = context.planner.make_for_any_nodes()
     plan = planned.plan
-    next_epoch = status.model_copy(update={"epoch": status.epoch + 1, "plan_hash": plan.hash})
+    next_epoch = transitions.asked_for(status, plan_hash=plan.hash)
     first = {(pod.role, pod.device): pod.index for pod in reversed(plan.pods)}
     creates = decide_creates(
         context, revision, next_epoch, plan, set(first.values()), planned.node_assignment

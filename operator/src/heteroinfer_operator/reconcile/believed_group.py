@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from heteroinfer_operator.api import GroupStatus, RankEntry
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.manifests import identity
-from heteroinfer_operator.reconcile.group_decision import Made, epoch_of, index_of
+from heteroinfer_operator.reconcile import transitions
+from heteroinfer_operator.reconcile.group.decision import epoch_of, index_of
+from heteroinfer_operator.reconcile.group.made import Made
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
@@ -44,7 +46,7 @@ def believe(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> B
         by_epoch[epoch_of(pod)].append(pod)
     living = _find_living(context, status, by_epoch)
     if not _is_believed(context, status, by_epoch) or (living is not None and status.epoch > living):
-        status = _without_epoch(status)
+        status = transitions.without_epoch(status)
     newest = max([status.epoch, *(epoch for epoch in by_epoch if _can_be(context, status, epoch))])
     epoch = newest if living is None else living
     current = by_epoch.get(epoch, ())
@@ -92,10 +94,6 @@ def _can_be(context: Context, status: GroupStatus, epoch: int) -> bool:
     return epoch <= context.largest_epoch or epoch in {status.epoch, status.epoch - 1}
 
 
-def _without_epoch(status: GroupStatus) -> GroupStatus:
-    return status.model_copy(update={"epoch": 0, "epoch_start_time": None, "spare_pods": ()})
-
-
 def _with_members_of(context: Context, status: GroupStatus, epoch: int, made: Made) -> GroupStatus:
     """Returns the status without entries of pods that the epoch cannot have."""
 
@@ -104,4 +102,4 @@ def _with_members_of(context: Context, status: GroupStatus, epoch: int, made: Ma
         return place is not None and place[:2] == (status.index, epoch) and made.has(place[2])
 
     members = tuple(entry for entry in status.members if can_be(entry))
-    return status if len(members) == len(status.members) else status.model_copy(update={"members": members})
+    return status if len(members) == len(status.members) else transitions.with_members(status, members)

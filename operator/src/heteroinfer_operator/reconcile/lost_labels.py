@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.reconcile.group_decision import GroupDecision, epoch_of, index_of
+from heteroinfer_operator.reconcile import transitions
+from heteroinfer_operator.reconcile.group.decision import GroupDecision, epoch_of, index_of
 
 REASON: Final = "PodLabelLost"
 _OF_CLIENTS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER})
@@ -50,11 +50,9 @@ def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodVi
     words = find_lost(owner, current) if decision.runs else ""
     if not words:
         return decision
-    before = decision.status.message
-    message = f"{before[: MAX_TEXT - len(words) - 2]}; {words}" if before else words
     return replace(
         decision,
-        status=decision.status.model_copy(update={"message": message[:MAX_TEXT]}),
+        status=transitions.with_words(decision.status, words),
         lost_labels=words,
         cut_off=is_cut_off(current),
     )

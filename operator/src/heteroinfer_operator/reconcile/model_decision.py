@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.byte_size import format_bytes
@@ -206,14 +206,12 @@ def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecisi
 
 def _on_its_way(context: ModelContext, kept: ModelStatus, waits: str) -> ModelDecision:
     """Returns the decision while a pod works; a failure before it is reported until it has got on."""
-    update: dict[str, Any] = {"phase": context.phase, "profile": None, "checked_time": None}
-    progress = context.progress
+    status, progress = _without_answer(context, kept), context.progress
     if progress is not None and progress.total_bytes:
         done = _in_steps(progress)
         if done > (kept.bytes_done or 0):
-            update |= {"failures": None, "reason": None, "message": None}
-        update |= {"bytes_done": done, "bytes_total": progress.total_bytes}
-    status = kept.model_copy(update=update)
+            status = status.changed(failures=None, reason=None, message=None)
+        status = status.changed(bytes_done=done, bytes_total=progress.total_bytes)
     if status.reason is not None:
         return ModelDecision(status=status, holds=False, reason=status.reason, message=status.message or "")
     message = f"{'fetching' if context.fetches else 'reading'} {context.uri}{_share(status)}"
@@ -221,6 +219,10 @@ def _on_its_way(context: ModelContext, kept: ModelStatus, waits: str) -> ModelDe
         message += f": {word}" if word else ""
     reason = "Fetching" if context.fetches else "Inspecting"
     return ModelDecision(status=status, holds=None, reason=reason, message=message)
+
+
+def _without_answer(context: ModelContext, kept: ModelStatus) -> ModelStatus:
+    return kept.changed(phase=context.phase, profile=None, checked_time=None)
 
 
 def _in_steps(progress: FetchProgress) -> int:
@@ -245,7 +247,7 @@ def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDec
     elif not is_reason(reason):
         reason, message = "ModelPodWaits", pod.waiting
     return ModelDecision(
-        status=kept.model_copy(update={"phase": context.phase, "profile": None, "checked_time": None}),
+        status=_without_answer(context, kept),
         holds=False,
         reason=reason,
         message=f"pod {pod.name} cannot start: {message or reason}"[:MAX_TEXT],
@@ -318,16 +320,15 @@ def _failed(
     pause_s = min(_RETRY_FIRST_S * 2.0 ** min(failures, 16), _RETRY_MOST_S)
     wait_s = pause_s - (context.now - pod.created).total_seconds()
     again = wait_s <= 0
-    update = {
-        "phase": ModelPhase.FAILED,
-        "profile": None,
-        "checked_time": None,
-        "reason": reason[:64],
-        "message": message[:MAX_TEXT],
-        "failures": (next_count(failures) if again else failures) or None,
-    }
     return ModelDecision(
-        status=kept.model_copy(update=update),
+        status=kept.changed(
+            phase=ModelPhase.FAILED,
+            profile=None,
+            checked_time=None,
+            reason=reason[:64],
+            message=message[:MAX_TEXT],
+            failures=(next_count(failures) if again else failures) or None,
+        ),
         holds=False,
         reason=reason,
         message=message,

@@ -16,13 +16,14 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.service import client_ports
 from heteroinfer_operator.reconcile import conditions
 from heteroinfer_operator.reconcile.conditions import Life
-from heteroinfer_operator.reconcile.group_decision import GroupDecision
+from heteroinfer_operator.reconcile.group.decision import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.retired import retire
 from heteroinfer_operator.reconcile.rollout import find_rollout
 from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
+from heteroinfer_operator.reconcile.status_summary import plan_status, summary
 from heteroinfer_operator.refusals import (
     NOT_ANSWERED,
     OF_CHILDREN,
@@ -90,7 +91,7 @@ def build_next_status(
         endpoint=_endpoint(status, context) if life.unreachable is None else None,
         current_revision=target.name if done else status.current_revision,
         update_revision=target.name or status.update_revision,
-        summary=conditions.summary(wanted, groups, plans, serving=ready, wanted=context.replicas),
+        summary=summary(wanted, groups, plans, serving=ready, wanted=context.replicas),
         conditions=merge_conditions(status.conditions, next_conditions, now=context.now),
         records_signed_by=context.records_signed_by,
         gpus_missing_since=gpus_missing_since(status, refusals, context.now),
@@ -155,7 +156,7 @@ def _plans(
             continue
         if decision.plan is not None:
             predicted = planner.predict_again(decision.plan, decision.status)
-            found[name] = conditions.plan_status(decision.plan, predicted).model_copy(update={"hash": name})
+            found[name] = plan_status(decision.plan, predicted).changed(hash=name)
         elif name in before:
             found[name] = before[name]
     return tuple(sorted(found.values(), key=lambda plan: plan.hash))[:MAX_PLANS]

@@ -41,7 +41,8 @@ from heteroinfer_operator.reconcile import conditions, restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.believed_group import believe
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
-from heteroinfer_operator.reconcile.group_decision import GroupDecision, epoch_of, stop_group
+from heteroinfer_operator.reconcile.group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.group.stopping import stop_group
 from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS, GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
 from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
@@ -55,6 +56,7 @@ from heteroinfer_operator.reconcile.model_decision import (
 from heteroinfer_operator.reconcile.next_status import build_next_status
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
+from heteroinfer_operator.reconcile.rank_entries import with_rank_entries
 from heteroinfer_operator.reconcile.reading import (
     forged_plans,
     kept_plans,
@@ -282,7 +284,7 @@ def _measured(
     if not decision.runs or decision.creates:
         return decision
     index = decision.status.index
-    group = conditions.with_rank_entries(
+    group = with_rank_entries(
         decision.status,
         decision.plan,
         [pod for pod in by_group.get(index, ()) if epoch_of(pod) == decision.status.epoch],

@@ -86,13 +86,13 @@ def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStat
     """
     last = failures[-1]
     reported = f"{message}; before that: {last.message}"[:_MESSAGE_CHARACTERS]
-    changed = last.model_copy(update={"reason": NODE_LOST, "message": reported, "counted": False})
+    changed = last.changed(reason=NODE_LOST, message=reported, counted=False)
     return (*failures[:-1], changed)
 
 
 def remember(failures: Sequence[FailureStatus], failure: FailureStatus) -> tuple[FailureStatus, ...]:
     """Returns the failures to keep: those that don't count are forgotten first, then the oldest."""
-    short = failure.model_copy(update={"message": failure.message[:_MESSAGE_CHARACTERS]})
+    short = failure.changed(message=failure.message[:_MESSAGE_CHARACTERS])
     kept = [*failures, short]
     while len(kept) > MAX_FAILURES:
         spare = next((old for old in kept[:-1] if not old.counted), kept[0])

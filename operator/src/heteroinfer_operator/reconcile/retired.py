@@ -38,7 +38,7 @@ def _is_remembered(context: Context, group: GroupStatus) -> bool:
 
 def _retired(group: GroupStatus) -> RetiredGroup:
     """Returns what counts of a group; words of its last failure alone, since the status has a size."""
-    bare = tuple(failure.model_copy(update={"message": ""}) for failure in group.failures[:-1])
+    bare = tuple(failure.changed(message="") for failure in group.failures[:-1])
     return RetiredGroup(
         index=group.index,
         epoch=group.epoch,

@@ -64,8 +64,8 @@ def observe_startup(
     total = sum(rank.total_bytes for rank in report.ranks)
     before = old if old is not None and old.measured_time is not None else None
     if not total or (before is not None and _is_fresh(before, done, now)):
-        return status.model_copy(update=_measured(before))
-    return status.model_copy(update={"bytes_done": done, "bytes_total": total, "measured_time": now})
+        return status if before is None else _measured(status, before)
+    return status.changed(bytes_done=done, bytes_total=total, measured_time=now)
 
 
 def _phase(
@@ -89,10 +89,10 @@ def _is_fresh(before: StartupStatus, done: int, now: datetime) -> bool:
     return before.bytes_done == done or now - before.measured_time < _WRITE_EVERY
 
 
-def _measured(before: StartupStatus | None) -> dict[str, object]:
-    if before is None:
-        return {}
-    return {name: getattr(before, name) for name in ("bytes_done", "bytes_total", "measured_time")}
+def _measured(status: StartupStatus, before: StartupStatus) -> StartupStatus:
+    return status.changed(
+        bytes_done=before.bytes_done, bytes_total=before.bytes_total, measured_time=before.measured_time
+    )
 
 
 def connects(startup: StartupStatus | None) -> bool:

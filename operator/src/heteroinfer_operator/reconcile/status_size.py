@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from heteroinfer_operator.api import FailureStatus, GroupStatus, PlanStatus, RankEntry
+from heteroinfer_operator.reconcile import transitions
 
 TABLES_BYTES: Final = 850_000
 """Of all ranks of all groups; what decisions read of MAX_RANKS takes 830,000 at most."""
@@ -31,7 +32,7 @@ def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
     for group in groups:
         details = sum(_DETAIL_BYTES + _json_bytes(rank.node or "") for rank in group.members)
         space -= details
-        found.append(group if space >= 0 else _without_details(group))
+        found.append(group if space >= 0 else transitions.without_details(group))
     return tuple(_fit_failures(found))
 
 
@@ -40,14 +41,8 @@ def fit_plans(plans: Sequence[PlanStatus]) -> tuple[PlanStatus, ...]:
     space, found = PLAN_BYTES, []
     for plan in plans:
         space -= sum(_PLAN_RANK_BYTES + _json_bytes(rank.role) for rank in plan.ranks)
-        found.append(plan if space >= 0 else plan.model_copy(update={"ranks": ()}))
+        found.append(plan if space >= 0 else plan.changed(ranks=()))
     return tuple(found)
-
-
-def _without_details(group: GroupStatus) -> GroupStatus:
-    bare = {"node": None, "step_ms": None, "compute_ms": None, "wait_ms": None}
-    entries = tuple(rank.model_copy(update=bare) for rank in group.members)
-    return group.model_copy(update={"members": entries, "measured_time": None})
 
 
 def _fit_failures(groups: Sequence[GroupStatus]) -> list[GroupStatus]:
@@ -63,10 +58,10 @@ def _fit_failures(groups: Sequence[GroupStatus]) -> list[GroupStatus]:
 
     def fit(i: int, j: int) -> FailureStatus:
         failure = every[i, j]
-        return failure if (i, j) in kept else failure.model_copy(update={"message": LEFT_OUT})
+        return failure if (i, j) in kept else failure.changed(message=LEFT_OUT)
 
     return [
-        group.model_copy(update={"failures": tuple(fit(i, j) for j in range(len(group.failures)))})
+        transitions.with_failures(group, [fit(i, j) for j in range(len(group.failures))])
         for i, group in enumerate(groups)
     ]
 

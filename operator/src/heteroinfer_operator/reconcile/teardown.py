@@ -5,13 +5,12 @@ from datetime import datetime
 from heteroinfer_contract import names
 from heteroinfer_operator.api import (
     ConditionType,
-    GroupPhase,
     HeteroInferenceStatus,
     merge_conditions,
     parse_life,
 )
 from heteroinfer_operator.cluster import Decision, ResourceObservation, SetFinalizer
-from heteroinfer_operator.reconcile import conditions
+from heteroinfer_operator.reconcile import conditions, transitions
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
 _REASON = "Deleting"
@@ -64,14 +63,11 @@ def _ending(
     ]
     known = {kind.value for kind in ConditionType} - {kind.value for kind in reported}
     kept = {condition.type: condition for condition in status.conditions if condition.type in known}
-    stopping = {"phase": GroupPhase.STOPPING, "message": words, "startup": None}
-    return status.model_copy(
-        update={
-            "observed_generation": generation,
-            "ready_replicas": 0,
-            "conditions": merge_conditions(status.conditions, [*kept.values(), *fresh], now=now),
-            "groups": tuple(group.model_copy(update=stopping) for group in status.groups),
-        }
+    return status.changed(
+        observed_generation=generation,
+        ready_replicas=0,
+        conditions=merge_conditions(status.conditions, [*kept.values(), *fresh], now=now),
+        groups=tuple(transitions.deleted(group, message=words) for group in status.groups),
     )
 
 

@@ -1,0 +1,163 @@
+"""A group without an epoch: what it waits for, and how the next epoch starts. Pure.
+
+While the spec is refused, the next epoch is of the revision that the last one had.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import GroupStatus, StartupPhase
+from heteroinfer_operator.api.status import next_epoch
+from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.errors import PlanError, SpecError
+from heteroinfer_operator.manifests.group_key_secret import KIND as SECRET
+from heteroinfer_operator.manifests.identity import EpochRef
+from heteroinfer_operator.quantity import parse_duration_s
+from heteroinfer_operator.reconcile import restarts, startup, transitions
+from heteroinfer_operator.reconcile.epoch_pods import decide_creates, decide_key, gang_object, start_events
+from heteroinfer_operator.reconcile.group.decision import GroupDecision
+from heteroinfer_operator.reconcile.group.ends import never_seen
+from heteroinfer_operator.reconcile.group.stopping import end_epoch, go_on_stopping, put_down_to_node, refuse
+from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan
+from heteroinfer_operator.reconcile.reconcile_context import POD, Context
+from heteroinfer_operator.reconcile.revisions import Revision
+
+_NOT_ANSWERED: Final = "waiting for the API server to say whether it takes the new revision"
+
+
+def decide_between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
+    """Returns what a group without an epoch needs.
+
+    Args:
+        context: of this reconcile.
+        status: of the group.
+        pods: of older epochs.
+    """
+    revision_name = next_revision(context, status)
+    waits = _waits_for_admission(context, status, revision_name)
+    # What is not known to be taken forgives no failure: it may be refused, and the group be what it was.
+    if revision_name is not None and status.revision != revision_name and not waits:
+        status = transitions.forgiven(status)
+    status, events = put_down_to_node(context, status, pods)
+    if pods or restarts.used_up(status.failures, context.life.restart):
+        return go_on_stopping(context, status, pods, events)
+    if status.epoch_start_time is not None and context.refusal_of(status.index) is None:
+        return end_epoch(context, status, pods, never_seen(status.epoch))
+    if status.next_epoch_time is not None and status.next_epoch_time > context.now:
+        # A clock that was set back, or a shorter backoffMax, prolongs no wait.
+        longest = timedelta(seconds=parse_duration_s(context.life.restart.backoff_max))
+        until = min(status.next_epoch_time, context.now + longest)
+        wait_s = (until - context.now).total_seconds()
+        return GroupDecision(status=transitions.waiting(status, until=until), look_again_s=wait_s)
+    refusal = context.pod_refusal_of(status.index)
+    if refusal is not None and refusal.retry_at > context.now:
+        # It may have begun in the status, before its pods were refused.
+        had_epoch = status.epoch_start_time is not None
+        return GroupDecision(
+            status=refuse(context, status, refusal, had_epoch=had_epoch),
+            look_again_s=(refusal.retry_at - context.now).total_seconds(),
+        )
+    if waits:
+        message = _NOT_ANSWERED if context.admission.unanswered else status.message
+        return GroupDecision(status=transitions.pending(status, message=message))
+    return _start(context, status)
+
+
+def next_revision(context: Context, status: GroupStatus) -> str | None:
+    """Returns the revision of a group's next epoch, or None while there is none that could start."""
+    own = _own(context, status)
+    if own is None or not _keeps_own(context, status):
+        return context.target.name if context.problem is None else None
+    return own[0].name
+
+
+def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
+    """Returns whether a group's next epoch waits for what the API server says of the target.
+
+    An answer is waited for a moment; a group that has another one to start by does not wait longer.
+    """
+    if not context.waits_for_admission:
+        return False
+    return not context.admission.unanswered or status.revision != revision
+
+
+def _keeps_own(context: Context, status: GroupStatus) -> bool:
+    """Returns whether a group stays with what it had: the target could not start, or has failed already.
+
+    A model that is looked at again is waited for: the group may have ended because of it.
+    """
+    problem, same = context.problem, status.revision == context.target.name
+    if problem is None:
+        return (context.target_failed or context.admission.unanswered) and not same
+    return not (same and problem.reason == WAITING_FOR_MODEL)
+
+
+def _own(context: Context, status: GroupStatus) -> tuple[Revision, Plan] | None:
+    """Returns what a group was last made with, as far as it is kept."""
+    revision = context.revisions.get(status.revision or "")
+    plan = context.plans.get(status.plan_hash or "")
+    return (revision, plan) if revision is not None and plan is not None else None
+
+
+def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochPlan, str]:
+    """Returns what the next epoch is made with: what the spec asks for, or else what the group had.
+
+    Returns:
+        The revision, the plan, and the hash by which the plan is kept.
+
+    Raises:
+        HeteroInferError: there is neither now.
+    """
+    own = _own(context, status)
+    if own is None or not _keeps_own(context, status):
+        if context.problem is not None:
+            raise context.problem
+        planned = context.planner.make()
+        assert context.target.name is not None  # a spec that cannot be read is a problem
+        return context.revisions[context.target.name], planned, planned.plan.hash
+    revision, plan = own
+    return revision, context.planner.make_again(revision.spec, plan), status.plan_hash or plan.hash
+
+
+def _start(context: Context, status: GroupStatus) -> GroupDecision:
+    try:
+        revision, planned, plan_hash = _plan_epoch(context, status)
+    except (PlanError, SpecError) as problem:
+        phase = StartupPhase.MODEL if problem.reason == WAITING_FOR_MODEL else StartupPhase.SCHEDULING
+        begun = startup.begin(phase, status.startup, context.now)
+        return GroupDecision(
+            status=transitions.not_planned(status, message=problem.message, startup=begun), refusal=problem
+        )
+    plan, refusal = planned.plan, context.refusal_of(status.index)
+    # Until all that pods need is there, no pod is asked for, and so no epoch has begun.
+    waits = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
+    # Pods that nobody has seen may have been made, and have run.
+    follows = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
+    # What pods need carries the number too: it is kept until the first pod is asked for.
+    first = EpochRef(owner=context.owner, index=status.index, epoch=follows).pod_name(0)
+    stays = follows > 0 and (waits or first in context.unasked)
+    status = transitions.starting(
+        status,
+        epoch=follows if stays else max(follows, context.first_epoch),
+        revision=revision.name,
+        plan_hash=plan_hash,
+        refusal=None if refusal is None else refusal.message,
+        message=f"creating {len(plan.pods)} pods",
+        begun=None if waits else context.now,
+        startup=startup.begin(StartupPhase.SCHEDULING, status.startup, context.now),
+    )
+    indices = set() if waits else {pod.index for pod in plan.pods}
+    return GroupDecision(
+        status=status,
+        keys=decide_key(context, status) if waits and refusal and refusal.kind == SECRET else (),
+        creates=decide_creates(context, revision, status, plan, indices, planned.node_assignment),
+        events=start_events(status, planned) if refusal is None else (),
+        runs=True,
+        plan=plan,
+        new_plan=plan if plan_hash == plan.hash else None,
+        notes=planned.notes,
+        unplaced=planned.missing,
+        gang_object=gang_object(context, revision, status, plan, planned.node_assignment.gang),
+    )

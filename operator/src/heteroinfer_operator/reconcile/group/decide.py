@@ -1,0 +1,116 @@
+"""What is to be done with one group. Pure.
+
+An epoch lives as long as all its pods do, from their first run on: a pod that is seen to end before it
+has run is replaced, and the others wait for it; with Kueue they go, too. One that is gone unseen may
+have run, and may run still where nobody sees it: its name is not used again.
+
+A running epoch needs neither the spec nor its plan to live on: what it was made with is kept, and its
+pods say the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from heteroinfer_contract.group_report import GroupReport
+from heteroinfer_operator.api import GroupStatus
+from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.manifests.identity import EpochRef
+from heteroinfer_operator.reconcile import transitions
+from heteroinfer_operator.reconcile.group.between_epochs import decide_between_epochs, next_revision
+from heteroinfer_operator.reconcile.group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.group.ends import find_epoch_end, find_overdue, pod_missing
+from heteroinfer_operator.reconcile.group.living import decide_living
+from heteroinfer_operator.reconcile.group.made import Epoch, Made, had_run
+from heteroinfer_operator.reconcile.group.stopping import (
+    ENDED_EPOCH_GRACE_S,
+    end_epoch,
+    give_back,
+    replace_group,
+    stop_group,
+)
+from heteroinfer_operator.reconcile.reconcile_context import Context
+
+
+def decide_group(
+    context: Context,
+    status: GroupStatus,
+    pods: Sequence[PodView],
+    *,
+    may_replace: bool,
+    report: GroupReport | None = None,
+) -> GroupDecision:
+    """Returns what a group needs.
+
+    Args:
+        context: of this reconcile.
+        status: of the group as last written; `epoch` 0 before its first epoch.
+        pods: all pods of the group, of every epoch.
+        may_replace: whether the group may be replaced now, if its revision is an old one.
+        report: what its leader says of it now, or None.
+    """
+    number = max([status.epoch, *(epoch_of(pod) for pod in pods)])
+    is_forgotten = status.epoch < number
+    current = [pod for pod in pods if epoch_of(pod) == number]
+    status = transitions.seen_in_epoch(status, number)
+    if context.life.suspend:
+        return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
+    made = Made.of(context, status, current)
+    unmade = _find_unmade(context, status)
+    # Without pods, a status whose members never ran has an epoch only if it is known which pods that has.
+    has_members = had_run(status) or (status.members and made.is_known)
+    if not current and not has_members and not (unmade and _goes_on(context, status, made)):
+        return decide_between_epochs(context, _not_begun(context, status), pods)
+    if is_forgotten:
+        status = transitions.made_with(status, revision=made.revision_name, plan_hash=made.plan_hash)
+    if may_replace and current and made.revision_name != context.target.name:
+        return replace_group(context, status, pods)
+    if report is not None and (report.epoch != number or (made.plan and not report.covers(made.plan))):
+        report = None
+    epoch = Epoch(context=context, status=status, pods=current, made=made)
+    epoch_end = find_epoch_end(epoch)
+    if epoch_end is not None:
+        return end_epoch(context, status, pods, epoch_end)
+    if lacking := sorted(epoch.missing - set(status.spare_pods) - unmade):
+        return _end_incomplete(epoch, pods, lacking[0])
+    living = _without_older(context, decide_living(epoch, report), pods)
+    overdue = find_overdue(epoch, living.status.startup, report)
+    return living if overdue is None else end_epoch(context, status, pods, overdue)
+
+
+def _find_unmade(context: Context, status: GroupStatus) -> set[int]:
+    """Returns the pods of a group's epoch that were to be made, and have never existed."""
+    if status.epoch_start_time is None or not context.unmade:
+        return set()
+    prefix = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)[:-1]
+    return {int(name.removeprefix(prefix)) for name in context.unmade if name.startswith(prefix)}
+
+
+def _not_begun(context: Context, status: GroupStatus) -> GroupStatus:
+    """Returns the status of a group; its epoch has not begun if the first of its pods was never asked for.
+
+    The others are asked for once the first one is made.
+    """
+    first = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)
+    return transitions.not_begun(status) if first in context.unasked else status
+
+
+def _goes_on(context: Context, status: GroupStatus, made: Made) -> bool:
+    """Returns whether an epoch of which no pod has been made yet is still the one to make."""
+    has_all = made.plan is not None and made.revision is not None and context.refusal_of(status.index) is None
+    return has_all and made.revision_name == next_revision(context, status)
+
+
+def _end_incomplete(epoch: Epoch, pods: Sequence[PodView], index: int) -> GroupDecision:
+    """Returns the end of an epoch that lacks a pod which was made, or may have been."""
+    context, status = epoch.context, epoch.status
+    refusal = context.pod_refusal_of(status.index)
+    if refusal is not None:
+        return give_back(context, status, epoch.pods, refusal)
+    return end_epoch(context, status, pods, pod_missing(epoch, index))
+
+
+def _without_older(context: Context, living: GroupDecision, pods: Sequence[PodView]) -> GroupDecision:
+    """Returns the decision with the deletion of pods of older epochs, seen only after their end."""
+    older = [pod for pod in pods if epoch_of(pod) < living.status.epoch]
+    deletes = context.node_loss.deletes(older, grace_s=ENDED_EPOCH_GRACE_S)
+    return replace(living, deletes=(*living.deletes, *deletes))

@@ -1,0 +1,130 @@
+"""What ends an epoch, in the order in which the causes go before each other. Pure."""
+
+from collections.abc import Callable
+from typing import Final
+
+from heteroinfer_contract.group_report import GroupReport
+from heteroinfer_operator.api import StartupStatus
+from heteroinfer_operator.cluster import Gang
+from heteroinfer_operator.errors import PlanReason
+from heteroinfer_operator.manifests.identity import EpochRef
+from heteroinfer_operator.quantity import parse_duration_s
+from heteroinfer_operator.reconcile import startup
+from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, EpochEnd, has_run
+from heteroinfer_operator.reconcile.epoch_end import find_epoch_end as find_end_of_pods
+from heteroinfer_operator.reconcile.epoch_pods import find_changed_images, find_lost_key
+from heteroinfer_operator.reconcile.group.made import Epoch
+from heteroinfer_operator.reconcile.group_planner import gang_of
+
+PODS_NEVER_SEEN: Final = "PodsNeverSeen"
+Check = Callable[[Epoch], EpochEnd | None]
+
+
+def find_epoch_end(epoch: Epoch) -> EpochEnd | None:
+    """Returns why an epoch has ended, by the first of ENDS that finds a cause, or None if it lives."""
+    return next((end for check in ENDS if (end := check(epoch)) is not None), None)
+
+
+def pod_ended(epoch: Epoch) -> EpochEnd | None:
+    """A pod that had run has ended."""
+    return find_end_of_pods(epoch.pods)
+
+
+def node_lost(epoch: Epoch) -> EpochEnd | None:
+    """The node of a pod is lost."""
+    pods = [pod for pod in epoch.pods if not startup.is_rejected(pod)]
+    return epoch.context.node_loss.find_epoch_end(pods)
+
+
+def held_by_kueue(epoch: Epoch) -> EpochEnd | None:
+    """Under Kueue, a pod ended before it ever ran: Kueue keeps its name, so it cannot be replaced alone."""
+    if gang_of(epoch.pods) is not Gang.KUEUE or not epoch.spare:
+        return None
+    spare = epoch.spare
+    message = f"{startup.describe_end(spare[0])}; Kueue lets the pods of a group go together only"
+    deleted = spare[0].deleting
+    lost = epoch.context.node_loss.find_epoch_end(spare)
+    return lost or EpochEnd(
+        reason=POD_DELETED if deleted else POD_ENDED, message=message, counted=not deleted
+    )
+
+
+def pod_gone(epoch: Epoch) -> EpochEnd | None:
+    """A pod that had run is not there any more."""
+    present = {pod.name for pod in epoch.pods}
+    gone = [pod for pod in epoch.had_run if pod not in present]
+    return EpochEnd(reason=POD_DELETED, message=f"pod {gone[0]} is gone") if gone else None
+
+
+def plan_lost(epoch: Epoch) -> EpochEnd | None:
+    """A pod or its container must be created, and the plan or the revision for it is gone."""
+    made = epoch.made
+    to_be_made = epoch.missing and (made.plan is None or made.revision is None)
+    waiting = next((pod.name for pod in epoch.pods if not has_run(pod)), "") if made.plan is None else ""
+    if not to_be_made and not waiting:
+        return None
+    what = f"the container of pod {waiting}" if waiting else f"a pod of epoch {epoch.status.epoch}"
+    return EpochEnd(
+        reason=PlanReason.PLAN_LOST.value,
+        message=f"{what} is to be made, and what it is made with is not kept any more; a new epoch gets a "
+        "new plan",
+    )
+
+
+def key_lost(epoch: Epoch) -> EpochEnd | None:
+    """A pod must be created, and the operator no longer has the key of the other pods."""
+    lacks_pods = bool(epoch.pods and epoch.missing)
+    return find_lost_key(epoch.context, epoch.status, epoch.pods, lacks_pods=lacks_pods)
+
+
+def images_changed(epoch: Epoch) -> EpochEnd | None:
+    """A spare pod must be created again, and would get another image than the other pods have."""
+    made = epoch.made
+    if made.plan is None or made.revision is None or not epoch.missing & set(epoch.status.spare_pods):
+        return None
+    return find_changed_images(epoch.context, made.revision, made.plan, epoch.pods)
+
+
+ENDS: Final[tuple[Check, ...]] = (
+    pod_ended,
+    node_lost,
+    held_by_kueue,
+    pod_gone,
+    plan_lost,
+    key_lost,
+    images_changed,
+)
+"""The first that finds a cause names it."""
+
+
+def find_overdue(epoch: Epoch, status: StartupStatus | None, report: GroupReport | None) -> EpochEnd | None:
+    """Returns the end of an epoch whose pods have not met in time, or None.
+
+    Args:
+        epoch: that starts.
+        status: how far it has come now.
+        report: of its leader, or None.
+    """
+    if status is None:
+        return None
+    timeout_s = parse_duration_s(epoch.context.life.startup.timeout)
+    connecting_s = epoch.context.connecting_s.get((epoch.status.index, epoch.status.epoch), 0.0)
+    return startup.find_overdue(status, report, timeout_s=timeout_s, connecting_s=connecting_s)
+
+
+def pod_missing(epoch: Epoch, index: int) -> EpochEnd:
+    """Returns the end of an epoch that lacks a pod which was made, or may have been."""
+    owner, status = epoch.context.owner, epoch.status
+    name = EpochRef(owner=owner, index=status.index, epoch=status.epoch).pod_name(index)
+    message = f"pod {name} is not there, and nobody saw it end before it ran: it may have met others"
+    return EpochEnd(reason=POD_DELETED, message=message, counted=False)
+
+
+def never_seen(epoch: int) -> EpochEnd:
+    """Returns the end of an epoch of which no pod was ever seen: the next one waits longer each time."""
+    message = (
+        f"no pod of epoch {epoch} was ever seen: the pods were not created, or somebody changed "
+        "or deleted them at once. Look for a mutating webhook or a controller that changes labels or owners "
+        "of pods"
+    )
+    return EpochEnd(reason=PODS_NEVER_SEEN, message=message, counted=False)

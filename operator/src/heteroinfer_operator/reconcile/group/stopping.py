@@ -1,0 +1,146 @@
+"""How a group stops: by its spec, for a new revision, or because its epoch has ended. Pure.
+
+The failure and the next epoch are written to the status first, then the old pods are deleted, and the new
+ones are created once the old are gone.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_operator.api import FailureStatus, GroupStatus, StartupPhase
+from heteroinfer_operator.api.base import MAX_TEXT
+from heteroinfer_operator.cluster import PodView, RecordEvent, Refusal
+from heteroinfer_operator.reconcile import restarts, startup, transitions
+from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, EpochEnd
+from heteroinfer_operator.reconcile.epoch_pods import name_epoch
+from heteroinfer_operator.reconcile.group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.reconcile_context import Context
+
+ENDED_EPOCH_GRACE_S: Final = 2
+"""For the pods of an epoch that has ended: there is no request left that they could answer."""
+_CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, POD_DELETED, POD_ENDED})
+
+
+def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], message: str) -> GroupDecision:
+    """Returns how a group that shall not run ends; its running requests may end first."""
+    # From its first pod on: all of them may have run, and be gone, before anybody looks again.
+    had_epoch = status.epoch_start_time is not None or any(epoch_of(pod) == status.epoch for pod in pods)
+    return GroupDecision(
+        status=transitions.stopped(
+            status,
+            message=context.node_loss.find_held(pods) or message,
+            has_pods=bool(pods),
+            had_epoch=had_epoch,
+        ),
+        deletes=context.node_loss.deletes(pods, grace_s=None),
+        look_again_s=context.node_loss.look_again_s(pods),
+    )
+
+
+def replace_group(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
+    """Returns how a group gives way to the new revision."""
+    message = context.node_loss.message(pods) or "replaced by the new revision"
+    return GroupDecision(
+        status=transitions.replaced(status, revision=context.target.name, message=message),
+        deletes=context.node_loss.deletes(pods, grace_s=None, after_status=True),
+        look_again_s=context.node_loss.look_again_s(pods),
+    )
+
+
+def end_epoch(
+    context: Context, status: GroupStatus, pods: Sequence[PodView], epoch_end: EpochEnd
+) -> GroupDecision:
+    """Returns how an epoch ends that cannot live on."""
+    failure = FailureStatus(
+        epoch=status.epoch,
+        time=context.now,
+        reason=epoch_end.reason,
+        message=epoch_end.message[:MAX_TEXT],
+        rank=epoch_end.rank,
+        exit_code=epoch_end.exit_code,
+        counted=epoch_end.counted,
+        served=status.served_time is not None,
+    )
+    failures = restarts.remember(status.failures, failure)
+    failed = restarts.used_up(failures, context.life.restart)
+    who = "" if epoch_end.rank is None else f"rank {epoch_end.rank}: "
+    event = RecordEvent(
+        reason=epoch_end.reason,
+        message=f"{name_epoch(status)} ended: {who}{epoch_end.message}"[:1000],
+        warning=True,
+    )
+    ending = [pod for pod in pods if not (failed and _has_logs(pod))]
+    return GroupDecision(
+        status=transitions.ended(
+            status,
+            failures,
+            for_good=failed,
+            held=context.node_loss.message(pods),
+            next_epoch_time=restarts.next_epoch_time(failures, context.life.restart),
+        ),
+        deletes=context.node_loss.deletes(
+            ending, grace_s=None if epoch_end.orderly else ENDED_EPOCH_GRACE_S, after_status=True
+        ),
+        events=(event,),
+        look_again_s=context.node_loss.look_again_s(ending),
+    )
+
+
+def go_on_stopping(
+    context: Context, status: GroupStatus, pods: Sequence[PodView], events: tuple[RecordEvent, ...]
+) -> GroupDecision:
+    """Returns how a group between two epochs waits for its old pods to go; one that has failed keeps logs."""
+    if restarts.used_up(status.failures, context.life.restart):
+        status = transitions.failed(status)
+        pods = [pod for pod in pods if not _has_logs(pod)]
+    else:
+        status = transitions.stopping(status, message=context.node_loss.message(pods) or status.message)
+    return GroupDecision(
+        status=status,
+        deletes=context.node_loss.deletes(pods, grace_s=ENDED_EPOCH_GRACE_S, after_status=True),
+        events=events,
+        look_again_s=context.node_loss.look_again_s(pods),
+    )
+
+
+def put_down_to_node(
+    context: Context, status: GroupStatus, pods: Sequence[PodView]
+) -> tuple[GroupStatus, tuple[RecordEvent, ...]]:
+    """Returns the status with a counted loss of a pod put down to its node, if that is lost too."""
+    last = status.failures[-1] if status.failures else None
+    if last is None or not last.counted or last.reason not in _CONSEQUENCES_OF_NODE_LOSS:
+        return status, ()
+    lost = context.node_loss.find_epoch_end([pod for pod in pods if epoch_of(pod) == last.epoch])
+    if lost is None:
+        return status, ()
+    failures = restarts.excuse(status.failures, lost.message)
+    message = f"group {status.index} epoch {last.epoch}: {lost.message}"
+    event = RecordEvent(reason=lost.reason, message=message[:1000], warning=True)
+    next_epoch_time = restarts.next_epoch_time(failures, context.life.restart)
+    return transitions.excused(status, failures, next_epoch_time=next_epoch_time), (event,)
+
+
+def give_back(
+    context: Context, status: GroupStatus, current: Sequence[PodView], refusal: Refusal
+) -> GroupDecision:
+    """Returns how a group of which a pod is refused gives back what its other pods hold, and tries again."""
+    if any(pod.started for pod in current):
+        message = f"not all of its pods can be made: {refusal.message}"
+        end = EpochEnd(reason="PodRefused", message=message, counted=False)
+        return end_epoch(context, status, current, end)
+    return GroupDecision(
+        status=refuse(context, status, refusal, had_epoch=True),
+        deletes=context.node_loss.deletes(current, grace_s=ENDED_EPOCH_GRACE_S, after_status=True),
+        look_again_s=max((refusal.retry_at - context.now).total_seconds(), 0.0),
+    )
+
+
+def refuse(context: Context, status: GroupStatus, refusal: Refusal, *, had_epoch: bool) -> GroupStatus:
+    """Returns the status of a group of which a pod was refused."""
+    begun = startup.begin(StartupPhase.SCHEDULING, status.startup, context.now)
+    return transitions.refused(status, message=refusal.message, startup=begun, had_epoch=had_epoch)
+
+
+def _has_logs(pod: PodView) -> bool:
+    return pod.termination is not None and not pod.deleting

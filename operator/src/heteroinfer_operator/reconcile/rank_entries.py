@@ -1,0 +1,124 @@
+"""The table of a group's ranks in the status: their pods, their times, the KV cache. Pure."""
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.group_report import GroupReport, RankStatus
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import GroupStatus, KvLimit, KvStatus, RankEntry
+from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.planning.kv_cache import build_kv_cache
+from heteroinfer_operator.reconcile import transitions
+from heteroinfer_operator.reconcile.epoch_end import has_run
+
+_MEASURE_EVERY: Final = timedelta(seconds=60)
+_MOVED: Final = 0.10
+"""Step times are written when one of them moved by more than this part of itself."""
+
+
+def with_rank_entries(
+    group: GroupStatus,
+    plan: Plan | None,
+    pods: Sequence[PodView],
+    report: GroupReport | None,
+    *,
+    now: datetime,
+    profile: ModelProfile | None = None,
+) -> GroupStatus:
+    """Returns the group with one entry a rank, and its times if they are due; without a plan as before.
+
+    Args:
+        group: as it is so far.
+        plan: that it runs, or None if it is not known.
+        pods: of it.
+        report: of its leader, or None.
+        now: time of the reconcile.
+        profile: of its model, or None.
+    """
+    before = {entry.rank: entry for entry in group.members}
+    if plan is None:
+        by_name = {pod.name: pod for pod in pods}
+        kept = [_of_pod(entry, by_name[entry.pod]) for entry in group.members if entry.pod in by_name]
+        return transitions.with_members(group, kept)
+    by_index = {pod.labels[names.LABEL_POD_INDEX]: pod for pod in pods}
+    reported = report is not None and report.epoch == group.epoch and report.covers(plan)
+    times = {rank.rank: rank for rank in report.ranks} if report is not None and reported else {}
+    due = _due(group, before, times, now)
+    entries = []
+    for rank in plan.ranks:
+        pod = by_index.get(str(rank.pod))
+        if pod is None:
+            continue
+        entry = _of_pod(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)
+        measured = times.get(rank.rank) if due else None
+        entries.append(_measured(entry, measured) if measured else _as_before(entry, before.get(rank.rank)))
+    return transitions.with_ranks(
+        group,
+        entries,
+        measured_time=now if due else group.measured_time,
+        kv=_kv_cache(plan, times, profile) or group.kv,
+    )
+
+
+def _of_pod(entry: RankEntry, pod: PodView) -> RankEntry:
+    return entry.changed(node=pod.node or None, started=has_run(pod), ready=pod.ready and not pod.ended)
+
+
+def _kv_cache(plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile | None) -> KvStatus | None:
+    """Returns the group's KV cache once every rank has reported its own; it changes with the epoch only."""
+    if len(reported) < plan.world_size or not all(status.kv_blocks for status in reported.values()):
+        return None
+    tightest = min(plan.ranks, key=lambda rank: reported[rank.rank].kv_room_blocks)
+    status = reported[tightest.rank]
+    short = status.kv_room_bytes < tightest.kv_cache_bytes
+    return KvStatus(
+        blocks=status.kv_blocks,
+        block_tokens=plan.engine.block_size,
+        tokens=_kv_tokens(plan, status.kv_blocks, profile),
+        limiting_rank=tightest.rank,
+        limiting_role=tightest.role,
+        limited_by=KvLimit.MEMORY if short else KvLimit.PLAN,
+        room_blocks=status.kv_room_blocks,
+    )
+
+
+def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
+    """Returns the tokens of so many blocks: each sequence takes some of every kind of layer."""
+    engine = plan.engine
+    if profile is None:
+        return blocks * engine.block_size
+    tensor, batches = plan.tensor_parallel_size, plan.batches_at_once
+    return build_kv_cache(profile, engine, tensor=tensor, batches=batches).tokens(blocks)
+
+
+def _due(
+    group: GroupStatus, before: dict[int, RankEntry], times: dict[int, RankStatus], now: datetime
+) -> bool:
+    if not times or not any(status.steps for status in times.values()):
+        return False
+    if group.measured_time is not None and now - group.measured_time < _MEASURE_EVERY:
+        return False
+    return any(_moved(before.get(rank), status) for rank, status in times.items())
+
+
+def _moved(entry: RankEntry | None, status: RankStatus) -> bool:
+    if entry is None or entry.compute_ms is None:
+        return True
+    return abs(status.compute_s * 1e3 - entry.compute_ms) > _MOVED * max(entry.compute_ms, 1e-3)
+
+
+def _measured(entry: RankEntry, status: RankStatus) -> RankEntry:
+    return entry.changed(
+        step_ms=round(status.step_s * 1e3, 2),
+        compute_ms=round(status.compute_s * 1e3, 2),
+        wait_ms=round(status.wait_s * 1e3, 2),
+    )
+
+
+def _as_before(entry: RankEntry, before: RankEntry | None) -> RankEntry:
+    if before is None:
+        return entry
+    return entry.changed(step_ms=before.step_ms, compute_ms=before.compute_ms, wait_ms=before.wait_ms)

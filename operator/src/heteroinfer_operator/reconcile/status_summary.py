@@ -1,0 +1,73 @@
+"""Plans and the small values of `kubectl get` in the status. Pure."""
+
+from collections.abc import Sequence
+
+from heteroinfer_contract.plan import Device, Plan, eager_reason
+from heteroinfer_operator.api import GroupStatus, PlanStatus, RankPlan, Summary
+from heteroinfer_operator.api.base import MAX_TEXT
+from heteroinfer_operator.api.status import MOST_COUNT
+from heteroinfer_operator.planning.prediction import predict
+from heteroinfer_operator.planning.prediction_again import PredictedPlan
+from heteroinfer_operator.quantity import mebibytes
+from heteroinfer_operator.reconcile.group.decision import GroupDecision
+
+
+def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatus:
+    """Returns the rank table of a plan.
+
+    Args:
+        plan: of a group.
+        predicted: the same by what is known of its machines now; None where that cannot be said.
+    """
+    ranks = plan.ranks if predicted is None else predicted.plan.ranks
+    step = predict(plan) if predicted is None else predicted.step
+    return PlanStatus(
+        hash=plan.hash,
+        predicted_step_ms=round(step.step_s * 1e3, 2),
+        calibration=None if predicted is None else str(predicted)[:MAX_TEXT],
+        world_size=plan.world_size,
+        eager_reason=(eager_reason(plan) or "")[:MAX_TEXT] or None,
+        ranks=tuple(
+            RankPlan(
+                rank=rank.rank,
+                stage=rank.stage,
+                role=rank.role,
+                device=rank.device,
+                layers=rank.num_layers,
+                memory=mebibytes(rank.weight_bytes + rank.kv_cache_bytes),
+                predicted_step_ms=round(rank.predicted_step_s * 1e3, 1) or None,
+            )
+            for rank in ranks
+        ),
+    )
+
+
+def _predicted(plans: Sequence[PlanStatus]) -> str | None:
+    step_ms = next((plan.predicted_step_ms for plan in plans), None)
+    return None if step_ms is None else f"{step_ms:.1f}"
+
+
+def summary(
+    decisions: Sequence[GroupDecision],
+    groups: Sequence[GroupStatus],
+    plans: Sequence[PlanStatus],
+    *,
+    serving: int,
+    wanted: int,
+) -> Summary:
+    """Returns the small values that `kubectl get` prints."""
+    plan = next((decision.plan for decision in decisions if decision.plan is not None), None)
+    entries = [entry for group in groups for entry in group.members if entry.compute_ms is not None]
+    slowest = max(entries, key=lambda entry: entry.compute_ms or 0.0, default=None)
+    step_ms = max((entry.step_ms or 0.0 for entry in entries), default=None)
+    predicted = [found for found in plans if plan is not None and found.hash == plan.hash]
+    return Summary(
+        groups=f"{serving}/{wanted}",
+        gpu_ranks=None if plan is None else sum(rank.device is Device.GPU for rank in plan.ranks),
+        cpu_ranks=None if plan is None else sum(rank.device is Device.CPU for rank in plan.ranks),
+        step_ms=None if step_ms is None else f"{step_ms:.1f}",
+        predicted_step_ms=_predicted(predicted),
+        slowest_rank=None if slowest is None else f"{slowest.rank} ({slowest.role})",
+        restarts=min(sum(group.restarts for group in groups), MOST_COUNT),
+        plan=None if plan is None else plan.hash,
+    )
