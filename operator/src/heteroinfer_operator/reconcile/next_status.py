@@ -10,14 +10,15 @@ from heteroinfer_operator.api import (
     ModelPhase,
     PlanStatus,
     merge_conditions,
+    storable_status,
 )
-from heteroinfer_operator.cluster import Refusal, ResourceObservation
+from heteroinfer_operator.cluster import PatchStatus, Refusal, ResourceObservation
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.service import client_ports
 from heteroinfer_operator.reconcile import conditions
-from heteroinfer_operator.reconcile.conditions import Life
 from heteroinfer_operator.reconcile.group.decision import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
+from heteroinfer_operator.reconcile.life import Life
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.retired import retire
@@ -100,6 +101,18 @@ def build_next_status(
         groups=groups,
         retired_groups=retire(context, status, {group.index for group in groups}),
     )
+
+
+def status_write(observation: ResourceObservation, status: HeteroInferenceStatus) -> list[PatchStatus]:
+    """Returns the write of a status, or nothing if it is stored already."""
+    stored = dict(observation.resource.status)
+    if status.dump() == stored:
+        return []
+    body, defect = storable_status(status)
+    if body == stored:
+        return []
+    version = observation.resource.resource_version
+    return [PatchStatus(status=body, resource_version=version, defect=defect)]
 
 
 def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> list[Refusal]:

@@ -11,7 +11,6 @@ from datetime import datetime
 from heteroinfer_contract import names
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import (
-    Condition,
     ConditionStatus,
     ConditionType,
     GroupPhase,
@@ -25,9 +24,7 @@ from heteroinfer_operator.cluster import (
     Action,
     CreateObject,
     Decision,
-    DeleteObject,
     PodView,
-    RecordEvent,
     ResourceKey,
     ResourceObservation,
     SetFinalizer,
@@ -37,14 +34,19 @@ from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
-from heteroinfer_operator.reconcile import conditions, restarts, startup
+from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.believed_group import believe
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
+from heteroinfer_operator.reconcile.events import (
+    condition_events,
+    forgery_events,
+    joined,
+    lost_label_events,
+)
 from heteroinfer_operator.reconcile.group.decision import GroupDecision, epoch_of
 from heteroinfer_operator.reconcile.group.stopping import stop_group
-from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS, GroupPlanner, shortage_age_s
-from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
+from heteroinfer_operator.reconcile.group_planner import GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
 from heteroinfer_operator.reconcile.model_decision import COMPONENTS as MODEL_COMPONENTS
 from heteroinfer_operator.reconcile.model_decision import (
@@ -53,7 +55,7 @@ from heteroinfer_operator.reconcile.model_decision import (
     decide_model,
     unreadable_since,
 )
-from heteroinfer_operator.reconcile.next_status import build_next_status
+from heteroinfer_operator.reconcile.next_status import build_next_status, status_write
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.rank_entries import with_rank_entries
@@ -249,11 +251,11 @@ def _act(
         has_pods=bool(creates or by_group),
     )
     next_status = build_next_status(observation, status, context, model, wanted, unwanted)
-    actions: list[Action] = [*conditions.status_write(observation, next_status)]
-    actions += _joined([event for decision in decisions for event in decision.events])
-    actions += _forgery_events(context, [*before_pods, *after_pods])
-    actions += _lost_label_events(status, old, wanted, model)
-    actions += _condition_events(status.conditions, next_status.conditions)
+    actions: list[Action] = [*status_write(observation, next_status)]
+    actions += joined([event for decision in decisions for event in decision.events])
+    actions += forgery_events(context, [*before_pods, *after_pods])
+    actions += lost_label_events(status, old, wanted, model)
+    actions += condition_events(status.conditions, next_status.conditions)
     actions += [delete for decision in decisions for delete in decision.deletes]
     actions += context.node_loss.deletes(strangers, grace_s=None, after_status=True)
     actions += [*model.events, *model.deletes]
@@ -293,81 +295,6 @@ def _measured(
         profile=context.planner.profile,
     )
     return replace(decision, status=group)
-
-
-def _joined(events: Sequence[RecordEvent]) -> list[RecordEvent]:
-    """Returns the events of all groups with one event for each reason: a minute has room for ten."""
-    joined: dict[tuple[str, bool], list[str]] = {}
-    for event in events:
-        joined.setdefault((event.reason, event.warning), []).append(event.message)
-    return [
-        RecordEvent(reason=reason, message="; ".join(dict.fromkeys(words))[:1000], warning=warning)
-        for (reason, warning), words in joined.items()
-    ]
-
-
-def _lost_label_events(
-    status: HeteroInferenceStatus,
-    old: Mapping[int, GroupStatus],
-    wanted: Sequence[GroupDecision],
-    model: ModelDecision,
-) -> list[RecordEvent]:
-    """Returns an event for each pod of which it is new that it lacks a label."""
-    before = status.condition(ConditionType.MODEL_READY.value)
-    said = [(model.lost_labels, before.message if before is not None else "")]
-    for decision in wanted:
-        group = old.get(decision.status.index)
-        said.append((decision.lost_labels, (group.message if group is not None else "") or ""))
-    return [
-        RecordEvent(reason=LOST_LABEL, message=words, warning=True)
-        for words, reported in said
-        if words and words not in reported
-    ]
-
-
-def _forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEvent]:
-    """Returns an event for each ConfigMap that is deleted because somebody else wrote it."""
-    refused = {refusal.name for refusal in context.refusals if refusal.retry_at > context.now}
-    deleted = {action.name for action in actions if isinstance(action, DeleteObject)} - refused
-    return [
-        RecordEvent(
-            reason="RecordNotSigned",
-            message=f"ConfigMap {name}: the operator did not write this content (no valid code in annotation "
-            f"{names.ANNOTATION_CODE}). It is ignored and deleted; a copy that is in use is written anew. "
-            "Check who may write ConfigMaps in this namespace",
-            warning=True,
-        )
-        for name in context.forged
-        if name in deleted
-    ]
-
-
-def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> list[RecordEvent]:
-    """Returns an event for each refusal that is new: people look at events first.
-
-    What is free on nodes changes all the time: of missing capacity each reason is reported once.
-    """
-    reported = {
-        _announced_as(condition) for condition in before if condition.status is not ConditionStatus.UNKNOWN
-    }
-    bad_if_false = {
-        ConditionType.PLANNED.value,
-        ConditionType.MODEL_READY.value,
-        ConditionType.CAPACITY_AVAILABLE.value,
-    }
-    bad_if_true = {ConditionType.STALLED.value, ConditionType.FAILED.value}
-    refused = [c for c in after if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
-    refused += [c for c in after if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
-    # A lost label has an event of its own, whatever else is wrong.
-    fresh = [c for c in refused if _announced_as(c) not in reported and c.reason != LOST_LABEL]
-    seen = {(c.reason, c.message): c for c in fresh}
-    return [RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in seen.values()]
-
-
-def _announced_as(condition: Condition) -> tuple[str, ...]:
-    if condition.reason in CAPACITY_REASONS:
-        return (condition.type, condition.reason)
-    return (condition.type, condition.reason, condition.message)
 
 
 def _look_again_s(

@@ -10,7 +10,10 @@ from heteroinfer_operator.api import (
     parse_life,
 )
 from heteroinfer_operator.cluster import Decision, ResourceObservation, SetFinalizer
-from heteroinfer_operator.reconcile import conditions, transitions
+from heteroinfer_operator.reconcile import transitions
+from heteroinfer_operator.reconcile.conditions import ENDING, HELD
+from heteroinfer_operator.reconcile.life import condition
+from heteroinfer_operator.reconcile.next_status import status_write
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
 _REASON = "Deleting"
@@ -35,7 +38,7 @@ def decide_teardown(
         actions=(
             # First: it depends on nothing, a writable status least of all.
             *node_loss.deletes(observation.pods, grace_s=None),
-            *conditions.status_write(observation, _ending(observation, status, node_loss)),
+            *status_write(observation, _ending(observation, status, node_loss)),
         ),
         look_again_s=node_loss.look_again_s(observation.pods),
     )
@@ -49,7 +52,7 @@ def _ending(
         node_loss.now,
         node_loss.find_held(observation.pods),
     )
-    words = held or conditions.ENDING
+    words = held or ENDING
     reported = {
         ConditionType.AVAILABLE: False,
         ConditionType.READY: False,
@@ -58,11 +61,11 @@ def _ending(
         ConditionType.DEGRADED: False,
     }
     fresh = [
-        conditions.condition(kind, holds, _reason(kind, held), words, now=now, generation=generation)
+        condition(kind, holds, _reason(kind, held), words, now=now, generation=generation)
         for kind, holds in reported.items()
     ]
     known = {kind.value for kind in ConditionType} - {kind.value for kind in reported}
-    kept = {condition.type: condition for condition in status.conditions if condition.type in known}
+    kept = {each.type: each for each in status.conditions if each.type in known}
     return status.changed(
         observed_generation=generation,
         ready_replicas=0,
@@ -72,4 +75,4 @@ def _ending(
 
 
 def _reason(kind: ConditionType, held: str) -> str:
-    return conditions.HELD if held and kind is ConditionType.PROGRESSING else _REASON
+    return HELD if held and kind is ConditionType.PROGRESSING else _REASON
