@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
@@ -85,6 +85,16 @@ class ContainerTermination:
     message: str = ""
 
 
+class Waiting(NamedTuple):
+    """Why a container does not run yet, as its kubelet reports it: `ImagePullBackOff` and words."""
+
+    reason: str
+    message: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in self if part)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
     """A pod of a resource, trimmed to what decisions read.
@@ -109,7 +119,7 @@ class PodView:
             lost node, Kueue), or "".
         node: its node, or "".
         unschedulable: why it is not placed, or "".
-        waiting: reason and message of a waiting container such as `ImagePullBackOff: ...`, or "".
+        waiting: why a container of it does not run yet, or None.
         termination: how its worker container ended, or None while it has not.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
         images: that the workers of its epoch were asked to run; "" where it does not say so.
@@ -132,7 +142,7 @@ class PodView:
     disrupted: str = ""
     node: str = ""
     unschedulable: str = ""
-    waiting: str = ""
+    waiting: Waiting | None = None
     termination: ContainerTermination | None = None
     key_secret: str = ""
     images: str = ""

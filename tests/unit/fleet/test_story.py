@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus, RankEntry
-from heteroinfer_operator.cluster import ContainerTermination, PodView
+from heteroinfer_operator.cluster import ContainerTermination, PodView, Waiting
 from heteroinfer_operator.fleet.story import build_stories, epochs, tell_failure, tell_group
 
 NOW = datetime(2026, 11, 21, 8, tzinfo=UTC)
@@ -76,7 +76,7 @@ def test_in_an_epoch_that_runs_the_last_culprit_comes_first() -> None:
 def test_a_message_of_kubernetes_is_reported_as_it_is() -> None:
     (story,) = build_stories(group(), [pod(0, ended=ended(137, "out of memory"))], 1)
     assert story.ended == "ended with exit code 137 (Error) out of memory"
-    waiting = replace(pod(0), waiting="ImagePullBackOff: no such image")
+    waiting = replace(pod(0), waiting=Waiting("ImagePullBackOff", "no such image"))
     (story,) = build_stories(group(), [waiting], 1)
     assert story.title == "g-0-1-0: rank 0, role cpu on node a, waits: ImagePullBackOff: no such image"
 

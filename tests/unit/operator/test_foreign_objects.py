@@ -22,7 +22,7 @@ from heteroinfer_operator.kube.own_clock import OwnClock
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service, client_ports
-from heteroinfer_operator.planning.placement import build_free_nodes, lasting_obstacle
+from heteroinfer_operator.planning.placement import Obstacle, build_free_nodes, lasting_obstacle
 from heteroinfer_operator.stored_fields import UnreadableError, as_moment, version_number
 
 Manifest = dict[str, Any]
@@ -227,7 +227,7 @@ def use_promise(requests: trim.PodRequests | None) -> None:
     assert isinstance(tolerates(demand.tolerations, Taint(key="gpu")), bool)
     for term in (*demand.near, *demand.away):
         assert isinstance(selects_pod(term.get("labelSelector"), {"a": "b"}), bool)
-    assert isinstance(lasting_obstacle(demand, node), str)
+    assert isinstance(lasting_obstacle(demand, node), Obstacle | None)
     assert build_free_nodes([node], [demand])
 
 

@@ -143,7 +143,7 @@ def test_why_a_pod_does_not_run_yet() -> None:
     gated["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] = "llama-0-1"
     assert trim.pod_view(gated).unschedulable == f"{held}; Kueue's Workload llama-0-1 says why"
     waiting = {"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such"}}}
-    assert trim.pod_view(stored_pod(containerStatuses=[waiting])).waiting == "ImagePullBackOff: no such"
+    assert trim.pod_view(stored_pod(containerStatuses=[waiting])).waiting == ("ImagePullBackOff", "no such")
 
 
 def test_a_pod_that_goes() -> None:

@@ -10,7 +10,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_operator.api import parse_status
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
-from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
+from tests.unit.reconcile.world import OPTIONS, World, cpu_pair, waits
 
 CLAIM = "PersistentVolumeClaim"
 REFUSED = {"parallelism": {"tensor": 3}}
@@ -437,7 +437,7 @@ def waits_for_configuration(world: World, words: str) -> None:
     """Has a node pull the images of all pods, and then lack what their containers are made with."""
     for name in world.workers():
         waiting = f"CreateContainerConfigError: {words}"
-        world.pods[name] = replace(world.pods[name], node="node", waiting=waiting)
+        world.pods[name] = replace(world.pods[name], node="node", waiting=waits(waiting))
 
 
 def test_a_key_that_is_lost_while_images_are_pulled_is_made_again() -> None:

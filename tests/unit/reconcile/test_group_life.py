@@ -8,7 +8,7 @@ import pytest
 
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
-from tests.unit.reconcile.world import World, cpu_pair
+from tests.unit.reconcile.world import World, cpu_pair, waits
 
 LEADER, FOLLOWER = "demo-0-1-0", "demo-0-1-1"
 NEXT = ["demo-0-2-0", "demo-0-2-1"]
@@ -453,7 +453,7 @@ def test_a_slow_pull_or_no_capacity_ends_nothing_and_says_why(world: World) -> N
     world.advance_time(1e6)
     world.settle()
     assert group(world)["message"] == "pod demo-0-1-1 is not placed: 0/3 nodes are available"
-    change(world, FOLLOWER, unschedulable="", node="node", waiting="ContainerCreating")
+    change(world, FOLLOWER, unschedulable="", node="node", waiting=waits("ContainerCreating"))
     world.advance_time(1e6)
     world.settle()
     assert group(world)["message"] == "pod demo-0-1-1 waits: ContainerCreating"
@@ -463,7 +463,7 @@ def test_a_slow_pull_or_no_capacity_ends_nothing_and_says_why(world: World) -> N
         "ImagePullBackOff: no such tag",
         "ErrImagePull: no such tag",
     ):
-        change(world, FOLLOWER, waiting=waiting)
+        change(world, FOLLOWER, waiting=waits(waiting))
         world.advance_time(1e6)
         world.settle()
         assert group(world)["message"] == f"pod demo-0-1-1 waits: {waiting}"

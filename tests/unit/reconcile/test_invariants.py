@@ -25,7 +25,7 @@ from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile import reconcile
 from heteroinfer_operator.refusals import OF_CHILDREN
 from tests.unit.reconcile.damage import HIDING, Webhook, without_annotations
-from tests.unit.reconcile.world import OPTIONS, Objects, World, cpu_pair
+from tests.unit.reconcile.world import OPTIONS, Objects, World, cpu_pair, waits
 
 FINALIZER = "example.test/hold"
 OF_CLIENTS = {names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER}
@@ -219,7 +219,7 @@ class GroupLife(RuleBasedStateMachine):
     @rule(data=st.data(), waiting=st.sampled_from(["", "ContainerCreating", "ErrImagePull: no such"]))
     def a_pod_waits(self, data: st.DataObject, waiting: str) -> None:
         name = data.draw(st.sampled_from(self.world.workers()))
-        self.world.pods[name] = replace(self.world.pods[name], node="node", waiting=waiting)
+        self.world.pods[name] = replace(self.world.pods[name], node="node", waiting=waits(waiting))
 
     @precondition(lambda self: bool(self.world.workers()))
     @rule(data=st.data())

@@ -9,7 +9,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
 from heteroinfer_operator.cluster import PatchStatus
-from tests.unit.reconcile.world import PROFILE, World, cpu_pair
+from tests.unit.reconcile.world import PROFILE, World, cpu_pair, waits
 
 COMMIT, NEXT_COMMIT = "a" * 40, "b" * 40
 GIB = 2**30
@@ -129,7 +129,7 @@ def test_a_secret_that_is_not_there_is_an_error_in_words(world: World) -> None:
     world.settle()
     name = the_fetch(world)
     waiting = 'CreateContainerConfigError: secret "hub" not found'
-    world.pods[name] = replace(world.pods[name], waiting=waiting, node="node")
+    world.pods[name] = replace(world.pods[name], waiting=waits(waiting), node="node")
     world.settle()
     assert world.condition("ModelReady") == ("False", "CreateContainerConfigError")
     assert 'secret "hub" not found' in message(world, "ModelReady")
@@ -140,7 +140,7 @@ def test_an_image_that_cannot_be_pulled_is_reported_once(world: World) -> None:
     world.settle()
     name = the_fetch(world)
     for waiting in ("ErrImagePull: no such host", "ImagePullBackOff: Back-off pulling") * 3:
-        world.pods[name] = replace(world.pods[name], waiting=waiting, node="node")
+        world.pods[name] = replace(world.pods[name], waiting=waits(waiting), node="node")
         world.settle()
     assert world.events.count("ImagePullBackOff") == 1
 

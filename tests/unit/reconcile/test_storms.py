@@ -19,7 +19,7 @@ from tests.unit.reconcile.damage import (
     with_damage,
     without_annotations,
 )
-from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
+from tests.unit.reconcile.world import OPTIONS, World, cpu_pair, waits
 
 HOUR_S = 3600.0
 
@@ -214,13 +214,13 @@ def test_each_pod_whose_image_is_not_there_is_reported_once() -> None:
     first, second = world.workers()
     world.pods[first] = replace(world.pods[first], unschedulable="0/3 nodes are available")
     world.pods[second] = replace(
-        world.pods[second], node="node", waiting="ImagePullBackOff: no such image", phase="Pending"
+        world.pods[second], node="node", waiting=waits("ImagePullBackOff: no such image"), phase="Pending"
     )
     for seconds in (1, 30, 400):
         world.settle()
         world.advance_time(seconds)
     for waiting in ("ContainerCreating", "ErrImagePull: no such image"):  # the kubelet tries again
-        world.pods[second] = replace(world.pods[second], waiting=waiting)
+        world.pods[second] = replace(world.pods[second], waiting=waits(waiting))
         world.settle()
     assert world.events.count("PodWaits") == 1
     assert world.idle_actions() == []

@@ -14,7 +14,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import parse_status
 from heteroinfer_operator.cluster import ContainerTermination
-from tests.unit.reconcile.world import PROFILE, World, cpu_pair
+from tests.unit.reconcile.world import PROFILE, World, cpu_pair, waits
 
 FAILURE = Failure(
     reason=FailureReason.RANK_EXITED, message="rank 1 ended", pod=1, rank=1, exit_code=-9, last_log="log"
@@ -151,7 +151,7 @@ def test_a_kubelets_reason_that_is_no_reason(waiting: str) -> None:
     world = World(spec=cpu_pair())
     world.settle()
     (name,) = world.pods
-    world.pods[name] = replace(world.pods[name], node="node", waiting=waiting)
+    world.pods[name] = replace(world.pods[name], node="node", waiting=waits(waiting))
     world.settle()
     check_storable(world)
     assert world.condition("ModelReady")[1] == "ModelPodWaits"

@@ -40,6 +40,7 @@ from heteroinfer_operator.cluster import (
     ResourceView,
     SetFinalizer,
     TryObjects,
+    Waiting,
 )
 from heteroinfer_operator.kube.trim import find_key_secret
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
@@ -559,3 +560,9 @@ def _is_inspect(pod: PodView) -> bool:
 
 def _is_meant(found: tuple[str, str], kind: str, name: str) -> bool:
     return found[0] == kind and fnmatchcase(name, found[1])
+
+
+def waits(text: str) -> Waiting | None:
+    """Returns what a kubelet says of a container that waits, from `Reason: words`; None for ""."""
+    reason, _, message = text.partition(": ")
+    return Waiting(reason, message) if text else None

@@ -122,6 +122,8 @@ class ModelStatus(StatusModel):
     """Why the last attempt failed, CamelCase; none once an attempt gets on."""
     message: Text | None = None
     """The same for people."""
+    damaged_pod: Annotated[str, Field(max_length=253)] | None = None
+    """The pod that reads it, if somebody took a label or its owner off; an event reported it."""
     checked_time: Time | None = None
     """When the profile was read from the files."""
     profile: Annotated[str, Field(max_length=MAX_PROFILE_LENGTH)] | None = None
@@ -160,6 +162,8 @@ class PlanStatus(StatusModel):
     """Predicted decode step of one request, in milliseconds: to be compared with stepMs of ranks."""
     calibration: Text | None = None
     """What the predictions were made of, by role: which calibration of its nodes, or defaults."""
+    notes: Text | None = None
+    """What people should know of it."""
     ranks: Annotated[tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Rank table."""
 
@@ -288,6 +292,8 @@ class GroupStatus(StatusModel):
     """Of the spare pods those, by index, that are counted already and still there."""
     stuck_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Pods of this epoch, by index, whose containers could not be made; an event reported each of them."""
+    damaged_pod: Annotated[str, Field(max_length=253)] | None = None
+    """A pod that somebody took a label or its owner off; an event reported it."""
     failures: Annotated[
         tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=ATOMIC)
     ] = ()

@@ -19,6 +19,7 @@ from heteroinfer_operator.cluster import (
     PodView,
     ResourceKey,
     ResourceView,
+    Waiting,
 )
 from heteroinfer_operator.demand import PODS, PodDemand, Taint, effective_requests, pod_demand
 from heteroinfer_operator.kube.paths import NamespacedName
@@ -386,13 +387,13 @@ def _has_run(container: Manifest) -> bool:
     return any("running" in state or "terminated" in state for state in states)
 
 
-def _waiting(containers: Iterable[Manifest]) -> str:
+def _waiting(containers: Iterable[Manifest]) -> Waiting | None:
     for container in containers:
         waiting = as_object(_state(container).get("waiting"), "waiting")
         if waiting:
-            parts = [as_text(waiting.get(field), field) for field in ("reason", "message")]
-            return ": ".join(part for part in parts if part)
-    return ""
+            found = Waiting(*(as_text(waiting.get(field), field) for field in ("reason", "message")))
+            return found if any(found) else None
+    return None
 
 
 def _restarted(stored: Manifest) -> frozenset[str]:

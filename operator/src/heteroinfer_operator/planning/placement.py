@@ -8,9 +8,10 @@ checked among the pods of the group (`pod_affinity`).
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from itertools import islice
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_operator.cluster import NodeView
@@ -89,20 +90,58 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
     return free_nodes
 
 
-def obstacle(demand: PodDemand, node: NodeView) -> str:
-    """Returns why a pod may not be on a node however much is free there, or ""."""
-    return lasting_obstacle(demand, node) if node.schedulable else f"is {node.problem}"
+class Kind(IntEnum):
+    """How near a node comes to a pod that cannot be on it; the nearest is named first."""
+
+    LACKS = 0
+    """It lacks capacity or a label."""
+    EXCLUDED = 1
+    """The pod may not be there, whatever is free."""
 
 
-def lasting_obstacle(demand: PodDemand, node: NodeView) -> str:
-    """Returns why a pod may not be on a node even once that is Ready and not cordoned, or ""."""
+class Obstacle(NamedTuple):
+    """Why a pod cannot be on a node.
+
+    Attributes:
+        kind: how near the node comes.
+        verb: as one node does it; `verbs` is for several.
+        verbs: the same of several nodes.
+        rest: the words behind the verb.
+    """
+
+    kind: Kind
+    verb: str
+    verbs: str
+    rest: str
+
+    def of(self, nodes: int) -> str:
+        """Returns the words behind the names of so many nodes."""
+        return f"{self.verb if nodes == 1 else self.verbs} {self.rest}"
+
+
+def _lacks(rest: str) -> Obstacle:
+    return Obstacle(Kind.LACKS, "has", "have", rest)
+
+
+def _is_excluded(rest: str) -> Obstacle:
+    return Obstacle(Kind.EXCLUDED, "is", "are", rest)
+
+
+def obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
+    """Returns why a pod may not be on a node however much is free there, or None."""
+    return lasting_obstacle(demand, node) if node.schedulable else _is_excluded(node.problem)
+
+
+def lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
+    """Returns why a pod may not be on a node even once that is Ready and not cordoned, or None."""
     taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
     if taint is not None:
-        return f"is tainted {taint}"
+        return _is_excluded(f"tainted {taint}")
     key = next((t["topologyKey"] for t in demand.near if t["topologyKey"] not in node.labels), None)
     if key is not None:
-        return f"has no label {key}, which the pod's podAffinity names"
-    return "" if selects_node(demand, node.name, node.labels) else "is not selected by the pod's node rules"
+        return _lacks(f"no label {key}, which the pod's podAffinity names")
+    selected = selects_node(demand, node.name, node.labels)
+    return None if selected else _is_excluded("not selected by the pod's node rules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,13 +470,12 @@ def _pods(count: int, demand: PodDemand) -> str:
 def _obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
     if not free_nodes:
         return "there are no nodes"
-    by_reason: dict[str, list[str]] = {}
+    by_obstacle: dict[Obstacle, list[str]] = {}
     for free_node in free_nodes:
-        reason = obstacle(demand, free_node.node) or _lack(demand, free_node)
-        by_reason.setdefault(reason, []).append(free_node.node.name)
-    # What comes nearest first: nodes that lack capacity, before those that are no such nodes at all.
-    order = sorted(by_reason.items(), key=lambda item: (not item[0].startswith("has "), len(item[1])))
-    reported = [f"{_nodes(names)} {_plural(reason, names)}" for reason, names in order[:_MOST_REASONS]]
+        found = obstacle(demand, free_node.node) or _lack(demand, free_node)
+        by_obstacle.setdefault(found, []).append(free_node.node.name)
+    order = sorted(by_obstacle.items(), key=lambda item: (item[0].kind, len(item[1])))
+    reported = [f"{_nodes(names)} {found.of(len(names))}" for found, names in order[:_MOST_REASONS]]
     rest = sum(len(names) for _, names in order[_MOST_REASONS:])
     return ", ".join(reported) + (f", {rest} more nodes don't fit either" if rest else "")
 
@@ -449,18 +487,11 @@ def _nodes(names: Sequence[str]) -> str:
     return f"nodes {', '.join(names[:_MOST_NODES])}{more}"
 
 
-def _plural(reason: str, names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return reason
-    verb, _, rest = reason.partition(" ")
-    return f"{({'has': 'have', 'is': 'are'})[verb]} {rest}"
-
-
-def _lack(demand: PodDemand, free_node: FreeNode) -> str:
+def _lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:
     """Returns which of a pod's requests a node lacks."""
     lacking = [name for name, asked in demand.requests.items() if not free_node.has({name: asked})]
     if not lacking:
-        return f"has capacity for {free_node.holds(demand.requests)}"
+        return _lacks(f"capacity for {free_node.holds(demand.requests)}")
     words = []
     for name in lacking:
         have, all_ = max(free_node.left(name), 0.0), free_node.node.allocatable.get(name, 0.0)
@@ -469,7 +500,7 @@ def _lack(demand: PodDemand, free_node: FreeNode) -> str:
             if all_
             else f"no {_word(name)}"
         )
-    return f"has {', '.join(words)}"
+    return _lacks(", ".join(words))
 
 
 def _amounts(requests: Mapping[str, float]) -> str:

@@ -6,14 +6,11 @@ from typing import Final, NamedTuple
 
 from heteroinfer_operator.api import (
     Condition,
-    ConditionStatus,
     ConditionType,
     GroupPhase,
     GroupStatus,
-    HeteroInferenceStatus,
 )
 from heteroinfer_operator.errors import PlanReason, Shortage
-from heteroinfer_operator.reconcile.group.decision import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.life import Life
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
@@ -274,7 +271,7 @@ def _doing(group: GroupStatus) -> str:
     return group.startup.phase.value if starts and group.startup else group.phase.value
 
 
-def plan_conditions(life: Life, before: HeteroInferenceStatus) -> tuple[Condition, ...]:
+def plan_conditions(life: Life) -> tuple[Condition, ...]:
     """Returns Planned and CapacityAvailable of all wanted groups."""
     planned, capacity = ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE
     refusals = [decision.refusal for decision in life.decisions if decision.refusal is not None]
@@ -306,13 +303,4 @@ def plan_conditions(life: Life, before: HeteroInferenceStatus) -> tuple[Conditio
             "its next epoch gets a new plan"
         )
         return (life.make(planned, None, PlanReason.PLAN_LOST.value, words), capacity_condition)
-    return (life.make(planned, True, "PlanReady", _notes(running, before)), capacity_condition)
-
-
-def _notes(decisions: Sequence[GroupDecision], before: HeteroInferenceStatus) -> str:
-    """Returns the notes on plans made now, or else those that were made for the living ones."""
-    made = [decision.notes for decision in decisions if decision.notes is not None]
-    if made:
-        return "; ".join(dict.fromkeys(note for notes in made for note in notes))
-    old = before.condition(ConditionType.PLANNED.value)
-    return old.message if old is not None and old.status is ConditionStatus.TRUE else ""
+    return (life.make(planned, True, "PlanReady", life.plan_notes), capacity_condition)

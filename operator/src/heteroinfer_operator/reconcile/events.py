@@ -36,15 +36,14 @@ def lost_label_events(
     model: ModelDecision,
 ) -> list[RecordEvent]:
     """Returns an event for each pod of which it is new that it lacks a label."""
-    before = status.condition(ConditionType.MODEL_READY.value)
-    said = [(model.lost_labels, before.message if before is not None else "")]
-    for decision in wanted:
-        group = old.get(decision.status.index)
-        said.append((decision.lost_labels, (group.message if group is not None else "") or ""))
+    reported = {group.damaged_pod for group in old.values()}
+    reported |= {status.model.damaged_pod} if status.model is not None else set()
+    damaged = [(model.status.damaged_pod, model.lost_labels)]
+    damaged += [(decision.status.damaged_pod, decision.lost_labels) for decision in wanted]
     return [
         RecordEvent(reason=LOST_LABEL, message=words, warning=True)
-        for words, reported in said
-        if words and words not in reported
+        for pod, words in damaged
+        if words and pod not in reported
     ]
 
 
@@ -65,13 +64,16 @@ def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEv
     ]
 
 
-def condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> list[RecordEvent]:
+def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus) -> list[RecordEvent]:
     """Returns an event for each refusal that is new: people look at events first.
 
-    What is free on nodes changes all the time: of missing capacity each reason is reported once.
+    Each reason is reported once for each revision of the spec; one of missing capacity once at all, since
+    what is free on nodes changes all the time.
     """
     reported = {
-        _announced_as(condition) for condition in before if condition.status is not ConditionStatus.UNKNOWN
+        _announced_as(before, each)
+        for each in before.conditions
+        if each.status is not ConditionStatus.UNKNOWN
     }
     bad_if_false = {
         ConditionType.PLANNED.value,
@@ -79,15 +81,14 @@ def condition_events(before: Sequence[Condition], after: Sequence[Condition]) ->
         ConditionType.CAPACITY_AVAILABLE.value,
     }
     bad_if_true = {ConditionType.STALLED.value, ConditionType.FAILED.value}
-    refused = [c for c in after if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
-    refused += [c for c in after if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
+    refused = [c for c in after.conditions if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
+    refused += [c for c in after.conditions if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
     # A lost label has an event of its own, whatever else is wrong.
-    fresh = [c for c in refused if _announced_as(c) not in reported and c.reason != LOST_LABEL]
-    seen = {(c.reason, c.message): c for c in fresh}
+    fresh = [c for c in refused if _announced_as(after, c) not in reported and c.reason != LOST_LABEL]
+    seen = {c.reason: c for c in fresh}
     return [RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in seen.values()]
 
 
-def _announced_as(condition: Condition) -> tuple[str, ...]:
-    if condition.reason in CAPACITY_REASONS:
-        return (condition.type, condition.reason)
-    return (condition.type, condition.reason, condition.message)
+def _announced_as(status: HeteroInferenceStatus, condition: Condition) -> tuple[str, str, str | None]:
+    lasts = condition.reason in CAPACITY_REASONS
+    return condition.type, condition.reason, None if lasts else status.update_revision

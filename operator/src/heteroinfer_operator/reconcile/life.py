@@ -47,6 +47,7 @@ class Life:
         target: revision of the spec, or None if it cannot be read.
         problem: why no epoch of the spec could start, or None.
         rollout: that is not done, or None.
+        plan_notes: what people should know of the plans in use.
         refusals: of children that something wanted needs; first of those that something waits for.
         unreachable: why clients reach no group, however many serve, or None.
         port_unreachable: why clients do not reach groups at the port of the spec, or None.
@@ -62,6 +63,7 @@ class Life:
     target: str | None
     problem: HeteroInferError | None
     rollout: Rollout | None
+    plan_notes: str
     refusals: Sequence[Refusal]
     unreachable: Refusal | None
     port_unreachable: Refusal | None

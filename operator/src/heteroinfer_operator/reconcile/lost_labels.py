@@ -7,7 +7,7 @@ name of a pod says whose it is.
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import PodView
@@ -22,15 +22,23 @@ _OF_GROUPS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, name
 """What the NetworkPolicy, the headless Service and the budget of a group select its pods by."""
 
 
-def find_lost(owner: Owner, pods: Sequence[PodView]) -> str:
-    """Returns what the first pod that lacks a label lacks, what comes of it, and how to mend it, or "".
+class Loss(NamedTuple):
+    """A pod that somebody took a label or its owner off, and what to do about it."""
+
+    pod: str
+    words: str
+
+
+def find_lost(owner: Owner, pods: Sequence[PodView]) -> Loss | None:
+    """Returns what the first pod that lacks a label lacks, what comes of it, and how to mend it, or None.
 
     Args:
         owner: of the pods.
         pods: whose labels were completed.
     """
-    labels = next((_describe(owner, pod) for pod in pods if _lost(pod)), "")
-    return labels or next((_describe_owner(owner, pod) for pod in pods if pod.lost_owner), "")
+    labels = next((Loss(pod.name, _describe(owner, pod)) for pod in pods if _lost(pod)), None)
+    owners = (Loss(pod.name, _describe_owner(owner, pod)) for pod in pods if pod.lost_owner)
+    return labels or next(owners, None)
 
 
 def is_cut_off(pods: Sequence[PodView]) -> bool:
@@ -47,13 +55,13 @@ def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodVi
         pods: of the group, of every epoch, whose labels were completed.
     """
     current = [pod for pod in pods if epoch_of(pod) == decision.status.epoch and not pod.ended]
-    words = find_lost(owner, current) if decision.runs else ""
-    if not words:
+    loss = find_lost(owner, current) if decision.runs else None
+    if loss is None:
         return decision
     return replace(
         decision,
-        status=transitions.with_words(decision.status, words),
-        lost_labels=words,
+        status=transitions.with_loss(decision.status, pod=loss.pod, words=loss.words),
+        lost_labels=loss.words,
         cut_off=is_cut_off(current),
     )
 

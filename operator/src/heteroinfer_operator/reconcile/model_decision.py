@@ -22,7 +22,7 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.api.status import next_count
-from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent
+from heteroinfer_operator.cluster import CreateObject, DeleteObject, PodView, RecordEvent, Waiting
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
@@ -194,10 +194,12 @@ def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecisi
     if pod.ended:
         why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
         return _failed(context, kept, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {why or pod.phase}")
-    if waits_in_vain(pod):
-        return _blocked(context, kept, pod)
+    if pod.waiting is not None and waits_in_vain(pod):
+        return _blocked(context, kept, pod, pod.waiting)
     waits = describe_wait(pod) if pod.unschedulable or (pod.waiting and not pod.started) else ""
-    lost = find_lost(context.owner, [pod])
+    loss = find_lost(context.owner, [pod])
+    damaged, lost = loss or (None, "")
+    kept = kept.changed(damaged_pod=damaged)
     decision = replace(_on_its_way(context, kept, "; ".join(filter(None, (waits, lost)))), lost_labels=lost)
     if context.fetches and pod.started:
         look_again_s = min(look_again_s or _PROGRESS_EVERY_S, _PROGRESS_EVERY_S)
@@ -238,14 +240,14 @@ def _share(status: ModelStatus) -> str:
     return f": {percent} % of {format_bytes(status.bytes_total)}"
 
 
-def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView, waiting: Waiting) -> ModelDecision:
     """Returns the decision while the pod's container cannot be made; Kubernetes tries by itself."""
-    reason, _, message = pod.waiting.partition(": ")
+    reason, message = waiting
     if reason in _IMAGE_REASONS:
         # Kubernetes says now this, now that of the same; one word for it keeps the status still.
         reason, message = "ImagePullBackOff", "its image cannot be pulled; see the pod's events"
     elif not is_reason(reason):
-        reason, message = "ModelPodWaits", pod.waiting
+        reason, message = "ModelPodWaits", str(waiting)
     return ModelDecision(
         status=_without_answer(context, kept),
         holds=False,

@@ -12,10 +12,11 @@ from heteroinfer_operator.api import (
     merge_conditions,
     storable_status,
 )
+from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import PatchStatus, Refusal, ResourceObservation
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.service import client_ports
-from heteroinfer_operator.reconcile import conditions
+from heteroinfer_operator.reconcile import conditions, older_statuses
 from heteroinfer_operator.reconcile.group.decision import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
 from heteroinfer_operator.reconcile.life import Life
@@ -69,6 +70,7 @@ def build_next_status(
         target=target.name,
         problem=context.problem,
         rollout=find_rollout(wanted, target.name, model_problem=unreadable),
+        plan_notes="; ".join(dict.fromkeys(plan.notes for plan in plans if plan.notes)),
         refusals=_wanted_refusals(context, decisions),
         unreachable=clients_refusal if not ports else None,
         port_unreachable=clients_refusal if spec and spec.engine.port not in ports else None,
@@ -79,7 +81,7 @@ def build_next_status(
     next_conditions = (
         life.make(ConditionType.MODEL_READY, model.holds, model.reason, model.message),
         *conditions.life_conditions(life),
-        *conditions.plan_conditions(life, status),
+        *conditions.plan_conditions(life),
     )
     done = target.name is not None and updated == ready == context.replicas
     refusals = [decision.refusal for decision in wanted if decision.refusal is not None]
@@ -169,7 +171,17 @@ def _plans(
             continue
         if decision.plan is not None:
             predicted = planner.predict_again(decision.plan, decision.status)
-            found[name] = plan_status(decision.plan, predicted).changed(hash=name)
+            notes = _notes(decision, before.get(name), status)
+            found[name] = plan_status(decision.plan, predicted).changed(hash=name, notes=notes)
         elif name in before:
             found[name] = before[name]
     return tuple(sorted(found.values(), key=lambda plan: plan.hash))[:MAX_PLANS]
+
+
+def _notes(decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus) -> str:
+    """Returns the notes on a plan: those made with it now, or else as they were."""
+    if decision.notes is not None:
+        return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT]
+    if before is None or before.notes is None:
+        return older_statuses.plan_notes(status)
+    return before.notes

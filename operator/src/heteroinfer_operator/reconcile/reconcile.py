@@ -255,7 +255,7 @@ def _act(
     actions += joined([event for decision in decisions for event in decision.events])
     actions += forgery_events(context, [*before_pods, *after_pods])
     actions += lost_label_events(status, old, wanted, model)
-    actions += condition_events(status.conditions, next_status.conditions)
+    actions += condition_events(status, next_status)
     actions += [delete for decision in decisions for delete in decision.deletes]
     actions += context.node_loss.deletes(strangers, grace_s=None, after_status=True)
     actions += [*model.events, *model.deletes]

@@ -151,12 +151,12 @@ def describe_wait(pod: PodView) -> str:
 
 def waits_in_vain(pod: PodView) -> bool:
     """Returns whether a container cannot be made as things are, as with an image that is not there."""
-    return bool(pod.waiting) and not pod.started and pod.waiting.split(":")[0] not in _NO_ERROR
+    return pod.waiting is not None and not pod.started and pod.waiting.reason not in _NO_ERROR
 
 
 def lacks_configuration(pod: PodView) -> bool:
     """Returns whether a container waits for a Secret or ConfigMap that its variables are from."""
-    return not pod.started and pod.waiting.split(":")[0] == "CreateContainerConfigError"
+    return pod.waiting is not None and not pod.started and pod.waiting.reason == "CreateContainerConfigError"
 
 
 def find_stuck(pods: Sequence[PodView], before: Collection[int]) -> dict[int, PodView]:

@@ -273,14 +273,15 @@ def living(  # noqa: PLR0913 - what an epoch shows
         rejections=0 if ready else min(status.rejections + newly_rejected, MOST_COUNT),
         rejected_pods=tuple(sorted(rejected_pods)),
         stuck_pods=tuple(stuck_pods),
+        damaged_pod=None,
     )
 
 
-def with_words(status: GroupStatus, words: str) -> GroupStatus:
-    """Returns the status with more words in its message, which keep their space."""
+def with_loss(status: GroupStatus, *, pod: str, words: str) -> GroupStatus:
+    """Returns the status with a pod that lost a label or its owner, and words about it in its message."""
     before = status.message
     message = f"{before[: MAX_TEXT - len(words) - 2]}; {words}" if before else words
-    return status.changed(message=message[:MAX_TEXT])
+    return status.changed(message=message[:MAX_TEXT], damaged_pod=pod)
 
 
 # What is asked or kept of a group
@@ -320,4 +321,5 @@ def _nothing_runs(status: GroupStatus) -> GroupStatus:
         rejected_pods=(),
         spare_pods=(),
         stuck_pods=(),
+        damaged_pod=None,
     )
