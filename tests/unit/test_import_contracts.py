@@ -69,7 +69,7 @@ WRONG = (
     (ACROSS, "vllm_heteroinfer.launch.supervisor", "heteroinfer_operator.quantity"),
     (ACROSS, "heteroinfer_contract.plan", "heteroinfer_operator.api"),
     (ACROSS, "heteroinfer_contract.names", "vllm_heteroinfer.pod.channel"),
-    (OPERATOR, "heteroinfer_operator.reconcile.group.decide", "heteroinfer_operator.kube.server"),
+    (OPERATOR, "heteroinfer_operator.reconcile.one_group.decide", "heteroinfer_operator.kube.server"),
     (OPERATOR, "heteroinfer_operator.planning.planner", "heteroinfer_operator.manifests.service"),
     (OPERATOR, "heteroinfer_operator.kube.adapter", "heteroinfer_operator.local.adapter"),
     (OPERATOR, "heteroinfer_operator.api.spec", "heteroinfer_operator.reconcile.options"),
@@ -79,7 +79,7 @@ WRONG = (
     (CIRCLES, "vllm_heteroinfer.group.rendezvous", "vllm_heteroinfer.rank.context"),
     (CIRCLES, "heteroinfer_contract.plan", "heteroinfer_contract.group_report"),
     (CIRCLES, "heteroinfer_operator.cluster", "heteroinfer_operator.kube.server"),
-    (CIRCLES, "heteroinfer_operator.reconcile.epoch_end", "heteroinfer_operator.reconcile.group.decide"),
+    (CIRCLES, "heteroinfer_operator.reconcile.epoch_end", "heteroinfer_operator.reconcile.one_group.decide"),
     (CIRCLES, "heteroinfer_operator.api.base", "heteroinfer_operator.api.spec"),
 )
 

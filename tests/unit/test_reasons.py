@@ -12,8 +12,8 @@ from heteroinfer_operator.errors import PlanReason, SpecError
 ROOT = Path(__file__).parents[2]
 OPERATOR = ROOT / "operator" / "src" / "heteroinfer_operator"
 SAYING = (
-    "reconcile/*.py", "planning/*.py", "manifests/addressing.py", "manifests/gang.py", "refusals.py",
-    "kube/adapter.py",
+    "reconcile/*.py", "reconcile/*/*.py", "planning/*.py", "manifests/addressing.py", "manifests/gang.py",
+    "refusals.py", "kube/adapter.py",
 )  # fmt: skip
 """Where reasons of a resource are given; others are of commands, or of the operator's own process."""
 OF_KUBERNETES = {"CreateContainerConfigError", "ImagePullBackOff"}
@@ -51,7 +51,8 @@ def in_code() -> set[str]:
         for file in OPERATOR.glob(glob):
             found |= set(given(ast.parse(file.read_text())))
     # Here reasons are arguments and results, not keywords.
-    found |= set(constants(ast.parse((OPERATOR / "reconcile" / "conditions.py").read_text())))
+    for name in ("conditions.py", "life.py"):
+        found |= set(constants(ast.parse((OPERATOR / "reconcile" / name).read_text())))
     return found
 
 

@@ -11,7 +11,7 @@ from mypy import api as mypy
 from heteroinfer_operator.api import ConditionType, GroupStatus
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.conditions import CHECKS
-from heteroinfer_operator.reconcile.group.ends import ENDS
+from heteroinfer_operator.reconcile.one_group.ends import ENDS
 from tests.unit.product import SOURCES, modules_below
 from tests.unit.reconcile.world import World, cpu_pair
 

@@ -90,7 +90,7 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
     return free_nodes
 
 
-class Kind(IntEnum):
+class Nearness(IntEnum):
     """How near a node comes to a pod that cannot be on it; the nearest is named first."""
 
     LACKS = 0
@@ -109,7 +109,7 @@ class Obstacle(NamedTuple):
         rest: the words behind the verb.
     """
 
-    kind: Kind
+    kind: Nearness
     verb: str
     verbs: str
     rest: str
@@ -120,11 +120,11 @@ class Obstacle(NamedTuple):
 
 
 def _lacks(rest: str) -> Obstacle:
-    return Obstacle(Kind.LACKS, "has", "have", rest)
+    return Obstacle(Nearness.LACKS, "has", "have", rest)
 
 
 def _is_excluded(rest: str) -> Obstacle:
-    return Obstacle(Kind.EXCLUDED, "is", "are", rest)
+    return Obstacle(Nearness.EXCLUDED, "is", "are", rest)
 
 
 def obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:

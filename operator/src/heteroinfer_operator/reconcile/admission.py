@@ -9,7 +9,7 @@ from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.revision_record import build_revision_record
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_object
-from heteroinfer_operator.reconcile.group.made import revision_of
+from heteroinfer_operator.reconcile.one_group.made import revision_of
 from heteroinfer_operator.reconcile.reconcile_context import POD, Admission, Context
 from heteroinfer_operator.reconcile.revisions import Revision
 from heteroinfer_operator.refusals import NOT_ANSWERED, REVISION

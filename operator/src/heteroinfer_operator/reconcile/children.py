@@ -22,8 +22,8 @@ from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.revision_record import build_revision_record
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service
 from heteroinfer_operator.manifests.signer import Signer
-from heteroinfer_operator.reconcile.group.decision import GroupDecision
-from heteroinfer_operator.reconcile.group.made import revision_of
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
+from heteroinfer_operator.reconcile.one_group.made import revision_of
 from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE, Context, group_scope
 from heteroinfer_operator.reconcile.revisions import Revision
 

@@ -25,7 +25,7 @@ HELD: Final = "HeldByFinalizer"
 """Reason of Progressing where a pod that shall go is kept by a finalizer, which none of ours is."""
 
 
-class Answer(NamedTuple):
+class ConditionAnswer(NamedTuple):
     """What a check says of its condition; `holds` None is Unknown."""
 
     holds: bool | None
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
     message: str = ""
 
 
-Check = Callable[[Life], Answer | None]
+ConditionCheck = Callable[[Life], ConditionAnswer | None]
 
 
 def life_conditions(life: Life) -> tuple[Condition, ...]:
@@ -41,184 +41,196 @@ def life_conditions(life: Life) -> tuple[Condition, ...]:
     return tuple(life.make(kind, *_answer(checks, life)) for kind, checks in CHECKS.items())
 
 
-def _answer(checks: Sequence[Check], life: Life) -> Answer:
+def _answer(checks: Sequence[ConditionCheck], life: Life) -> ConditionAnswer:
     return next(answer for check in checks if (answer := check(life)) is not None)
 
 
 # Available
 
 
-def at_rest(life: Life) -> Answer | None:
+def at_rest(life: Life) -> ConditionAnswer | None:
     """Nothing of the resource shall run."""
-    return Answer(False, life.at_rest) if life.at_rest else None
+    return ConditionAnswer(False, life.at_rest) if life.at_rest else None
 
 
-def clients_cut_off(life: Life) -> Answer | None:
+def clients_cut_off(life: Life) -> ConditionAnswer | None:
     """Groups serve, and clients reach none of them."""
     if not life.serving or life.unreachable is None:
         return None
-    return Answer(False, life.unreachable.reason, life.unreachable.message)
+    return ConditionAnswer(False, life.unreachable.reason, life.unreachable.message)
 
 
-def serves(life: Life) -> Answer | None:
+def serves(life: Life) -> ConditionAnswer | None:
     """A group serves."""
-    return Answer(True, "Serving", life.count) if life.serving else None
+    return ConditionAnswer(True, "Serving", life.count) if life.serving else None
 
 
-def labels_lost(life: Life) -> Answer | None:
+def labels_lost(life: Life) -> ConditionAnswer | None:
     """Somebody took labels off the pods of a group that would serve."""
-    return Answer(False, LOST_LABEL, life.lost_labels) if life.lost_labels else None
+    return ConditionAnswer(False, LOST_LABEL, life.lost_labels) if life.lost_labels else None
 
 
-def leader_silent(life: Life) -> Answer | None:
+def leader_silent(life: Life) -> ConditionAnswer | None:
     """The leader of a group that would serve cannot be reached."""
-    return Answer(None, LEADER_SILENT, life.silent) if life.silent else None
+    return ConditionAnswer(None, LEADER_SILENT, life.silent) if life.silent else None
 
 
-def down(life: Life) -> Answer:
+def down(life: Life) -> ConditionAnswer:
     """The worst group does not serve."""
-    return Answer(False, _down_reason(life.worst), life.words)
+    return ConditionAnswer(False, _down_reason(life.worst), life.words)
 
 
 # Ready
 
 
-def stopping_at_rest(life: Life) -> Answer | None:
+def stopping_at_rest(life: Life) -> ConditionAnswer | None:
     """Nothing of the resource shall run: it is ready once no pod is left."""
     if not life.at_rest:
         return None
-    return Answer(not life.draining, "Stopping" if life.draining else life.at_rest, _going(life))
+    return ConditionAnswer(not life.draining, "Stopping" if life.draining else life.at_rest, _going(life))
 
 
-def serves_spec(life: Life) -> Answer | None:
+def serves_spec(life: Life) -> ConditionAnswer | None:
     """All wanted groups serve this spec."""
     if not life.serves_spec or life.lost_labels:
         return None
     if life.port_unreachable is not None:
-        return Answer(False, life.port_unreachable.reason, life.port_unreachable.message)
-    return leader_silent(life) or Answer(True, "Serving", life.count)
+        return ConditionAnswer(False, life.port_unreachable.reason, life.port_unreachable.message)
+    return leader_silent(life) or ConditionAnswer(True, "Serving", life.count)
 
 
-def stalled_while_none_failed(life: Life) -> Answer | None:
+def stalled_while_none_failed(life: Life) -> ConditionAnswer | None:
     """Only somebody's act helps; the failure of a group has words of its own."""
     stalled = _stalled(life)
     if stalled is None or life.worst.phase is GroupPhase.FAILED:
         return None
-    return Answer(False, stalled.reason, stalled.message)
+    return ConditionAnswer(False, stalled.reason, stalled.message)
 
 
-def group_refused(life: Life) -> Answer | None:
+def group_refused(life: Life) -> ConditionAnswer | None:
     """A group waits, since the API server refused something that its pods need."""
     if len(life.serving) >= life.wanted or life.worst.phase is not GroupPhase.PENDING:
         return None
     refused = next((each for each in life.refusals if each.scopes - {CLIENTS_SCOPE}), None)
-    return Answer(False, refused.reason, refused.message) if refused is not None and refused.blocks else None
+    return (
+        ConditionAnswer(False, refused.reason, refused.message)
+        if refused is not None and refused.blocks
+        else None
+    )
 
 
-def group_down(life: Life) -> Answer | None:
+def group_down(life: Life) -> ConditionAnswer | None:
     """A group does not serve."""
     return down(life) if len(life.serving) < life.wanted else None
 
 
-def rolling_out(life: Life) -> Answer:
+def rolling_out(life: Life) -> ConditionAnswer:
     """All groups serve, some of them an older revision."""
-    return Answer(False, _ROLLING_OUT, life.rollout.message if life.rollout is not None else life.count)
+    return ConditionAnswer(
+        False, _ROLLING_OUT, life.rollout.message if life.rollout is not None else life.count
+    )
 
 
 # Stalled
 
 
-def problem_at_rest(life: Life) -> Answer | None:
+def problem_at_rest(life: Life) -> ConditionAnswer | None:
     """Nothing of the resource shall run; a spec that could not start is reported all the same."""
     if not life.at_rest:
         return None
-    return (_stalled(life) if life.problem is not None else None) or Answer(False, life.at_rest)
+    return (_stalled(life) if life.problem is not None else None) or ConditionAnswer(False, life.at_rest)
 
 
-def group_failed(life: Life) -> Answer | None:
+def group_failed(life: Life) -> ConditionAnswer | None:
     """A group has used up its restarts."""
     failed = next((group for group in life.groups if group.phase is GroupPhase.FAILED), None)
     if failed is None:
         return None
-    return Answer(True, _RESTARTS_USED_UP, f"group {failed.index}: {failed.message}")
+    return ConditionAnswer(True, _RESTARTS_USED_UP, f"group {failed.index}: {failed.message}")
 
 
-def spec_cannot_start(life: Life) -> Answer | None:
+def spec_cannot_start(life: Life) -> ConditionAnswer | None:
     """No epoch of the spec could start, and not all groups serve it already."""
     problem = life.problem
     if problem is None or problem.reason == WAITING_FOR_MODEL or life.serves_spec:
         return None
-    return Answer(True, problem.reason, problem.message)
+    return ConditionAnswer(True, problem.reason, problem.message)
 
 
-def labels_must_be_mended(life: Life) -> Answer | None:
+def labels_must_be_mended(life: Life) -> ConditionAnswer | None:
     """Somebody took labels off pods, and the operator may not change pods."""
-    return Answer(True, LOST_LABEL, life.lost_labels) if life.lost_labels else None
+    return ConditionAnswer(True, LOST_LABEL, life.lost_labels) if life.lost_labels else None
 
 
-def not_stalled(life: Life) -> Answer:
+def not_stalled(life: Life) -> ConditionAnswer:
     """Nothing needs anybody's act."""
-    return Answer(False, "NotStalled")
+    return ConditionAnswer(False, "NotStalled")
 
 
 # Progressing
 
 
-def stopping(life: Life) -> Answer | None:
+def stopping(life: Life) -> ConditionAnswer | None:
     """Nothing of the resource shall run: its pods go."""
-    return Answer(life.draining, life.at_rest, _going(life)) if life.at_rest else None
+    return ConditionAnswer(life.draining, life.at_rest, _going(life)) if life.at_rest else None
 
 
-def child_refused(life: Life) -> Answer | None:
+def child_refused(life: Life) -> ConditionAnswer | None:
     """The API server refused something that is wanted."""
-    return Answer(False, life.refusals[0].reason, life.refusals[0].message) if life.refusals else None
+    return (
+        ConditionAnswer(False, life.refusals[0].reason, life.refusals[0].message) if life.refusals else None
+    )
 
 
-def pod_held(life: Life) -> Answer | None:
+def pod_held(life: Life) -> ConditionAnswer | None:
     """A finalizer keeps a pod that shall go."""
-    return Answer(False, HELD, life.held) if life.held else None
+    return ConditionAnswer(False, HELD, life.held) if life.held else None
 
 
-def rollout_stuck(life: Life) -> Answer | None:
+def rollout_stuck(life: Life) -> ConditionAnswer | None:
     """A rollout goes no further until somebody acts."""
     stuck = life.rollout is not None and life.rollout.stuck
-    return Answer(False, "RolloutStuck", life.rollout.message) if stuck and life.rollout else None
+    return ConditionAnswer(False, "RolloutStuck", life.rollout.message) if stuck and life.rollout else None
 
 
-def group_moves(life: Life) -> Answer | None:
+def group_moves(life: Life) -> ConditionAnswer | None:
     """A group starts or stops."""
     at_ends = {GroupPhase.READY, GroupPhase.FAILED, GroupPhase.SLEEPING}
     moves = any(group.phase not in at_ends for group in life.groups)
-    return Answer(True, _doing(life.worst), life.words) if moves else None
+    return ConditionAnswer(True, _doing(life.worst), life.words) if moves else None
 
 
-def rollout_goes_on(life: Life) -> Answer | None:
+def rollout_goes_on(life: Life) -> ConditionAnswer | None:
     """Groups get the new revision one after the other."""
-    return None if life.rollout is None else Answer(True, _ROLLING_OUT, life.rollout.message)
+    return None if life.rollout is None else ConditionAnswer(True, _ROLLING_OUT, life.rollout.message)
 
 
-def settled(life: Life) -> Answer:
+def settled(life: Life) -> ConditionAnswer:
     """Nothing is on its way."""
-    return Answer(False, "Settled")
+    return ConditionAnswer(False, "Settled")
 
 
 # Degraded and Failed
 
 
-def some_serve(life: Life) -> Answer:
+def some_serve(life: Life) -> ConditionAnswer:
     """Some of the groups serve, and others do not."""
     reason = LEADER_SILENT if life.silent else life.worst.phase.value
-    return Answer(0 < len(life.serving) < life.wanted, reason, life.silent or life.words)
+    return ConditionAnswer(0 < len(life.serving) < life.wanted, reason, life.silent or life.words)
 
 
-def restarts_used_up(life: Life) -> Answer:
+def restarts_used_up(life: Life) -> ConditionAnswer:
     """A group has used up its restarts, or none has."""
     failed = any(group.phase is GroupPhase.FAILED for group in life.groups)
-    return Answer(True, _RESTARTS_USED_UP, life.words) if failed else Answer(False, "NotFailed")
+    return (
+        ConditionAnswer(True, _RESTARTS_USED_UP, life.words)
+        if failed
+        else ConditionAnswer(False, "NotFailed")
+    )
 
 
-_STALLS: Final[tuple[Check, ...]] = (group_failed, spec_cannot_start, labels_must_be_mended)
-CHECKS: Final[Mapping[ConditionType, tuple[Check, ...]]] = MappingProxyType(
+_STALLS: Final[tuple[ConditionCheck, ...]] = (group_failed, spec_cannot_start, labels_must_be_mended)
+CHECKS: Final[Mapping[ConditionType, tuple[ConditionCheck, ...]]] = MappingProxyType(
     {
         ConditionType.AVAILABLE: (at_rest, clients_cut_off, serves, labels_lost, leader_silent, down),
         ConditionType.READY: (
@@ -246,7 +258,7 @@ CHECKS: Final[Mapping[ConditionType, tuple[Check, ...]]] = MappingProxyType(
 """Of each condition its checks; the first that answers decides it."""
 
 
-def _stalled(life: Life) -> Answer | None:
+def _stalled(life: Life) -> ConditionAnswer | None:
     return next((answer for check in _STALLS if (answer := check(life)) is not None), None)
 
 

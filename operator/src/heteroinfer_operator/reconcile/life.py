@@ -9,7 +9,7 @@ from typing import Final
 from heteroinfer_operator.api import Condition, ConditionStatus, ConditionType, GroupPhase, GroupStatus
 from heteroinfer_operator.cluster import Refusal
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.reconcile.group.decision import GroupDecision
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.rollout import Rollout
 
 _SEVERITY: Final[Mapping[GroupPhase, int]] = MappingProxyType(

@@ -17,10 +17,10 @@ from heteroinfer_operator.cluster import PatchStatus, Refusal, ResourceObservati
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.service import client_ports
 from heteroinfer_operator.reconcile import conditions, older_statuses
-from heteroinfer_operator.reconcile.group.decision import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
 from heteroinfer_operator.reconcile.life import Life
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.retired import retire
 from heteroinfer_operator.reconcile.rollout import find_rollout

@@ -38,14 +38,6 @@ from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.believed_group import believe
 from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
-from heteroinfer_operator.reconcile.events import (
-    condition_events,
-    forgery_events,
-    joined,
-    lost_label_events,
-)
-from heteroinfer_operator.reconcile.group.decision import GroupDecision, epoch_of
-from heteroinfer_operator.reconcile.group.stopping import stop_group
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
 from heteroinfer_operator.reconcile.model_decision import COMPONENTS as MODEL_COMPONENTS
@@ -55,8 +47,16 @@ from heteroinfer_operator.reconcile.model_decision import (
     decide_model,
     unreadable_since,
 )
+from heteroinfer_operator.reconcile.new_events import (
+    condition_events,
+    forgery_events,
+    joined,
+    lost_label_events,
+)
 from heteroinfer_operator.reconcile.next_status import build_next_status, status_write
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.one_group.stopping import stop_group
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.rank_entries import with_rank_entries
 from heteroinfer_operator.reconcile.reading import (

@@ -10,7 +10,7 @@ from typing import Final
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupPhase
-from heteroinfer_operator.reconcile.group.decision import GroupDecision
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 REASON: Final = "LeaderSilent"
 SILENT_S: Final = 0.8

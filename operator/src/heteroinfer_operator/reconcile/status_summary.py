@@ -9,7 +9,7 @@ from heteroinfer_operator.api.status import MOST_COUNT
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.planning.prediction_again import PredictedPlan
 from heteroinfer_operator.quantity import mebibytes
-from heteroinfer_operator.reconcile.group.decision import GroupDecision
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 
 def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatus:

@@ -8,12 +8,12 @@ from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import CreateObject, Manifest, PodView, RecordEvent
 from heteroinfer_operator.reconcile import startup, transitions
 from heteroinfer_operator.reconcile.epoch_pods import decide_creates, decide_key, gang_object, name_epoch
-from heteroinfer_operator.reconcile.group.decision import GroupDecision, index_of
-from heteroinfer_operator.reconcile.group.made import Epoch
 from heteroinfer_operator.reconcile.group_planner import gang_of
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, index_of
+from heteroinfer_operator.reconcile.one_group.made import BegunEpoch
 
 
-def decide_living(epoch: Epoch, report: GroupReport | None) -> GroupDecision:
+def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecision:
     """Returns what a group needs whose epoch has not ended.
 
     Args:
@@ -71,7 +71,7 @@ def decide_living(epoch: Epoch, report: GroupReport | None) -> GroupDecision:
     )
 
 
-def _missing_pods(epoch: Epoch, status: GroupStatus) -> tuple[tuple[CreateObject, ...], Manifest | None]:
+def _missing_pods(epoch: BegunEpoch, status: GroupStatus) -> tuple[tuple[CreateObject, ...], Manifest | None]:
     """Returns the creates of missing pods, and what tells a gang scheduler of the epoch."""
     context, made = epoch.context, epoch.made
     if made.plan is None or made.revision is None:

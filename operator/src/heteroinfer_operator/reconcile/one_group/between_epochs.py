@@ -17,10 +17,15 @@ from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup, transitions
 from heteroinfer_operator.reconcile.epoch_pods import decide_creates, decide_key, gang_object, start_events
-from heteroinfer_operator.reconcile.group.decision import GroupDecision
-from heteroinfer_operator.reconcile.group.ends import never_seen
-from heteroinfer_operator.reconcile.group.stopping import end_epoch, go_on_stopping, put_down_to_node, refuse
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
+from heteroinfer_operator.reconcile.one_group.ends import never_seen
+from heteroinfer_operator.reconcile.one_group.stopping import (
+    end_epoch,
+    go_on_stopping,
+    put_down_to_node,
+    refuse,
+)
 from heteroinfer_operator.reconcile.reconcile_context import POD, Context
 from heteroinfer_operator.reconcile.revisions import Revision
 

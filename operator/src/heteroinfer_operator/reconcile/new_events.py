@@ -11,10 +11,10 @@ from heteroinfer_operator.api import (
     HeteroInferenceStatus,
 )
 from heteroinfer_operator.cluster import Action, DeleteObject, RecordEvent
-from heteroinfer_operator.reconcile.group.decision import GroupDecision
 from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 

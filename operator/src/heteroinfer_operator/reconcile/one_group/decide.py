@@ -16,12 +16,12 @@ from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.reconcile import transitions
-from heteroinfer_operator.reconcile.group.between_epochs import decide_between_epochs, next_revision
-from heteroinfer_operator.reconcile.group.decision import GroupDecision, epoch_of
-from heteroinfer_operator.reconcile.group.ends import find_epoch_end, find_overdue, pod_missing
-from heteroinfer_operator.reconcile.group.living import decide_living
-from heteroinfer_operator.reconcile.group.made import Epoch, Made, had_run
-from heteroinfer_operator.reconcile.group.stopping import (
+from heteroinfer_operator.reconcile.one_group.between_epochs import decide_between_epochs, next_revision
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.one_group.ends import find_epoch_end, find_overdue, pod_missing
+from heteroinfer_operator.reconcile.one_group.living import decide_living
+from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, Made, had_run
+from heteroinfer_operator.reconcile.one_group.stopping import (
     ENDED_EPOCH_GRACE_S,
     end_epoch,
     give_back,
@@ -66,7 +66,7 @@ def decide_group(
         return replace_group(context, status, pods)
     if report is not None and (report.epoch != number or (made.plan and not report.covers(made.plan))):
         report = None
-    epoch = Epoch(context=context, status=status, pods=current, made=made)
+    epoch = BegunEpoch(context=context, status=status, pods=current, made=made)
     epoch_end = find_epoch_end(epoch)
     if epoch_end is not None:
         return end_epoch(context, status, pods, epoch_end)
@@ -100,7 +100,7 @@ def _goes_on(context: Context, status: GroupStatus, made: Made) -> bool:
     return has_all and made.revision_name == next_revision(context, status)
 
 
-def _end_incomplete(epoch: Epoch, pods: Sequence[PodView], index: int) -> GroupDecision:
+def _end_incomplete(epoch: BegunEpoch, pods: Sequence[PodView], index: int) -> GroupDecision:
     """Returns the end of an epoch that lacks a pod which was made, or may have been."""
     context, status = epoch.context, epoch.status
     refusal = context.pod_refusal_of(status.index)

@@ -13,30 +13,30 @@ from heteroinfer_operator.reconcile import startup
 from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, EpochEnd, has_run
 from heteroinfer_operator.reconcile.epoch_end import find_epoch_end as find_end_of_pods
 from heteroinfer_operator.reconcile.epoch_pods import find_changed_images, find_lost_key
-from heteroinfer_operator.reconcile.group.made import Epoch
 from heteroinfer_operator.reconcile.group_planner import gang_of
+from heteroinfer_operator.reconcile.one_group.made import BegunEpoch
 
 PODS_NEVER_SEEN: Final = "PodsNeverSeen"
-Check = Callable[[Epoch], EpochEnd | None]
+EndCheck = Callable[[BegunEpoch], EpochEnd | None]
 
 
-def find_epoch_end(epoch: Epoch) -> EpochEnd | None:
+def find_epoch_end(epoch: BegunEpoch) -> EpochEnd | None:
     """Returns why an epoch has ended, by the first of ENDS that finds a cause, or None if it lives."""
     return next((end for check in ENDS if (end := check(epoch)) is not None), None)
 
 
-def pod_ended(epoch: Epoch) -> EpochEnd | None:
+def pod_ended(epoch: BegunEpoch) -> EpochEnd | None:
     """A pod that had run has ended."""
     return find_end_of_pods(epoch.pods)
 
 
-def node_lost(epoch: Epoch) -> EpochEnd | None:
+def node_lost(epoch: BegunEpoch) -> EpochEnd | None:
     """The node of a pod is lost."""
     pods = [pod for pod in epoch.pods if not startup.is_rejected(pod)]
     return epoch.context.node_loss.find_epoch_end(pods)
 
 
-def held_by_kueue(epoch: Epoch) -> EpochEnd | None:
+def held_by_kueue(epoch: BegunEpoch) -> EpochEnd | None:
     """Under Kueue, a pod ended before it ever ran: Kueue keeps its name, so it cannot be replaced alone."""
     if gang_of(epoch.pods) is not Gang.KUEUE or not epoch.spare:
         return None
@@ -49,14 +49,14 @@ def held_by_kueue(epoch: Epoch) -> EpochEnd | None:
     )
 
 
-def pod_gone(epoch: Epoch) -> EpochEnd | None:
+def pod_gone(epoch: BegunEpoch) -> EpochEnd | None:
     """A pod that had run is not there any more."""
     present = {pod.name for pod in epoch.pods}
     gone = [pod for pod in epoch.had_run if pod not in present]
     return EpochEnd(reason=POD_DELETED, message=f"pod {gone[0]} is gone") if gone else None
 
 
-def plan_lost(epoch: Epoch) -> EpochEnd | None:
+def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
     """A pod or its container must be created, and the plan or the revision for it is gone."""
     made = epoch.made
     to_be_made = epoch.missing and (made.plan is None or made.revision is None)
@@ -71,13 +71,13 @@ def plan_lost(epoch: Epoch) -> EpochEnd | None:
     )
 
 
-def key_lost(epoch: Epoch) -> EpochEnd | None:
+def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
     """A pod must be created, and the operator no longer has the key of the other pods."""
     lacks_pods = bool(epoch.pods and epoch.missing)
     return find_lost_key(epoch.context, epoch.status, epoch.pods, lacks_pods=lacks_pods)
 
 
-def images_changed(epoch: Epoch) -> EpochEnd | None:
+def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
     """A spare pod must be created again, and would get another image than the other pods have."""
     made = epoch.made
     if made.plan is None or made.revision is None or not epoch.missing & set(epoch.status.spare_pods):
@@ -85,7 +85,7 @@ def images_changed(epoch: Epoch) -> EpochEnd | None:
     return find_changed_images(epoch.context, made.revision, made.plan, epoch.pods)
 
 
-ENDS: Final[tuple[Check, ...]] = (
+ENDS: Final[tuple[EndCheck, ...]] = (
     pod_ended,
     node_lost,
     held_by_kueue,
@@ -97,7 +97,9 @@ ENDS: Final[tuple[Check, ...]] = (
 """The first that finds a cause names it."""
 
 
-def find_overdue(epoch: Epoch, status: StartupStatus | None, report: GroupReport | None) -> EpochEnd | None:
+def find_overdue(
+    epoch: BegunEpoch, status: StartupStatus | None, report: GroupReport | None
+) -> EpochEnd | None:
     """Returns the end of an epoch whose pods have not met in time, or None.
 
     Args:
@@ -112,7 +114,7 @@ def find_overdue(epoch: Epoch, status: StartupStatus | None, report: GroupReport
     return startup.find_overdue(status, report, timeout_s=timeout_s, connecting_s=connecting_s)
 
 
-def pod_missing(epoch: Epoch, index: int) -> EpochEnd:
+def pod_missing(epoch: BegunEpoch, index: int) -> EpochEnd:
     """Returns the end of an epoch that lacks a pod which was made, or may have been."""
     owner, status = epoch.context.owner, epoch.status
     name = EpochRef(owner=owner, index=status.index, epoch=status.epoch).pod_name(index)
