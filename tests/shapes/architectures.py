@@ -7,10 +7,10 @@ Imports vLLM and transformers inside functions only.
 """
 
 import sys
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from tests.shapes.defaults import literal
 
 TABLE = Path(__file__).parents[2] / "operator/src/heteroinfer_operator/planning/listed_architectures.py"
 
@@ -46,48 +46,71 @@ Written by `python -m tests.shapes.architectures`.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
-GENERATES: Final = frozenset(
-    {{
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _pairs(text: str) -> Mapping[str, str]:
+    words = text.split()
+    return MappingProxyType(dict(zip(words[::2], words[1::2], strict=True)))
+
+
+GENERATES: Final = _names(
+    """
 {generates}
-    }}
+    """
 )
 """vLLM has them, and they generate text."""
-BY_TRANSFORMERS: Final = frozenset(
-    {{
+BY_TRANSFORMERS: Final = _names(
+    """
 {by_transformers}
-    }}
+    """
 )
 """vLLM runs transformers' own."""
-OTHER_TASKS: Final = frozenset(
-    {{
+OTHER_TASKS: Final = _names(
+    """
 {other_tasks}
-    }}
+    """
 )
 """For embeddings or scores, or drafts of other models."""
-ENDINGS: Final[Mapping[str, str]] = {{
+ENDINGS: Final = _pairs(
+    """
 {endings}
-}}
+    """
+)
 """What vLLM takes a class for by the end of its name, the first that fits."""
-UNTIL: Final[Mapping[str, str]] = {{
+UNTIL: Final = _pairs(
+    """
 {until}
-}}
+    """
+)
 """The last version of vLLM that served a class."""
 '''
 
 
 def render(table: dict[str, Any]) -> str:
-    """Returns the table as its module has it: a line a name."""
-    sets = {
-        name: "\n".join(f"        {literal(each)}," for each in table[name])
-        for name in ("generates", "by_transformers", "other_tasks")
-    }
+    """Returns the table as its module has it: names as wrapped words."""
+    sets = {name: _wrapped(table[name]) for name in ("generates", "by_transformers", "other_tasks")}
     maps = {
-        name: "\n".join(f"    {literal(key)}: {literal(value)}," for key, value in table[name].items())
+        name: _wrapped(f"{key}\0{value}" for key, value in table[name].items()).replace("\0", " ")
         for name in ("endings", "until")
     }
     return _MODULE.format(source=table["source"], **sets, **maps)
+
+
+def _wrapped(words: Iterable[str]) -> str:
+    return textwrap.fill(
+        " ".join(words),
+        width=110,
+        initial_indent=" " * 4,
+        subsequent_indent=" " * 4,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def main() -> int:

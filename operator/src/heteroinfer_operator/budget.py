@@ -37,8 +37,6 @@ _IN_A_ROW: Final = timedelta(minutes=1)
 """Two status writes that are further apart are not in a row."""
 _LONGEST_WAIT: Final = timedelta(seconds=30)
 """Between two writes of a status that says the same, while others change it each time."""
-_FORGOTTEN_AFTER: Final = timedelta(minutes=10)
-"""A resource without a decision for so long has spent nothing that counts still."""
 _POD: Final = "Pod"
 _WORDS: Final = 400
 
@@ -243,37 +241,6 @@ class Spending:
             f"another operator ({who}) writes the status of this resource. "
             "Uninstall one of the two or separate their namespaces"
         )
-
-
-@dataclass(slots=True)
-class Budgets:
-    """The budgets of all resources.
-
-    Args:
-        held_back: called with each kind of action of which one had to wait.
-    """
-
-    held_back: Callable[[str], None] = lambda kind: None
-    _known: dict[str, tuple[datetime, Budget]] = field(default_factory=dict)
-    """By uid of a resource, with the time of its last decision."""
-
-    def spending(self, resource: ResourceView, actions: Sequence[Action], now: datetime) -> Spending:
-        """Returns what the actions of a decision may cause.
-
-        Args:
-            resource: the decision's.
-            actions: all of the decision.
-            now: time of the reconcile.
-        """
-        before = self._known.pop(resource.uid, None)
-        budget = before[1] if before is not None else Budget(report=self.held_back)
-        self._known[resource.uid] = now, budget
-        # In order of their last decision: those that have rested for long are in front.
-        for uid, (last, _) in list(self._known.items()):
-            if abs(now - last) < _FORGOTTEN_AFTER:
-                break
-            del self._known[uid]
-        return Spending(budget, resource, actions, now)
 
 
 def is_pod(action: Action) -> bool:

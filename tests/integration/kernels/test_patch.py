@@ -9,9 +9,9 @@ from heteroinfer_contract.model import Scheme, SchemeName
 from heteroinfer_operator.planning.packing import WeightKernels, packed_part
 from tests.integration.kernels.instructions import SETS, of_this_cpu
 from tests.integration.kernels.probe_answers import ask, ask_forked
+from tests.seams import VLLM_VERSION
 from vllm_heteroinfer.kernels import build
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PATCHES
-from vllm_heteroinfer.patches.seams import VLLM_VERSION
 
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 

@@ -11,7 +11,7 @@ from heteroinfer_operator.api.env_vars import ALLOWED_ENV
 from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, SHORT, VALUES, WHY
 from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON
-from vllm_heteroinfer.patches.seams import SEAMS
+from tests.seams import SEAMS
 
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_operator.budget import Budgets, Window, wanted_pods
+from heteroinfer_operator.budget import Budget, Spending, Window, wanted_pods
 from heteroinfer_operator.cluster import CreateObject, PatchStatus, RecordEvent, ResourceKey, ResourceView
 from heteroinfer_operator.refusals import TOO_MANY_PODS, Acting
 
@@ -78,9 +78,9 @@ def test_wanted_pods_of_specs_that_nobody_can_read(spec: dict[str, Any], wanted:
 
 def test_the_pods_of_a_group_are_created_together_or_not_at_all() -> None:
     """Half a group would be given back, and its pods created once more."""
-    resource, budgets = build_resource({"roles": [{"pods": 4}]}), Budgets()
+    resource, budget = build_resource({"roles": [{"pods": 4}]}), Budget()
     pods = [create_pod(f"demo-{group}-1-{index}", group) for group in range(5) for index in range(4)]
-    acting = Acting("demo", (), NOW, budgets.spending(resource, pods, NOW))
+    acting = Acting("demo", (), NOW, Spending(budget, resource, pods, NOW))
     created = [pod.manifest["metadata"]["name"] for pod in pods if acting.may(pod)]
     assert created == [f"demo-{group}-1-{index}" for group in range(4) for index in range(4)]
     (refusal,) = acting.known.values()
@@ -90,19 +90,19 @@ def test_the_pods_of_a_group_are_created_together_or_not_at_all() -> None:
 
 
 def test_pods_that_the_api_server_refuses_cost_nothing() -> None:
-    resource, budgets = build_resource({"roles": [{"pods": 1}]}), Budgets()
+    resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     for index in range(50):
         pod = create_pod(f"demo-0-{index}-0")
-        acting = Acting("demo", (), NOW, budgets.spending(resource, [pod], NOW))
+        acting = Acting("demo", (), NOW, Spending(budget, resource, [pod], NOW))
         assert acting.may(pod)
         acting.refused(pod, "ObjectRefused", "exceeded quota")
 
 
 def test_pods_that_were_not_sent_cost_nothing() -> None:
-    resource, budgets = build_resource({"roles": [{"pods": 1}]}), Budgets()
+    resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     for index in range(50):
         pod = create_pod(f"demo-0-{index}-0")
-        acting = Acting("demo", (), NOW, budgets.spending(resource, [pod], NOW))
+        acting = Acting("demo", (), NOW, Spending(budget, resource, [pod], NOW))
         assert acting.may(pod)
         acting.unsent(pod)
 
@@ -110,56 +110,55 @@ def test_pods_that_were_not_sent_cost_nothing() -> None:
 @pytest.mark.parametrize("stored", [1, 2, 3])
 def test_statuses_of_ours_that_were_stored_without_an_answer_are_nobody_elses(stored: int) -> None:
     """An API server that stores a write, and answers late or never, is no other operator."""
-    budgets, statuses = Budgets(), [{"replicas": index} for index in range(30)]
+    budget, statuses = Budget(), [{"replicas": index} for index in range(30)]
     for index in range(3, 30):
         now = NOW + timedelta(seconds=index)
         resource = build_resource({}, statuses[index - stored])
         write = PatchStatus(status=statuses[index], resource_version="1")
-        spending = budgets.spending(resource, [write], now)
+        spending = Spending(budget, resource, [write], now)
         assert Acting("demo", (), now, spending).may(write)
         assert spending.find_other_writer() == ""
 
 
 def test_numbers_that_the_api_server_writes_otherwise_are_nobody_elses() -> None:
-    budgets = Budgets()
+    budget = Budget()
     for index in range(20):
         now = NOW + timedelta(seconds=index)
         resource = build_resource({}, {"groups": [{"members": [{"stepMs": index - 1}]}]})
         write = PatchStatus(
             status={"groups": [{"members": [{"stepMs": float(index)}]}]}, resource_version="1"
         )
-        spending = budgets.spending(resource, [write], now)
+        spending = Spending(budget, resource, [write], now)
         assert Acting("demo", (), now, spending).may(write)
         assert spending.find_other_writer() == ""
 
 
 def test_a_group_larger_than_the_bound_is_created_once_nothing_else_was() -> None:
     """Its revision is older than a spec that asks for fewer pods."""
-    resource, budgets = build_resource({"roles": [{"pods": 1}]}), Budgets()
+    resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     pods = [create_pod(f"demo-0-1-{index}") for index in range(40)]
-    acting = Acting("demo", (), NOW, budgets.spending(resource, pods, NOW))
+    acting = Acting("demo", (), NOW, Spending(budget, resource, pods, NOW))
     assert all(acting.may(pod) for pod in pods)
 
 
-def test_what_depends_on_a_status_waits_with_it_and_each_resource_has_its_own_budget() -> None:
+def test_what_depends_on_a_status_waits_with_it() -> None:
     held: list[str] = []
-    budgets = Budgets(held.append)
+    budget = Budget(report=held.append)
     resource = build_resource({"roles": [{"pods": 1}]})
     for index in range(3):
         status = PatchStatus(status={"replicas": index}, resource_version="1")
         event, pod = RecordEvent(reason="EpochStarted", message="x"), create_pod(f"demo-0-{index}-0")
-        acting = Acting("demo", (), NOW, budgets.spending(resource, [status, event, pod], NOW))
+        acting = Acting("demo", (), NOW, Spending(budget, resource, [status, event, pod], NOW))
         assert [acting.may(action) for action in (status, event, pod)] == [index < 2] * 3
     assert acting.look_again_s() == 1.0
     assert held == ["status writes"]
-    other = build_resource({}, uid="another")
-    assert Acting("demo", (), NOW, budgets.spending(other, [], NOW)).may(status)
+    assert Acting("demo", (), NOW, Spending(Budget(), resource, [], NOW)).may(status)
 
 
 def test_events_beyond_the_bound_are_left_out() -> None:
-    resource, budgets = build_resource({}), Budgets()
+    resource, budget = build_resource({}), Budget()
     events = [RecordEvent(reason="PodWaits", message=str(index)) for index in range(30)]
     for seconds, most in ((0, 10), (59, 0), (60, 10)):
         now = NOW + timedelta(seconds=seconds)
-        acting = Acting("demo", (), now, budgets.spending(resource, events, now))
+        acting = Acting("demo", (), now, Spending(budget, resource, events, now))
         assert sum(acting.may(event) for event in events) == most

@@ -1,9 +1,9 @@
 from pathlib import Path
 
-from vllm_heteroinfer.patches import seams
+from tests import seams
 
 
 def test_page_is_made_of_the_table() -> None:
     page = Path(__file__).parents[3] / "docs/patches.md"
-    remedy = "python -m vllm_heteroinfer.patches.seams > docs/patches.md"
+    remedy = "python -m tests.seams > docs/patches.md"
     assert page.read_text() == seams.to_markdown(), remedy

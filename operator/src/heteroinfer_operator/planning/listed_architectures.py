@@ -4,595 +4,194 @@ Written by `python -m tests.shapes.architectures`.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
-GENERATES: Final = frozenset(
-    {
-        "AXK1ForCausalLM",
-        "AfmoeForCausalLM",
-        "ApertusForCausalLM",
-        "AriaForConditionalGeneration",
-        "AudioFlamingo3ForConditionalGeneration",
-        "BagelForConditionalGeneration",
-        "BailingMoeForCausalLM",
-        "BailingMoeV2ForCausalLM",
-        "BailingMoeV2_5ForCausalLM",
-        "BailingMoeV3ForCausalLM",
-        "BailingMoeV3VLForConditionalGeneration",
-        "BeeForConditionalGeneration",
-        "Blip2ForConditionalGeneration",
-        "BloomForCausalLM",
-        "ChatGLMForConditionalGeneration",
-        "ChatGLMModel",
-        "Cohere2ForCausalLM",
-        "Cohere2MoeForCausalLM",
-        "Cohere2VisionForConditionalGeneration",
-        "CohereAsrForConditionalGeneration",
-        "CohereCompassForConditionalGeneration",
-        "CohereForCausalLM",
-        "Cosmos3EdgeForConditionalGeneration",
-        "Cosmos3ForConditionalGeneration",
-        "DbrxForCausalLM",
-        "DeciLMForCausalLM",
-        "DeepseekForCausalLM",
-        "DeepseekOCR2ForCausalLM",
-        "DeepseekOCRForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV32ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV41ForCausalLM",
-        "DeepseekV4ForCausalLM",
-        "DeepseekV4ForConditionalGeneration",
-        "DeepseekVLV2ForCausalLM",
-        "DiffusionGemmaForBlockDiffusion",
-        "Dots3NoteForCausalLM",
-        "DotsOCRForCausalLM",
-        "Eagle2_5_VLForConditionalGeneration",
-        "Ernie4_5ForCausalLM",
-        "Ernie4_5_MoeForCausalLM",
-        "Ernie4_5_VLMoeForConditionalGeneration",
-        "Exaone4ForCausalLM",
-        "Exaone4_5_ForConditionalGeneration",
-        "ExaoneForCausalLM",
-        "ExaoneMoEForCausalLM",
-        "ExaoneMoeForCausalLM",
-        "FalconForCausalLM",
-        "FalconH1ForCausalLM",
-        "FalconMambaForCausalLM",
-        "FireRedASR2ForConditionalGeneration",
-        "FunASRForConditionalGeneration",
-        "FunAudioChatForConditionalGeneration",
-        "GLM4VForCausalLM",
-        "GPT2LMHeadModel",
-        "GPTJForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "Gemma3ForConditionalGeneration",
-        "Gemma3nForCausalLM",
-        "Gemma3nForConditionalGeneration",
-        "Gemma4ForCausalLM",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForConditionalGeneration",
-        "GemmaForCausalLM",
-        "Glm4ForCausalLM",
-        "Glm4MoeForCausalLM",
-        "Glm4MoeLiteForCausalLM",
-        "Glm4vForConditionalGeneration",
-        "Glm4vMoeForConditionalGeneration",
-        "Glm5NextForCausalLM",
-        "Glm5NextForConditionalGeneration",
-        "GlmAsrForConditionalGeneration",
-        "GlmMoeDsaForCausalLM",
-        "GlmOcrForConditionalGeneration",
-        "GptOssForCausalLM",
-        "Granite4VisionForConditionalGeneration",
-        "GraniteForCausalLM",
-        "GraniteMoeForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "GraniteMoeSWAForCausalLM",
-        "GraniteMoeSharedForCausalLM",
-        "GraniteSWAForCausalLM",
-        "GraniteSpeechForConditionalGeneration",
-        "GraniteSpeechPlusForConditionalGeneration",
-        "H2OVLChatModel",
-        "HCXVisionV2ForCausalLM",
-        "HYV3ForCausalLM",
-        "HYV4ForCausalLM",
-        "HfMoondream",
-        "HrmTextForCausalLM",
-        "HyperCLOVAXForCausalLM",
-        "IQuestCoderForCausalLM",
-        "IQuestLoopCoderForCausalLM",
-        "Idefics3ForConditionalGeneration",
-        "InklingForCausalLM",
-        "InklingForConditionalGeneration",
-        "InternLM2ForCausalLM",
-        "InternLM3ForCausalLM",
-        "InternS1ForConditionalGeneration",
-        "InternS1ProForConditionalGeneration",
-        "InternS2MobiusForConditionalGeneration",
-        "InternS2PreviewForConditionalGeneration",
-        "InternVLChatModel",
-        "InternVLForConditionalGeneration",
-        "IsaacForConditionalGeneration",
-        "JambaForCausalLM",
-        "K2HorizonForCausalLM",
-        "KananaVForConditionalGeneration",
-        "KeyeForConditionalGeneration",
-        "KeyeVL1_5ForConditionalGeneration",
-        "KimiK25ForConditionalGeneration",
-        "KimiK3ForConditionalGeneration",
-        "KimiLinearForCausalLM",
-        "KimiVLForConditionalGeneration",
-        "LLaMAForCausalLM",
-        "LagunaForCausalLM",
-        "Lfm2ForCausalLM",
-        "Lfm2MoeForCausalLM",
-        "Lfm2VlForConditionalGeneration",
-        "LightOnOCRForConditionalGeneration",
-        "Llama4ForCausalLM",
-        "Llama4ForConditionalGeneration",
-        "LlamaForCausalLM",
-        "Llama_Nemotron_Nano_VL",
-        "LlavaForConditionalGeneration",
-        "LlavaNextForConditionalGeneration",
-        "LlavaNextVideoForConditionalGeneration",
-        "LlavaOnevision2ForConditionalGeneration",
-        "LlavaOnevisionForConditionalGeneration",
-        "LongcatFlashForCausalLM",
-        "LongcatFlashNgramForCausalLM",
-        "Mamba2ForCausalLM",
-        "MambaForCausalLM",
-        "MiDashengLMModel",
-        "MiMoForCausalLM",
-        "MiMoV2FlashForCausalLM",
-        "MiMoV2ForCausalLM",
-        "MiMoV2OmniForCausalLM",
-        "MiniCPM3ForCausalLM",
-        "MiniCPMForCausalLM",
-        "MiniCPMO",
-        "MiniCPMV",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_7ForConditionalGeneration",
-        "MiniMaxM2ForCausalLM",
-        "MiniMaxM3SparseForCausalLM",
-        "MiniMaxM3SparseForConditionalGeneration",
-        "Ministral3ForCausalLM",
-        "Mistral3ForConditionalGeneration",
-        "MistralForCausalLM",
-        "MistralLarge3ForCausalLM",
-        "MixtralForCausalLM",
-        "Molmo2ForConditionalGeneration",
-        "MolmoForCausalLM",
-        "Moondream3ForCausalLM",
-        "MoonshotKimiaForCausalLM",
-        "MossAudioModel",
-        "MossTranscribeDiarizeForConditionalGeneration",
-        "MuseGlimmerForCausalLM",
-        "MuseGlimmerForConditionalGeneration",
-        "NVLM_D",
-        "NemotronForCausalLM",
-        "NemotronHForCausalLM",
-        "NemotronHPuzzleForCausalLM",
-        "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2",
-        "NemotronH_Omni_Reasoning_V3",
-        "NemotronH_Super_Omni_Reasoning_V3",
-        "NemotronParseForConditionalGeneration",
-        "OPTForCausalLM",
-        "OlmoHybridForCausalLM",
-        "OlmoeForCausalLM",
-        "OpenCUAForConditionalGeneration",
-        "OpenPanguVLForConditionalGeneration",
-        "OpenVLAForActionPrediction",
-        "OrionForCausalLM",
-        "Ovis",
-        "Ovis2_5",
-        "Ovis2_6ForCausalLM",
-        "Ovis2_6_MoeForCausalLM",
-        "PaddleOCRVLForConditionalGeneration",
-        "PaliGemmaForConditionalGeneration",
-        "PanguEmbeddedForCausalLM",
-        "PanguProMoEV2ForCausalLM",
-        "PanguUltraMoEForCausalLM",
-        "Param2MoEForCausalLM",
-        "Phi3ForCausalLM",
-        "Phi3VForCausalLM",
-        "Phi4ForCausalLMV",
-        "Phi4MMForCausalLM",
-        "PhiMoEForCausalLM",
-        "PixtralForConditionalGeneration",
-        "Plamo3ForCausalLM",
-        "QianfanOCRForConditionalGeneration",
-        "Qwen2AudioForConditionalGeneration",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5OmniForConditionalGeneration",
-        "Qwen2_5OmniModel",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3ASRForConditionalGeneration",
-        "Qwen3ASRRealtimeGeneration",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3OmniMoeForConditionalGeneration",
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen4ExpForCausalLM",
-        "Qwen4ExpForConditionalGeneration",
-        "RForConditionalGeneration",
-        "Rnj1ForCausalLM",
-        "SarvamMLAForCausalLM",
-        "SarvamMoEForCausalLM",
-        "SkyworkR1VChatModel",
-        "SmolVLMForConditionalGeneration",
-        "SolarForCausalLM",
-        "StableLmForCausalLM",
-        "Step1ForCausalLM",
-        "Step3TextForCausalLM",
-        "Step3VLForConditionalGeneration",
-        "Step3p5ForCausalLM",
-        "Step3p7ForConditionalGeneration",
-        "StepVLForConditionalGeneration",
-        "TeleChat2ForCausalLM",
-        "TeleChat3ForCausalLM",
-        "TeleFLMForCausalLM",
-        "UltravoxModel",
-        "UnlimitedOCRForCausalLM",
-        "VoxtralForConditionalGeneration",
-        "VoxtralRealtimeGeneration",
-        "WhisperForConditionalGeneration",
-        "Zamba2ForCausalLM",
-    }
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _pairs(text: str) -> Mapping[str, str]:
+    words = text.split()
+    return MappingProxyType(dict(zip(words[::2], words[1::2], strict=True)))
+
+
+GENERATES: Final = _names(
+    """
+    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM AriaForConditionalGeneration
+    AudioFlamingo3ForConditionalGeneration BagelForConditionalGeneration BailingMoeForCausalLM
+    BailingMoeV2ForCausalLM BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM
+    BailingMoeV3VLForConditionalGeneration BeeForConditionalGeneration Blip2ForConditionalGeneration
+    BloomForCausalLM ChatGLMForConditionalGeneration ChatGLMModel Cohere2ForCausalLM Cohere2MoeForCausalLM
+    Cohere2VisionForConditionalGeneration CohereAsrForConditionalGeneration
+    CohereCompassForConditionalGeneration CohereForCausalLM Cosmos3EdgeForConditionalGeneration
+    Cosmos3ForConditionalGeneration DbrxForCausalLM DeciLMForCausalLM DeepseekForCausalLM
+    DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM
+    DeepseekV3ForCausalLM DeepseekV41ForCausalLM DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration
+    DeepseekVLV2ForCausalLM DiffusionGemmaForBlockDiffusion Dots3NoteForCausalLM DotsOCRForCausalLM
+    Eagle2_5_VLForConditionalGeneration Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM
+    Ernie4_5_VLMoeForConditionalGeneration Exaone4ForCausalLM Exaone4_5_ForConditionalGeneration
+    ExaoneForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM FalconForCausalLM FalconH1ForCausalLM
+    FalconMambaForCausalLM FireRedASR2ForConditionalGeneration FunASRForConditionalGeneration
+    FunAudioChatForConditionalGeneration GLM4VForCausalLM GPT2LMHeadModel GPTJForCausalLM Gemma2ForCausalLM
+    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration
+    Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GemmaForCausalLM
+    Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM Glm4vForConditionalGeneration
+    Glm4vMoeForConditionalGeneration Glm5NextForCausalLM Glm5NextForConditionalGeneration
+    GlmAsrForConditionalGeneration GlmMoeDsaForCausalLM GlmOcrForConditionalGeneration GptOssForCausalLM
+    Granite4VisionForConditionalGeneration GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
+    GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration H2OVLChatModel
+    HCXVisionV2ForCausalLM HYV3ForCausalLM HYV4ForCausalLM HfMoondream HrmTextForCausalLM
+    HyperCLOVAXForCausalLM IQuestCoderForCausalLM IQuestLoopCoderForCausalLM Idefics3ForConditionalGeneration
+    InklingForCausalLM InklingForConditionalGeneration InternLM2ForCausalLM InternLM3ForCausalLM
+    InternS1ForConditionalGeneration InternS1ProForConditionalGeneration
+    InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration InternVLChatModel
+    InternVLForConditionalGeneration IsaacForConditionalGeneration JambaForCausalLM K2HorizonForCausalLM
+    KananaVForConditionalGeneration KeyeForConditionalGeneration KeyeVL1_5ForConditionalGeneration
+    KimiK25ForConditionalGeneration KimiK3ForConditionalGeneration KimiLinearForCausalLM
+    KimiVLForConditionalGeneration LLaMAForCausalLM LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
+    Lfm2VlForConditionalGeneration LightOnOCRForConditionalGeneration Llama4ForCausalLM
+    Llama4ForConditionalGeneration LlamaForCausalLM Llama_Nemotron_Nano_VL LlavaForConditionalGeneration
+    LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration
+    LlavaOnevision2ForConditionalGeneration LlavaOnevisionForConditionalGeneration LongcatFlashForCausalLM
+    LongcatFlashNgramForCausalLM Mamba2ForCausalLM MambaForCausalLM MiDashengLMModel MiMoForCausalLM
+    MiMoV2FlashForCausalLM MiMoV2ForCausalLM MiMoV2OmniForCausalLM MiniCPM3ForCausalLM MiniCPMForCausalLM
+    MiniCPMO MiniCPMV MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+    MiniMaxM2ForCausalLM MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration
+    Ministral3ForCausalLM Mistral3ForConditionalGeneration MistralForCausalLM MistralLarge3ForCausalLM
+    MixtralForCausalLM Molmo2ForConditionalGeneration MolmoForCausalLM Moondream3ForCausalLM
+    MoonshotKimiaForCausalLM MossAudioModel MossTranscribeDiarizeForConditionalGeneration
+    MuseGlimmerForCausalLM MuseGlimmerForConditionalGeneration NVLM_D NemotronForCausalLM NemotronHForCausalLM
+    NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
+    NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3 NemotronParseForConditionalGeneration
+    OPTForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM OpenCUAForConditionalGeneration
+    OpenPanguVLForConditionalGeneration OpenVLAForActionPrediction OrionForCausalLM Ovis Ovis2_5
+    Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM PaddleOCRVLForConditionalGeneration
+    PaliGemmaForConditionalGeneration PanguEmbeddedForCausalLM PanguProMoEV2ForCausalLM
+    PanguUltraMoEForCausalLM Param2MoEForCausalLM Phi3ForCausalLM Phi3VForCausalLM Phi4ForCausalLMV
+    Phi4MMForCausalLM PhiMoEForCausalLM PixtralForConditionalGeneration Plamo3ForCausalLM
+    QianfanOCRForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2ForCausalLM Qwen2MoeForCausalLM
+    Qwen2VLForConditionalGeneration Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel
+    Qwen2_5_VLForConditionalGeneration Qwen3ASRForConditionalGeneration Qwen3ASRRealtimeGeneration
+    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3OmniMoeForConditionalGeneration
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+    Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration RForConditionalGeneration Rnj1ForCausalLM
+    SarvamMLAForCausalLM SarvamMoEForCausalLM SkyworkR1VChatModel SmolVLMForConditionalGeneration
+    SolarForCausalLM StableLmForCausalLM Step1ForCausalLM Step3TextForCausalLM Step3VLForConditionalGeneration
+    Step3p5ForCausalLM Step3p7ForConditionalGeneration StepVLForConditionalGeneration TeleChat2ForCausalLM
+    TeleChat3ForCausalLM TeleFLMForCausalLM UltravoxModel UnlimitedOCRForCausalLM
+    VoxtralForConditionalGeneration VoxtralRealtimeGeneration WhisperForConditionalGeneration
+    Zamba2ForCausalLM
+    """
 )
 """vLLM has them, and they generate text."""
-BY_TRANSFORMERS: Final = frozenset(
-    {
-        "AXK2ForCausalLM",
-        "ArceeForCausalLM",
-        "AriaTextForCausalLM",
-        "AyaVisionForConditionalGeneration",
-        "BambaForCausalLM",
-        "BartForCausalLM",
-        "BertGenerationDecoder",
-        "BertLMHeadModel",
-        "BigBirdForCausalLM",
-        "BigBirdPegasusForCausalLM",
-        "BioGptForCausalLM",
-        "BitNetForCausalLM",
-        "BlenderbotForCausalLM",
-        "BlenderbotSmallForCausalLM",
-        "BlipForConditionalGeneration",
-        "BltForCausalLM",
-        "CTRLLMHeadModel",
-        "CamembertForCausalLM",
-        "ChameleonForConditionalGeneration",
-        "CodeGenForCausalLM",
-        "CohereCompassForCausalLM",
-        "Cosmos3OmniForConditionalGeneration",
-        "CpmAntForCausalLM",
-        "CwmForCausalLM",
-        "Data2VecTextForCausalLM",
-        "DeepseekOcr2ForConditionalGeneration",
-        "DeepseekVLForConditionalGeneration",
-        "DeepseekVLHybridForConditionalGeneration",
-        "DiffLlamaForCausalLM",
-        "DogeForCausalLM",
-        "Dots1ForCausalLM",
-        "ElectraForCausalLM",
-        "Emu3ForCausalLM",
-        "Emu3ForConditionalGeneration",
-        "ErnieForCausalLM",
-        "EvollaForProteinText2Text",
-        "FastVlmForConditionalGeneration",
-        "FlexOlmoForCausalLM",
-        "Florence2ForConditionalGeneration",
-        "FuyuForCausalLM",
-        "GPTBigCodeForCausalLM",
-        "GPTNeoForCausalLM",
-        "GPTNeoXForCausalLM",
-        "GPTNeoXJapaneseForCausalLM",
-        "Gemma4AssistantForCausalLM",
-        "Gemma4UnifiedAssistantForCausalLM",
-        "Gemma4UnifiedForCausalLM",
-        "GitForCausalLM",
-        "Glm46VForConditionalGeneration",
-        "GlmForCausalLM",
-        "GotOcr2ForConditionalGeneration",
-        "HeliumForCausalLM",
-        "HunYuanDenseV1ForCausalLM",
-        "HunYuanMoEV1ForCausalLM",
-        "HunYuanVLForConditionalGeneration",
-        "HyperCLOVAXVisionV2ForConditionalGeneration",
-        "Idefics2ForConditionalGeneration",
-        "IdeficsForVisionText2Text",
-        "InstructBlipForConditionalGeneration",
-        "InstructBlipVideoForConditionalGeneration",
-        "Jais2ForCausalLM",
-        "JanusForConditionalGeneration",
-        "JetMoeForCausalLM",
-        "Kimi_K25ForConditionalGeneration",
-        "Kosmos2ForConditionalGeneration",
-        "Kosmos2_5ForConditionalGeneration",
-        "LightOnOcrForConditionalGeneration",
-        "MBartForCausalLM",
-        "MarianForCausalLM",
-        "MegatronBertForCausalLM",
-        "MellumForCausalLM",
-        "MiniMaxForCausalLM",
-        "MiniMaxM3VLForCausalLM",
-        "MinistralForCausalLM",
-        "Mistral4ForCausalLM",
-        "MllamaForCausalLM",
-        "MllamaForConditionalGeneration",
-        "ModernBertDecoderForCausalLM",
-        "MoshiForCausalLM",
-        "MptForCausalLM",
-        "MusicgenForCausalLM",
-        "MusicgenMelodyForCausalLM",
-        "MvpForCausalLM",
-        "NanbeigeForCausalLM",
-        "NanoChatForCausalLM",
-        "Olmo2ForCausalLM",
-        "Olmo3ForCausalLM",
-        "OlmoForCausalLM",
-        "OpenAIGPTLMHeadModel",
-        "Ovis2ForConditionalGeneration",
-        "PI0ForConditionalGeneration",
-        "PLBartForCausalLM",
-        "PPFormulaNetForConditionalGeneration",
-        "PegasusForCausalLM",
-        "PerceptionLMForConditionalGeneration",
-        "PersimmonForCausalLM",
-        "Phi4MultimodalForCausalLM",
-        "PhiForCausalLM",
-        "PhimoeForCausalLM",
-        "Pix2StructForConditionalGeneration",
-        "ProphetNetForCausalLM",
-        "Qwen2_5OmniThinkerForConditionalGeneration",
-        "Qwen3OmniMoeThinkerForConditionalGeneration",
-        "RecurrentGemmaForCausalLM",
-        "ReformerModelWithLMHead",
-        "RemBertForCausalLM",
-        "RoCBertForCausalLM",
-        "RoFormerForCausalLM",
-        "RobertaForCausalLM",
-        "RobertaPreLayerNormForCausalLM",
-        "RwkvForCausalLM",
-        "SeedOssForCausalLM",
-        "SmolLM3ForCausalLM",
-        "SolarOpenForCausalLM",
-        "Starcoder2ForCausalLM",
-        "T5Gemma2ForConditionalGeneration",
-        "TrOCRForCausalLM",
-        "UdopForConditionalGeneration",
-        "VaultGemmaForCausalLM",
-        "VibeVoiceAsrForConditionalGeneration",
-        "VideoLlama3ForConditionalGeneration",
-        "VideoLlavaForConditionalGeneration",
-        "VipLlavaForConditionalGeneration",
-        "VisionEncoderDecoderModel",
-        "WhisperForCausalLM",
-        "XGLMForCausalLM",
-        "XLMRobertaForCausalLM",
-        "XLMRobertaXLForCausalLM",
-        "XLMWithLMHeadModel",
-        "XLNetLMHeadModel",
-        "XmodForCausalLM",
-        "YoutuForCausalLM",
-        "ZambaForCausalLM",
-        "ZayaForCausalLM",
-        "xLSTMForCausalLM",
-    }
+BY_TRANSFORMERS: Final = _names(
+    """
+    AXK2ForCausalLM ArceeForCausalLM AriaTextForCausalLM AyaVisionForConditionalGeneration BambaForCausalLM
+    BartForCausalLM BertGenerationDecoder BertLMHeadModel BigBirdForCausalLM BigBirdPegasusForCausalLM
+    BioGptForCausalLM BitNetForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM
+    BlipForConditionalGeneration BltForCausalLM CTRLLMHeadModel CamembertForCausalLM
+    ChameleonForConditionalGeneration CodeGenForCausalLM CohereCompassForCausalLM
+    Cosmos3OmniForConditionalGeneration CpmAntForCausalLM CwmForCausalLM Data2VecTextForCausalLM
+    DeepseekOcr2ForConditionalGeneration DeepseekVLForConditionalGeneration
+    DeepseekVLHybridForConditionalGeneration DiffLlamaForCausalLM DogeForCausalLM Dots1ForCausalLM
+    ElectraForCausalLM Emu3ForCausalLM Emu3ForConditionalGeneration ErnieForCausalLM EvollaForProteinText2Text
+    FastVlmForConditionalGeneration FlexOlmoForCausalLM Florence2ForConditionalGeneration FuyuForCausalLM
+    GPTBigCodeForCausalLM GPTNeoForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM
+    Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM GitForCausalLM
+    Glm46VForConditionalGeneration GlmForCausalLM GotOcr2ForConditionalGeneration HeliumForCausalLM
+    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HunYuanVLForConditionalGeneration
+    HyperCLOVAXVisionV2ForConditionalGeneration Idefics2ForConditionalGeneration IdeficsForVisionText2Text
+    InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration Jais2ForCausalLM
+    JanusForConditionalGeneration JetMoeForCausalLM Kimi_K25ForConditionalGeneration
+    Kosmos2ForConditionalGeneration Kosmos2_5ForConditionalGeneration LightOnOcrForConditionalGeneration
+    MBartForCausalLM MarianForCausalLM MegatronBertForCausalLM MellumForCausalLM MiniMaxForCausalLM
+    MiniMaxM3VLForCausalLM MinistralForCausalLM Mistral4ForCausalLM MllamaForCausalLM
+    MllamaForConditionalGeneration ModernBertDecoderForCausalLM MoshiForCausalLM MptForCausalLM
+    MusicgenForCausalLM MusicgenMelodyForCausalLM MvpForCausalLM NanbeigeForCausalLM NanoChatForCausalLM
+    Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OpenAIGPTLMHeadModel Ovis2ForConditionalGeneration
+    PI0ForConditionalGeneration PLBartForCausalLM PPFormulaNetForConditionalGeneration PegasusForCausalLM
+    PerceptionLMForConditionalGeneration PersimmonForCausalLM Phi4MultimodalForCausalLM PhiForCausalLM
+    PhimoeForCausalLM Pix2StructForConditionalGeneration ProphetNetForCausalLM
+    Qwen2_5OmniThinkerForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration
+    RecurrentGemmaForCausalLM ReformerModelWithLMHead RemBertForCausalLM RoCBertForCausalLM
+    RoFormerForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM RwkvForCausalLM SeedOssForCausalLM
+    SmolLM3ForCausalLM SolarOpenForCausalLM Starcoder2ForCausalLM T5Gemma2ForConditionalGeneration
+    TrOCRForCausalLM UdopForConditionalGeneration VaultGemmaForCausalLM VibeVoiceAsrForConditionalGeneration
+    VideoLlama3ForConditionalGeneration VideoLlavaForConditionalGeneration VipLlavaForConditionalGeneration
+    VisionEncoderDecoderModel WhisperForCausalLM XGLMForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM
+    XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM YoutuForCausalLM ZambaForCausalLM ZayaForCausalLM
+    xLSTMForCausalLM
+    """
 )
 """vLLM runs transformers' own."""
-OTHER_TASKS: Final = frozenset(
-    {
-        "BailingMoeV25MTPModel",
-        "BailingMoeV3MTPModel",
-        "BertForMaskedLM",
-        "BertForSequenceClassification",
-        "BertForTokenClassification",
-        "BertModel",
-        "BertSpladeSparseEmbeddingModel",
-        "BgeM3EmbeddingModel",
-        "CLIPModel",
-        "ClefOmniForJointSchema",
-        "ColBERTJinaRobertaModel",
-        "ColBERTLfm2Model",
-        "ColBERTModernBertModel",
-        "ColModernVBertForRetrieval",
-        "ColPaliForRetrieval",
-        "ColQwen3",
-        "ColQwen3_5",
-        "DFlash2DraftModel",
-        "DFlashDraftModel",
-        "DFlashLagunaForCausalLM",
-        "DFlashMuseGlimmerAssistantModel",
-        "DSparkDraftModel",
-        "DSparkV41DraftModel",
-        "DeepSeekMTPModel",
-        "DeepSeekV4MTPModel",
-        "DeepseekV32MTPModel",
-        "DeepseekV3BidirectionalModel",
-        "Dots3NoteMTPModel",
-        "Eagle3DeepseekV2ForCausalLM",
-        "Eagle3DeepseekV3ForCausalLM",
-        "Eagle3LlamaForCausalLM",
-        "Eagle3MiniMaxM2ForCausalLM",
-        "Eagle3Qwen2_5vlForCausalLM",
-        "Eagle3Qwen3ForCausalLM",
-        "Eagle3Qwen3vlForCausalLM",
-        "EagleCohereForCausalLM",
-        "EagleDeepSeekMTPModel",
-        "EagleLlama4ForCausalLM",
-        "EagleLlamaForCausalLM",
-        "EagleMiniCPMForCausalLM",
-        "EagleMistralForCausalLM",
-        "EagleMistralLarge3ForCausalLM",
-        "EmbeddingGemma2Model",
-        "ErnieMTPModel",
-        "Exaone4_5_MTP",
-        "ExaoneMoeMTP",
-        "ExtractHiddenStatesModel",
-        "GPT2ForSequenceClassification",
-        "Gemma2Model",
-        "Gemma3TextModel",
-        "Gemma4DSparkModel",
-        "Gemma4MTPModel",
-        "Glm4MoeLiteMTPModel",
-        "Glm4MoeMTPModel",
-        "Glm5NextMTPModel",
-        "GlmOcrMTPModel",
-        "GteModel",
-        "GteNewForSequenceClassification",
-        "GteNewModel",
-        "HF_ColBERT",
-        "HYV3MTPModel",
-        "HYV4MTPModel",
-        "InklingMTPModel",
-        "InternLM2ForRewardModel",
-        "InternS2MobiusMTP",
-        "JambaForSequenceClassification",
-        "JinaEmbeddingsV5Model",
-        "JinaForRanking",
-        "JinaVLForRanking",
-        "K3DSparkModel",
-        "KimiK3MTPModel",
-        "LiLiCorrDraftModel",
-        "LlamaBidirectionalForSequenceClassification",
-        "LlamaBidirectionalModel",
-        "LlamaForCausalLMEagle3",
-        "LlamaModel",
-        "LlamaNemotronVLForSequenceClassification",
-        "LlamaNemotronVLModel",
-        "LongCatFlashMTPModel",
-        "MedusaModel",
-        "MiMoMTPModel",
-        "MiMoV2MTPModel",
-        "MiMoV2OmniMTPModel",
-        "MiniMaxM3MTP",
-        "MistralModel",
-        "ModernBertForSequenceClassification",
-        "ModernBertForTokenClassification",
-        "ModernBertModel",
-        "MuseGlimmerAssistantModel",
-        "NemotronHMTPModel",
-        "NomicBertModel",
-        "OpenAIPrivacyFilterForTokenClassification",
-        "OpenPanguMTPModel",
-        "OpsColQwen3Model",
-        "PEagleDraftModel",
-        "PeagleLlamaForCausalLM",
-        "PeagleQwen3ForCausalLM",
-        "Qwen2ForProcessRewardModel",
-        "Qwen2ForRewardModel",
-        "Qwen2Model",
-        "Qwen3ASRForcedAlignerForTokenClassification",
-        "Qwen3DSparkModel",
-        "Qwen3NextMTP",
-        "Qwen3OmniDSparkModel",
-        "Qwen3VLNemotronEmbedModel",
-        "Qwen3_5MTP",
-        "Qwen3_5MoeMTP",
-        "Qwen4ExpMTP",
-        "RobertaForMaskedLM",
-        "RobertaForSequenceClassification",
-        "RobertaForTokenClassification",
-        "RobertaModel",
-        "SiglipModel",
-        "Step3p5MTP",
-        "Terratorch",
-        "TransformersEmbeddingModel",
-        "TransformersForCausalLM",
-        "TransformersForSequenceClassification",
-        "TransformersMoEEmbeddingModel",
-        "TransformersMoEForCausalLM",
-        "TransformersMoEForSequenceClassification",
-        "TransformersMultiModalEmbeddingModel",
-        "TransformersMultiModalForCausalLM",
-        "TransformersMultiModalForSequenceClassification",
-        "TransformersMultiModalMoEForCausalLM",
-        "VoyageQwen3BidirectionalEmbedModel",
-        "XLMRobertaForSequenceClassification",
-        "XLMRobertaForTokenClassification",
-        "XLMRobertaModel",
-    }
+OTHER_TASKS: Final = _names(
+    """
+    BailingMoeV25MTPModel BailingMoeV3MTPModel BertForMaskedLM BertForSequenceClassification
+    BertForTokenClassification BertModel BertSpladeSparseEmbeddingModel BgeM3EmbeddingModel CLIPModel
+    ClefOmniForJointSchema ColBERTJinaRobertaModel ColBERTLfm2Model ColBERTModernBertModel
+    ColModernVBertForRetrieval ColPaliForRetrieval ColQwen3 ColQwen3_5 DFlash2DraftModel DFlashDraftModel
+    DFlashLagunaForCausalLM DFlashMuseGlimmerAssistantModel DSparkDraftModel DSparkV41DraftModel
+    DeepSeekMTPModel DeepSeekV4MTPModel DeepseekV32MTPModel DeepseekV3BidirectionalModel Dots3NoteMTPModel
+    Eagle3DeepseekV2ForCausalLM Eagle3DeepseekV3ForCausalLM Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM
+    Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3ForCausalLM Eagle3Qwen3vlForCausalLM EagleCohereForCausalLM
+    EagleDeepSeekMTPModel EagleLlama4ForCausalLM EagleLlamaForCausalLM EagleMiniCPMForCausalLM
+    EagleMistralForCausalLM EagleMistralLarge3ForCausalLM EmbeddingGemma2Model ErnieMTPModel Exaone4_5_MTP
+    ExaoneMoeMTP ExtractHiddenStatesModel GPT2ForSequenceClassification Gemma2Model Gemma3TextModel
+    Gemma4DSparkModel Gemma4MTPModel Glm4MoeLiteMTPModel Glm4MoeMTPModel Glm5NextMTPModel GlmOcrMTPModel
+    GteModel GteNewForSequenceClassification GteNewModel HF_ColBERT HYV3MTPModel HYV4MTPModel InklingMTPModel
+    InternLM2ForRewardModel InternS2MobiusMTP JambaForSequenceClassification JinaEmbeddingsV5Model
+    JinaForRanking JinaVLForRanking K3DSparkModel KimiK3MTPModel LiLiCorrDraftModel
+    LlamaBidirectionalForSequenceClassification LlamaBidirectionalModel LlamaForCausalLMEagle3 LlamaModel
+    LlamaNemotronVLForSequenceClassification LlamaNemotronVLModel LongCatFlashMTPModel MedusaModel
+    MiMoMTPModel MiMoV2MTPModel MiMoV2OmniMTPModel MiniMaxM3MTP MistralModel
+    ModernBertForSequenceClassification ModernBertForTokenClassification ModernBertModel
+    MuseGlimmerAssistantModel NemotronHMTPModel NomicBertModel OpenAIPrivacyFilterForTokenClassification
+    OpenPanguMTPModel OpsColQwen3Model PEagleDraftModel PeagleLlamaForCausalLM PeagleQwen3ForCausalLM
+    Qwen2ForProcessRewardModel Qwen2ForRewardModel Qwen2Model Qwen3ASRForcedAlignerForTokenClassification
+    Qwen3DSparkModel Qwen3NextMTP Qwen3OmniDSparkModel Qwen3VLNemotronEmbedModel Qwen3_5MTP Qwen3_5MoeMTP
+    Qwen4ExpMTP RobertaForMaskedLM RobertaForSequenceClassification RobertaForTokenClassification RobertaModel
+    SiglipModel Step3p5MTP Terratorch TransformersEmbeddingModel TransformersForCausalLM
+    TransformersForSequenceClassification TransformersMoEEmbeddingModel TransformersMoEForCausalLM
+    TransformersMoEForSequenceClassification TransformersMultiModalEmbeddingModel
+    TransformersMultiModalForCausalLM TransformersMultiModalForSequenceClassification
+    TransformersMultiModalMoEForCausalLM VoyageQwen3BidirectionalEmbedModel
+    XLMRobertaForSequenceClassification XLMRobertaForTokenClassification XLMRobertaModel
+    """
 )
 """For embeddings or scores, or drafts of other models."""
-ENDINGS: Final[Mapping[str, str]] = {
-    "ForCausalLM": "generate",
-    "ForConditionalGeneration": "generate",
-    "ChatModel": "generate",
-    "LMHeadModel": "generate",
-    "ForTextEncoding": "pooling",
-    "EmbeddingModel": "pooling",
-    "ForSequenceClassification": "pooling",
-    "ForTokenClassification": "pooling",
-    "ForAudioClassification": "pooling",
-    "ForImageClassification": "pooling",
-    "ForVideoClassification": "pooling",
-    "ClassificationModel": "pooling",
-    "ForRewardModeling": "pooling",
-    "RewardModel": "pooling",
-    "Model": "pooling",
-}
+ENDINGS: Final = _pairs(
+    """
+    ForCausalLM generate ForConditionalGeneration generate ChatModel generate LMHeadModel generate
+    ForTextEncoding pooling EmbeddingModel pooling ForSequenceClassification pooling
+    ForTokenClassification pooling ForAudioClassification pooling ForImageClassification pooling
+    ForVideoClassification pooling ClassificationModel pooling ForRewardModeling pooling RewardModel pooling
+    Model pooling
+    """
+)
 """What vLLM takes a class for by the end of its name, the first that fits."""
-UNTIL: Final[Mapping[str, str]] = {
-    "AquilaForCausalLM": "0.24.0",
-    "AquilaModel": "0.24.0",
-    "ArcticForCausalLM": "0.28.0",
-    "AyaVisionForConditionalGeneration": "0.24.0",
-    "BaiChuanForCausalLM": "0.23.0",
-    "BaichuanForCausalLM": "0.23.0",
-    "BambaForCausalLM": "0.23.0",
-    "ChameleonForConditionalGeneration": "0.28.0",
-    "Cheers": "0.28.0",
-    "CheersForConditionalGeneration": "0.28.0",
-    "DonutForConditionalGeneration": "0.10.2",
-    "Dots1ForCausalLM": "0.23.0",
-    "ErnieForSequenceClassification": "0.23.0",
-    "ErnieForTokenClassification": "0.23.0",
-    "ErnieModel": "0.23.0",
-    "Fairseq2LlamaForCausalLM": "0.28.0",
-    "FireRedLIDForConditionalGeneration": "0.28.0",
-    "FuyuForCausalLM": "0.25.0",
-    "GritLM": "0.28.0",
-    "Grok1ForCausalLM": "0.24.0",
-    "Grok1ModelForCausalLM": "0.24.0",
-    "HCXVisionForCausalLM": "0.28.0",
-    "InternLM2VEForCausalLM": "0.23.0",
-    "InternLMForCausalLM": "0.23.0",
-    "JAISLMHeadModel": "0.22.0",
-    "MPTForCausalLM": "0.28.0",
-    "MantisForConditionalGeneration": "0.24.0",
-    "MiniMaxForCausalLM": "0.23.0",
-    "MiniMaxM1ForCausalLM": "0.23.0",
-    "MiniMaxText01ForCausalLM": "0.23.0",
-    "MiniMaxVL01ForConditionalGeneration": "0.23.0",
-    "MllamaForConditionalGeneration": "0.10.2",
-    "MotifForCausalLM": "0.10.2",
-    "MptForCausalLM": "0.28.0",
-    "MusicFlamingoForConditionalGeneration": "0.24.0",
-    "OuroForCausalLM": "0.26.0",
-    "PersimmonForCausalLM": "0.25.0",
-    "Phi3SmallForCausalLM": "0.9.2",
-    "Phi4FlashForCausalLM": "0.10.2",
-    "Phi4MultimodalForCausalLM": "0.12.0",
-    "Plamo2ForCausalLM": "0.26.0",
-    "PrithviGeoSpatialMAE": "0.28.0",
-    "QWenLMHeadModel": "0.23.0",
-    "QwenVLForConditionalGeneration": "0.23.0",
-    "RWForCausalLM": "0.28.0",
-    "StableLMEpochForCausalLM": "0.28.0",
-    "Tarsier2ForConditionalGeneration": "0.23.0",
-    "TarsierForConditionalGeneration": "0.24.0",
-    "TeleChatForCausalLM": "0.25.0",
-    "XverseForCausalLM": "0.23.0",
-}
+UNTIL: Final = _pairs(
+    """
+    AquilaForCausalLM 0.24.0 AquilaModel 0.24.0 ArcticForCausalLM 0.28.0
+    AyaVisionForConditionalGeneration 0.24.0 BaiChuanForCausalLM 0.23.0 BaichuanForCausalLM 0.23.0
+    BambaForCausalLM 0.23.0 ChameleonForConditionalGeneration 0.28.0 Cheers 0.28.0
+    CheersForConditionalGeneration 0.28.0 DonutForConditionalGeneration 0.10.2 Dots1ForCausalLM 0.23.0
+    ErnieForSequenceClassification 0.23.0 ErnieForTokenClassification 0.23.0 ErnieModel 0.23.0
+    Fairseq2LlamaForCausalLM 0.28.0 FireRedLIDForConditionalGeneration 0.28.0 FuyuForCausalLM 0.25.0
+    GritLM 0.28.0 Grok1ForCausalLM 0.24.0 Grok1ModelForCausalLM 0.24.0 HCXVisionForCausalLM 0.28.0
+    InternLM2VEForCausalLM 0.23.0 InternLMForCausalLM 0.23.0 JAISLMHeadModel 0.22.0 MPTForCausalLM 0.28.0
+    MantisForConditionalGeneration 0.24.0 MiniMaxForCausalLM 0.23.0 MiniMaxM1ForCausalLM 0.23.0
+    MiniMaxText01ForCausalLM 0.23.0 MiniMaxVL01ForConditionalGeneration 0.23.0
+    MllamaForConditionalGeneration 0.10.2 MotifForCausalLM 0.10.2 MptForCausalLM 0.28.0
+    MusicFlamingoForConditionalGeneration 0.24.0 OuroForCausalLM 0.26.0 PersimmonForCausalLM 0.25.0
+    Phi3SmallForCausalLM 0.9.2 Phi4FlashForCausalLM 0.10.2 Phi4MultimodalForCausalLM 0.12.0
+    Plamo2ForCausalLM 0.26.0 PrithviGeoSpatialMAE 0.28.0 QWenLMHeadModel 0.23.0
+    QwenVLForConditionalGeneration 0.23.0 RWForCausalLM 0.28.0 StableLMEpochForCausalLM 0.28.0
+    Tarsier2ForConditionalGeneration 0.23.0 TarsierForConditionalGeneration 0.24.0 TeleChatForCausalLM 0.25.0
+    XverseForCausalLM 0.23.0
+    """
+)
 """The last version of vLLM that served a class."""

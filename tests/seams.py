@@ -1,4 +1,4 @@
-"""Where HeteroInfer enters vLLM without replacing anything of it, as data; registry.py has what is replaced.
+"""Where HeteroInfer enters vLLM without replacing anything; patches/registry.py has what is replaced.
 
 docs/patches.md is made of this table, and a test looks each target up in the pinned vLLM.
 Stdlib only.
@@ -245,7 +245,7 @@ def to_markdown() -> str:
     return f"""# How HeteroInfer enters vLLM
 
 HeteroInfer is out of tree and pinned to vLLM {VLLM_VERSION}. It comes in by what vLLM offers; what is
-replaced all the same is in the second table. This page is made of `vllm_heteroinfer/patches/seams.py` and
+replaced all the same is in the second table. This page is made of `tests/seams.py` and
 `vllm_heteroinfer/patches/registry.py`; a test looks each target up in the pinned vLLM, and another compares
 this page.
 
@@ -265,4 +265,4 @@ original, and refuses another one in words.
 
 
 if __name__ == "__main__":
-    print(to_markdown(), end="")  # noqa: T201 - prints the page
+    print(to_markdown(), end="")
