@@ -9,9 +9,10 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, cast
 from urllib.request import getproxies
 
@@ -86,6 +87,13 @@ class RequestLane(Enum):
     LIST = "lists"
     WRITE = "writes, which webhooks may hold up"
     EVENT = "events"
+
+
+_WRITE: Final = RequestLane.WRITE
+_VERBS: Final[Mapping[str, str]] = MappingProxyType(
+    {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+)
+"""Of methods, as Kubernetes' rights and our metrics name them."""
 
 
 class ApiError(HeteroInferError):
@@ -264,89 +272,53 @@ class ApiServer:
 
     async def create(self, path: str, body: Mapping[str, Any], query: Query | None = None) -> dict[str, Any]:
         """Returns the created object; raises ApiError, with status 409 if the name is taken."""
-        request = _Request(method="POST", path=path, query=query or {}, body=body, lane=RequestLane.WRITE)
-        return await self._write("create", request)
-
-    async def record(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Returns the created event; raises ApiError as create."""
-        request = _Request(method="POST", path=path, body=body, timeout_s=timeout_s, lane=RequestLane.EVENT)
-        return await self._write("create", request)
-
-    async def record_again(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Returns an event after a JSON merge patch; raises ApiError as update."""
-        request = _Request(
-            method="PATCH",
-            path=path,
-            body=body,
-            content_type=MERGE_PATCH,
-            timeout_s=timeout_s,
-            lane=RequestLane.EVENT,
+        return await self._write(
+            _Request(method="POST", path=path, query=query or {}, body=body, lane=_WRITE)
         )
-        return await self._write("patch", request)
 
     async def try_create(self, path: str, body: Mapping[str, Any], query: Query) -> None:
         """Finds out whether an object would be created (a dry run); raises ApiError as create."""
         query = {**query, "dryRun": "All"}
-        request = _Request(
-            method="POST",
-            path=path,
-            query=query,
-            body=body,
-            timeout_s=DRY_RUN_TIMEOUT_S,
-            lane=RequestLane.WRITE,
-        )
-        await self._json(request)
+        dry_run = _Request(method="POST", path=path, query=query, body=body, lane=_WRITE)
+        await self._json(replace(dry_run, timeout_s=DRY_RUN_TIMEOUT_S))
 
     async def update(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the replaced object; raises ApiError, with status 409 if it changed since."""
-        return await self._write(
-            "update", _Request(method="PUT", path=path, body=body, lane=RequestLane.WRITE)
-        )
+        return await self._write(_Request(method="PUT", path=path, body=body, lane=_WRITE))
 
     async def merge(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the object after a JSON merge patch; raises ApiError as update."""
-        request = _Request(
-            method="PATCH", path=path, body=body, content_type=MERGE_PATCH, lane=RequestLane.WRITE
-        )
-        return await self._write("patch", request)
+        return await self._write(_merge(path, body, lane=_WRITE))
 
     async def update_status(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the object after its status was replaced; raises ApiError as update."""
-        request = _Request(
-            method="PUT", path=path, body=body, timeout_s=STATUS_TIMEOUT_S, lane=RequestLane.STATUS
-        )
-        return await self._write("update", request)
+        status = _Request(method="PUT", path=path, body=body, lane=RequestLane.STATUS)
+        return await self._write(replace(status, timeout_s=STATUS_TIMEOUT_S))
 
     async def merge_finalizers(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the object after a JSON merge patch of its finalizers; raises ApiError as update."""
-        request = _Request(
-            method="PATCH",
-            path=path,
-            body=body,
-            content_type=MERGE_PATCH,
-            timeout_s=STATUS_TIMEOUT_S,
-            lane=RequestLane.STATUS,
-        )
-        return await self._write("patch", request)
+        patch = _merge(path, body, lane=RequestLane.STATUS)
+        return await self._write(replace(patch, timeout_s=STATUS_TIMEOUT_S))
+
+    async def record(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Returns the created event; raises ApiError as create."""
+        event = _Request(method="POST", path=path, body=body, lane=RequestLane.EVENT)
+        return await self._write(replace(event, timeout_s=timeout_s))
+
+    async def record_again(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Returns an event after a JSON merge patch; raises ApiError as update."""
+        patch = _merge(path, body, lane=RequestLane.EVENT)
+        return await self._write(replace(patch, timeout_s=timeout_s))
 
     async def apply(self, path: str, body: Mapping[str, Any], *, manager: str) -> dict[str, Any]:
         """Returns the object after a server-side apply that takes over other managers' fields."""
         query = {"fieldManager": manager, "force": "true"}
-        request = _Request(
-            method="PATCH",
-            path=path,
-            query=query,
-            body=body,
-            content_type=APPLY_PATCH,
-            lane=RequestLane.WRITE,
-        )
-        return await self._write("patch", request)
+        apply = _Request(method="PATCH", path=path, query=query, body=body, lane=_WRITE)
+        return await self._write(replace(apply, content_type=APPLY_PATCH))
 
     async def delete(self, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the object as deletion left it, or a Status; raises ApiError."""
-        return await self._write(
-            "delete", _Request(method="DELETE", path=path, body=options, lane=RequestLane.WRITE)
-        )
+        return await self._write(_Request(method="DELETE", path=path, body=options, lane=_WRITE))
 
     async def watch(self, path: str, query: Query) -> AsyncIterator[dict[str, Any]]:
         """Yields watch events until the server ends the stream.
@@ -380,8 +352,9 @@ class ApiServer:
                 response.connection.transport.abort()
             response.close()
 
-    async def _write(self, verb: str, request: "_Request") -> dict[str, Any]:
+    async def _write(self, request: "_Request") -> dict[str, Any]:
         self._before_write()
+        verb = _VERBS[request.method]
         parts = request.path.split("/")
         collection = parts[parts.index("namespaces") + 2] if "namespaces" in parts else parts[-1]
         try:
@@ -446,6 +419,10 @@ class _Request:
     def unanswered(self, error: Exception) -> ApiError:
         """Returns the error of a request that got no answer."""
         return ApiError(f"{self}: no answer from the API server: {error!r}")
+
+
+def _merge(path: str, body: Mapping[str, Any], *, lane: RequestLane) -> _Request:
+    return _Request(method="PATCH", path=path, body=body, content_type=MERGE_PATCH, lane=lane)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
