@@ -2,7 +2,7 @@
 
 import pytest
 
-from heteroinfer_operator.planning.engine_options import has_flag, option_value
+from heteroinfer_operator.planning.engine_options import EngineOptions
 
 
 @pytest.mark.parametrize(
@@ -17,17 +17,17 @@ from heteroinfer_operator.planning.engine_options import has_flag, option_value
     ],
 )
 def test_finds_the_value_in_each_spelling(args: list[str]) -> None:
-    assert option_value(args, "--kv-cache-dtype") == "fp8"
+    assert EngineOptions.of(args) == EngineOptions(kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize("args", [["-q", "awq"], ["-q=awq"], ["-qawq"], ["--quant", "awq"]])
 def test_finds_the_value_of_a_short_form(args: list[str]) -> None:
-    assert option_value(args, "--quantization", "-q") == "awq"
+    assert EngineOptions.of(args) == EngineOptions(quantization="awq")
 
 
 @pytest.mark.parametrize("args", [[], ["--", "x"], ["-", "x"], ["--kv-cache-dtype-x", "fp8"], ["fp8"]])
 def test_other_arguments_are_not_the_option(args: list[str]) -> None:
-    assert option_value(args, "--kv-cache-dtype") is None
+    assert EngineOptions.of(args) == EngineOptions()
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_other_arguments_are_not_the_option(args: list[str]) -> None:
     ],
 )
 def test_finds_a_flag_unless_it_is_taken_back(args: list[str], given: bool) -> None:
-    assert has_flag(args, "--language-model-only") is given
+    assert EngineOptions.of(args) == EngineOptions(is_text_only=given)

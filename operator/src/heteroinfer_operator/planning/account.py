@@ -9,9 +9,10 @@ from typing import Final
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
+from heteroinfer_operator.planning.engine_options import EngineOptions
 from heteroinfer_operator.planning.feed_forward import beside_weights_bytes, feed_forward_seconds
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
-from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES, serves_text_only
+from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES
 from heteroinfer_operator.planning.planner import Planned, block_capacities
 from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token
 
@@ -38,7 +39,7 @@ def describe_model(profile: ModelProfile, engine_args: Sequence[str] = ()) -> st
         "head tied to it" if profile.tied_head else f"head {format_bytes(profile.head_bytes)}",
     ]
     if profile.encoder:
-        where = "left out" if serves_text_only(engine_args) else "on every rank"
+        where = "left out" if EngineOptions.of(engine_args).is_text_only else "on every rank"
         parts.append(f"encoder of {profile.encoder} {format_bytes(profile.encoder_bytes)}, {where}")
     if profile.layer_table_bytes:
         parts.append(f"embeddings of each layer {format_bytes(profile.layer_table_bytes)}, on every rank")

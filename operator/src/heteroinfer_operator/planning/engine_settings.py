@@ -11,10 +11,9 @@ from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_contract.refused_args import find_all_refused
 from heteroinfer_operator.api import DType, HeteroInferenceSpec, When
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.engine_options import option_value
+from heteroinfer_operator.planning.engine_options import STATE_DTYPE, EngineOptions
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, state_bytes, token_bytes
 
-STATE_DTYPE_OPTION: Final = "--mamba-ssm-cache-dtype"
 FOUR_BITS: Final = frozenset({SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4})
 _LATENT_ALIGNMENT: Final = 128
 BLOCK_SIZE: Final = 32
@@ -85,14 +84,14 @@ def _extra_args(spec: HeteroInferenceSpec, profile: ModelProfile) -> tuple[str, 
     (vllm/platforms/cpu.py::check_and_update_config@v0.32.0), and blocks are then of other sizes.
     """
     args = spec.engine.args
-    if not profile.has_state or option_value(args, STATE_DTYPE_OPTION) is not None:
+    if not profile.has_state or EngineOptions.of(args).state_dtype is not None:
         return args
     return with_state_dtype(args)
 
 
 def with_state_dtype(args: tuple[str, ...]) -> tuple[str, ...]:
     """Adds the type that CPUs and GPUs of one group have for recurrent states."""
-    return (*args, STATE_DTYPE_OPTION, "float32")
+    return (*args, STATE_DTYPE, "float32")
 
 
 def _block_size(profile: ModelProfile, settings: EngineSettings, tensor: int) -> int:

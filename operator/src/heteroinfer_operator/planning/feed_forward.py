@@ -28,7 +28,13 @@ from heteroinfer_contract.plan import (
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.architectures import NO_FEED_FORWARD
-from heteroinfer_operator.planning.engine_options import option_value
+from heteroinfer_operator.planning.engine_options import (
+    LOAD_FORMAT,
+    MODEL_IMPL,
+    OFFLOADED_GIB,
+    OFFLOADED_LAYERS,
+    EngineOptions,
+)
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
@@ -44,10 +50,10 @@ _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 
 _OFFLOADS: Final = "its CPU ranks have what vLLM would offload; leave it out"
 _ARGS: Final = (
-    ("--cpu-offload-gb", ("0",), _OFFLOADS),
-    ("--offload-group-size", ("0",), _OFFLOADS),
-    ("--load-format", load_formats.FEED_FORWARD, load_formats.FEED_FORWARD_WHY),
-    ("--model-impl", ("auto", "vllm"), "its ranks take experts and MLPs from vLLM's own classes"),
+    (OFFLOADED_GIB, ("0",), _OFFLOADS),
+    (OFFLOADED_LAYERS, ("0",), _OFFLOADS),
+    (LOAD_FORMAT, load_formats.FEED_FORWARD, load_formats.FEED_FORWARD_WHY),
+    (MODEL_IMPL, ("auto", "vllm"), "its ranks take experts and MLPs from vLLM's own classes"),
 )
 """Option of vLLM, values that this mode takes (besides none), and why."""
 
@@ -154,7 +160,7 @@ def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence
 def _check_args(role: str, engine: EngineSettings) -> None:
     """Raises PlanError for arguments that other modes take, and that end the load in this one."""
     for option, allowed, remedy in _ARGS:
-        value = option_value(engine.extra_args, option)
+        value = EngineOptions.of(engine.extra_args).given(option)
         if value is not None and value not in allowed:
             raise PlanError(
                 f"role {role}: got feedForward with engine.args {option} {value}, "

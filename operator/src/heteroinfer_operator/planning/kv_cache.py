@@ -13,7 +13,7 @@ from typing import Final
 from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
-from heteroinfer_operator.planning.engine_options import option_value
+from heteroinfer_operator.planning.engine_options import EngineOptions
 
 ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 _GROUP_SLACK: Final = 1.5
@@ -165,11 +165,11 @@ def token_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
 def state_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
     """Returns what one rank keeps of a sequence in a layer's state, in bytes."""
     conv = kind.conv_elements * ELEMENT_BYTES[engine.dtype]
-    asked = option_value(engine.extra_args, "--mamba-ssm-cache-dtype") or "float32"
+    asked = EngineOptions.of(engine.extra_args).state_dtype or "float32"
     return (conv + kind.state_elements * ELEMENT_BYTES.get(asked, 4)) // tensor
 
 
 def cache_element_bytes(dtype: str, extra_args: Sequence[str]) -> int:
     """Returns the size of one element of the KV cache, in bytes, by `--kv-cache-dtype`."""
-    asked = option_value(extra_args, "--kv-cache-dtype") or "auto"
+    asked = EngineOptions.of(extra_args).kv_cache_dtype
     return 1 if asked.startswith(("fp8", "int8")) else ELEMENT_BYTES.get(asked, ELEMENT_BYTES[dtype])

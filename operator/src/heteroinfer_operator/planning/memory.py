@@ -11,7 +11,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.architectures import TABLES_ON_EVERY_STAGE
-from heteroinfer_operator.planning.engine_options import has_flag, option_value
+from heteroinfer_operator.planning.engine_options import EngineOptions
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, KvCache, build_kv_cache
@@ -106,6 +106,7 @@ class Sizes:
         """Returns the sizes for these settings, of a group with so many batches at once."""
         element = ELEMENT_BYTES[engine.dtype]
         scale = Fraction(element, ELEMENT_BYTES.get(profile.dtype, element))
+        text_only = EngineOptions.of(engine.extra_args).is_text_only
         linear = scale * online_quantization(engine.extra_args, element)
         sizes = tuple(zip(profile.layer_bytes, plain_bytes(profile), strict=True))
         quantized = tuple(-(-(size - plain) // tensor) for size, plain in sizes)
@@ -120,7 +121,7 @@ class Sizes:
                 for kind in profile.layers
             ),
             packing_bytes=_packing_bytes(profile, quantized, scale, tensor),
-            encoder_bytes=0 if serves_text_only(engine.extra_args) else int(profile.encoder_bytes * scale),
+            encoder_bytes=0 if text_only else int(profile.encoder_bytes * scale),
             kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
         )
 
@@ -242,14 +243,9 @@ def online_quantization(args: Sequence[str], element_bytes: int) -> Fraction:
     vLLM quantizes at load what the checkpoint has not
     (vllm/config/quantization.py::OnlineQuantizationConfigArgs@v0.32.0).
     """
-    asked = option_value(args, "--quantization", "-q") or ""
+    asked = EngineOptions.of(args).quantization
     eight_bits = asked.startswith(("fp8", "int8", "mxfp8"))
     return Fraction(1, element_bytes) if eight_bits else Fraction(1)
-
-
-def serves_text_only(args: Sequence[str]) -> bool:
-    """Returns whether the user leaves the encoder out."""
-    return has_flag(args, "--language-model-only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

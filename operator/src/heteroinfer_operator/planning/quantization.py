@@ -10,7 +10,7 @@ from typing import Final
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.engine_options import has_flag, option_value
+from heteroinfer_operator.planning.engine_options import EngineOptions
 
 _SIXTEEN_BITS: Final = frozenset({"bfloat16", "float16"})
 _ANY: Final = _SIXTEEN_BITS | {"float32"}
@@ -69,7 +69,7 @@ def check_quantization(profile: ModelProfile, engine: EngineSettings) -> None:
     """
     own = profile.quantization.lower()
     found = {"model: quantization_config.quant_method": _CHECKPOINT_ALIASES.get(own, own)}
-    found["engine.args --quantization"] = option_value(engine.extra_args, "--quantization", "-q") or ""
+    found["engine.args --quantization"] = EngineOptions.of(engine.extra_args).quantization
     for where, method in found.items():
         if method:
             _check_method(where, method, engine)
@@ -82,7 +82,7 @@ def _check_method(where: str, method: str, engine: EngineSettings) -> None:
             f"{where}: got {method}, which vLLM does not know; expected one of {', '.join(METHOD_DTYPES)}; "
             "take the same model in bf16, or quantized by one of these"
         )
-    if method in DEPRECATED_METHODS and not has_flag(engine.extra_args, "--allow-deprecated-quantization"):
+    if method in DEPRECATED_METHODS and not EngineOptions.of(engine.extra_args).allows_deprecated:
         raise _refuse(
             f"{where}: got {method}, which vLLM is about to drop, and refuses; add "
             "--allow-deprecated-quantization to engine.args, or take the model in another format"

@@ -26,11 +26,10 @@ from heteroinfer_operator.planning.architectures import (
     UNGATED_EXPERTS,
     ZERO_EXPERTS,
 )
-from heteroinfer_operator.planning.engine_options import option_value
+from heteroinfer_operator.planning.engine_options import EngineOptions
 from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.planning.inventory import AMX, AVX512, CPUID_LABEL, CPUID_OF, Inventory
 from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
-from heteroinfer_operator.planning.memory import serves_text_only
 from heteroinfer_operator.planning.topology import Topology
 
 _WHO_HAS_IT: Final = MappingProxyType(
@@ -169,7 +168,7 @@ def check_load_format(engine: EngineSettings, topology: Topology) -> None:
     Raises:
         PlanError: it is a way of GPUs alone.
     """
-    asked = option_value(engine.extra_args, "--load-format")
+    asked = EngineOptions.of(engine.extra_args).load_format
     if topology.has_cpu and (asked or "").lower() in OF_GPUS:
         raise _refuse(
             f"engine.args --load-format {asked}",
@@ -272,7 +271,7 @@ def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
             f"its kernels are for {CPU_LATENT_DTYPE}, and in float16 give no numbers, without an error",
             f"set engine.dtype: {CPU_LATENT_DTYPE}, or use GPU roles only",
         )
-    asked = option_value(engine.extra_args, "--kv-cache-dtype") or "auto"
+    asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if asked != "auto":
         raise _refuse(
             f"{what} with engine.args --kv-cache-dtype {asked}",
@@ -302,7 +301,7 @@ def _head_sizes(profile: ModelProfile) -> frozenset[int]:
 
 
 def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
-    asked = option_value(engine.extra_args, "--kv-cache-dtype") or "auto"
+    asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if asked.startswith("fp8"):
         for size in sorted(each for each in _head_sizes(profile) if each % CPU_FP8_HEAD_MULTIPLE):
             raise _refuse(
@@ -319,7 +318,7 @@ def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
 
 
 def _check_encoder(profile: ModelProfile, engine: EngineSettings, topology: Topology) -> None:
-    if not profile.encoder or serves_text_only(engine.extra_args):
+    if not profile.encoder or EngineOptions.of(engine.extra_args).is_text_only:
         return
     text_only = "or serve text alone: add --language-model-only to engine.args"
     if profile.architecture in IMAGES_ATTEND_BOTH_WAYS:
@@ -340,7 +339,7 @@ def _check_encoder(profile: ModelProfile, engine: EngineSettings, topology: Topo
 
 def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
     scheme = profile.scheme
-    online = option_value(engine.extra_args, "--quantization", "-q")
+    online = EngineOptions.of(engine.extra_args).quantization
     if online and scheme.name is SchemeName.NONE and profile.kinds:
         raise _refuse(
             f"engine.args --quantization {online}",
@@ -380,8 +379,8 @@ def _other_format(scheme: Scheme) -> str:
 
 
 def _check_moe_backend(engine: EngineSettings) -> None:
-    chosen = option_value(engine.extra_args, "--moe-backend")
-    if chosen not in (None, "auto"):
+    chosen = EngineOptions.of(engine.extra_args).moe_backend
+    if chosen != "auto":
         raise _refuse(
             f"engine.args --moe-backend {chosen} with experts",
             "it is for GPUs, and vLLM takes one for all devices",
@@ -448,7 +447,7 @@ def _needs(profile: ModelProfile, engine: EngineSettings) -> tuple[str, str]:
         return AMX, f"multi-head latent attention, for which vLLM else takes {without}"
     if (of_weights := _weights_need(profile))[0]:
         return of_weights
-    asked = option_value(engine.extra_args, "--kv-cache-dtype") or "auto"
+    asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if asked.startswith("fp8"):
         return AVX512, f"a KV cache in FP8 (engine.args --kv-cache-dtype {asked})"
     return "", ""
