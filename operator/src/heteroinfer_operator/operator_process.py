@@ -20,11 +20,11 @@ import kopf
 from kubernetes.aio import client
 
 from heteroinfer_contract import names
-from heteroinfer_operator import handlers
 from heteroinfer_operator.api import ConditionType
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.health import Health, serve, some_of
+from heteroinfer_operator.kube import handlers
 from heteroinfer_operator.kube.action_run import Callbacks
 from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.cluster_state import ClusterState

@@ -43,6 +43,7 @@ from heteroinfer_operator.cluster import (
     Waiting,
 )
 from heteroinfer_operator.kube.trim import find_key_secret
+from heteroinfer_operator.kube.written_again import WrittenAgain
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
@@ -60,7 +61,6 @@ from heteroinfer_operator.refusals import (
     subject,
 )
 from heteroinfer_operator.seen_time import SeenTime
-from heteroinfer_operator.written_again import WrittenAgain
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 """By kind and name."""

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from heteroinfer_operator.written_again import MOST, WITHIN, WrittenAgain
+from heteroinfer_operator.kube.written_again import MOST, WITHIN, WrittenAgain
 
 NOW = datetime(2026, 5, 5, tzinfo=UTC)
 
