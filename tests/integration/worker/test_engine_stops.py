@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tests.integration.worker.conftest import Reference
 from tests.integration.worker.deaths import ask, check_cut_off, wait_steps
 from tests.integration.worker.engine_stops import (
     STOPPED_WITHIN_S,
+    api_pid,
     check_stopped_engine,
     end_of,
     engine_pid,
@@ -73,6 +74,23 @@ def test_a_killed_engine_is_named_while_requests_wait(group: Group, reference: R
         "the engine (pod 0) was killed by SIGKILL while Ready; if nobody killed it, the pod's memory limit"
     )
     assert failure.message.startswith(words)
+
+
+@pytest.mark.parametrize("find", [engine_pid, api_pid], ids=["engine", "API server"])
+def test_a_process_of_the_leader_that_is_asked_to_end_ends_the_group_though_requests_run(
+    group: Group, reference: Reference, find: Callable[[Group], int]
+) -> None:
+    """The server waited for its requests, which nobody would answer any more, until stepTimeout."""
+    with ThreadPoolExecutor(len(reference)) as pool:
+        running = ask(group, reference, pool)
+        began = time.monotonic()
+        os.kill(find(group), signal.SIGTERM)
+        wait_not_ready(group, began)
+        assert group.children[0].process.wait(STOPPED_WITHIN_S + 1) == names.EXIT_RANK_FAILED
+        failure = group.failure(0)
+        check_cut_off(running)
+    assert failure is not None, group.logs()
+    assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
 
 
 def test_an_engine_that_hangs_is_named_and_a_long_step_is_waited_for(

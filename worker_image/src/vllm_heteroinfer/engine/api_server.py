@@ -7,6 +7,7 @@ The engine is its child process; when it dies, this process exits at once.
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -43,6 +44,8 @@ engine's last answer, 1.5 s after the question that was not answered."""
 _EXIT_CODE_WAIT_S = 0.5
 """For the kernel to end an engine that has said that it ends."""
 _EXIT_CODE_POLL_S = 0.01
+_SHUTDOWN_S = 1.0
+"""For requests that still run once the server ends; those that were to be drained have ended by then."""
 _NAMING_S = 5.0
 """How much longer than the supervisors the engine waits for a step: they can name the stuck rank."""
 
@@ -120,7 +123,9 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
                 await _end_with(engine, reporter)
         for watcher in watchers:
             watcher.cancel()
-    await shutdown
+    # A request whose engine is gone may never end, and the server waits for all of them.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(shutdown, _SHUTDOWN_S)
     sock.close()
 
 
@@ -162,13 +167,15 @@ async def _end_with(engine: BaseProcess | None, reporter: RankReporter) -> NoRet
 def note_shutdown(client: "EngineClient") -> threading.Event:
     """Returns an event that is set once this process itself ends the engine, as after SIGTERM.
 
-    The client's `shutdown` becomes an instance attribute; the server calls it, maybe on another thread.
+    The client's `shutdown` becomes an instance attribute; the server calls it, maybe on another thread, and
+    also once it has seen that the engine has died.
     Source: vllm/entrypoints/launchers/launcher.py::serve_http@v0.32.0.
     """
     shut_down, ordered = client.shutdown, threading.Event()
 
     def shutdown(*args: Any, **kwargs: Any) -> None:
-        ordered.set()
+        if not client.errored:
+            ordered.set()
         shut_down(*args, **kwargs)
 
     client.shutdown = shutdown
