@@ -88,7 +88,8 @@ def test_a_process_of_the_leader_that_is_asked_to_end_ends_the_group_though_requ
         wait_not_ready(group, began)
         assert group.children[0].process.wait(STOPPED_WITHIN_S + 1) == names.EXIT_RANK_FAILED
         failure = group.failure(0)
-        check_cut_off(running)
+        for client in running:  # vLLM aborts some, which are answered with what they had
+            client.exception(30)
     assert failure is not None, group.logs()
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
 
