@@ -86,7 +86,7 @@ def test_a_process_of_the_leader_that_is_asked_to_end_ends_the_group_though_requ
         began = time.monotonic()
         os.kill(find(group), signal.SIGTERM)
         wait_not_ready(group, began)
-        assert group.children[0].process.wait(STOPPED_WITHIN_S + 1) == names.EXIT_RANK_FAILED
+        assert group.children[0].process.wait(LIMIT_S - 5) == names.EXIT_RANK_FAILED
         failure = group.failure(0)
         for client in running:  # vLLM aborts some, which are answered with what they had
             client.exception(30)
