@@ -110,7 +110,7 @@ def test_fault(fault: Fault, scene: Scene, measured: dict[str, Measured]) -> Non
         case Waits() as waits:
             measured[fault.name] = check_waiting(scene, fault, waits)
         case Blocked() as blocked:
-            scene.wait_out_failures(counted=False)
+            scene.wait_out_failures(counted=True)  # a pod is deleted, as in the row before
             measured[fault.name] = check_blocked(scene, fault, blocked)
 
 
