@@ -119,7 +119,7 @@ class PodView:
             lost node, Kueue), or "".
         node: its node, or "".
         unschedulable: why it is not placed, or "".
-        waiting: why a container of it does not run yet, or None.
+        waiting: why its container does not run yet, or None.
         termination: how its worker container ended, or None while it has not.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
         images: that the workers of its epoch were asked to run; "" where it does not say so.

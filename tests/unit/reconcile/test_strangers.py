@@ -153,27 +153,26 @@ def test_the_first_epoch_grows_with_any_version_and_with_time() -> None:
     assert options.first_epoch("7", datetime(1970, 1, 1, tzinfo=UTC)) == 7
 
 
+def fail_and_start_again(world: World) -> None:
+    """Ends an epoch, and has the pods of the next one serve."""
+    world.end_pod(world.workers()[1])
+    for _ in range(4):
+        world.settle()
+        world.reap()
+        world.advance_time(60)
+    world.all_ready()
+    world.settle()
+
+
 def test_no_name_comes_again_after_a_restore_of_etcd() -> None:
     """The store goes back to an older status, version and pods; the epochs after the backup are forgotten."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
     world.serve()
     backup = copy.deepcopy(world)
     for _ in range(3):
-        world.end_pod(world.workers()[1])
-        for _ in range(3):
-            world.settle()
-            world.reap()
-            world.advance_time(60)
-        world.all_ready()
-        world.settle()
+        fail_and_start_again(world)
     backup.now, backup.created = world.now + timedelta(seconds=10), list(world.created)
-    backup.end_pod(backup.workers()[1])
-    for _ in range(4):
-        backup.settle()
-        backup.reap()
-        backup.advance_time(60)
-    backup.all_ready()
-    backup.settle()
+    fail_and_start_again(backup)
     assert backup.condition("Available") == ("True", "Serving")
     assert len(backup.created) > len(world.created)
     assert len(backup.created) == len(set(backup.created)), "a name was used twice"

@@ -38,9 +38,9 @@ SURE_AFTER_S: Final = 5.0
 SURE_TRIES: Final = 3
 """Connections in a row that fail before a leader counts as silent: one lost packet says nothing."""
 WATCH_S: Final = 1.0
-"""A leader that answered is tried so often by a connection alone, and asked nothing."""
+"""Interval of the connections by which a leader that answered before is tried, without a question."""
 MOST_TRIED: Final = 200
-"""Of more leaders than this, so many are tried in each WATCH_S, in turns."""
+"""Most leaders that are tried within one WATCH_S; if there are more, they take turns."""
 TRY_S: Final = 0.3
 """Time for one such connection: SURE_TRIES of them and WATCH_S are less than 2 s."""
 _CONNECT_SHARE: Final = 0.8
@@ -48,7 +48,7 @@ _CONNECT_SHARE: Final = 0.8
 MOST_BYTES: Final = 2**20
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors of a connection that come of this machine, and say nothing of the leader."""
+"""Errors that this machine causes when it connects: they prove nothing about the leader."""
 _NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 
 
@@ -56,7 +56,7 @@ _NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeEr
 class _Answer:
     """What a leader said, or that it let the time pass (`silent`), or took no connection (`unreached`).
 
-    `ready` tells whether its group was Ready: an answer of before says nothing of a group that is Ready now.
+    `ready`: whether its group was Ready when it was asked; once it is, an earlier answer does not count.
     """
 
     at_s: float
@@ -145,10 +145,10 @@ class LeaderClient:
         return found
 
     async def watch(self, changed: Callable[[ResourceKey], None]) -> None:
-        """Tries, until cancelled, whether the leaders of Ready groups that answered before can be reached.
+        """Connects to the leaders of Ready groups that answered before, again and again, until cancelled.
 
-        An idle group sends nothing, so nothing else shows that its only node has lost power before Kubernetes
-        reports that.
+        An idle group sends nothing. If its only node loses power, Kubernetes reports that up to 50 s later,
+        and nothing else shows it.
 
         Args:
             changed: called with the resource of a leader that can no longer be reached, or can be again.
@@ -174,7 +174,7 @@ class LeaderClient:
             changed(pod.key)
 
     def watch_only(self, key: ResourceKey, pods: Iterable[PodRecord]) -> None:
-        """Watches of a resource the leaders of its Ready groups alone.
+        """Watches only the leaders of the resource's Ready groups.
 
         Args:
             key: of the resource.

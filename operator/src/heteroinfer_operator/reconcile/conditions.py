@@ -49,7 +49,7 @@ def _answer(checks: Sequence[ConditionCheck], life: Life) -> ConditionAnswer:
 
 
 def at_rest(life: Life) -> ConditionAnswer | None:
-    """Nothing of the resource shall run."""
+    """The resource is suspended or scaled to zero."""
     return ConditionAnswer(False, life.at_rest) if life.at_rest else None
 
 
@@ -84,7 +84,7 @@ def down(life: Life) -> ConditionAnswer:
 
 
 def stopping_at_rest(life: Life) -> ConditionAnswer | None:
-    """Nothing of the resource shall run: it is ready once no pod is left."""
+    """The resource is suspended or scaled to zero: it is ready once no pod is left."""
     if not life.at_rest:
         return None
     return ConditionAnswer(not life.draining, "Stopping" if life.draining else life.at_rest, _going(life))
@@ -135,7 +135,7 @@ def rolling_out(life: Life) -> ConditionAnswer:
 
 
 def problem_at_rest(life: Life) -> ConditionAnswer | None:
-    """Nothing of the resource shall run; a spec that could not start is reported all the same."""
+    """The resource is suspended or scaled to zero. A spec that could not start is still reported."""
     if not life.at_rest:
         return None
     return (_stalled(life) if life.problem is not None else None) or ConditionAnswer(False, life.at_rest)
@@ -171,7 +171,7 @@ def not_stalled(life: Life) -> ConditionAnswer:
 
 
 def stopping(life: Life) -> ConditionAnswer | None:
-    """Nothing of the resource shall run: its pods go."""
+    """The resource is suspended or scaled to zero: its pods end."""
     return ConditionAnswer(life.draining, life.at_rest, _going(life)) if life.at_rest else None
 
 
@@ -263,7 +263,7 @@ def _stalled(life: Life) -> ConditionAnswer | None:
 
 
 def _going(life: Life) -> str:
-    """Returns what the pods of a resource do of which nothing shall run, in words."""
+    """Returns what the pods of a suspended resource still do, in words."""
     return life.held or (ENDING if life.draining else "")
 
 

@@ -107,7 +107,7 @@ class Life:
 
     @property
     def at_rest(self) -> str:
-        """Returns why nothing of the resource shall run, as a reason, or ""."""
+        """Returns the reason for which no group is wanted (Suspended, ScaledToZero), or ""."""
         return "Suspended" if self.suspended else "" if self.wanted else "ScaledToZero"
 
     @property

@@ -35,7 +35,7 @@ def lost_label_events(
     wanted: Sequence[GroupDecision],
     model: ModelDecision,
 ) -> list[RecordEvent]:
-    """Returns an event for each pod of which it is new that it lacks a label."""
+    """Returns an event for each pod that has newly lost a label or its owner."""
     reported = {group.damaged_pod for group in old.values()}
     reported |= {status.model.damaged_pod} if status.model is not None else set()
     damaged = [(model.status.damaged_pod, model.lost_labels)]

@@ -74,7 +74,7 @@ def stopped(status: GroupStatus, *, message: str, has_pods: bool, had_epoch: boo
         had_epoch: whether its epoch has begun: the next one has another number.
     """
     status = _nothing_runs(status).changed(
-        phase=GroupPhase.STOPPING if has_pods else GroupPhase.PENDING, message=message
+        phase=GroupPhase.STOPPING if has_pods else GroupPhase.PENDING, message=message, after_failure=False
     )
     return _next_epoch(status) if had_epoch else status
 
@@ -88,6 +88,7 @@ def replaced(status: GroupStatus, *, revision: str | None, message: str) -> Grou
         next_epoch_time=None,
         restarts=0,
         failures=(),
+        after_failure=False,
     )
 
 
@@ -177,9 +178,7 @@ def refused(status: GroupStatus, *, message: str, startup: StartupStatus, had_ep
         startup: since when it waits.
         had_epoch: whether its epoch has begun: the next one has another number.
     """
-    after_failure = status.after_failure
     status = _nothing_runs(status).changed(
-        after_failure=after_failure,
         phase=GroupPhase.PENDING,
         message=message[:MAX_TEXT],
         startup=startup,
@@ -213,7 +212,7 @@ def starting(  # noqa: PLR0913 - what an epoch begins with
         begun: now, or None while no pod is asked for.
         startup: since when it starts.
     """
-    after_failure, rejections = status.after_failure, status.rejections
+    rejections = status.rejections
     return _nothing_runs(status).changed(
         epoch=epoch,
         revision=revision,
@@ -222,7 +221,6 @@ def starting(  # noqa: PLR0913 - what an epoch begins with
         message=message if refusal is None else refusal[:MAX_TEXT],
         epoch_start_time=begun,
         next_epoch_time=None,
-        after_failure=after_failure,
         rejections=rejections,
         startup=startup,
     )
@@ -315,7 +313,6 @@ def _nothing_runs(status: GroupStatus) -> GroupStatus:
         members=(),
         measured_time=None,
         kv=None,
-        after_failure=False,
         served_time=None,
         rejections=0,
         rejected_pods=(),
