@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator
@@ -26,6 +27,8 @@ from tests.scale import fleet
 from tests.scale.report import Figures
 
 GPUS_PER_NODE = 8
+SPARE_NODES = 0.1
+"""A tenth of the nodes more than the GPU pods fill: else CPU pods fill nodes whose GPUs are still free."""
 CREATE_TIMEOUT_S = 1500.0
 QUIET_S = 30.0
 """Nothing was written for so long: the way up is over."""
@@ -71,7 +74,7 @@ async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
     ensure_tools([*tools.CONTROL_PLANE, tools.KWOK])
     logs.mkdir(parents=True)
     with start_control_plane_only() as cluster:
-        nodes = -(-resources // GPUS_PER_NODE) + 1
+        nodes = math.ceil(resources / GPUS_PER_NODE * (1 + SPARE_NODES)) + 1
         start_kwok(cluster, nodes=nodes, profile=fleet.profile())
         kubeconfig = _install(cluster, logs)
         async with _connected(cluster) as server:

@@ -1,9 +1,10 @@
 """Pods onto nodes: against every possible way, and what is said when there is none."""
 
+import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +21,13 @@ from heteroinfer_operator.demand import (
     selects_node,
     tolerates,
 )
-from heteroinfer_operator.planning.placement import assign_nodes, build_free_nodes, explain, obstacle
+from heteroinfer_operator.planning.placement import (
+    FreeNode,
+    assign_nodes,
+    build_free_nodes,
+    explain,
+    obstacle,
+)
 
 GPU = "nvidia.com/gpu"
 ZONE = "topology.kubernetes.io/zone"
@@ -422,6 +429,45 @@ def test_what_is_promised_is_not_free() -> None:
     )
     anywhere = pod_demand("ns/other-0-1-0", {}, {"containers": [{"resources": {"limits": {GPU: "1"}}}]})
     assert assign_nodes([pod(gpus=1)] * 2, build_free_nodes(nodes, [anywhere])) is None
+
+
+def first_fit(nodes: list[NodeView], waiting: list[PodDemand]) -> list[dict[str, float]]:
+    """Returns what is free if each pod in turn is tried on its hint and on every node."""
+    free_nodes = build_free_nodes(nodes)
+    for demand in waiting:
+        hinted = [free_node for free_node in free_nodes if free_node.node.name == demand.node]
+        for free_node in (*hinted, *free_nodes):
+            if not obstacle(demand, free_node.node) and free_node.has(demand.requests):
+                free_node.take(demand.requests)
+                break
+    return [free_node.free for free_node in free_nodes]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(groups(), max_size=4), clusters(), st.lists(st.sampled_from(["", "n0", "n1", "n9"]), min_size=16)
+)
+def test_promised_pods_are_placed_as_if_each_was_tried_everywhere(
+    waiting: list[list[PodDemand]], nodes: list[NodeView], hints: list[str]
+) -> None:
+    demands = [demand for group in waiting for demand in group]
+    hinted = [dataclasses.replace(demand, node=hint) for demand, hint in zip(demands, hints, strict=False)]
+    assert [each.free for each in build_free_nodes(nodes, hinted)] == first_fit(nodes, hinted)
+
+
+def test_promised_pods_that_ask_the_same_search_full_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [node(f"n{index}", requested={"cpu": 8.0}) for index in range(200)] + [node("free")]
+    looks = 0
+    has = FreeNode.has
+
+    def counted(free_node: FreeNode, requests: Mapping[str, float]) -> bool:
+        nonlocal looks
+        looks += 1
+        return has(free_node, requests)
+
+    monkeypatch.setattr(FreeNode, "has", counted)
+    build_free_nodes(nodes, [pod(cpu=0.001, memory=1.0) for _ in range(100)])
+    assert looks == 200 + 100
 
 
 # Node rules, as the scheduler reads them

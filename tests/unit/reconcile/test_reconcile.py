@@ -387,10 +387,11 @@ def test_what_keeps_clients_from_a_service_is_mended(
     assert world.condition("Available") == ("False", "ChangedByOthers")
 
 
-def _report(step_s: float) -> GroupReport:
+def _report(*step_s: float) -> GroupReport:
+    times = step_s if len(step_s) > 1 else step_s * 2
     ranks = tuple(
-        RankStatus(rank=rank, pod=rank, phase=RankPhase.READY, steps=9, step_s=step_s, compute_s=step_s)
-        for rank in (0, 1)
+        RankStatus(rank=rank, pod=rank, phase=RankPhase.READY, steps=9, step_s=each, compute_s=each)
+        for rank, each in enumerate(times)
     )
     return GroupReport(group_uid="u", epoch=1, plan_hash="h", ready=True, message="", ranks=ranks)
 
@@ -412,3 +413,25 @@ def test_step_times_are_written_at_most_once_a_minute_and_only_when_they_moved(w
     world.advance_time(120)
     world.step()
     assert world.writes == []
+
+
+def test_another_slowest_rank_is_named_after_ten_seconds_and_not_in_each_status(world: World) -> None:
+    world.serve()
+    world.reap()
+    world.reports = {0: _report(0.020, 0.010)}
+    world.settle()
+    assert world.status["summary"]["slowestRank"].startswith("0 ")
+    world.reports = {0: _report(0.020, 0.021)}
+    world.advance_time(11)
+    world.step()
+    assert world.writes == [], "the ranks are about as slow as each other"
+    world.reports = {0: _report(0.020, 0.040)}
+    world.settle()
+    assert world.status["summary"]["slowestRank"].startswith("1 ")
+    world.reports = {0: _report(0.080, 0.040)}
+    world.advance_time(9)
+    world.step()
+    assert world.writes == []
+    world.advance_time(2)
+    world.settle()
+    assert world.status["summary"]["slowestRank"].startswith("0 ")

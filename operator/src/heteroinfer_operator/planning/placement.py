@@ -5,8 +5,7 @@ for its bound on tries. Pods of strangers are known by what they request only: a
 checked among the pods of the group (`pod_affinity`).
 """
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import islice
@@ -80,14 +79,32 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
     """
     free_nodes = [FreeNode.of(node) for node in nodes]
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
+    searched: dict[Hashable, int] = {}
+    """By kind of pod, how many nodes have no room for one. Free capacity only shrinks here."""
     for demand in promised:
-        hinted = [by_name[demand.node]] if demand.node in by_name else []
-        for free_node in itertools.chain(hinted, free_nodes):
-            if not obstacle(demand, free_node.node) and free_node.has(demand.requests):
-                free_node.take(demand.requests)
-                free_node.promised.append(demand.name)
-                break
+        chosen = by_name.get(demand.node)
+        if chosen is None or not _may_take(demand, chosen):
+            kind = _kind(demand)
+            full = searched.get(kind, 0)
+            while full < len(free_nodes) and not _may_take(demand, free_nodes[full]):
+                full += 1
+            searched[kind] = full
+            if full == len(free_nodes):
+                continue
+            chosen = free_nodes[full]
+        chosen.take(demand.requests)
+        chosen.promised.append(demand.name)
     return free_nodes
+
+
+def _may_take(demand: PodDemand, free_node: FreeNode) -> bool:
+    return free_node.has(demand.requests) and not obstacle(demand, free_node.node)
+
+
+def _kind(demand: PodDemand) -> Hashable:
+    """Returns an equal key for pods that ask the same of a node."""
+    asked = frozenset(demand.requests.items()), frozenset(demand.node_selector.items())
+    return asked, repr((demand.node_terms, demand.tolerations, demand.near))
 
 
 class Nearness(IntEnum):

@@ -15,6 +15,9 @@ from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.epoch_end import has_run
 
 _MEASURE_EVERY: Final = timedelta(seconds=60)
+"""Between two writes of step times."""
+_NEW_SLOWEST_AFTER: Final = timedelta(seconds=10)
+"""The same if another rank than the status names became the slowest."""
 _MOVED: Final = 0.10
 """Step times are written when one of them moved by more than this part of itself."""
 
@@ -99,9 +102,17 @@ def _due(
 ) -> bool:
     if not times or not any(status.steps for status in times.values()):
         return False
-    if group.measured_time is not None and now - group.measured_time < _MEASURE_EVERY:
+    every = _NEW_SLOWEST_AFTER if _names_another(before, times) else _MEASURE_EVERY
+    if group.measured_time is not None and now - group.measured_time < every:
         return False
     return any(_moved(before.get(rank), status) for rank, status in times.items())
+
+
+def _names_another(before: dict[int, RankEntry], times: dict[int, RankStatus]) -> bool:
+    """Returns whether the slowest rank is clearly slower than the one that the status names as slowest."""
+    slowest = max(times, key=lambda rank: times[rank].compute_s)
+    named = max(before, key=lambda rank: before[rank].compute_ms or 0.0, default=slowest)
+    return named in times and times[slowest].compute_s > (1 + _MOVED) * times[named].compute_s
 
 
 def _moved(entry: RankEntry | None, status: RankStatus) -> bool:
