@@ -104,11 +104,16 @@ class Watcher:
     def __init__(self, server: ApiServer) -> None:
         self.down: dict[str, float] = {}
         self._server = server
+        self._version = ""
+
+    async def begin(self) -> None:
+        """Returns once nothing that happens from now on is missed."""
+        listed = await self._server.get(HETERO_INFERENCE.path())
+        self._version = listed["metadata"]["resourceVersion"]
 
     async def run(self) -> None:
-        listed = await self._server.get(HETERO_INFERENCE.path())
-        version = listed["metadata"]["resourceVersion"]
-        async for event in self._server.watch(HETERO_INFERENCE.path(), {"resourceVersion": version}):
+        query = {"resourceVersion": self._version}
+        async for event in self._server.watch(HETERO_INFERENCE.path(), query):
             stored = event["object"]
             for condition in (stored.get("status") or {}).get("conditions", ()):
                 if condition["type"] == "Available" and condition["status"] == "False":
@@ -118,6 +123,7 @@ class Watcher:
 @contextlib.asynccontextmanager
 async def watcher(server: ApiServer) -> AsyncIterator[Watcher]:
     found = Watcher(server)
+    await found.begin()
     task = asyncio.ensure_future(found.run())
     try:
         yield found
