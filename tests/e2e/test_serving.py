@@ -15,7 +15,7 @@ import pytest
 
 from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.calibration import Calibration
-from heteroinfer_operator.calibrations import MeasuredKind
+from heteroinfer_operator.nodes.calibrations import MeasuredKind
 from heteroinfer_operator.planning.rates import CPU_DEFAULTS
 from tests.cluster import processes
 from tests.cluster.folders import REPOSITORY

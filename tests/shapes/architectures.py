@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).parents[2] / "operator/src/heteroinfer_operator/planning/listed_architectures.py"
+TABLE = Path(__file__).parents[2] / "operator/src/heteroinfer_operator/vllm_support/listed_architectures.py"
 
 
 def build_table() -> dict[str, Any]:

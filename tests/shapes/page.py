@@ -12,14 +12,14 @@ from typing import Any, Final
 from heteroinfer_contract.model import AttentionKind, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import parse_spec
-from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.commands.plan_command import describe_plan
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.nodes.cpu_features import AMX
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
-from heteroinfer_operator.planning.architectures import BROKEN_PIPELINE
-from heteroinfer_operator.planning.inventory import AMX
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.prediction import Load, forecast
+from heteroinfer_operator.vllm_support.architectures import BROKEN_PIPELINE
 from tests.integration.served_models.cases import CASES, Case
 from tests.shapes.comparison import compare, recorded, settings
 from tests.shapes.corpus import SHAPES

@@ -12,8 +12,8 @@ from heteroinfer_operator.errors import PlanReason, SpecError
 ROOT = Path(__file__).parents[2]
 OPERATOR = ROOT / "operator" / "src" / "heteroinfer_operator"
 SAYING = (
-    "reconcile/*.py", "reconcile/*/*.py", "planning/*.py", "manifests/addressing.py", "manifests/gang.py",
-    "refusals.py", "kube/adapter.py",
+    "reconcile/*.py", "reconcile/*/*.py", "planning/*.py", "vllm_support/*.py", "manifests/addressing.py",
+    "manifests/gang.py", "kube/adapter.py",
 )  # fmt: skip
 """Where reasons of a resource are given; others are of commands, or of the operator's own process."""
 OF_KUBERNETES = {"CreateContainerConfigError", "ImagePullBackOff"}

@@ -7,40 +7,19 @@ this machine's processes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import StrEnum
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
-from heteroinfer_operator.calibrations import Calibrations
-from heteroinfer_operator.demand import Manifest as Manifest  # noqa: PLC0414 - part of the port's face
-from heteroinfer_operator.demand import PodDemand, Taint
+from heteroinfer_operator.api.resource import ResourceKey as ResourceKey  # noqa: PLC0414 - part of the port's face
+from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.nodes.demand import Manifest as Manifest  # noqa: PLC0414 - part of the port's face
+from heteroinfer_operator.nodes.demand import PodDemand
+from heteroinfer_operator.nodes.node_assignment import Gang as Gang  # noqa: PLC0414 - part of the port's face
+from heteroinfer_operator.nodes.node_view import NodeView as NodeView  # noqa: PLC0414 - part of the port's face
 
 OVER_PHASES: Final = frozenset({"Succeeded", "Failed"})
 """Of a pod none of whose containers runs again."""
-
-
-class Gang(StrEnum):
-    """Who places all pods of a group at once, or none."""
-
-    KUEUE = "Kueue"
-    VOLCANO = "Volcano"
-    COSCHEDULING = "Coscheduling"
-    """The plugin of kubernetes-sigs/scheduler-plugins."""
-    NATIVE = "Native"
-    """kube-scheduler's own, with scheduling.k8s.io/v1alpha1 Workload (alpha in Kubernetes 1.35)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class ResourceKey:
-    """Name of a HeteroInference."""
-
-    namespace: str
-    name: str
-
-    def __str__(self) -> str:
-        """Returns `namespace/name`."""
-        return f"{self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,32 +133,6 @@ class PodView:
     def ended(self) -> bool:
         """Returns whether it will never serve again."""
         return self.deleting or self.termination is not None or self.phase in OVER_PHASES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeView:
-    """A node, trimmed to what a plan reads.
-
-    Attributes:
-        name: its name.
-        allocatable: by resource name: bytes for memory, cores for cpu, counts for devices.
-        requested: of that, by the pods on it.
-        schedulable: Ready and not cordoned.
-        problem: why it is not schedulable, if it is not.
-        labels: its labels.
-        taints: its taints.
-        unreachable_since: since when it is known that its kubelet sends no heartbeat, by the clock of
-            this process, or None while it does.
-    """
-
-    name: str
-    allocatable: Mapping[str, float]
-    requested: Mapping[str, float] = field(default_factory=dict)
-    schedulable: bool = True
-    problem: str = "not Ready"
-    labels: Mapping[str, str] = field(default_factory=dict)
-    taints: tuple[Taint, ...] = ()
-    unreachable_since: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

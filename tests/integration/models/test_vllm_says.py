@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.model import Routing, SchemeName
-from heteroinfer_operator.planning.architectures import (
+from heteroinfer_operator.nodes.cpu_features import AMX, AVX512
+from heteroinfer_operator.vllm_support.architectures import (
     BROKEN_PIPELINE,
     GATED_DELTA_NETS,
     GPU_CLASSES,
@@ -16,10 +17,7 @@ from heteroinfer_operator.planning.architectures import (
     NO_PIPELINE,
     OWN_CPU_BLOCKS,
 )
-from heteroinfer_operator.planning.inventory import AMX, AVX512
-from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
-from heteroinfer_operator.planning.quantization import DEPRECATED_METHODS, METHOD_DTYPES
-from heteroinfer_operator.planning.support import (
+from heteroinfer_operator.vllm_support.cpu_ranks import (
     CPU_EXPERTS,
     CPU_FP8_HEAD_MULTIPLE,
     CPU_HEAD_SIZES,
@@ -27,6 +25,8 @@ from heteroinfer_operator.planning.support import (
     CPU_LINEAR,
     LinearKernel,
 )
+from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
+from heteroinfer_operator.vllm_support.quantization import DEPRECATED_METHODS, METHOD_DTYPES
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 from tests.shapes.comparison import recorded
 

@@ -16,7 +16,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.engine_settings import FOUR_BITS
+from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 from tests.gpu.scrape import scrape
 from tests.integration import forked_script
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan

@@ -11,7 +11,7 @@ from heteroinfer_operator.api import parse_resource
 from heteroinfer_operator.cluster import NodeView, Refusal, ResourceKey, ResourceObservation
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.reconcile import Allowed
-from heteroinfer_operator.refusals import OBJECT_REFUSED
+from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED
 from tests.unit.reconcile.world import OPTIONS, PROFILE, World
 
 NAMESPACE = "default"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from heteroinfer_operator.commands.resource_file import load_document, load_resource
 from heteroinfer_operator.errors import SpecError
-from heteroinfer_operator.resource_file import load_document, load_resource
 
 GOOD = """\
 apiVersion: heteroinfer.dev/v1alpha1

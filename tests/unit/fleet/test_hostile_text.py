@@ -13,11 +13,11 @@ from rich.console import Console
 from heteroinfer_contract import names
 from heteroinfer_operator.api import parse_status
 from heteroinfer_operator.cluster import PodView, ResourceKey
+from heteroinfer_operator.commands.printable_logs import PrintableFormatter
 from heteroinfer_operator.fleet.fleet_reader import kv_use_of
 from heteroinfer_operator.fleet.lines import build_line
 from heteroinfer_operator.fleet.screen import build_screen
 from heteroinfer_operator.fleet.story import build_stories, epochs
-from heteroinfer_operator.printable_logs import PrintableFormatter
 from heteroinfer_operator.up.console import Display
 
 HOSTILE = "\x1b]0;title\x07\x1b]52;c;cm0=\x07\x1b[2J\x1b[1;1H\u202e\x9b2J"

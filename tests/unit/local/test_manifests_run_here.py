@@ -9,13 +9,13 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.commands.resource_file import read_resource
 from heteroinfer_operator.local.loopback_addressing import LocalAddressing
 from heteroinfer_operator.local.pod_process import parse_pod
 from heteroinfer_operator.manifests.identity import EpochRef, Owner, revision
 from heteroinfer_operator.manifests.model_pods import build_model_pod
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, WorkerPods
-from heteroinfer_operator.resource_file import read_resource
 from tests.unit.local.plans import plan_of
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))

@@ -5,11 +5,11 @@ from typing import Any
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.demand import pod_demand
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import assigned_fields
-from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.role_demand import role_fields
+from heteroinfer_operator.nodes.demand import pod_demand
+from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.role_demand import role_fields
 from tests.unit.planning.planned_models import gpu, plan, spec
 
 GROUP = EpochRef(owner=Owner(key=ResourceKey(namespace="ns", name="llama"), uid="u"), index=0, epoch=3)

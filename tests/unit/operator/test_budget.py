@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_operator.budget import Budget, Spending, Window, wanted_pods
 from heteroinfer_operator.cluster import CreateObject, PatchStatus, RecordEvent, ResourceKey, ResourceView
-from heteroinfer_operator.refusals import TOO_MANY_PODS, Acting
+from heteroinfer_operator.reconcile.budget import Budget, Spending, Window, wanted_pods
+from heteroinfer_operator.reconcile.refusals import TOO_MANY_PODS, Acting
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)

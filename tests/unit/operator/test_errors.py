@@ -6,8 +6,8 @@ import pytest
 
 from heteroinfer_operator import errors
 from heteroinfer_operator.api import ConditionType
-from heteroinfer_operator.calibrations import CalibrationError, MeasuredKind
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.nodes.calibrations import CalibrationError, MeasuredKind
 from heteroinfer_operator.reconcile.life import condition
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)

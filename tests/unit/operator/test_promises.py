@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest, ResourceKey
-from heteroinfer_operator.demand import preferred_node
 from heteroinfer_operator.kube.cluster_state import PROMISE_S, ClusterState
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.planning.placement import build_free_nodes
+from heteroinfer_operator.nodes.demand import preferred_node
+from heteroinfer_operator.nodes.placement import build_free_nodes
 from heteroinfer_operator.reconcile.group_planner import describe_promises
 
 OWNER = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="owner")

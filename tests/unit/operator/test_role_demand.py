@@ -6,7 +6,7 @@ import pytest
 
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
-from heteroinfer_operator.role_demand import role_demand, role_fields, role_resources
+from heteroinfer_operator.nodes.role_demand import role_demand, role_fields, role_resources
 
 
 def spec(resources: dict[str, Any] | None, **template: Any) -> HeteroInferenceSpec:

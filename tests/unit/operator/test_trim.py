@@ -7,10 +7,10 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ContainerTermination, ResourceKey
-from heteroinfer_operator.demand import effective_requests
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD, NamespacedName, writable_kind
 from heteroinfer_operator.kube.trim import PodRequests
+from heteroinfer_operator.nodes.demand import effective_requests
 
 OWNER = {"apiVersion": HETERO_INFERENCE.api_version, "kind": names.KIND}
 

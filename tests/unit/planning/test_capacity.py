@@ -7,10 +7,10 @@ import pytest
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.cluster import NodeView
-from heteroinfer_operator.demand import Taint
 from heteroinfer_operator.errors import PlanError, Shortage
+from heteroinfer_operator.nodes.demand import Taint
+from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
-from heteroinfer_operator.planning.placement import FreeNode
 from tests.unit.planning.planned_models import GIB, cpu, gpu, profile, spec
 from tests.unit.planning.test_placement import GPU, ZONE, node
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from heteroinfer_contract.byte_size import format_bytes
-from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.account import (
+from heteroinfer_operator.commands.account import (
     describe_bounds,
     describe_capacity,
     describe_memory,
@@ -15,7 +14,8 @@ from heteroinfer_operator.planning.account import (
     kv_blocks,
     sequences_at_once,
 )
-from heteroinfer_operator.planning.choices import describe_choices
+from heteroinfer_operator.commands.choices import describe_choices
+from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.planner import Planned
 from heteroinfer_operator.planning.prediction import predict
 from tests.shapes.page import ask

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heteroinfer_operator.planning.engine_options import EngineOptions
+from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 
 
 @pytest.mark.parametrize(

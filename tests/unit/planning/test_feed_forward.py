@@ -15,10 +15,10 @@ from heteroinfer_contract.model import AttentionKind, LayerKind, Scheme, SchemeN
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import EngineSpec, HeteroInferenceSpec
+from heteroinfer_operator.commands.account import describe_capacity, describe_memory, describe_speed
+from heteroinfer_operator.commands.choices import describe_choices
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Planned
-from heteroinfer_operator.planning.account import describe_capacity, describe_memory, describe_speed
-from heteroinfer_operator.planning.choices import describe_choices
 from heteroinfer_operator.planning.feed_forward import (
     beside_weights_bytes,
     feed_forward_rates,

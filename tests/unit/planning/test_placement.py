@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from heteroinfer_operator.cluster import NodeView
-from heteroinfer_operator.demand import (
+from heteroinfer_operator.nodes.demand import (
     Manifest,
     PodDemand,
     Taint,
@@ -21,7 +21,7 @@ from heteroinfer_operator.demand import (
     selects_node,
     tolerates,
 )
-from heteroinfer_operator.planning.placement import (
+from heteroinfer_operator.nodes.placement import (
     FreeNode,
     assign_nodes,
     build_free_nodes,

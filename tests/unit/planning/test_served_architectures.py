@@ -3,7 +3,7 @@
 import pytest
 
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.served_architectures import check_architecture
+from heteroinfer_operator.vllm_support.served_architectures import check_architecture
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import gpu, plan, profile, spec
 

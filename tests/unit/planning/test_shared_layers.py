@@ -7,8 +7,8 @@ import pytest
 
 from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_operator.commands.account import describe_model
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.account import describe_model
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
 
 LAYERS, SHARING = 42, 18

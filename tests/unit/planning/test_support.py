@@ -11,10 +11,10 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.nodes.cpu_features import AMX, AVX512
 from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, build_free_nodes, plan_group
-from heteroinfer_operator.planning.architectures import BROKEN_PIPELINE
-from heteroinfer_operator.planning.inventory import AMX, AVX512
 from heteroinfer_operator.planning.kv_cache import cache_element_bytes
+from heteroinfer_operator.vllm_support.architectures import BROKEN_PIPELINE
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 

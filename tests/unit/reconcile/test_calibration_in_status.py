@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from heteroinfer_operator.calibrations import Calibrations, MeasuredKind
+from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind
 from heteroinfer_operator.planning.rates import CPU_DEFAULTS
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.reconcile.world import World, cpu_pair

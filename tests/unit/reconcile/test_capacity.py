@@ -7,7 +7,7 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ApplyObject, CreateObject, Gang, NodeView, ResourceObservation
-from heteroinfer_operator.demand import PodDemand, pod_demand
+from heteroinfer_operator.nodes.demand import PodDemand, pod_demand
 from tests.unit.reconcile.world import World, cpu_pair
 
 GPU = "nvidia.com/gpu"

@@ -23,7 +23,7 @@ from heteroinfer_operator.cluster import (
 )
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile import reconcile
-from heteroinfer_operator.refusals import OF_CHILDREN
+from heteroinfer_operator.reconcile.refusals import OF_CHILDREN
 from tests.unit.reconcile.damage import HIDING, Webhook, without_annotations
 from tests.unit.reconcile.world import OPTIONS, Objects, World, cpu_pair, waits
 

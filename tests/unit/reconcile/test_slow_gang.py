@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, Gang
-from heteroinfer_operator.refusals import NOT_ANSWERED, OBJECT_REFUSED, subject
+from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, OBJECT_REFUSED, subject
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 KINDS = {Gang.VOLCANO: "PodGroup", Gang.COSCHEDULING: "PodGroup", Gang.NATIVE: "Workload"}

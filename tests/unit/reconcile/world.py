@@ -12,16 +12,6 @@ from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import parse_status
-from heteroinfer_operator.budget import (
-    STATUS_WRITES_WITHIN,
-    Budget,
-    Spending,
-    Window,
-    is_pod,
-    most_pods,
-    wanted_pods,
-)
-from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -47,8 +37,18 @@ from heteroinfer_operator.kube.written_again import WrittenAgain
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
+from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.reconcile import Options, reconcile
-from heteroinfer_operator.refusals import (
+from heteroinfer_operator.reconcile.budget import (
+    STATUS_WRITES_WITHIN,
+    Budget,
+    Spending,
+    Window,
+    is_pod,
+    most_pods,
+    wanted_pods,
+)
+from heteroinfer_operator.reconcile.refusals import (
     CHANGED_BY_OTHERS,
     DELETED_BY_OTHERS,
     MADE_BY_OTHERS,

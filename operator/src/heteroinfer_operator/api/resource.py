@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
@@ -18,6 +19,18 @@ ModelT = TypeVar("ModelT", bound=Model)
 
 MAX_NAME_LENGTH: Final = 40
 """A pod's host name is NAME-GROUP-EPOCH-POD and has at most 63 characters: this leaves 20 digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ResourceKey:
+    """Name of a HeteroInference."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        """Returns `namespace/name`."""
+        return f"{self.namespace}/{self.name}"
 
 
 class Metadata(Model):

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from heteroinfer_contract.calibration import ALL_NODES, Calibration
-from heteroinfer_operator.calibrations import describe
 from heteroinfer_operator.local import calibration_file, worker_python
+from heteroinfer_operator.nodes.calibrations import describe
 from heteroinfer_operator.quantity import gigabytes_per_s
 
 

@@ -10,13 +10,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from heteroinfer_operator.calibrations import (
-    CalibrationError,
-    MeasuredKind,
-    check_kind,
-    check_selector,
-)
 from heteroinfer_operator.commands.calibrate_command import describe_all
+from heteroinfer_operator.commands.printable_logs import PrintableFormatter
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.installation import check
 from heteroinfer_operator.kube.kept_calibrations import keep
@@ -26,8 +21,13 @@ from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
+from heteroinfer_operator.nodes.calibrations import (
+    CalibrationError,
+    MeasuredKind,
+    check_kind,
+    check_selector,
+)
 from heteroinfer_operator.operator_process import Operator
-from heteroinfer_operator.printable_logs import PrintableFormatter
 from heteroinfer_operator.reconcile import Allowed, Options, reconcile
 from heteroinfer_operator.settings import InstallationSettings
 from heteroinfer_operator.version import own_version

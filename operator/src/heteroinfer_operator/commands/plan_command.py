@@ -18,27 +18,27 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, RankAssignment
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.api import HeteroInference
-from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import NodeView, ResourceKey
-from heteroinfer_operator.commands.plan_nodes import load_free_nodes
-from heteroinfer_operator.errors import HeteroInferError, ModelError, PlanError, PlanReason
-from heteroinfer_operator.local import calibration_file
-from heteroinfer_operator.local.hub_profile import read_hub_profile
-from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
-from heteroinfer_operator.planning.account import (
+from heteroinfer_operator.commands.account import (
     describe_bounds,
     describe_capacity,
     describe_memory,
     describe_model,
     describe_speed,
 )
-from heteroinfer_operator.planning.choices import describe_choices
+from heteroinfer_operator.commands.choices import describe_choices
+from heteroinfer_operator.commands.plan_nodes import load_free_nodes
+from heteroinfer_operator.commands.resource_file import load_resource
+from heteroinfer_operator.errors import HeteroInferError, ModelError, PlanError, PlanReason
+from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.local.hub_profile import read_hub_profile
+from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.nodes.placement import FreeNode
+from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.engine_settings import refused_arguments
-from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.planning.prediction import overhead_s, predict
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.reconcile import Allowed
-from heteroinfer_operator.resource_file import load_resource
 
 _FILE_SCHEME = "file://"
 _NO_CALIBRATION = "none"

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from heteroinfer_operator.demand import total
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube import trim
+from heteroinfer_operator.nodes.demand import total
+from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import build_free_nodes
-from heteroinfer_operator.planning.placement import FreeNode
 from heteroinfer_operator.stored_fields import UnreadableError
 
 _HOW = "Create the file with `kubectl get nodes,pods -A -o json`"

@@ -15,7 +15,8 @@ from typing import Final
 from rich.console import Console
 from rich.logging import RichHandler
 
-from heteroinfer_operator.calibrations import Calibrations
+from heteroinfer_operator.commands.printable_logs import PrintableFormatter
+from heteroinfer_operator.commands.resource_file import read_resource
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local import (
     LocalOptions,
@@ -26,8 +27,7 @@ from heteroinfer_operator.local import (
 )
 from heteroinfer_operator.local.calibration_file import cache_folder
 from heteroinfer_operator.local.worker_python import HELP as WORKER_PYTHON_HELP
-from heteroinfer_operator.printable_logs import PrintableFormatter
-from heteroinfer_operator.resource_file import read_resource
+from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.up import Session, SessionOptions
 from heteroinfer_operator.up.console import Display
 

@@ -13,7 +13,7 @@ from heteroinfer_operator.cluster import (
     PatchStatus,
 )
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.refusals import (
+from heteroinfer_operator.reconcile.refusals import (
     CHANGED_BY_OTHERS,
     DELETED_BY_OTHERS,
     MADE_BY_OTHERS,

@@ -10,9 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import Gang, Manifest, NodeView, ResourceKey
-from heteroinfer_operator.demand import PodDemand, total
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
@@ -22,6 +20,8 @@ from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodPromise, PodRecord, PodRequests
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
+from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.nodes.demand import PodDemand, total
 
 logger = logging.getLogger(__name__)
 

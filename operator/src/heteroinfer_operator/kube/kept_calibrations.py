@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
-from heteroinfer_operator.calibrations import CalibrationError, Calibrations, MeasuredKind, read_kept
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.kube.paths import CONFIG_MAP, NamespacedName
 from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
+from heteroinfer_operator.nodes.calibrations import CalibrationError, Calibrations, MeasuredKind, read_kept
 from heteroinfer_operator.stored_fields import as_text_map
 
 logger = logging.getLogger(__name__)

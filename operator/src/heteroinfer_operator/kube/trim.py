@@ -21,10 +21,10 @@ from heteroinfer_operator.cluster import (
     ResourceView,
     Waiting,
 )
-from heteroinfer_operator.demand import PODS, PodDemand, Taint, effective_requests, pod_demand
 from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
 from heteroinfer_operator.manifests.identity import Owner, named_labels
+from heteroinfer_operator.nodes.demand import PODS, PodDemand, Taint, effective_requests, pod_demand
 from heteroinfer_operator.stored_fields import (
     EARLIEST,
     as_amounts,

@@ -12,7 +12,6 @@ from heteroinfer_contract.background import start_task
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
-from heteroinfer_operator.calibrations import Calibrations
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -35,6 +34,7 @@ from heteroinfer_operator.local.pod_process import parse_pod
 from heteroinfer_operator.local.process import PodFolder, RunningPod
 from heteroinfer_operator.local.stored_pod import StoredPod
 from heteroinfer_operator.local.supervisor_client import SupervisorClient
+from heteroinfer_operator.nodes.calibrations import Calibrations
 
 CLOSE_TIMEOUT_S: Final = 10.0
 

@@ -9,8 +9,8 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.calibration import Calibration, cpu_fields, cpu_name
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_operator.calibrations import CalibrationError
 from heteroinfer_operator.local.process import WORKER_MODULE
+from heteroinfer_operator.nodes.calibrations import CalibrationError
 from heteroinfer_operator.version import own_version
 
 FILE: Final = "calibration.json"

@@ -22,10 +22,10 @@ from typing import Any, Final
 from heteroinfer_contract import names
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.cluster import Manifest
-from heteroinfer_operator.demand import REQUIRED, require_label
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.nodes.demand import REQUIRED, require_label
+from heteroinfer_operator.nodes.role_demand import unshared
 from heteroinfer_operator.quantity import parse_quantity
-from heteroinfer_operator.role_demand import unshared
 
 DEFAULT_GRACE_S: Final = 30
 """Kubernetes' own terminationGracePeriodSeconds."""

@@ -5,11 +5,11 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import PodAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
-from heteroinfer_operator.demand import REQUIRED, preferred_node, require_label
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import EpochRef
-from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.role_demand import role_fields
+from heteroinfer_operator.nodes.demand import REQUIRED, preferred_node, require_label
+from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.role_demand import role_fields
 
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 

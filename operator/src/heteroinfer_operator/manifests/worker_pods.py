@@ -20,9 +20,9 @@ from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, g
 from heteroinfer_operator.manifests.group_key_secret import build_key_variable
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import assigned_fields
-from heteroinfer_operator.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.role_demand import role_resources
 from heteroinfer_operator.quantity import parse_duration_s
-from heteroinfer_operator.role_demand import role_resources
 
 WORKER_COMMAND = "heteroinfer-worker"
 _USER = 65532

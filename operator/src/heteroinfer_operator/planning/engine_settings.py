@@ -5,16 +5,15 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
-from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_contract.refused_args import find_all_refused
 from heteroinfer_operator.api import DType, HeteroInferenceSpec, When
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.engine_options import STATE_DTYPE, EngineOptions
-from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, state_bytes, token_bytes
+from heteroinfer_operator.planning.kv_cache import state_bytes, token_bytes
+from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, STATE_DTYPE, EngineOptions
+from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
-FOUR_BITS: Final = frozenset({SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4})
 _LATENT_ALIGNMENT: Final = 128
 BLOCK_SIZE: Final = 32
 """Tokens of a KV block: the least that both devices take (vllm/platforms/cpu.py wants a multiple of 32)."""

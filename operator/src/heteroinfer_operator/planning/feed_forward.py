@@ -27,23 +27,23 @@ from heteroinfer_contract.plan import (
 )
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.architectures import NO_FEED_FORWARD
-from heteroinfer_operator.planning.engine_options import (
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
+from heteroinfer_operator.planning.packing import filled_part, packed_part, packing_copies
+from heteroinfer_operator.planning.prediction import Load, count_reads
+from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu_rates
+from heteroinfer_operator.planning.topology import Topology
+from heteroinfer_operator.quantity import parse_bytes
+from heteroinfer_operator.vllm_support.architectures import NO_FEED_FORWARD
+from heteroinfer_operator.vllm_support.engine_options import (
+    ELEMENT_BYTES,
     LOAD_FORMAT,
     MODEL_IMPL,
     OFFLOADED_GIB,
     OFFLOADED_LAYERS,
     EngineOptions,
 )
-from heteroinfer_operator.planning.inventory import Inventory
-from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
-from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
-from heteroinfer_operator.planning.packing import filled_part, packed_part, packing_copies
-from heteroinfer_operator.planning.prediction import Load, count_reads
-from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu_rates
-from heteroinfer_operator.planning.served_architectures import is_by_transformers
-from heteroinfer_operator.planning.topology import Topology
-from heteroinfer_operator.quantity import parse_bytes
+from heteroinfer_operator.vllm_support.served_architectures import is_by_transformers
 
 _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""

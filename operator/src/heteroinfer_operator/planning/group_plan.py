@@ -11,27 +11,31 @@ from typing import Final
 
 from heteroinfer_contract.calibration import Calibration
 from heteroinfer_contract.plan import Device, Plan
-from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, ShortageAction
-from heteroinfer_operator.calibrations import Calibrations, slowest
-from heteroinfer_operator.cluster import NodeView, ResourceKey
-from heteroinfer_operator.demand import PodDemand
+from heteroinfer_operator.api import HeteroInferenceSpec, ResourceKey, RoleSpec, ShortageAction
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
-from heteroinfer_operator.node_assignment import NodeAssignment
-from heteroinfer_operator.planning.inventory import AMX, AVX512, CPUID_LABEL, CPUID_OF, Inventory
-from heteroinfer_operator.planning.memory import GPU_USABLE
-from heteroinfer_operator.planning.placement import (
+from heteroinfer_operator.nodes.calibrations import Calibrations, slowest
+from heteroinfer_operator.nodes.cpu_features import (
+    labelled_features,
+    measured_features,
+    roles_without_amx,
+)
+from heteroinfer_operator.nodes.demand import PodDemand
+from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.placement import (
     FreeNode,
     Placement,
     assign_nodes,
     device_memory_mib,
     explain,
-    lasting_obstacle,
     obstacle,
 )
+from heteroinfer_operator.nodes.role_demand import role_demand
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.memory import GPU_USABLE
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import parse_duration_s
-from heteroinfer_operator.role_demand import role_demand
 
 _WAITS: Final = "the group waits, and nothing of it is created until all its pods fit"
 
@@ -215,15 +219,16 @@ def _inventory(
             if (free_node.node.name in chosen[role.name] if found else not obstacle(demand, free_node.node))
         ]
         # Of the role's pods that compute on CPUs, whether they were meant to or not.
-        if nodes and all(_has_cpu_labels(node) for node in nodes):
-            features[role.name] = frozenset.intersection(*map(_cpu_features, nodes))
+        labelled = [known for node in nodes if (known := labelled_features(node)) is not None]
+        if nodes and len(labelled) == len(nodes):
+            features[role.name] = frozenset.intersection(*labelled)
         calibrations = capacity.calibrations.of_nodes(node.labels for node in nodes)
         by_gpu = role.device is Device.GPU and role.name not in on_cpus
         calibration = slowest(calibrations, by_gpu=by_gpu)
         if calibration is not None:
             measured[role.name] = calibration
             # What only some of them can run, the role's pods cannot.
-            features.setdefault(role.name, frozenset.intersection(*map(_measured_features, calibrations)))
+            features.setdefault(role.name, frozenset.intersection(*map(measured_features, calibrations)))
         if role.device is not Device.GPU:
             continue
         resource = role.gpu_resource
@@ -251,55 +256,9 @@ def _anywhere(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventor
         return Inventory()
     roles = [role.name for role in spec.roles]
     return Inventory(
-        cpu_features=dict.fromkeys(roles, _measured_features(machine)),
+        cpu_features=dict.fromkeys(roles, measured_features(machine)),
         without_amx=roles_without_amx(spec, (), calibrations),
         calibration=dict.fromkeys(roles, machine),
-    )
-
-
-def roles_without_amx(
-    spec: HeteroInferenceSpec, nodes: Sequence[NodeView], calibrations: Calibrations
-) -> frozenset[str]:
-    """Returns the roles whose pods can be on no node with AMX, as far as labels or calibrations say.
-
-    All nodes count where a role's pods may be, not those alone that were found for them: the scheduler
-    decides. So do those that are cordoned or not Ready: a plan outlasts that.
-    """
-    machine = calibrations.this_machine
-    if machine is not None:
-        return frozenset() if machine.has_amx else frozenset(role.name for role in spec.roles)
-    others = [node for node in nodes if not _lacks_amx(node, calibrations)]
-    found = set()
-    for role in spec.roles:
-        demand = role_demand(spec, role, Device.CPU)
-        nowhere_else = all(lasting_obstacle(demand, node) for node in others)
-        if nowhere_else and any(not lasting_obstacle(demand, node) for node in nodes):
-            found.add(role.name)
-    return frozenset(found)
-
-
-def _lacks_amx(node: NodeView, calibrations: Calibrations) -> bool:
-    if _has_cpu_labels(node):
-        return AMX not in _cpu_features(node)
-    measured = calibrations.of_nodes([node.labels])
-    return bool(measured) and not any(each.has_amx for each in measured)
-
-
-def _measured_features(calibration: Calibration) -> frozenset[str]:
-    found = {AMX} if calibration.has_amx else set()
-    return frozenset(found | ({AVX512} if calibration.has_avx512 else set()))
-
-
-def _has_cpu_labels(node: NodeView) -> bool:
-    return any(label.startswith(CPUID_LABEL) for label in node.labels)
-
-
-def _cpu_features(node: NodeView) -> frozenset[str]:
-    """Returns what a node's labels say of its CPUs, as node-feature-discovery writes them."""
-    return frozenset(
-        feature
-        for feature, needed in CPUID_OF.items()
-        if all(node.labels.get(f"{CPUID_LABEL}{name}") == "true" for name in needed)
     )
 
 

@@ -3,18 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
 
 from heteroinfer_contract.calibration import Calibration
-
-AMX: Final = "AMX"
-"""Of `Inventory.cpu_features`: tiles and bf16; such a CPU has AVX512 too."""
-AVX512: Final = "AVX-512"
-"""Of `Inventory.cpu_features`: its foundation (AVX512F)."""
-CPUID_LABEL: Final = "feature.node.kubernetes.io/cpu-cpuid."
-"""Of nodes, by node feature discovery, before a feature's name."""
-CPUID_OF: Final[Mapping[str, tuple[str, ...]]] = {AMX: ("AMXTILE", "AMXBF16"), AVX512: ("AVX512F",)}
-"""Names of what makes a feature, the one first that tells most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

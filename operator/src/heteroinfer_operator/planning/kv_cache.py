@@ -13,9 +13,8 @@ from typing import Final
 from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
-from heteroinfer_operator.planning.engine_options import EngineOptions
+from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
 
-ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 _GROUP_SLACK: Final = 1.5
 """Kinds whose numbers of layers are closer than that are padded to the larger number."""
 

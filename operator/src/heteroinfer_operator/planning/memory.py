@@ -10,11 +10,8 @@ from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.architectures import TABLES_ON_EVERY_STAGE
-from heteroinfer_operator.planning.engine_options import EngineOptions
-from heteroinfer_operator.planning.engine_settings import FOUR_BITS
 from heteroinfer_operator.planning.inventory import Inventory
-from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES, KvCache, build_kv_cache
+from heteroinfer_operator.planning.kv_cache import KvCache, build_kv_cache
 from heteroinfer_operator.planning.packing import (
     WeightKernels,
     bytes_beside,
@@ -24,6 +21,9 @@ from heteroinfer_operator.planning.packing import (
 )
 from heteroinfer_operator.planning.topology import Seat
 from heteroinfer_operator.quantity import parse_bytes
+from heteroinfer_operator.vllm_support.architectures import TABLES_ON_EVERY_STAGE
+from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
+from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 GPU_USABLE: Final = Fraction(9, 10)
 """Share of a GPU's memory for weights and KV cache; the rest: activations, CUDA graphs, the driver."""

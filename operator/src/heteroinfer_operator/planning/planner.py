@@ -17,7 +17,7 @@ from heteroinfer_contract.plan import (
 )
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.node_assignment import NodeAssignment
 from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.engine_settings import engine_settings
 from heteroinfer_operator.planning.feed_forward import (
@@ -31,11 +31,11 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import check_explicit, explicit_layers, split_by_memory
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
 from heteroinfer_operator.planning.prediction import Load, count_reads
-from heteroinfer_operator.planning.quantization import check_quantization
 from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
-from heteroinfer_operator.planning.served_architectures import check_architecture
-from heteroinfer_operator.planning.support import check_load_format, check_remote_support, check_support
 from heteroinfer_operator.planning.topology import Seat, Topology, lay_out
+from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format, check_remote_support, check_support
+from heteroinfer_operator.vllm_support.quantization import check_quantization
+from heteroinfer_operator.vllm_support.served_architectures import check_architecture
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
 """KV headroom, in longest sequences, where some rank's memory is unknown."""
@@ -120,16 +120,18 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     )
     warnings = check_architecture(profile)
     check_quantization(profile, engine)
-    warnings += check_support(profile, engine, topology, inventory)
-    if spec.parallelism.mode is not Mode.FEED_FORWARD:
-        check_load_format(engine, topology)
+    first = topology.stages[0][0].placed
+    features = inventory.cpu_features
+    cpus = {role: features.get(role) for role in topology.cpu_roles}
+    warnings += check_support(profile, engine, cpus, stages=len(topology.stages), first=first.device)
+    if topology.has_cpu and spec.parallelism.mode is not Mode.FEED_FORWARD:
+        check_load_format(engine)
     remote = choose_remote(topology, profile, engine, inventory)
     if remote is not None and not topology.has_cpu:
-        role_name = topology.stages[0][0].placed.role.name
-        warnings += check_remote_support(profile, remote.profile, engine, role_name, inventory)
+        theirs_cpus = {first.role.name: features.get(first.role.name)}
+        warnings += check_remote_support(profile, remote.profile, engine, theirs_cpus)
     kept = profile if remote is None else remote.kept
-    first = topology.stages[0][0].placed.device
-    batches = batches_at_once(spec.parallelism.mode, len(topology.stages), first)
+    batches = batches_at_once(spec.parallelism.mode, len(topology.stages), first.device)
     sizes = Sizes.of(kept, engine, topology.tensor, batches=batches)
     budgets = stage_budgets(topology.stages, sizes, inventory)
     min_tokens = longest_sequence_tokens(engine)

@@ -16,9 +16,9 @@ from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.api import RoleSpec
-from heteroinfer_operator.calibrations import describe
-from heteroinfer_operator.planning.engine_settings import FOUR_BITS
+from heteroinfer_operator.nodes.calibrations import describe
 from heteroinfer_operator.quantity import gigabytes_per_s, parse_quantity
+from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 CPU_BYTES_PER_S: Final = 115e9
 """By all threads of a pod with our bf16 kernels: 110 to 120 GB/s by 14 threads of a 16-core Xeon with

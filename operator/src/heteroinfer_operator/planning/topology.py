@@ -58,9 +58,15 @@ class Topology:
     notes: tuple[str, ...] = ()
 
     @property
+    def cpu_roles(self) -> frozenset[str]:
+        """Roles with ranks that compute on CPUs."""
+        placed = [seat.placed for stage in self.stages for seat in stage]
+        return frozenset(each.role.name for each in placed if each.device is Device.CPU)
+
+    @property
     def has_cpu(self) -> bool:
         """Returns whether any rank computes on a CPU."""
-        return any(seat.placed.device is Device.CPU for stage in self.stages for seat in stage)
+        return bool(self.cpu_roles)
 
     @property
     def is_mixed(self) -> bool:

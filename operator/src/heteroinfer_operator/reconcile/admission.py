@@ -11,8 +11,8 @@ from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_object
 from heteroinfer_operator.reconcile.one_group.made import revision_of
 from heteroinfer_operator.reconcile.reconcile_context import POD, Admission, Context
+from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, REVISION
 from heteroinfer_operator.reconcile.revisions import Revision
-from heteroinfer_operator.refusals import NOT_ANSWERED, REVISION
 
 
 def find_admission(

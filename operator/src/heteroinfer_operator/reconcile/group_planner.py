@@ -18,11 +18,13 @@ from heteroinfer_operator.api import (
     When,
     parse_stored_spec,
 )
-from heteroinfer_operator.calibrations import slowest
 from heteroinfer_operator.cluster import Gang, PodView, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
-from heteroinfer_operator.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.calibrations import slowest
+from heteroinfer_operator.nodes.cpu_features import roles_without_amx
+from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import (
     Capacity,
     GroupRequest,
@@ -32,10 +34,9 @@ from heteroinfer_operator.planning import (
     make_plan,
     plan_group,
 )
-from heteroinfer_operator.planning.engine_settings import FOUR_BITS
-from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles, roles_without_amx
-from heteroinfer_operator.planning.placement import FreeNode
+from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles
 from heteroinfer_operator.planning.prediction_again import PredictedPlan, predict_again
+from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"

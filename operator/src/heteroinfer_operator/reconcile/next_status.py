@@ -22,17 +22,17 @@ from heteroinfer_operator.reconcile.life import Life
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
-from heteroinfer_operator.reconcile.retired import retire
-from heteroinfer_operator.reconcile.rollout import find_rollout
-from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
-from heteroinfer_operator.reconcile.status_summary import plan_status, summary
-from heteroinfer_operator.refusals import (
+from heteroinfer_operator.reconcile.refusals import (
     NOT_ANSWERED,
     OF_CHILDREN,
     REPORTED_TRIES,
     REVISION,
     WRITTEN_BY_OTHERS,
 )
+from heteroinfer_operator.reconcile.retired import retire
+from heteroinfer_operator.reconcile.rollout import find_rollout
+from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
+from heteroinfer_operator.reconcile.status_summary import plan_status, summary
 
 
 def build_next_status(

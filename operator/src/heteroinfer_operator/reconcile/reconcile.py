@@ -66,6 +66,7 @@ from heteroinfer_operator.reconcile.reading import (
     with_complete_labels,
 )
 from heteroinfer_operator.reconcile.reconcile_context import Context
+from heteroinfer_operator.reconcile.refusals import due_in_time
 from heteroinfer_operator.reconcile.retired import known_groups
 from heteroinfer_operator.reconcile.revisions import (
     Revision,
@@ -77,7 +78,6 @@ from heteroinfer_operator.reconcile.revisions import (
 from heteroinfer_operator.reconcile.rollout import decide_wanted
 from heteroinfer_operator.reconcile.silent_leaders import with_report_alone, with_silence
 from heteroinfer_operator.reconcile.teardown import decide_teardown
-from heteroinfer_operator.refusals import due_in_time
 
 _SHORTAGE_EVERY_S = 60.0
 """A group without capacity is looked at this often, should nothing have said that some became free."""

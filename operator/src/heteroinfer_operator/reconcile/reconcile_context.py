@@ -14,8 +14,8 @@ from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
+from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED
 from heteroinfer_operator.reconcile.revisions import Revision, Target
-from heteroinfer_operator.refusals import NOT_ANSWERED
 
 CLIENTS_SCOPE: Final = "clients"
 """Scope of the actions by which clients reach groups."""

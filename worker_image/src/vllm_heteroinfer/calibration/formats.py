@@ -81,4 +81,4 @@ FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
         ),
     }
 )
-"""As `planning/support.py` of the operator has them, by the order of being measured; a test compares."""
+"""As the operator's `vllm_support/cpu_ranks.py` has them, in the order of being measured; a test compares."""

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from heteroinfer_contract import names
-from heteroinfer_operator.budget import Spending, is_pod
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -25,6 +24,7 @@ from heteroinfer_operator.cluster import (
     SetFinalizer,
     TryObjects,
 )
+from heteroinfer_operator.reconcile.budget import Spending, is_pod
 
 OBJECT_REFUSED: Final = "ObjectRefused"
 STATUS: Final = f"{names.KIND}/status"

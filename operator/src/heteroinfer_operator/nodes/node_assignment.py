@@ -2,8 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from heteroinfer_operator.cluster import Gang
+
+class Gang(StrEnum):
+    """Who places all pods of a group at once, or none."""
+
+    KUEUE = "Kueue"
+    VOLCANO = "Volcano"
+    COSCHEDULING = "Coscheduling"
+    """The plugin of kubernetes-sigs/scheduler-plugins."""
+    NATIVE = "Native"
+    """kube-scheduler's own, with scheduling.k8s.io/v1alpha1 Workload (alpha in Kubernetes 1.35)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,12 @@ from typing import Final
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
-from heteroinfer_operator.planning.engine_options import EngineOptions
 from heteroinfer_operator.planning.feed_forward import beside_weights_bytes, feed_forward_seconds
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES
 from heteroinfer_operator.planning.planner import Planned, block_capacities
 from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token
+from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 
 REQUESTS: Final = (1, 8, 64)
 CONTEXTS: Final = (1024, 16384)

@@ -5,7 +5,7 @@
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.listed_architectures import (
+from heteroinfer_operator.vllm_support.listed_architectures import (
     BY_TRANSFORMERS,
     ENDINGS,
     GENERATES,

@@ -4,10 +4,10 @@ tests/integration/models asks vLLM's own kernels for it, so that it stays true. 
 load, or serve wrong, is refused here, with what to do.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 from heteroinfer_contract.load_formats import OF_GPUS, SAFETENSORS
 from heteroinfer_contract.model import AttentionKind, Routing, Scheme, SchemeName
@@ -15,7 +15,8 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.architectures import (
+from heteroinfer_operator.nodes.cpu_features import AMX, AVX512, CPUID_LABEL, CPUID_OF
+from heteroinfer_operator.vllm_support.architectures import (
     BROKEN_PIPELINE,
     GATED_DELTA_NETS,
     GPU_CLASSES,
@@ -26,11 +27,8 @@ from heteroinfer_operator.planning.architectures import (
     UNGATED_EXPERTS,
     ZERO_EXPERTS,
 )
-from heteroinfer_operator.planning.engine_options import EngineOptions
-from heteroinfer_operator.planning.engine_settings import FOUR_BITS
-from heteroinfer_operator.planning.inventory import AMX, AVX512, CPUID_LABEL, CPUID_OF, Inventory
-from heteroinfer_operator.planning.kv_cache import ELEMENT_BYTES
-from heteroinfer_operator.planning.topology import Topology
+from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
+from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 _WHO_HAS_IT: Final = MappingProxyType(
     {
@@ -125,21 +123,30 @@ asks nobody: in float16 its decoding of 512 + 64 elements gave NaN 30 times of 3
 CPU_DELTA_NET_DTYPE: Final = "bfloat16"
 """Of linear attention by gated delta nets: with another one vLLM ends at its first step
 (vllm/.../mamba/ops/cpu/gdn_attention.py::cpu_gdn_attention_core@v0.32.0)."""
+CpuFeatures: TypeAlias = Mapping[str, frozenset[str] | None]
+"""By role with ranks on CPUs: what the CPUs of all its nodes can do, or None if that is unknown."""
 _KEYS_AND_VALUES: Final = (AttentionKind.FULL, AttentionKind.WINDOW, AttentionKind.CHUNKED)
 
 
 def check_support(
-    profile: ModelProfile, engine: EngineSettings, topology: Topology, inventory: Inventory
+    profile: ModelProfile, engine: EngineSettings, cpus: CpuFeatures, *, stages: int, first: Device
 ) -> tuple[str, ...]:
     """Returns what users should know of a model on CPU ranks, one line each.
+
+    Args:
+        profile: of the model.
+        engine: the group's settings.
+        cpus: of the group's CPU ranks; empty without any.
+        stages: of the group.
+        first: what the first rank computes on.
 
     Raises:
         PlanError: vLLM cannot run it in stages, or CPU ranks not at all, or not here; the message says what
             can be done.
     """
-    if len(topology.stages) > 1:
-        _check_pipeline(profile, len(topology.stages))
-    if not topology.has_cpu:
+    if stages > 1:
+        _check_pipeline(profile, stages)
+    if not cpus:
         return ()
     _check_classes(profile)
     _check_attention(profile)
@@ -147,18 +154,12 @@ def check_support(
         _check_latent(profile, engine)
     _check_states(profile, engine)
     _check_kv_cache(profile, engine)
-    _check_encoder(profile, engine, topology)
+    _check_encoder(profile, engine, first)
     warnings = (*_check_linear(profile, engine), *_check_experts(profile, engine))
-    roles = {
-        seat.placed.role.name
-        for stage in topology.stages
-        for seat in stage
-        if seat.placed.device is Device.CPU
-    }
-    return (*warnings, *_check_instructions(_needs(profile, engine), roles, inventory))
+    return (*warnings, *_check_instructions(_needs(profile, engine), cpus))
 
 
-def check_load_format(engine: EngineSettings, topology: Topology) -> None:
+def check_load_format(engine: EngineSettings) -> None:
     """Checks that CPU ranks in stages can read what `--load-format` names.
 
     They could read the same files by themselves, but GPU ranks would wait for them: all ranks of a group
@@ -169,7 +170,7 @@ def check_load_format(engine: EngineSettings, topology: Topology) -> None:
         PlanError: it is a way of GPUs alone.
     """
     asked = EngineOptions.of(engine.extra_args).load_format
-    if topology.has_cpu and (asked or "").lower() in OF_GPUS:
+    if (asked or "").lower() in OF_GPUS:
         raise _refuse(
             f"engine.args --load-format {asked}",
             "vLLM has it for groups of GPUs alone",
@@ -178,7 +179,7 @@ def check_load_format(engine: EngineSettings, topology: Topology) -> None:
 
 
 def check_remote_support(
-    profile: ModelProfile, moved: ModelProfile, engine: EngineSettings, role: str, inventory: Inventory
+    profile: ModelProfile, moved: ModelProfile, engine: EngineSettings, cpus: CpuFeatures
 ) -> tuple[str, ...]:
     """Returns what users should know of feed-forward ranks beside a GPU, one line each.
 
@@ -186,8 +187,7 @@ def check_remote_support(
         profile: of the model, whose layers they build without memory.
         moved: of what they have of it.
         engine: the group's settings.
-        role: whose pod they are in.
-        inventory: what there is to plan with.
+        cpus: of the role whose pod they are in.
 
     Raises:
         PlanError: they cannot compute it; the message says what can be done.
@@ -195,7 +195,7 @@ def check_remote_support(
     _check_classes(profile)
     _check_sparse(profile)
     warnings = (*_check_linear(moved, engine), *_check_experts(moved, engine, route=False))
-    return (*warnings, *_check_instructions(_weights_need(moved), {role}, inventory))
+    return (*warnings, *_check_instructions(_weights_need(moved), cpus))
 
 
 def _refuse(what: str, why: str, remedy: str) -> PlanError:
@@ -317,7 +317,7 @@ def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
         )
 
 
-def _check_encoder(profile: ModelProfile, engine: EngineSettings, topology: Topology) -> None:
+def _check_encoder(profile: ModelProfile, engine: EngineSettings, first: Device) -> None:
     if not profile.encoder or EngineOptions.of(engine.extra_args).is_text_only:
         return
     text_only = "or serve text alone: add --language-model-only to engine.args"
@@ -328,7 +328,7 @@ def _check_encoder(profile: ModelProfile, engine: EngineSettings, topology: Topo
             "wrong answers without an error",
             f"use GPU roles only, {text_only}",
         )
-    if topology.stages[0][0].placed.device is Device.CPU:
+    if first is Device.CPU:
         raise PlanError(
             f"model: got {MULTIMODAL_CPU_FIRST.feature} ({profile.architecture}, {profile.encoder}), but "
             f"{MULTIMODAL_CPU_FIRST.why}; list a GPU role first and set parallelism.stageOrder: AsListed, "
@@ -464,7 +464,7 @@ def _weights_need(profile: ModelProfile) -> tuple[str, str]:
     return (of_linear, f"weights in {scheme}") if of_linear else ("", "")
 
 
-def _check_instructions(need: tuple[str, str], roles: Set[str], inventory: Inventory) -> tuple[str, ...]:
+def _check_instructions(need: tuple[str, str], cpus: CpuFeatures) -> tuple[str, ...]:
     needs, what = need
     if not needs:
         return ()
@@ -472,15 +472,14 @@ def _check_instructions(need: tuple[str, str], roles: Set[str], inventory: Inven
         "put CPU roles on nodes that have it (roles[].template.nodeSelector: "
         f"{CPUID_LABEL}{CPUID_OF[needs][0]}: 'true')"
     )
-    for role in sorted(roles):
-        features = inventory.cpu_features.get(role)
+    for role, features in sorted(cpus.items()):
         if features is not None and features.isdisjoint({needs, AMX}):  # no CPU has AMX alone
             raise PlanError(
                 f"role {role}: {needs} is needed on CPUs for {what}, and its nodes do not have it; "
                 f"{nodes}, or use GPU roles only",
                 reason=PlanReason.UNSUPPORTED_MODEL,
             )
-    if all(role in inventory.cpu_features for role in roles):
+    if None not in cpus.values():
         return ()
     unknown = f"{_WHO_HAS_IT[needs]}), and the nodes do not say whether they have it"
     return (f"{needs} is needed on CPUs for {what} ({unknown}; {nodes}",)

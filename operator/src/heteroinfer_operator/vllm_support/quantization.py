@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.engine_options import EngineOptions
+from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 
+FOUR_BITS: Final = frozenset({SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4})
 _SIXTEEN_BITS: Final = frozenset({"bfloat16", "float16"})
 _ANY: Final = _SIXTEEN_BITS | {"float32"}
 _BFLOAT16: Final = frozenset({"bfloat16"})

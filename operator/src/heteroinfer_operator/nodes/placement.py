@@ -13,9 +13,9 @@ from math import prod
 from typing import Final, NamedTuple
 
 from heteroinfer_contract.byte_size import format_bytes
-from heteroinfer_operator.cluster import NodeView
-from heteroinfer_operator.demand import PodDemand, selects_node, tolerates
-from heteroinfer_operator.planning.pod_affinity import GroupTerms, PodSeries, Values, combinations
+from heteroinfer_operator.nodes.demand import PodDemand, selects_node, tolerates
+from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values, combinations
 
 MOST_TRIES: Final = 5000
 """Pods put onto a node before the search gives up: about 20 ms of one core (2026-11-21)."""

@@ -7,8 +7,8 @@ from typing import Final
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
+from heteroinfer_operator.commands.account import sequences_at_once
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.account import sequences_at_once
 from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
 

@@ -6,6 +6,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
+ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Of an element, by `--dtype` or `--kv-cache-dtype`."""
 KV_CACHE_DTYPE: Final = "--kv-cache-dtype"
 QUANTIZATION: Final = "--quantization"
 MOE_BACKEND: Final = "--moe-backend"

@@ -6,9 +6,8 @@ from typing import Any
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device
-from heteroinfer_operator.api import FeedForwardSpec, HeteroInferenceSpec, PodTemplate, RoleSpec
-from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.demand import PodDemand, pod_demand, requests_of, require_label
+from heteroinfer_operator.api import FeedForwardSpec, HeteroInferenceSpec, PodTemplate, ResourceKey, RoleSpec
+from heteroinfer_operator.nodes.demand import PodDemand, pod_demand, requests_of, require_label
 from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
 _NOT_OF_SPEC = {"labels", "annotations"}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from heteroinfer_operator.demand import Manifest, PodDemand, selects_pod
+from heteroinfer_operator.nodes.demand import Manifest, PodDemand, selects_pod
 
 _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 """The label that every namespace has, with its name."""
