@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.kube.paths import CLAIM
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster import kwok, tools

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import metric_names
-from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster import tools

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.api.crd import build_crd
 from tests.cluster import kwok
 from tests.cluster.crds import apply_crds
 from tests.cluster.folders import REPOSITORY

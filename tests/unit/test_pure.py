@@ -35,7 +35,7 @@ _PYDANTIC = frozenset(
 """It has types, too, that ask a clock or a disk."""
 LIBRARIES = {
     "heteroinfer_operator.api": _PYDANTIC,
-    "heteroinfer_operator.crd": frozenset({"yaml"}),
+    "heteroinfer_operator.api.crd": frozenset({"yaml"}),
     "heteroinfer_operator.fleet.lines": frozenset({"pydantic.alias_generators"}),
 }
 """Of others, what a module may import, or each of a package."""

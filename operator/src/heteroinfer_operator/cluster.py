@@ -15,8 +15,8 @@ from heteroinfer_operator.api.resource import ResourceKey as ResourceKey  # noqa
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.demand import Manifest as Manifest  # noqa: PLC0414 - part of the port's face
 from heteroinfer_operator.nodes.demand import PodDemand
-from heteroinfer_operator.nodes.node_assignment import Gang as Gang  # noqa: PLC0414 - part of the port's face
-from heteroinfer_operator.nodes.node_view import NodeView as NodeView  # noqa: PLC0414 - part of the port's face
+from heteroinfer_operator.nodes.node_assignment import Gang
+from heteroinfer_operator.nodes.node_view import NodeView
 
 OVER_PHASES: Final = frozenset({"Succeeded", "Failed"})
 """Of a pod none of whose containers runs again."""
@@ -27,12 +27,9 @@ class ResourceView:
     """A HeteroInference as it is stored.
 
     Attributes:
-        key: its name.
-        uid: its identity.
         generation: counts changes of the spec.
         resource_version: what a status write is conditioned on.
         finalizers: who must clean up before it goes.
-        deleting: whether it has a deletionTimestamp.
         spec: as stored, not yet parsed.
         status: as stored, not yet parsed; empty at first.
         status_managers: field managers that have written the status.
@@ -56,7 +53,6 @@ class ContainerTermination:
     Attributes:
         exit_code: 137 after SIGKILL, as Kubernetes counts.
         reason: Kubernetes' own, such as `OOMKilled`.
-        message: the termination message.
     """
 
     exit_code: int
@@ -79,26 +75,20 @@ class PodView:
     """A pod of a resource, trimmed to what decisions read.
 
     Attributes:
-        name: its name.
         uid: its identity; deletions name it.
         labels: the contract's labels.
         lost_labels: those of them that are not stored as they should be, and how; None for one that the
             pod should not have.
         created: creation time; of a pod that has ended, by the clock of this process.
-        deleting: whether it has a deletionTimestamp.
         gone_by: when a pod that is being deleted has used up its grace period, or None; by the clock
             of this process, as is the time of a reconcile.
         started: whether its worker container runs or ran: before, no rank of it can have spoken.
         phase: Pending, Running, Succeeded or Failed.
         reason: the pod's own, such as `Evicted`.
-        message: the pod's own.
-        ready: condition Ready.
         finalizers: who must let it go before it goes; none of them is ours.
         disrupted: why it is taken away by no fault of its own (eviction, drain, preemption, a
             lost node, Kueue), or "".
-        node: its node, or "".
         unschedulable: why it is not placed, or "".
-        waiting: why its container does not run yet, or None.
         termination: how its worker container ended, or None while it has not.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
         images: that the workers of its epoch were asked to run; "" where it does not say so.
@@ -140,17 +130,14 @@ class ResourceObservation:
     """All that one reconcile decides on.
 
     Attributes:
-        resource: the HeteroInference.
         pods: all its pods, of every group and epoch, inspect pods too.
         objects: its other children as stored (Service, NetworkPolicy, ConfigMap).
         nodes: of the cluster; None where nodes may not be read.
         promised: what pods of ours that have no node yet, of any resource, will take of the nodes.
-        gangs: gang schedulers that the cluster has.
         groups: by group index: what a running leader says of its group now.
         silences: by group index and epoch: for how many seconds no connection to its leader, which answered
             before, has succeeded.
         pods_unwatched: whether the API server failed to show the pods when it was last asked.
-        calibrations: what was measured of nodes.
         fetch: what the pod that fetches the model says now, or None.
         refusals: what of the resource was refused when it was last tried.
         admitted: revisions of which objects were tried and would be taken; None where nobody refuses any.
@@ -184,13 +171,11 @@ class Refusal:
 
     Attributes:
         kind: as in `kind`; of the resource itself for its status and finalizer.
-        name: of the object.
         reason: CamelCase: ObjectRefused, NameTaken, NameHeld, ChangedByOthers, DeletedByOthers,
             MadeByOthers or NotAnswered.
         message: who refuses what, in the API server's words.
         scopes: of the action.
         tries: how often in a row.
-        retry_at: when it is tried again.
         blocks: whether what needs the object waits for it; not for one that is there, and not as written.
     """
 
@@ -209,7 +194,6 @@ class CreateObject:
     """Create it; if one of that name exists, observe again.
 
     Attributes:
-        manifest: of the object.
         may_exist: an object of that name is as good: its name says what it holds.
         scopes: what it is part of, such as a group: while it cannot be made, nothing later of the same
             scope is.
@@ -229,7 +213,6 @@ class TryObjects:
 
     Attributes:
         revision: hash.
-        manifests: of the objects.
     """
 
     revision: str
@@ -241,7 +224,6 @@ class ApplyObject:
     """Make the stored object say what the manifest says (server-side apply).
 
     Attributes:
-        manifest: of the object.
         scopes: as of CreateObject.
         taken_out: paths of fields that are not in the manifest and shall not be in the object: the API
             server would leave them there, since they are not ours.
@@ -259,7 +241,6 @@ class DeleteObject:
     Attributes:
         kind: as in `kind`.
         api_version: as in `apiVersion`, for kinds that share their name with others; "" for the rest.
-        name: its name.
         uid: its identity: one of the same name and another uid is left alone.
         grace_s: for pods: seconds to end by themselves; None takes the pod's own.
         after_status: whether what it takes away must be in the status first, such as why an epoch ended.
@@ -302,7 +283,6 @@ class RecordEvent:
     Attributes:
         reason: CamelCase.
         message: one line.
-        warning: whether it is a Warning rather than Normal.
     """
 
     reason: str

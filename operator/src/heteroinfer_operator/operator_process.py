@@ -63,7 +63,6 @@ class Operator:
     """All parts of the operator, wired.
 
     Args:
-        settings: of the installation.
         build_decide: makes the pure decision of the operator's key, None without one.
     """
 

@@ -119,22 +119,19 @@ class InstallationSettings:
             log_level=read.choice("LOG_LEVEL", ("INFO", "DEBUG", "WARNING", "ERROR")),
         )
         if settings.key_secret and not settings.namespace:
-            raise HeteroInferError(
+            raise _bad(
                 "HETEROINFER_KEY_SECRET is set, but HETEROINFER_NAMESPACE is not; the chart takes it "
-                "from the pod",
-                reason=FailureReason.BAD_SETTINGS.value,
+                "from the pod"
             )
         if settings.calibration_config_map and not settings.namespace:
-            raise HeteroInferError(
+            raise _bad(
                 "HETEROINFER_CALIBRATION_CONFIG_MAP is set, but HETEROINFER_NAMESPACE is not; the chart "
-                "takes it from the pod",
-                reason=FailureReason.BAD_SETTINGS.value,
+                "takes it from the pod"
             )
         if settings.leader_election and not (settings.namespace and settings.identity):
-            raise HeteroInferError(
+            raise _bad(
                 "HETEROINFER_LEADER_ELECTION is true, but HETEROINFER_NAMESPACE or HETEROINFER_IDENTITY "
-                "is not set; the chart takes both from the pod",
-                reason=FailureReason.BAD_SETTINGS.value,
+                "is not set; the chart takes both from the pod"
             )
         return settings
 
@@ -173,6 +170,8 @@ class _EnvReader:
 
 
 def _wrong(name: str, got: str, expected: str) -> HeteroInferError:
-    return HeteroInferError(
-        f"HETEROINFER_{name}: got {got!r}, expected {expected}", reason=FailureReason.BAD_SETTINGS.value
-    )
+    return _bad(f"HETEROINFER_{name}: got {got!r}, expected {expected}")
+
+
+def _bad(message: str) -> HeteroInferError:
+    return HeteroInferError(message, reason=FailureReason.BAD_SETTINGS.value)

@@ -71,8 +71,6 @@ def build_process(
     """Returns the reconcile of one resource: observe, decide, act.
 
     Args:
-        cluster: the world.
-        decide: the decision.
         passed_s: seconds of a clock that is never set.
     """
     logged: set[tuple[ResourceKey, str]] = set()
@@ -147,12 +145,9 @@ class WorkQueue:
     do not shorten the back-off; changes by others do. Use from one event loop.
 
     Args:
-        process: the reconcile of one resource.
         workers: resources at work at once, without those that have been at work for `slow_s`.
         backoff: after failures.
-        reconcile_timeout_s: of one call of process.
         slow_s: a reconcile that takes longer keeps no other from starting.
-        metrics: where reconciles are counted.
     """
 
     def __init__(

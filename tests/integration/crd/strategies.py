@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from hypothesis import strategies as st
 
 from heteroinfer_contract import names
+from heteroinfer_operator.api.crd import build_schema
 from heteroinfer_operator.api.env_vars import ALLOWED_ENV, OWNED_ENV
-from heteroinfer_operator.crd import build_schema
 from heteroinfer_operator.quantity import DURATION_PATTERN
 
 Json: TypeAlias = dict[str, Any]

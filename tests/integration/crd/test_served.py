@@ -16,7 +16,7 @@ from heteroinfer_operator.api import (
     HeteroInferenceStatus,
     Summary,
 )
-from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.quantity import DURATION_PATTERN
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.kube.paths import NODE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.crds import apply_crds

@@ -17,7 +17,7 @@ import aiohttp
 
 from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_operator.cluster import Gang, ResourceKey
+from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
@@ -26,6 +26,7 @@ from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.nodes.node_assignment import Gang
 
 CrdName = f"{names.PLURAL}.{names.API_GROUP}"
 DEADLINE_S = 20.0

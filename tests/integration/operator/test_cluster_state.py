@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 
+from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.cluster import CreateObject, ResourceKey
-from heteroinfer_operator.crd import build_crd
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.paths import CONFIG_MAP, NODE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration

@@ -10,10 +10,10 @@ import pytest
 import pytest_asyncio
 
 from heteroinfer_contract import metric_names, names
-from heteroinfer_operator.cluster import Gang
 from heteroinfer_operator.kube.gangs import Caches, GangSchedulers
 from heteroinfer_operator.kube.paths import POD, VOLCANO_POD_GROUP, Kind
 from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.nodes.node_assignment import Gang
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.api_proxy import ApiProxy, api_proxy
 from tests.integration.operator.life import (

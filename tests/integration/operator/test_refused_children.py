@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from heteroinfer_contract import metric_names, names
-from heteroinfer_operator.cluster import Gang
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NETWORK_POLICY, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.nodes.node_assignment import Gang
 from tests.integration.operator.life import (
     Install,
     bring_up,

@@ -10,7 +10,7 @@ import pytest_asyncio
 import yaml
 
 from heteroinfer_contract import names
-from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.crds import apply_crds

@@ -7,11 +7,12 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api import parse_spec
-from heteroinfer_operator.cluster import Gang, ResourceKey
+from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.paths import COSCHEDULING_POD_GROUP, WORKLOAD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
+from heteroinfer_operator.nodes.node_assignment import Gang
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import SPEC, operator, served_gangs, until
 from tests.integration.scheduling.conftest import (

@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import Gang
-from heteroinfer_operator.crd import build_crd
+from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.nodes.node_assignment import Gang
 from tests.cluster import kwok
 from tests.cluster.crds import apply_crds
 from tests.cluster.gang_schedulers import (

@@ -5,7 +5,7 @@ from typing import Final
 
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_operator.api import parse_spec
-from heteroinfer_operator.cluster import NodeView
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from tests.integration.served_models.cases import AMX, AVX512, LONGEST
 

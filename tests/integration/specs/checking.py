@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from heteroinfer_contract import names
-from heteroinfer_operator.crd import render_crd
+from heteroinfer_operator.api.crd import render_crd
 from heteroinfer_operator.kube.installation import wait_for_resource
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration

@@ -8,8 +8,9 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedModel
 from heteroinfer_operator.api import parse_resource
-from heteroinfer_operator.cluster import NodeView, Refusal, ResourceKey, ResourceObservation
+from heteroinfer_operator.cluster import Refusal, ResourceKey, ResourceObservation
 from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED
 from tests.unit.reconcile.world import OPTIONS, PROFILE, World

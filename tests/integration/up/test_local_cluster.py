@@ -21,7 +21,6 @@ from heteroinfer_operator.cluster import (
     ConflictError,
     CreateObject,
     DeleteObject,
-    NodeView,
     PatchStatus,
     PodView,
     ResourceObservation,
@@ -29,6 +28,7 @@ from heteroinfer_operator.cluster import (
 )
 from heteroinfer_operator.local.adapter import LocalCluster, LocalClusterError, LocalOptions, LocalPodError
 from heteroinfer_operator.local.process import PodFolder
+from heteroinfer_operator.nodes.node_view import NodeView
 from tests.running_up import Processes
 from tests.unit.local.pods import pod
 

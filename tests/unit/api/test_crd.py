@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from heteroinfer_operator.api.crd import build_crd, build_schema, render_crd
 from heteroinfer_operator.commands.crd_command import COPIES
-from heteroinfer_operator.crd import build_crd, build_schema, render_crd
 
 ROOT = Path(__file__).parents[3]
 

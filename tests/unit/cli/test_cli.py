@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from kubernetes.aio.config import kube_config
 
+from heteroinfer_operator.api.crd import render_crd
 from heteroinfer_operator.cli import COMMANDS, main
 from heteroinfer_operator.commands.crd_command import COPIES
-from heteroinfer_operator.crd import render_crd
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import NodeView, PodView, ResourceKey
+from heteroinfer_operator.cluster import PodView, ResourceKey
 from heteroinfer_operator.kube import kept_calibrations, trim
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.own_clock import OwnClock
@@ -22,6 +22,7 @@ from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service, client_ports
 from heteroinfer_operator.nodes.demand import PodDemand, Taint, selects_node, selects_pod, tolerates
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import Obstacle, build_free_nodes, lasting_obstacle
 from heteroinfer_operator.stored_fields import UnreadableError, as_moment, version_number
 

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import NodeView, PodView, ResourceKey
+from heteroinfer_operator.cluster import PodView, ResourceKey
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.own_clock import AwakeClock, OwnClock, utc_now
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
 START = datetime(2026, 11, 22, tzinfo=UTC)

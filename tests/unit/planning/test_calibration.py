@@ -11,9 +11,9 @@ import pytest
 from heteroinfer_contract.calibration import Calibration, GpuRate, Hardware, KernelPart
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import SchemeName
-from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind, describe, read_kept, slowest
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import (
     Capacity,
     GroupRequest,
@@ -22,8 +22,8 @@ from heteroinfer_operator.planning import (
     plan_group,
     rates,
 )
+from heteroinfer_operator.planning.predicted_plan import predict_again
 from heteroinfer_operator.planning.prediction import Load, count_reads
-from heteroinfer_operator.planning.prediction_again import predict_again
 from heteroinfer_operator.vllm_support import cpu_ranks as supported
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.calibrated import CALIBRATION, CPU, calibration, kernel

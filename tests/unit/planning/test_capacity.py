@@ -6,9 +6,9 @@ import pytest
 
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
-from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.nodes.demand import Taint
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from tests.unit.planning.planned_models import GIB, cpu, gpu, profile, spec

@@ -28,13 +28,13 @@ from heteroinfer_operator.planning.feed_forward import (
 )
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
+from heteroinfer_operator.planning.predicted_plan import predict_again
 from heteroinfer_operator.planning.prediction import (
     MIXTURE_LAUNCH_S,
     Load,
     forecast_first_token,
     predict,
 )
-from heteroinfer_operator.planning.prediction_again import predict_again
 from heteroinfer_operator.planning.rates import CPU_PLAIN_OTHER, EXCHANGE_BYTES_PER_S
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.calibrated import CALIBRATION

@@ -14,11 +14,11 @@ from heteroinfer_contract.model import LayerKind, Routing, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
-from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.commands.account import describe_memory
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind
 from heteroinfer_operator.nodes.cpu_features import roles_without_amx
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.packing import WeightKernels, packed_part, packing_copies

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.nodes.demand import (
     Manifest,
     PodDemand,
@@ -21,13 +20,9 @@ from heteroinfer_operator.nodes.demand import (
     selects_node,
     tolerates,
 )
-from heteroinfer_operator.nodes.placement import (
-    FreeNode,
-    assign_nodes,
-    build_free_nodes,
-    explain,
-    obstacle,
-)
+from heteroinfer_operator.nodes.missing_capacity import explain
+from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.placement import FreeNode, assign_nodes, build_free_nodes, obstacle
 
 GPU = "nvidia.com/gpu"
 ZONE = "topology.kubernetes.io/zone"

@@ -9,9 +9,9 @@ from heteroinfer_contract import load_formats
 from heteroinfer_contract.model import Routing, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import HeteroInferenceSpec
-from heteroinfer_operator.cluster import NodeView
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.nodes.cpu_features import AMX, AVX512
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, build_free_nodes, plan_group
 from heteroinfer_operator.planning.kv_cache import cache_element_bytes
 from heteroinfer_operator.vllm_support.architectures import BROKEN_PIPELINE

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from heteroinfer_contract import names
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import MAX_EPOCH, MAX_GROUPS, parse_status
+from heteroinfer_operator.api.crd import build_schema
 from heteroinfer_operator.cluster import DeleteObject, PatchStatus, ResourceKey
-from heteroinfer_operator.crd import build_schema
 from heteroinfer_operator.metrics import OperatorMetrics
 from tests.integration.crd.strategies import from_schema, paths
 from tests.unit.reconcile.structural_schema import find_problems

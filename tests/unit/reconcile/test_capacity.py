@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import ApplyObject, CreateObject, Gang, NodeView, ResourceObservation
+from heteroinfer_operator.cluster import ApplyObject, CreateObject, ResourceObservation
 from heteroinfer_operator.nodes.demand import PodDemand, pod_demand
+from heteroinfer_operator.nodes.node_assignment import Gang
+from heteroinfer_operator.nodes.node_view import NodeView
 from tests.unit.reconcile.world import World, cpu_pair
 
 GPU = "nvidia.com/gpu"

@@ -15,13 +15,13 @@ from heteroinfer_operator.cluster import (
     ApplyObject,
     CreateObject,
     Decision,
-    Gang,
     Manifest,
     PatchStatus,
     PodView,
     RecordEvent,
 )
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
+from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.reconcile import reconcile
 from heteroinfer_operator.reconcile.refusals import OF_CHILDREN
 from tests.unit.reconcile.damage import HIDING, Webhook, without_annotations

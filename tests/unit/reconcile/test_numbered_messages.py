@@ -10,14 +10,8 @@ from typing import Any
 import pytest
 
 from heteroinfer_operator.api import HeteroInferenceStatus
-from heteroinfer_operator.cluster import (
-    Action,
-    CreateObject,
-    DeleteObject,
-    NodeView,
-    PatchStatus,
-    RecordEvent,
-)
+from heteroinfer_operator.cluster import Action, CreateObject, DeleteObject, PatchStatus, RecordEvent
+from heteroinfer_operator.nodes.node_view import NodeView
 from tests.unit.reconcile.world import World, cpu_pair, waits
 
 _WORDS = ("message", "notes")

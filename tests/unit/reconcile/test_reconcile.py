@@ -7,10 +7,11 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
-from heteroinfer_operator.cluster import NodeView, PatchStatus, ResourceKey, SetFinalizer
+from heteroinfer_operator.cluster import PatchStatus, ResourceKey, SetFinalizer
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.service import client_ports
+from heteroinfer_operator.nodes.node_view import NodeView
 from tests.unit.reconcile.world import World, cpu_pair
 
 CULPRIT = Failure(

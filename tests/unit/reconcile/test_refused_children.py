@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import Gang
+from heteroinfer_operator.nodes.node_assignment import Gang
 from tests.unit.reconcile.test_invariants import (
     change_policies,
     delete_policies,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, Gang
+from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject
+from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, OBJECT_REFUSED, subject
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 

@@ -19,8 +19,6 @@ from heteroinfer_operator.cluster import (
     CreateObject,
     Decision,
     DeleteObject,
-    Gang,
-    NodeView,
     PatchStatus,
     PodView,
     RecordEvent,
@@ -38,6 +36,8 @@ from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.nodes.node_assignment import Gang
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.reconcile import Options, reconcile
 from heteroinfer_operator.reconcile.budget import (
     STATUS_WRITES_WITHIN,

@@ -269,8 +269,6 @@ def duration_rule(name: str, attribute: str, *, least: str, most: str) -> Valida
     """Returns the rule that a duration keeps within bounds.
 
     Args:
-        name: of the field in the resource.
-        attribute: of the model.
         least: the shortest that is allowed.
         most: the longest.
     """

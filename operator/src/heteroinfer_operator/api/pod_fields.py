@@ -62,8 +62,6 @@ def keys_rule(name: str, attribute: str, what: str, pattern: str) -> ValidationR
     """Returns the rule that a map has keys of this pattern only: a structural schema has no word for it.
 
     Args:
-        name: of the field in the resource.
-        attribute: of the model.
         what: a key is, for people.
         pattern: without anchors.
     """

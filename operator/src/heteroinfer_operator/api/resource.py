@@ -29,7 +29,6 @@ class ResourceKey:
     name: str
 
     def __str__(self) -> str:
-        """Returns `namespace/name`."""
         return f"{self.namespace}/{self.name}"
 
 
@@ -165,9 +164,6 @@ def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]
 
     Nothing checks what `changed(...)` writes into a model. What the schema would refuse is left
     out: the API server would refuse the whole status, again and again.
-
-    Args:
-        status: to be stored.
 
     Returns:
         The values, and the problems of what was left out, "" if nothing was.

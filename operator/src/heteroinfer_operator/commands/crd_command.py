@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from heteroinfer_operator.crd import render_crd
+from heteroinfer_operator.api.crd import render_crd
 from heteroinfer_operator.errors import HeteroInferError
 
 COPIES: Final = ("crds/heteroinference.yaml", "charts/heteroinfer/files/heteroinference.yaml")

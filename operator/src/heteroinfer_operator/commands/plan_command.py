@@ -18,7 +18,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, RankAssignment
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.api import HeteroInference
-from heteroinfer_operator.cluster import NodeView, ResourceKey
+from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.commands.account import (
     describe_bounds,
     describe_capacity,
@@ -33,6 +33,7 @@ from heteroinfer_operator.errors import HeteroInferError, ModelError, PlanError,
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.local.hub_profile import read_hub_profile
 from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.engine_settings import refused_arguments

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import Gang, Manifest, NodeView, ResourceKey
+from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
@@ -22,6 +22,8 @@ from heteroinfer_operator.kube.trim import ChildRecord, PodPromise, PodRecord, P
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.demand import PodDemand, total
+from heteroinfer_operator.nodes.node_assignment import Gang
+from heteroinfer_operator.nodes.node_view import NodeView
 
 logger = logging.getLogger(__name__)
 

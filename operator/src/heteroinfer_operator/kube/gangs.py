@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from heteroinfer_contract.background import start_task
-from heteroinfer_operator.cluster import Gang
 from heteroinfer_operator.kube.paths import GANG_CHILDREN, Kind
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord
 from heteroinfer_operator.kube.watch_cache import WatchCache
+from heteroinfer_operator.nodes.node_assignment import Gang
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import Gang
+from heteroinfer_operator.nodes.node_assignment import Gang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from heteroinfer_operator.cluster import (
     OVER_PHASES,
     ContainerTermination,
     Manifest,
-    NodeView,
     PodView,
     ResourceKey,
     ResourceView,
@@ -25,6 +24,7 @@ from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
 from heteroinfer_operator.manifests.identity import Owner, named_labels
 from heteroinfer_operator.nodes.demand import PODS, PodDemand, Taint, effective_requests, pod_demand
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.stored_fields import (
     EARLIEST,
     as_amounts,

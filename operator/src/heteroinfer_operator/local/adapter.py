@@ -19,7 +19,6 @@ from heteroinfer_operator.cluster import (
     CreateObject,
     DeleteObject,
     Manifest,
-    NodeView,
     PatchStatus,
     RecordEvent,
     ResourceKey,
@@ -35,6 +34,7 @@ from heteroinfer_operator.local.process import PodFolder, RunningPod
 from heteroinfer_operator.local.stored_pod import StoredPod
 from heteroinfer_operator.local.supervisor_client import SupervisorClient
 from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.nodes.node_view import NodeView
 
 CLOSE_TIMEOUT_S: Final = 10.0
 

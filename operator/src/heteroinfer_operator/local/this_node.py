@@ -8,7 +8,7 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.cgroups import available_memory, cpu_quota
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
-from heteroinfer_operator.cluster import NodeView
+from heteroinfer_operator.nodes.node_view import NodeView
 
 NODE_NAME: Final = "localhost"
 _PROC: Final = Path("/proc")

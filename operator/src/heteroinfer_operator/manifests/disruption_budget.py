@@ -9,7 +9,6 @@ which is not Ready, does not count on being spared.
 
 from typing import Any, Final
 
-from heteroinfer_contract import names
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import GroupRef
 
@@ -23,18 +22,12 @@ def build_disruption_budget(group: GroupRef, *, pods: int, asleep: bool) -> dict
     resource's /scale, which counts groups.
 
     Args:
-        group: its own.
-        pods: of the group.
         asleep: whether its pods are not Ready on purpose.
     """
     return {
         "apiVersion": "policy/v1",
         "kind": KIND,
-        "metadata": identity.metadata(
-            group.owner,
-            identity.group_service(group.owner, group.index),
-            {names.LABEL_GROUP: str(group.index)},
-        ),
+        "metadata": identity.group_metadata(group, identity.group_service(group.owner, group.index)),
         "spec": {
             "minAvailable": pods - 1,
             "selector": {"matchLabels": identity.group_labels(group)},

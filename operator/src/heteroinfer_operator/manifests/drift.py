@@ -38,12 +38,7 @@ _TAKEN_OFF: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Service": L
 
 
 def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON merge patch that makes a stored object say what its manifest says; {} if it does.
-
-    Args:
-        stored: as the API server has it.
-        wanted: the manifest.
-    """
+    """Returns the JSON merge patch that makes a stored object say what its manifest says; {} if it does."""
     patch: dict[str, Any] = {}
     for key, value in wanted.items():
         if key == "metadata":

@@ -18,10 +18,10 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api import HeteroInferenceSpec, When
-from heteroinfer_operator.cluster import Gang
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import EpochRef
+from heteroinfer_operator.nodes.node_assignment import Gang
 
 KUEUE_POD_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
 """Label of a pod: its gang, which is also the name of Kueue's Workload."""

@@ -25,9 +25,7 @@ def build_group_key(group: GroupRef, key: GroupKey) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": KIND,
-        "metadata": identity.metadata(
-            group.owner, group_key_secret(group, key), {names.LABEL_GROUP: str(group.index)}
-        ),
+        "metadata": identity.group_metadata(group, group_key_secret(group, key)),
         "immutable": True,
         "data": {names.GROUP_KEY_KEY: base64.b64encode(key.text.encode()).decode()},
     }

@@ -49,7 +49,6 @@ class GroupRef:
     """One group, whatever its epoch.
 
     Attributes:
-        owner: the resource.
         index: of the group, from 0.
     """
 
@@ -112,15 +111,15 @@ def metadata(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[str, An
     }
 
 
+def group_metadata(group: GroupRef, name: str) -> dict[str, Any]:
+    """Returns metadata of an object of one group."""
+    return metadata(group.owner, name, {names.LABEL_GROUP: str(group.index)})
+
+
 def named_labels(owner: Owner, name: str) -> dict[str, str | None] | None:
-    """Returns the labels that follow from a pod's name; None for one that it has not.
+    """Returns the labels that follow from a pod's name; a label is None if the pod must not have it.
 
-    Args:
-        owner: of the pod.
-        name: of the pod.
-
-    Returns:
-        None for a pod that is none of ours by its name, such as a copy that somebody made of one.
+    Returns None for a pod that is none of ours by its name, such as a copy that somebody made of one.
     """
     prefix = f"{owner.key.name}-"
     if not name.startswith(prefix):

@@ -29,11 +29,7 @@ def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef) -> dict[str
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": identity.metadata(
-            group.owner,
-            identity.group_service(group.owner, group.index),
-            {names.LABEL_GROUP: str(group.index)},
-        ),
+        "metadata": identity.group_metadata(group, identity.group_service(group.owner, group.index)),
         "spec": {
             "podSelector": pods,
             "policyTypes": ["Ingress"],

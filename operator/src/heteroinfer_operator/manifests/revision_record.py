@@ -24,7 +24,6 @@ class RevisionRecord:
 
     Attributes:
         name: hash, as in the labels of its pods.
-        spec: that its pods are made with.
         commit: of a hub's model, or None.
     """
 

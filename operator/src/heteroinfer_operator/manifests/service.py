@@ -22,7 +22,6 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
     """Returns the Service in front of the leaders: only Ready ones are its endpoints.
 
     Args:
-        owner: the resource.
         ports: of clients: that of the spec first, then those of groups that were made with another one.
     """
     first, *others = dict.fromkeys(ports)
@@ -44,12 +43,7 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
 
 
 def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
-    """Returns the ports at which a stored Service of clients leads to leaders; none if it leads elsewhere.
-
-    Args:
-        stored: as the API server has it.
-        owner: the resource.
-    """
+    """Returns the ports at which a stored Service of clients leads to leaders; none if it leads elsewhere."""
     spec = stored.get("spec") or {}
     labels = stored["metadata"].get("labels") or {}
     if spec.get("selector") != identity.leader_labels(owner) or spec.get("type") == _ALIAS:
@@ -75,11 +69,7 @@ def build_group_service(group: GroupRef) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": identity.metadata(
-            group.owner,
-            identity.group_service(group.owner, group.index),
-            {names.LABEL_GROUP: str(group.index)},
-        ),
+        "metadata": identity.group_metadata(group, identity.group_service(group.owner, group.index)),
         "spec": {
             "type": "ClusterIP",
             "clusterIP": "None",

@@ -20,7 +20,6 @@ class Signer:
     """Makes and checks the codes of one resource's objects.
 
     Attributes:
-        owner: the resource.
         key: None in an installation without a key, which makes no codes.
     """
 

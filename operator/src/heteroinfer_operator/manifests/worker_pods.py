@@ -21,7 +21,7 @@ from heteroinfer_operator.manifests.group_key_secret import build_key_variable
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
-from heteroinfer_operator.nodes.role_demand import role_resources
+from heteroinfer_operator.nodes.role_demand import role_resources, template_fields
 from heteroinfer_operator.quantity import parse_duration_s
 
 WORKER_COMMAND = "heteroinfer-worker"
@@ -62,14 +62,7 @@ class WorkerPods:
     """All that the pods of one epoch of a group have in common.
 
     Attributes:
-        spec: what the user asks for.
-        group: the epoch.
-        plan: of the epoch.
-        revision: of the spec.
-        addresses: of each pod.
-        source: where the model is.
         images: defaults of the operator.
-        node_assignment: where the pods belong.
         key: of the group, or None without one.
         kept_as: hash by which the plan is kept, where a version of its own has written it; "" is the plan's.
     """
@@ -199,8 +192,7 @@ def build_metadata(
 
 def build_pod_spec(spec: HeteroInferenceSpec, template: PodTemplate | None) -> dict[str, Any]:
     """Returns what every pod's spec has: where it may run, whose it is, and no rights at all."""
-    asked = template.dump() if template else {}
-    kept = {k: v for k, v in asked.items() if k not in {"labels", "annotations"} and v}
+    kept = template_fields(template)
     if spec.scheduling.priority_class_name:
         kept["priorityClassName"] = spec.scheduling.priority_class_name
     return {

@@ -98,7 +98,6 @@ class Calibrations:
     """What was measured.
 
     Attributes:
-        kinds: of nodes.
         this_machine: of the only machine there is, or None; then kinds say nothing.
         missing: why there is none, for people; "" if nobody needs to know.
     """
@@ -127,7 +126,6 @@ def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration
     """Returns the calibration of the slowest machine, which all ranks of a role wait for; None of none.
 
     Args:
-        calibrations: of the machines of a role.
         by_gpu: whether its ranks compute on GPUs. A machine whose GPU was not measured counts as the slowest,
             so that no other one's GPU is taken for it.
     """
@@ -144,7 +142,6 @@ def read_kept(data: Mapping[str, str], version: str) -> tuple[Calibrations, tupl
     """Returns what a ConfigMap keeps, and why some of it is not used.
 
     Args:
-        data: of the ConfigMap.
         version: of HeteroInfer: what another one measured says nothing of this one's kernels.
     """
     kinds: list[MeasuredKind] = []

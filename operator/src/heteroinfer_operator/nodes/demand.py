@@ -57,7 +57,6 @@ class PodDemand:
         labels: of the pod; terms of other pods select by them.
         node_selector: labels that the node must have.
         node_terms: required node affinity: one of them must match; none: every node does.
-        tolerations: as in a Pod.
         near: required pod affinity terms.
         away: required pod anti-affinity terms.
         node: a node that it will be placed on if it has free capacity, or "".
@@ -85,8 +84,6 @@ def pod_demand(
     placed yet stays promised on that node.
 
     Args:
-        name: for people.
-        labels: of the pod.
         spec: of the pod: a stored one, or those fields of ours that say where it may be.
         requests: what the scheduler counts for it; None reads that from the spec's containers.
 
@@ -247,15 +244,15 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
     for container in as_objects(spec.get("initContainers"), "initContainers"):
         asked = _requests(container)
         if container.get("restartPolicy") == "Always":
-            running = _sum(running, asked)
+            running = total((running, asked))
             asked = running
         else:
-            asked = _sum(running, asked)
+            asked = total((running, asked))
         largest_init = _maximum(largest_init, asked)
     for container in as_objects(spec.get("containers"), "containers"):
-        running = _sum(running, _requests(container))
-    total = {**_maximum(running, largest_init), **_requests(spec)}
-    return _sum(total, as_amounts(spec.get("overhead"), "overhead"))
+        running = total((running, _requests(container)))
+    of_pod = {**_maximum(running, largest_init), **_requests(spec)}
+    return total((of_pod, as_amounts(spec.get("overhead"), "overhead")))
 
 
 def _requests(holder: Manifest) -> dict[str, float]:
@@ -268,10 +265,6 @@ def requests_of(resources: Manifest) -> dict[str, float]:
         **as_amounts(resources.get("limits"), "limits"),
         **as_amounts(resources.get("requests"), "requests"),
     }
-
-
-def _sum(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
-    return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}
 
 
 def _maximum(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:

@@ -12,13 +12,9 @@ class NodeView:
     """A node, trimmed to what a plan reads.
 
     Attributes:
-        name: its name.
         allocatable: by resource name: bytes for memory, cores for cpu, counts for devices.
         requested: of that, by the pods on it.
         schedulable: Ready and not cordoned.
-        problem: why it is not schedulable, if it is not.
-        labels: its labels.
-        taints: its taints.
         unreachable_since: since when it is known that its kubelet sends no heartbeat, by the clock of
             this process, or None while it does.
     """

@@ -1,4 +1,4 @@
-"""Pods onto nodes: whether all of them fit, as the scheduler counts, and if not what is in the way. Pure.
+"""Pods onto nodes: whether all of them fit, as the scheduler counts. Pure.
 
 Nodes are searched largest pod first, and taken back where that leads nowhere: an exact search, but
 for its bound on tries. Pods of strangers are known by what they request only: affinity terms are
@@ -7,15 +7,13 @@ checked among the pods of the group (`pod_affinity`).
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from itertools import islice
+from itertools import islice, product
 from math import prod
 from typing import Final, NamedTuple
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_operator.nodes.demand import PodDemand, selects_node, tolerates
 from heteroinfer_operator.nodes.node_view import NodeView
-from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values, combinations
+from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values
 
 MOST_TRIES: Final = 5000
 """Pods put onto a node before the search gives up: about 20 ms of one core (2026-11-21)."""
@@ -107,58 +105,38 @@ def _kind(demand: PodDemand) -> Hashable:
     return asked, repr((demand.node_terms, demand.tolerations, demand.near))
 
 
-class Nearness(IntEnum):
-    """How near a node comes to a pod that cannot be on it; the nearest is named first."""
-
-    LACKS = 0
-    """It lacks capacity or a label."""
-    EXCLUDED = 1
-    """The pod may not be there, whatever is free."""
-
-
 class Obstacle(NamedTuple):
     """Why a pod cannot be on a node.
 
     Attributes:
-        kind: how near the node comes.
-        verb: as one node does it; `verbs` is for several.
-        verbs: the same of several nodes.
-        rest: the words behind the verb.
+        excludes: whether the pod may not be there, whatever is free; else the node lacks capacity or a label.
+        rest: the words behind "is" of a node that excludes, or "has" of one that lacks.
     """
 
-    kind: Nearness
-    verb: str
-    verbs: str
+    excludes: bool
     rest: str
 
     def of(self, nodes: int) -> str:
         """Returns the words behind the names of so many nodes."""
-        return f"{self.verb if nodes == 1 else self.verbs} {self.rest}"
-
-
-def _lacks(rest: str) -> Obstacle:
-    return Obstacle(Nearness.LACKS, "has", "have", rest)
-
-
-def _is_excluded(rest: str) -> Obstacle:
-    return Obstacle(Nearness.EXCLUDED, "is", "are", rest)
+        verbs = ("is", "are") if self.excludes else ("has", "have")
+        return f"{verbs[nodes > 1]} {self.rest}"
 
 
 def obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     """Returns why a pod may not be on a node however much is free there, or None."""
-    return lasting_obstacle(demand, node) if node.schedulable else _is_excluded(node.problem)
+    return lasting_obstacle(demand, node) if node.schedulable else Obstacle(True, node.problem)
 
 
 def lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     """Returns why a pod may not be on a node even once that is Ready and not cordoned, or None."""
     taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
     if taint is not None:
-        return _is_excluded(f"tainted {taint}")
+        return Obstacle(True, f"tainted {taint}")
     key = next((t["topologyKey"] for t in demand.near if t["topologyKey"] not in node.labels), None)
     if key is not None:
-        return _lacks(f"no label {key}, which the pod's podAffinity names")
+        return Obstacle(False, f"no label {key}, which the pod's podAffinity names")
     selected = selects_node(demand, node.name, node.labels)
-    return None if selected else _is_excluded("not selected by the pod's node rules")
+    return None if selected else Obstacle(True, "not selected by the pod's node rules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,21 +158,20 @@ def assign_nodes(
     """Returns where all pods fit together, or None; takes nothing.
 
     Args:
-        demands: of the pods of one group.
-        free_nodes: of all nodes.
         topology_key: a node label of which the group keeps to one value; "" for any nodes.
     """
     if not topology_key:
         nodes = _search(demands, free_nodes)
         return None if nodes is None else Placement(nodes=nodes)
-    for value, inside in _domains(free_nodes, topology_key).items():
+    for value, inside in domains_of(free_nodes, topology_key).items():
         nodes = _search(demands, inside)
         if nodes is not None:
             return Placement(nodes=nodes, domain=value)
     return None
 
 
-def _domains(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, list[FreeNode]]:
+def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, list[FreeNode]]:
+    """Returns the nodes by their value of a topology key, sorted; nodes without the label are left out."""
     domains: dict[str, list[FreeNode]] = {}
     for free_node in free_nodes:
         value = free_node.node.labels.get(topology_key)
@@ -204,7 +181,7 @@ def _domains(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, lis
 
 
 @dataclass(slots=True, kw_only=True)
-class _AlikePods:
+class AlikePods:
     """Pods that ask for the same, and where they may be."""
 
     demand: PodDemand
@@ -212,36 +189,37 @@ class _AlikePods:
     free_nodes: list[FreeNode] = field(default_factory=list)
 
 
-def _kinds(demands: Sequence[PodDemand]) -> list[_AlikePods]:
-    kinds: list[_AlikePods] = []
+def alike_pods(demands: Sequence[PodDemand]) -> list[AlikePods]:
+    """Returns the pods by what they ask for, as indices into the demands."""
+    kinds: list[AlikePods] = []
     for index, demand in enumerate(demands):
         shape = replace(demand, name="", node="")
         kind = next((kind for kind in kinds if kind.demand == shape), None)
         if kind is None:
-            kinds.append(_AlikePods(demand=shape, pods=[index]))
+            kinds.append(AlikePods(demand=shape, pods=[index]))
         else:
             kind.pods.append(index)
     return kinds
 
 
 def _search(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> tuple[str, ...] | None:
-    kinds = _kinds(demands)
+    kinds = alike_pods(demands)
     terms = GroupTerms(kinds=[kind.demand for kind in kinds])
     for kind in kinds:
         kind.free_nodes = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
         if not _is_enough(kind, kind.free_nodes):
             return None
         kind.free_nodes.sort(key=lambda free_node, kind=kind: _preference(kind.demand, free_node))  # type: ignore[misc]  # bound at once
-    choices = [_values(series, kinds) for series in terms.series]
+    choices = [places_of(series, kinds) for series in terms.series]
     tries = max(MOST_TRIES // max(prod(map(len, choices)), 1), _FEWEST_TRIES)
-    for chosen in islice(combinations(choices), _MOST_CHOICES):
+    for chosen in islice(product(*choices), _MOST_CHOICES):
         found = _search_within(demands, free_nodes, kinds, terms, chosen, tries)
         if found is not None:
             return found
     return None
 
 
-def _is_enough(kind: _AlikePods, free_nodes: Sequence[FreeNode]) -> bool:
+def _is_enough(kind: AlikePods, free_nodes: Sequence[FreeNode]) -> bool:
     return sum(free_node.holds(kind.demand.requests) for free_node in free_nodes) >= len(kind.pods)
 
 
@@ -249,7 +227,7 @@ def _within(series: PodSeries, values: Values, free_nodes: Sequence[FreeNode]) -
     return [free_node for free_node in free_nodes if series.values(free_node.node.labels) == values]
 
 
-def _values(series: PodSeries, kinds: Sequence[_AlikePods]) -> list[Values]:
+def places_of(series: PodSeries, kinds: Sequence[AlikePods]) -> list[Values]:
     """Returns the places with free capacity for each kind of a series by itself, the preferred ones first."""
     members = [kinds[index] for index in sorted(series.kinds)]
     found = dict.fromkeys(series.values(free_node.node.labels) for free_node in members[0].free_nodes)
@@ -264,7 +242,7 @@ def _values(series: PodSeries, kinds: Sequence[_AlikePods]) -> list[Values]:
 def _search_within(
     demands: Sequence[PodDemand],
     free_nodes: Sequence[FreeNode],
-    kinds: Sequence[_AlikePods],
+    kinds: Sequence[AlikePods],
     terms: GroupTerms,
     chosen: Sequence[Values],
     tries: int,
@@ -302,7 +280,7 @@ def device_memory_mib(node: NodeView, resource: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _hardness(kind: _AlikePods) -> tuple[float, ...]:
+def _hardness(kind: AlikePods) -> tuple[float, ...]:
     """Returns how hard it is to place a kind: devices first, then the share of the largest node."""
     requests = kind.demand.requests
     largest = {
@@ -318,7 +296,7 @@ class _Search:
     """Depth first, hardest kind first; alike pods keep the order of nodes, alike nodes are tried once."""
 
     demands: Sequence[PodDemand]
-    kinds: list[_AlikePods]
+    kinds: list[AlikePods]
     terms: GroupTerms
     kind_of: Mapping[int, int]
     tries_left: int
@@ -359,7 +337,7 @@ class _Search:
                 chosen_nodes.append(index)
         return tuple(self.chosen[pod].node.name for pod in range(len(self.demands)))
 
-    def _candidates(self, kind: _AlikePods, first: int) -> Iterator[tuple[int, FreeNode]]:
+    def _candidates(self, kind: AlikePods, first: int) -> Iterator[tuple[int, FreeNode]]:
         seen: list[tuple[dict[str, float], frozenset[int]]] = []
         paired = any(demand.near or demand.away for demand in self.demands)
         for index in range(first, len(kind.free_nodes)):
@@ -415,122 +393,3 @@ class _Search:
 def _same(one: FreeNode, other: FreeNode, key: str) -> bool:
     value = one.node.labels.get(key)
     return value is not None and value == other.node.labels.get(key)
-
-
-# What is in the way
-
-_MOST_NODES: Final = 3
-_MOST_REASONS: Final = 5
-
-
-def explain(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = "") -> str:
-    """Returns what is missing and where, for pods that `assign_nodes` found no nodes for."""
-    if not topology_key:
-        return _missing(demands, free_nodes)
-    domains = _domains(free_nodes, topology_key)
-    if not domains:
-        return f"no node has the label {topology_key} that scheduling.topologyKey names"
-    return _no_single_value(topology_key, demands, domains)
-
-
-def _no_single_value(
-    keys: str, demands: Sequence[PodDemand], domains: Mapping[str, Sequence[FreeNode]]
-) -> str:
-    reported = [f"{value}: {_missing(demands, inside)}" for value, inside in domains.items()]
-    more = f"; and {len(reported) - _MOST_NODES} more values" if len(reported) > _MOST_NODES else ""
-    words = "; ".join(reported[:_MOST_NODES])
-    return f"no single value of {keys} has enough free capacity: {words}{more}"
-
-
-def _missing_together(
-    demands: Sequence[PodDemand], kinds: Sequence[_AlikePods], free_nodes: Sequence[FreeNode]
-) -> str:
-    """Returns why pods that must be in one place by their podAffinity have none, or ""."""
-    for kind in kinds:
-        kind.free_nodes = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
-    for series in GroupTerms(kinds=[kind.demand for kind in kinds]).series:
-        if _values(series, kinds):
-            continue
-        members = [demands[pod] for index in sorted(series.kinds) for pod in kinds[index].pods]
-        domains: dict[str, list[FreeNode]] = {}
-        for free_node in free_nodes:
-            if (values := series.values(free_node.node.labels)) is not None:
-                domains.setdefault(", ".join(values), []).append(free_node)
-        words = _no_single_value(", ".join(series.keys), members, dict(sorted(domains.items())))
-        return f"{words}; podAffinity of these pods requires one value for all of them"
-    return ""
-
-
-def _missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> str:
-    for kind in _kinds(demands):
-        count, requests = len(kind.pods), kind.demand.requests
-        where = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
-        held = sum(free_node.holds(requests) for free_node in where)
-        if held < count:
-            need = f"needs {_pods(count, demands[kind.pods[0]])} with {_amounts(requests)}"
-            held_words = f", and there is capacity for {held}" if held else ""
-            return f"{need}{held_words}; {_obstacles(kind.demand, free_nodes)}"
-    if together := _missing_together(demands, _kinds(demands), free_nodes):
-        return together
-    needs = ", ".join(
-        f"{_pods(len(kind.pods), demands[kind.pods[0]])} with {_amounts(kind.demand.requests)}"
-        for kind in _kinds(demands)
-    )
-    terms = ", by their podAffinity and podAntiAffinity" if any(d.near or d.away for d in demands) else ""
-    return f"each pod has a node by itself, but there are not nodes for all of them at once{terms}: {needs}"
-
-
-def _pods(count: int, demand: PodDemand) -> str:
-    return f"{count} pod{'s' if count > 1 else ''} ({demand.name})"
-
-
-def _obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
-    if not free_nodes:
-        return "there are no nodes"
-    by_obstacle: dict[Obstacle, list[str]] = {}
-    for free_node in free_nodes:
-        found = obstacle(demand, free_node.node) or _lack(demand, free_node)
-        by_obstacle.setdefault(found, []).append(free_node.node.name)
-    order = sorted(by_obstacle.items(), key=lambda item: (item[0].kind, len(item[1])))
-    reported = [f"{_nodes(names)} {found.of(len(names))}" for found, names in order[:_MOST_REASONS]]
-    rest = sum(len(names) for _, names in order[_MOST_REASONS:])
-    return ", ".join(reported) + (f", {rest} more nodes don't fit either" if rest else "")
-
-
-def _nodes(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"node {names[0]}"
-    more = f" and {len(names) - _MOST_NODES} more" if len(names) > _MOST_NODES else ""
-    return f"nodes {', '.join(names[:_MOST_NODES])}{more}"
-
-
-def _lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:
-    """Returns which of a pod's requests a node lacks."""
-    lacking = [name for name, asked in demand.requests.items() if not free_node.has({name: asked})]
-    if not lacking:
-        return _lacks(f"capacity for {free_node.holds(demand.requests)}")
-    words = []
-    for name in lacking:
-        have, all_ = max(free_node.left(name), 0.0), free_node.node.allocatable.get(name, 0.0)
-        words.append(
-            f"{amount(name, have)} free of {amount(name, all_)} {_word(name)}"
-            if all_
-            else f"no {_word(name)}"
-        )
-    return _lacks(", ".join(words))
-
-
-def _amounts(requests: Mapping[str, float]) -> str:
-    asked = [f"{amount(name, value)} {_word(name)}" for name, value in requests.items() if name != "pods"]
-    return ", ".join(asked) or "no requests"
-
-
-def _word(resource: str) -> str:
-    return {"cpu": "CPUs", "memory": "of memory", "pods": "slots for pods"}.get(resource, resource)
-
-
-def amount(resource: str, value: float) -> str:
-    """Returns an amount of a resource for people."""
-    if resource in ("memory", "ephemeral-storage"):
-        return format_bytes(value)
-    return f"{value:.10g}" if "/" in resource or resource == "pods" else f"{value:.3g}"

@@ -12,7 +12,7 @@ half a group would hold its nodes for ever, and serve nobody. Pods of strangers 
 pod of the group matches are about strangers, and are left to the scheduler.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -34,7 +34,6 @@ class PodSeries:
 
     Attributes:
         kinds: of the pods, by index.
-        keys: topology keys.
     """
 
     kinds: frozenset[int]
@@ -179,13 +178,3 @@ def _is_about_own_namespace(term: Manifest, namespace: str) -> bool:
 
 def _keys_apart(own: PodDemand, other: PodDemand) -> frozenset[str]:
     return frozenset(term["topologyKey"] for term in own.away if selects(term, own, other))
-
-
-def combinations(choices: Sequence[Sequence[Values]]) -> Iterator[tuple[Values, ...]]:
-    """Yields each way to take one value of each series."""
-    if not choices:
-        yield ()
-        return
-    for first in choices[0]:
-        for rest in combinations(choices[1:]):
-            yield (first, *rest)

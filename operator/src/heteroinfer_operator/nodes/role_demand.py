@@ -79,9 +79,6 @@ def role_demand(
     """Returns what one pod of a role asks of its node.
 
     Args:
-        spec: of the resource.
-        role: of the pod.
-        device: what it computes on.
         resource: name of the resource, by which affinity terms may select its pods; None if it has none.
     """
     labels = {

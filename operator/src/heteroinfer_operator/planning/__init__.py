@@ -9,10 +9,11 @@ Pure: imports the contract, the api and the pods' demands only.
 from heteroinfer_operator.nodes.placement import build_free_nodes
 from heteroinfer_operator.planning.group_plan import Capacity, assign_again, plan_group
 from heteroinfer_operator.planning.inventory import Inventory
-from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
+from heteroinfer_operator.planning.planner import EpochPlan, GroupRequest, Planned, make_plan
 
 __all__ = [
     "Capacity",
+    "EpochPlan",
     "GroupRequest",
     "Inventory",
     "Planned",

@@ -18,7 +18,6 @@ class Advice:
     """Advice on one plan.
 
     Attributes:
-        notes: one line each.
         hybrid_not_needed: which of them says that CPU ranks could be left out, or "".
     """
 

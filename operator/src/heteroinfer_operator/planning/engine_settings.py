@@ -40,12 +40,8 @@ def engine_settings(
     """Returns the settings of every rank.
 
     Args:
-        spec: what the user asks for.
-        profile: of the model.
-        has_cpu: whether any rank computes on a CPU.
         has_mixed_stage: whether GPU and CPU ranks split the same layers.
         tensor: ranks of a stage.
-        served_name: name in the OpenAI API.
         model_path: where the ranks find the model.
 
     Raises:

@@ -20,9 +20,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import (
     Device,
     EngineSettings,
-    FeedForwardShare,
     Mode,
-    RankAssignment,
     batches_at_once,
 )
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
@@ -63,7 +61,6 @@ class Remote:
     """What feed-forward ranks have of a model.
 
     Attributes:
-        spec: of the role.
         layers: whose experts or MLPs they have, ascending.
         profile: the model with nothing but these, so that reads are counted as in any other.
         kept: the model without them, which the role's own rank has.
@@ -78,9 +75,13 @@ class Remote:
 
 
 def choose_remote(
-    topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
-) -> Remote | None:
-    """Returns what feed-forward ranks get, or None where the role has none.
+    own: FeedForwardSpec,
+    topology: Topology,
+    profile: ModelProfile,
+    engine: EngineSettings,
+    inventory: Inventory,
+) -> Remote:
+    """Returns what feed-forward ranks get.
 
     As many layers as the user says; else as few as leave the role's own rank KV cache for one
     longest sequence, those first that cost least: whose step reads the smallest part of what they hold.
@@ -90,9 +91,6 @@ def choose_remote(
             what is missing.
     """
     role = topology.stages[0][0].placed.role
-    own = role.feed_forward
-    if own is None:
-        return None
     if is_by_transformers(profile.architecture):
         raise PlanError(
             f"role {role.name}: got feedForward, but vLLM serves {profile.architecture} by transformers' "
@@ -125,7 +123,7 @@ def choose_remote(
     missing = 0
     for count in counts:
         remote = remote_of(own, profile, order[:count], by_experts=by_experts)
-        missing = _missing_bytes(topology, remote, engine, inventory)
+        missing = missing_bytes(topology, remote.kept, engine, inventory)
         if missing <= 0:
             _check_shares(role.name, remote)
             _check_memory(role.name, remote, engine)
@@ -252,12 +250,14 @@ def _with_kinds(profile: ModelProfile, kinds: Sequence[LayerKind]) -> ModelProfi
     return replace(profile, kinds=known, kind_of_layer=tuple(known.index(kind) for kind in kinds))
 
 
-def _missing_bytes(topology: Topology, remote: Remote, engine: EngineSettings, inventory: Inventory) -> int:
-    """Returns what the role's own rank lacks for its layers and one longest sequence; <= 0 if nothing."""
+def missing_bytes(
+    topology: Topology, kept: ModelProfile, engine: EngineSettings, inventory: Inventory
+) -> int:
+    """Returns what the role's own rank lacks for these layers and one longest sequence; <= 0 if nothing."""
     device = topology.stages[0][0].placed.device
-    sizes = Sizes.of(remote.kept, engine, 1, batches=batches_at_once(Mode.FEED_FORWARD, 1, device))
+    sizes = Sizes.of(kept, engine, 1, batches=batches_at_once(Mode.FEED_FORWARD, 1, device))
     stage = stage_budgets(topology.stages, sizes, inventory)[0]
-    return stage.missing_bytes(sizes, 0, remote.kept.num_layers) or 0
+    return stage.missing_bytes(sizes, 0, kept.num_layers) or 0
 
 
 def _check_shares(role: str, remote: Remote) -> None:
@@ -314,8 +314,6 @@ def _sizes(remote: Remote, engine: EngineSettings, rank: int | None = None) -> S
     """Returns the sizes of what one feed-forward rank has.
 
     Args:
-        remote: what all of them have.
-        engine: the group's settings.
         rank: which of them; None for the largest part of each layer, which the others wait for.
     """
     whole = Sizes.of(remote.profile, engine, 1, batches=1)
@@ -375,13 +373,7 @@ def _check_memory(role: str, remote: Remote, engine: EngineSettings) -> None:
 def feed_forward_rates(
     remote: Remote, engine: EngineSettings, calibration: Calibration | None = None
 ) -> Rates:
-    """Returns how fast each feed-forward rank works while all of them do.
-
-    Args:
-        remote: what they have of the model.
-        engine: the group's settings.
-        calibration: of their machine, or None.
-    """
+    """Returns how fast each feed-forward rank works while all of them do."""
     requests = {"cpu": remote.spec.cpu}
     role = RoleSpec(name="feed-forward", device=Device.CPU, resources=Resources(requests=requests))
     rates = cpu_rates(
@@ -395,33 +387,6 @@ def feed_forward_rates(
     )
     measured_s = None if calibration is None else calibration.hop_s(HopPath.EXCHANGE)
     return rates if measured_s is None else replace(rates, exchange_s=measured_s)
-
-
-def feed_forward_ranks(
-    topology: Topology, remote: Remote, engine: EngineSettings, rates: Rates
-) -> tuple[RankAssignment, ...]:
-    """Returns the feed-forward ranks, which number after the role's own."""
-    seat = topology.stages[0][0]
-    own = topology.stages[0]
-    step_s = feed_forward_seconds(remote, engine, rates, Load())
-    return tuple(
-        RankAssignment(
-            rank=len(own) + number,
-            local_rank=len(own) + number,
-            pod=seat.pod,
-            role=seat.placed.role.name,
-            device=Device.CPU,
-            stage=0,
-            tensor_rank=number,
-            first_layer=remote.layers[0],
-            end_layer=remote.layers[-1] + 1,
-            kv_cache_bytes=0,
-            weight_bytes=rank_weight_bytes(remote, engine, number),
-            predicted_step_s=step_s,
-            feed_forward=FeedForwardShare(layers=remote.layers, by_experts=remote.by_experts),
-        )
-        for number in range(remote.spec.ranks)
-    )
 
 
 def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, load: Load) -> float:
@@ -453,70 +418,3 @@ def _unevenness(remote: Remote, rows: int) -> float:
     mean = chosen * float(part)  # of the rank that holds most
     most = min(max(chosen / ranks + above, mean, 1.0), chosen, float(kind.experts * part))
     return most / mean
-
-
-def feed_forward_notes(
-    topology: Topology,
-    remote: Remote,
-    profile: ModelProfile,
-    engine: EngineSettings,
-    rates: Sequence[Rates],
-    inventory: Inventory,
-) -> tuple[tuple[str, ...], str]:
-    """Returns what the user should know, a line each, and which of them says that CPUs are not needed, or "".
-
-    Args:
-        topology: of the group.
-        remote: what feed-forward ranks have.
-        profile: of the whole model.
-        engine: the group's settings.
-        rates: of the role's own rank, and of a feed-forward rank.
-        inventory: what is known of devices.
-    """
-    notes = [_in_pipeline(remote, profile, engine, rates)]
-    resources = topology.stages[0][0].placed.role.resources
-    if resources and resources.limits and "cpu" in resources.limits:
-        notes.append(
-            "the pod has a CPU limit: feed-forward ranks sleep between layers in place of spinning, since "
-            "spinning would use up its CPU time; leave limits.cpu out, or use nodes with the static CPU "
-            "manager"
-        )
-    whole = Remote(spec=remote.spec, layers=(), profile=remote.profile, kept=profile)
-    seat = topology.stages[0][0]
-    stage = stage_budgets(topology.stages, Sizes.of(profile, engine, 1, batches=1), inventory)[0]
-    if seat.placed.device is not Device.GPU:
-        return tuple(notes), ""
-    if not stage.is_known:
-        if remote.spec.layers is None:
-            notes.append("the GPU's memory is unknown; set deviceMemory to have layers planned by it")
-        return tuple(notes), ""
-    if _missing_bytes(topology, whole, engine, inventory) > 0:
-        return tuple(notes), ""
-    words = (
-        f"feed-forward ranks not needed: the GPU holds the model and KV cache for {engine.max_model_len} "
-        "tokens; CPUs add capacity, not speed: use mode Pipeline without feedForward"
-    )
-    return (*notes, words), words
-
-
-def _in_pipeline(
-    remote: Remote, profile: ModelProfile, engine: EngineSettings, rates: Sequence[Rates]
-) -> str:
-    """Returns what the same memory would give if the CPUs had whole layers."""
-    moved = sum(remote.profile.layer_bytes)
-    count, held = 0, 0
-    while held < moved and count < profile.num_layers:
-        held += profile.layer_bytes[count]
-        count += 1
-    sizes = Sizes.of(profile, engine, 1, batches=1)
-    on_cpus = count_reads(sizes, 0, count, Load(), last=False, engine=engine)
-    on_gpu = count_reads(sizes, count, profile.num_layers, Load(), last=True, engine=engine)
-    pipeline_s = on_cpus.seconds(rates[1]) / remote.spec.ranks + on_gpu.seconds(rates[0])
-    kept = Sizes.of(remote.kept, engine, 1, batches=1)
-    ours_s = count_reads(kept, 0, profile.num_layers, Load(), last=True, engine=engine).seconds(rates[0])
-    ours_s += feed_forward_seconds(remote, engine, rates[1], Load())
-    return (
-        f"experts or MLPs of {len(remote.layers)} layers ({format_bytes(moved)}) are on CPUs: a step of one "
-        f"request computes for about {ours_s * 1e3:.1f} ms; with the same memory, mode Pipeline would have "
-        f"{count} whole layers on CPUs and compute for {pipeline_s * 1e3:.1f} ms"
-    )

@@ -20,6 +20,7 @@ from heteroinfer_operator.nodes.cpu_features import (
     roles_without_amx,
 )
 from heteroinfer_operator.nodes.demand import PodDemand
+from heteroinfer_operator.nodes.missing_capacity import explain
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import (
@@ -27,7 +28,6 @@ from heteroinfer_operator.nodes.placement import (
     Placement,
     assign_nodes,
     device_memory_mib,
-    explain,
     obstacle,
 )
 from heteroinfer_operator.nodes.role_demand import role_demand
@@ -46,7 +46,6 @@ class Capacity:
 
     Attributes:
         free_nodes: all nodes with what is free on them; None where they are not known.
-        calibrations: what was measured of nodes.
         others_wait: whether the pods are created although they don't fit, since somebody else
             places them all at once, or the user wants them placed one by one.
         shortage_age_s: how long GPUs have been missing, in seconds; None where waiting is of no
@@ -162,8 +161,6 @@ def gpu_memory_mib(spec: HeteroInferenceSpec, plan: Plan, labelled: Collection[s
     must fit there too.
 
     Args:
-        spec: what the user asks for.
-        plan: of the group.
         labelled: roles whose GPUs have labels.
     """
     by_labels = {role.name for role in spec.roles if role.device_memory is None and role.name in labelled}

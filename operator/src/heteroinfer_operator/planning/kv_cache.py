@@ -24,7 +24,6 @@ class _Cache:
     """One cache of one layer.
 
     Attributes:
-        layer: its number.
         kind: what its blocks hold; caches of one kind and size share tables.
         page_bytes: of one block.
         copies: blocks of a sequence, where their number does not grow with it.
@@ -80,8 +79,6 @@ def build_kv_cache(profile: ModelProfile, engine: EngineSettings, *, tensor: int
     """Returns the KV cache of one rank.
 
     Args:
-        profile: of the model.
-        engine: the group's settings.
         tensor: ranks of a stage, which share heads.
         batches: that may be scheduled at once: windows keep their tokens too.
     """

@@ -23,7 +23,22 @@ _PACKED: Final = "what a layer takes while it is packed"
 """Said where that is more than KV cache."""
 
 
-def explicit_layers(spec: HeteroInferenceSpec, topology: Topology) -> tuple[int, ...] | None:
+def choose_layers(
+    spec: HeteroInferenceSpec,
+    topology: Topology,
+    budgets: Sequence[StageBudget],
+    sizes: Sizes,
+    min_tokens: int,
+) -> tuple[int, ...]:
+    """Returns layers by stage: the user's, or as memory allows; raises PlanError if they do not fit."""
+    layers = _explicit_layers(topology)
+    if layers is None:
+        return split_by_memory(budgets, sizes, min_tokens)
+    _check_explicit(layers, budgets, sizes, min_tokens)
+    return layers
+
+
+def _explicit_layers(topology: Topology) -> tuple[int, ...] | None:
     """Returns the user's layers by stage, or None if the roles have none."""
     result: list[int] = []
     used: dict[str, int] = {}
@@ -37,7 +52,7 @@ def explicit_layers(spec: HeteroInferenceSpec, topology: Topology) -> tuple[int,
     return tuple(result)
 
 
-def check_explicit(
+def _check_explicit(
     layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int
 ) -> None:
     """Checks that the user's layers add up and fit.
@@ -88,8 +103,6 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
     stage's memory is known, all stages get the same number.
 
     Args:
-        budgets: by stage.
-        sizes: of one rank's share.
         min_tokens: tokens whose KV cache each stage must hold beside its layers.
 
     Raises:
@@ -124,7 +137,6 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
 
 
 def _least_layers(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
-    """Returns the least layers of each stage."""
     least = [1] * num_stages
     least[0] = profile.first_stage_layers
     if num_stages > 1:

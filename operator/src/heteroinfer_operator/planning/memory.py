@@ -80,7 +80,6 @@ class Sizes:
     """Sizes of one rank's share of a model at the group's settings.
 
     Attributes:
-        profile: of the model.
         tensor: ranks of a stage.
         scale: bytes of the engine's element type for one byte of the checkpoint, of plain weights.
         layer_bytes: weights of each layer on one rank as they are stored, in bytes: what a GPU has of them.
@@ -88,7 +87,6 @@ class Sizes:
         filling_bytes: zeros that CPUs add to the experts of each layer.
         packing_bytes: what lies beside each layer on a CPU while it is packed.
         encoder_bytes: of the encoder, on each rank; 0 where it is not served.
-        kv: the KV cache of one rank.
     """
 
     profile: ModelProfile
@@ -253,8 +251,6 @@ class RankBudget:
     """What one rank may hold.
 
     Attributes:
-        role: name of its role.
-        device: what it computes on.
         kernels: that its layers are packed for.
         budget: bytes for weights and KV cache, or None if unknown.
         tables: of that, taken by embedding and head.

@@ -50,10 +50,6 @@ def packed_part(scheme: Scheme, kernels: WeightKernels = WeightKernels.AMX) -> F
     256, on an EPYC without AMX, where they pack for it all the same (2026-11-25).
     Source: vllm/model_executor/kernels/linear/mixed_precision/cpu.py::CPUWNA16LinearKernel@v0.32.0,
     vllm/model_executor/layers/fused_moe/oracle/int_wna16.py::_process_weights_cpu@v0.32.0.
-
-    Args:
-        scheme: of the model.
-        kernels: of the rank.
     """
     zero_point = _ZERO_POINT.get(scheme.name)
     if zero_point is None or kernels is WeightKernels.GPU:
@@ -98,8 +94,6 @@ def bytes_beside(kind: LayerKind, scheme: Scheme, scale: Fraction) -> Fraction:
     cores of an EPYC, 2026-11-25).
 
     Args:
-        kind: of the layer.
-        scheme: of the model.
         scale: bytes of the engine's element type for one byte of the checkpoint, of plain weights.
     """
     in_four_bits = scheme.name in _ZERO_POINT

@@ -8,7 +8,6 @@ from typing import Final
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import (
     MAX_WORLD_SIZE,
-    Device,
     EngineSettings,
     Mode,
     Plan,
@@ -18,22 +17,16 @@ from heteroinfer_contract.plan import (
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
-from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.engine_settings import engine_settings
-from heteroinfer_operator.planning.feed_forward import (
-    Remote,
-    choose_remote,
-    feed_forward_notes,
-    feed_forward_ranks,
-    feed_forward_rates,
-)
+from heteroinfer_operator.planning.feed_forward import Remote
 from heteroinfer_operator.planning.inventory import Inventory
-from heteroinfer_operator.planning.layers import check_explicit, explicit_layers, split_by_memory
+from heteroinfer_operator.planning.layers import choose_layers
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
-from heteroinfer_operator.planning.prediction import Load, count_reads
-from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
-from heteroinfer_operator.planning.topology import Seat, Topology, lay_out
-from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format, check_remote_support, check_support
+from heteroinfer_operator.planning.modes import choose_mode
+from heteroinfer_operator.planning.predicted_plan import predict_ranks
+from heteroinfer_operator.planning.rates import Rates
+from heteroinfer_operator.planning.topology import Topology, lay_out
+from heteroinfer_operator.vllm_support.cpu_ranks import check_support
 from heteroinfer_operator.vllm_support.quantization import check_quantization
 from heteroinfer_operator.vllm_support.served_architectures import check_architecture
 
@@ -45,14 +38,7 @@ _VOCAB_PADDING: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """What is to be planned.
-
-    Attributes:
-        spec: what the user asks for.
-        profile: sizes of the model.
-        served_name: the model's name in the OpenAI API.
-        model_path: where the ranks find the model.
-    """
+    """What is to be planned; `model_path` is where the ranks find the model."""
 
     spec: HeteroInferenceSpec
     profile: ModelProfile
@@ -61,20 +47,11 @@ class GroupRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A plan and what the user should know about it.
+class EpochPlan:
+    """What an epoch starts with: a plan, and what the user should know about it.
 
     Attributes:
-        plan: the plan.
-        request: what was planned.
-        inventory: what there was to plan with.
-        budgets: what each stage may hold.
-        sizes: of one rank's share of the model.
-        rates: how fast each rank is taken to work, by rank.
-        remote: what feed-forward ranks have of the model, or None without them.
-        notes: one line each.
-        limiting_rank: the rank whose memory holds the fewest KV blocks, as predicted; None
-            where the memory of some rank is unknown.
+        notes: one line each; none on a plan that an earlier epoch had.
         hybrid_not_needed: why CPU ranks could be left out, which is also one of the notes, or "".
         on_cpus: why GPU roles compute on CPUs, which is also one of the notes, or "".
         node_assignment: where its pods fit, as far as nodes are known.
@@ -82,26 +59,37 @@ class Planned:
     """
 
     plan: Plan
-    request: GroupRequest
-    inventory: Inventory
-    budgets: tuple[StageBudget, ...]
-    sizes: Sizes
-    rates: tuple[Rates, ...]
-    remote: Remote | None = None
     notes: tuple[str, ...] = ()
-    limiting_rank: int | None = None
     hybrid_not_needed: str = ""
     on_cpus: str = ""
     node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
     missing: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned(EpochPlan):
+    """A plan made now, and what it was made of.
+
+    Attributes:
+        budgets: what each stage may hold.
+        sizes: of one rank's share of the model.
+        rates: how fast each rank is taken to work, by rank.
+        remote: what feed-forward ranks have of the model, or None without them.
+        limiting_rank: the rank whose memory holds the fewest KV blocks, as predicted; None
+            where the memory of some rank is unknown.
+    """
+
+    request: GroupRequest
+    inventory: Inventory
+    budgets: tuple[StageBudget, ...]
+    sizes: Sizes
+    rates: tuple[Rates, ...]
+    remote: Remote | None = None
+    limiting_rank: int | None = None
+
+
 def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     """Returns the plan of a group. Equal arguments give an equal plan.
-
-    Args:
-        request: what is to be planned.
-        inventory: what there is to plan with.
 
     Raises:
         PlanError: there is no plan; the message says what is missing and by how much.
@@ -118,48 +106,26 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         served_name=request.served_name,
         model_path=request.model_path,
     )
+    stages, first = len(topology.stages), topology.stages[0][0].placed.device
     warnings = check_architecture(profile)
     check_quantization(profile, engine)
-    first = topology.stages[0][0].placed
-    features = inventory.cpu_features
-    cpus = {role: features.get(role) for role in topology.cpu_roles}
-    warnings += check_support(profile, engine, cpus, stages=len(topology.stages), first=first.device)
-    if topology.has_cpu and spec.parallelism.mode is not Mode.FEED_FORWARD:
-        check_load_format(engine)
-    remote = choose_remote(topology, profile, engine, inventory)
-    if remote is not None and not topology.has_cpu:
-        theirs_cpus = {first.role.name: features.get(first.role.name)}
-        warnings += check_remote_support(profile, remote.profile, engine, theirs_cpus)
-    kept = profile if remote is None else remote.kept
-    batches = batches_at_once(spec.parallelism.mode, len(topology.stages), first.device)
-    sizes = Sizes.of(kept, engine, topology.tensor, batches=batches)
+    cpus = {role: inventory.cpu_features.get(role) for role in topology.cpu_roles}
+    warnings += check_support(profile, engine, cpus, stages=stages, first=first)
+    mode = choose_mode(topology, profile, engine, inventory)
+    warnings += mode.check()
+    batches = batches_at_once(spec.parallelism.mode, stages, first)
+    sizes = Sizes.of(mode.in_stages, engine, topology.tensor, batches=batches)
     budgets = stage_budgets(topology.stages, sizes, inventory)
-    min_tokens = longest_sequence_tokens(engine)
-    layers = explicit_layers(spec, topology)
-    if layers is None:
-        layers = split_by_memory(budgets, sizes, min_tokens)
-    else:
-        check_explicit(layers, budgets, sizes, min_tokens)
-    rates = _rates(topology, kept, engine, inventory)
-    ranks = _assign(topology, layers, budgets, sizes, engine, rates)
-    if remote is not None:
-        role = topology.stages[0][0].placed.role.name
-        theirs = feed_forward_rates(remote, engine, inventory.calibration.get(role))
-        ranks += feed_forward_ranks(topology, remote, engine, theirs)
-        rates += (theirs,) * remote.spec.ranks
-    plan = Plan(
+    layers = choose_layers(spec, topology, budgets, sizes, longest_sequence_tokens(engine))
+    without_times = Plan(
         mode=spec.parallelism.mode,
         tensor_parallel_size=topology.tensor,
-        pipeline_parallel_size=len(topology.stages),
-        ranks=ranks,
+        pipeline_parallel_size=stages,
+        ranks=(*_assign(topology, layers, budgets, sizes, engine), *mode.ranks_beside()),
         engine=engine,
     )
-    advice = advise(topology, plan, profile, inventory)
-    if remote is not None:
-        notes, not_needed = feed_forward_notes(
-            topology, remote, profile, engine, (rates[0], rates[-1]), inventory
-        )
-        advice = Advice(notes=notes, hybrid_not_needed=not_needed)
+    plan, rates = predict_ranks(without_times, spec, sizes, mode.remote, inventory)
+    advice = mode.advise(plan, rates)
     return Planned(
         plan=plan,
         request=request,
@@ -171,7 +137,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         on_cpus="; ".join(topology.notes),
         sizes=sizes,
         rates=rates,
-        remote=remote,
+        remote=mode.remote,
     )
 
 
@@ -205,7 +171,6 @@ def _assign(
     budgets: Sequence[StageBudget],
     sizes: Sizes,
     engine: EngineSettings,
-    rates: Sequence[Rates],
 ) -> tuple[RankAssignment, ...]:
     blocks = _kv_blocks(layers, budgets, sizes, engine)
     seats = [(stage, i, seat) for stage, seats in enumerate(topology.stages) for i, seat in enumerate(seats)]
@@ -214,7 +179,6 @@ def _assign(
     for rank, (stage, tensor_rank, seat) in enumerate(seats):
         first, end = ends[stage] - layers[stage], ends[stage]
         weights = sizes.layers(first, end, budgets[stage].kernels_of(seat.placed.role.name))
-        read = count_reads(sizes, first, end, Load(), last=end == ends[-1], engine=engine)
         ranks.append(
             RankAssignment(
                 rank=rank,
@@ -228,36 +192,9 @@ def _assign(
                 end_layer=end,
                 kv_cache_bytes=blocks * sizes.kv.block_bytes(first, end),
                 weight_bytes=weights + sizes.tables(stage, len(layers), seat.placed.device),
-                predicted_step_s=read.seconds(rates[rank]),
             )
         )
     return tuple(ranks)
-
-
-def _rates(
-    topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
-) -> tuple[Rates, ...]:
-    """Returns how fast each rank works, by rank."""
-    return tuple(
-        _rate(seat, stage, profile, engine, inventory) for stage in topology.stages for seat in stage
-    )
-
-
-def _rate(
-    seat: Seat, stage: Sequence[Seat], profile: ModelProfile, engine: EngineSettings, inventory: Inventory
-) -> Rates:
-    role = seat.placed.role
-    calibration = inventory.calibration.get(role.name)
-    if seat.placed.device is Device.GPU:
-        return gpu_rates(inventory.gpu_product.get(role.name, ""), calibration, profile.scheme.name)
-    return cpu_rates(
-        role,
-        profile,
-        engine,
-        leads=seat.pod == 0,
-        together=sum(1 for other in stage if other.pod == seat.pod),
-        calibration=calibration,
-    )
 
 
 def _kv_blocks(

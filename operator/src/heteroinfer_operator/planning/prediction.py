@@ -52,11 +52,9 @@ class Prediction:
     most_s: float
 
     def __str__(self) -> str:
-        """Returns it for people, in milliseconds."""
         return f"{_ms(self.step_s)} ms ({_ms(self.least_s)} to {_ms(self.most_s)})"
 
     def __add__(self, other: "Prediction") -> "Prediction":
-        """Returns one after the other."""
         return Prediction(
             step_s=self.step_s + other.step_s,
             least_s=self.least_s + other.least_s,
@@ -91,7 +89,6 @@ def predict(plan: Plan, rates: Sequence[Rates] = ()) -> Prediction:
     """Returns a step of this plan; one batch is in flight, so that stages wait for each other.
 
     Args:
-        plan: of a group.
         rates: by rank, by which its steps were predicted; empty where that is not known any more.
     """
 
@@ -136,7 +133,6 @@ class WeightReads:
     """Weights of one class that a rank reads in a step.
 
     Attributes:
-        bytes: of them.
         operations: multiplications and additions with them.
         row_bytes: bytes times rows that go through them, so that parts with other rows can be added.
     """
@@ -146,7 +142,6 @@ class WeightReads:
     row_bytes: float = 0.0
 
     def __add__(self, other: "WeightReads") -> "WeightReads":
-        """Returns both together."""
         return WeightReads(
             bytes=self.bytes + other.bytes,
             operations=self.operations + other.operations,
@@ -268,7 +263,6 @@ def forecast(
     """Returns a decode step of a load.
 
     Args:
-        plan: of the group.
         sizes: of one rank.
         rates: by rank.
         load: requests, each with one new token.

@@ -94,7 +94,6 @@ class Error:
     most: float
 
     def __str__(self) -> str:
-        """Returns it for people."""
         return f"{self.least:.2g} to {self.most:.2g} times as long"
 
 
@@ -206,18 +205,14 @@ def cpu_rates(
 
     Args:
         role: of the rank; its CPUs are what the pods ask for.
-        profile: of the model.
-        engine: the group's settings.
         leads: whether its pod has the engine and the API server, too.
         together: ranks of its stage in its pod, which read from the same memory.
         by_rate: whether these share by how fast each reads, so that the slowest is not waited for.
-        calibration: of its machine, or None.
     """
+    threads = compute_threads(role, leads=leads)
     if calibration is not None:
-        threads = compute_threads(role, leads=leads)
         return _measured_cpu_rates(calibration, profile, engine, threads, together, by_rate=by_rate)
     pod = CPU_BYTES_PER_S / together
-    threads = compute_threads(role, leads=leads)
     ours = pod if threads is None else min(pod, threads * CPU_THREAD_BYTES_PER_S)
     cores = 16.0 if threads is None else threads
     operations = CPU_OPERATIONS_PER_S * min(cores / 16, 1.0) / (together if threads is None else 1)
@@ -322,35 +317,30 @@ def gpu_rates(
 
     Args:
         product: as GPU feature discovery labels it, or "".
-        calibration: of its machine, or None.
         scheme: of the model's quantized weights.
     """
-    unpacked = GPU_FOUR_BITS if scheme in FOUR_BITS else GPU_QUANTIZED
-    if calibration is not None and calibration.gpu is not None:
-        measured = calibration.gpu
-        return Rates(
-            plain=measured.bytes_per_s,
-            quantized=measured.bytes_per_s * unpacked,
-            experts=measured.bytes_per_s * GPU_QUANTIZED,
-            cache=measured.bytes_per_s,
-            operations=measured.operations_per_s,
-            source=describe(calibration),
-            error=GPU_ERROR,
-        )
     nominal = next(
         (known for part, known in GPU_NOMINAL.items() if f"-{part}-".lower() in f"-{product}-".lower()), None
     )
-    rate = GPU_BYTES_PER_S if nominal is None else nominal.bytes_per_s * GPU_USED
-    operations = (nominal or GPU_NOMINAL["H200"]).operations_per_s * GPU_OPERATIONS_USED
-    by_data_sheet = f"defaults for {product} ({gigabytes_per_s(rate)}; may take {GPU_ERROR})"
+    error = GPU_ERROR
+    if calibration is not None and calibration.gpu is not None:
+        rate, operations = calibration.gpu.bytes_per_s, calibration.gpu.operations_per_s
+        source = describe(calibration)
+    elif nominal is not None:
+        rate = nominal.bytes_per_s * GPU_USED
+        operations = nominal.operations_per_s * GPU_OPERATIONS_USED
+        source = f"defaults for {product} ({gigabytes_per_s(rate)}; may take {GPU_ERROR})"
+    else:
+        rate, operations = GPU_BYTES_PER_S, GPU_NOMINAL["H200"].operations_per_s * GPU_OPERATIONS_USED
+        source, error = GPU_UNKNOWN, GPU_UNKNOWN_ERROR
     return Rates(
         plain=rate,
-        quantized=rate * unpacked,
+        quantized=rate * (GPU_FOUR_BITS if scheme in FOUR_BITS else GPU_QUANTIZED),
         experts=rate * GPU_QUANTIZED,
         cache=rate,
         operations=operations,
-        source=GPU_UNKNOWN if nominal is None else by_data_sheet,
-        error=GPU_UNKNOWN_ERROR if nominal is None else GPU_ERROR,
+        source=source,
+        error=error,
     )
 
 

@@ -20,7 +20,6 @@ class PlacedRole:
     """A role and what its ranks really compute on.
 
     Attributes:
-        role: as the user wrote it.
         device: the role's own, or CPU for a GPU role when GPUs are missing.
     """
 
@@ -34,8 +33,6 @@ class Seat:
 
     Attributes:
         pod: index of its pod.
-        local_rank: rank within the pod.
-        placed: its role and device.
     """
 
     pod: int
@@ -50,7 +47,6 @@ class Topology:
     Attributes:
         tensor: ranks of a stage.
         stages: the seats of each stage, in rank order.
-        notes: what the user should know about it.
     """
 
     tensor: int

@@ -122,7 +122,6 @@ class Budget:
         Args:
             found: the status that the decision was made on.
             sent: the new one.
-            now: time of the write.
         """
         in_a_row = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
         is_ours = _digest(found) in {digest for _, digest in self._sent}
@@ -157,10 +156,7 @@ class Spending:
     """The budget of one decision's actions.
 
     Args:
-        budget: of the resource.
-        resource: the decision's.
         actions: all of the decision: the pods of a group are made together or not at all.
-        now: time of the reconcile.
     """
 
     budget: Budget

@@ -5,15 +5,15 @@ from typing import Any
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
-from heteroinfer_operator.cluster import CreateObject, Gang, PodView, RecordEvent
+from heteroinfer_operator.cluster import CreateObject, PodView, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.group_key_secret import build_group_key, group_key_secret, key_of
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
-from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
+from heteroinfer_operator.planning import EpochPlan
 from heteroinfer_operator.reconcile import startup
 from heteroinfer_operator.reconcile.epoch_end import IMAGE_CHANGED, EpochEnd
-from heteroinfer_operator.reconcile.group_planner import EpochPlan
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
 from heteroinfer_operator.reconcile.revisions import Revision
 

@@ -18,15 +18,16 @@ from heteroinfer_operator.api import (
     When,
     parse_stored_spec,
 )
-from heteroinfer_operator.cluster import Gang, PodView, ResourceObservation
+from heteroinfer_operator.cluster import PodView, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
 from heteroinfer_operator.nodes.calibrations import slowest
 from heteroinfer_operator.nodes.cpu_features import roles_without_amx
-from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import (
     Capacity,
+    EpochPlan,
     GroupRequest,
     Inventory,
     assign_again,
@@ -35,7 +36,7 @@ from heteroinfer_operator.planning import (
     plan_group,
 )
 from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles
-from heteroinfer_operator.planning.prediction_again import PredictedPlan, predict_again
+from heteroinfer_operator.planning.predicted_plan import PredictedPlan, predict_again
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 WAITING_FOR_MODEL = "WaitingForModel"
@@ -49,27 +50,6 @@ CAPACITY_REASONS: Final = frozenset({Shortage.reason, PlanReason.INSUFFICIENT_CA
 """Reasons of missing capacity."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochPlan:
-    """What an epoch starts with.
-
-    Attributes:
-        plan: of it.
-        notes: on a plan made now, one line each.
-        hybrid_not_needed: why CPU ranks could be left out, or "".
-        on_cpus: why GPU roles compute on CPUs, or "".
-        node_assignment: where its pods fit, as far as nodes are known.
-        missing: what is missing on nodes that somebody else will have to wait for, or "".
-    """
-
-    plan: Plan
-    notes: tuple[str, ...] = ()
-    hybrid_not_needed: str = ""
-    on_cpus: str = ""
-    node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
-    missing: str = ""
-
-
 @dataclass(slots=True, kw_only=True)
 class GroupPlanner:
     """Makes the plans of the groups that start in one reconcile; each takes its share of what is free.
@@ -77,7 +57,6 @@ class GroupPlanner:
     Attributes:
         request: what is to be planned, or None while the spec is refused or the model is not known.
         waits_for: what is said while it is not.
-        observation: nodes, and what of them is promised.
         shortage_age_s: how long GPUs have been missing; None where waiting is of no use.
         hints: whether pods name the node that was found for them: not where there is one machine.
     """
@@ -104,14 +83,7 @@ class GroupPlanner:
             planned = plan_group(request, self._capacity(request.spec, gang))
         except Shortage as shortage:
             raise self._with_promises(shortage) from None
-        return EpochPlan(
-            plan=planned.plan,
-            notes=planned.notes,
-            hybrid_not_needed=planned.hybrid_not_needed,
-            on_cpus=planned.on_cpus,
-            node_assignment=self._hinted(planned.node_assignment, gang),
-            missing=planned.missing,
-        )
+        return replace(planned, node_assignment=self._hinted(planned.node_assignment, gang))
 
     def make_for_any_nodes(self) -> EpochPlan:
         """Returns a plan however much is free: as sizes go, and not where its pods belong; raises as make."""
@@ -141,7 +113,6 @@ class GroupPlanner:
 
         Args:
             spec: that the group was made with.
-            plan: of the epoch.
             pods: those others.
         """
         labelled = labelled_roles(spec, self.observation.nodes or ())
@@ -185,9 +156,10 @@ class GroupPlanner:
                 self._problem = problem
             else:
                 text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
-                self._problem = _find_problem(
+                found = _find_problem(
                     text, request.profile, request.served_name, request.model_path, self._without_amx(request)
-                ).as_error()
+                )
+                self._problem = None if found is None else PlanError(found[0], reason=found[1])
         return self._problem
 
     def _without_amx(self, request: GroupRequest) -> frozenset[str]:
@@ -222,22 +194,14 @@ class GroupPlanner:
         return replace(assignment, gang=gang, nodes=assignment.nodes if self.hints else {})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Problem:
-    """Why there is no plan; `message` "" if there is one. An error that is raised again and again grows."""
-
-    message: str = ""
-    reason: str = ""
-
-    def as_error(self) -> PlanError | None:
-        return PlanError(self.message, reason=self.reason) if self.message else None
-
-
 @lru_cache(maxsize=_MOST_ANSWERS)
 def _find_problem(
     spec_text: str, profile: ModelProfile, served_name: str, model_path: str, without_amx: frozenset[str]
-) -> _Problem:
-    """Returns why there is no plan however much is free; each resync asks it again of the same spec."""
+) -> tuple[str, str] | None:
+    """Returns message and reason why there is no plan however much is free, or None if there is one.
+
+    Each resync asks it again of the same spec. An error that is raised again and again would grow.
+    """
     request = GroupRequest(
         spec=parse_stored_spec(json.loads(spec_text)),
         profile=profile,
@@ -247,8 +211,8 @@ def _find_problem(
     try:
         make_plan(request, Inventory(without_amx=without_amx))
     except PlanError as problem:
-        return _Problem(message=problem.message, reason=problem.reason)
-    return _Problem()
+        return problem.message, problem.reason
+    return None
 
 
 def describe_promises(pods: Sequence[str], namespace: str) -> str:
@@ -287,9 +251,7 @@ def gpus_missing_since(
     """Returns since when GPUs have been missing, or None while they are not.
 
     Args:
-        status: as last written.
         refusals: why groups have no plan now.
-        now: time of the reconcile.
     """
     missing = any(refusal.reason == Shortage.reason for refusal in refusals)
     # A clock that was set back prolongs no wait.

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from heteroinfer_operator.api import RestartSpec
-from heteroinfer_operator.cluster import DeleteObject, NodeView, PodView, ResourceObservation
+from heteroinfer_operator.cluster import DeleteObject, PodView, ResourceObservation
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile.epoch_end import NODE_LOST, EpochEnd
 

@@ -6,8 +6,8 @@ from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import GroupStatus, PlanStatus, RankPlan, Summary
 from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.api.status import MOST_COUNT
+from heteroinfer_operator.planning.predicted_plan import PredictedPlan
 from heteroinfer_operator.planning.prediction import predict
-from heteroinfer_operator.planning.prediction_again import PredictedPlan
 from heteroinfer_operator.quantity import mebibytes
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 

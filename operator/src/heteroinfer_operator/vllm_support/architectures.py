@@ -7,121 +7,68 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-TABLES_ON_EVERY_STAGE: Final = frozenset(
-    {
-        "BloomForCausalLM",
-        "DbrxForCausalLM",
-        "FalconForCausalLM",
-        "GPT2LMHeadModel",
-        "GPTJForCausalLM",
-        "Gemma4ForCausalLM",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForConditionalGeneration",
-        "GptOssForCausalLM",
-        "GraniteMoeForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "GraniteMoeSharedForCausalLM",
-        "HYV3ForCausalLM",
-        "IQuestLoopCoderForCausalLM",
-        "JambaForCausalLM",
-        "K2HorizonForCausalLM",
-        "Mamba2ForCausalLM",
-        "MambaForCausalLM",
-        "MiniCPMForCausalLM",
-        "MixtralForCausalLM",
-        "NemotronHForCausalLM",
-        "OPTForCausalLM",
-        "OlmoHybridForCausalLM",
-        "OlmoeForCausalLM",
-        "OrionForCausalLM",
-        "PhiMoEForCausalLM",
-        "Plamo3ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Rnj1ForCausalLM",
-        "StablelmForCausalLM",
-        "Zamba2ForCausalLM",
-    }
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TABLES_ON_EVERY_STAGE: Final = _names(
+    """
+    BloomForCausalLM DbrxForCausalLM FalconForCausalLM GPT2LMHeadModel GPTJForCausalLM Gemma4ForCausalLM
+    Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GptOssForCausalLM
+    GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSharedForCausalLM HYV3ForCausalLM
+    IQuestLoopCoderForCausalLM JambaForCausalLM K2HorizonForCausalLM Mamba2ForCausalLM MambaForCausalLM
+    MiniCPMForCausalLM MixtralForCausalLM NemotronHForCausalLM OPTForCausalLM OlmoHybridForCausalLM
+    OlmoeForCausalLM OrionForCausalLM PhiMoEForCausalLM Plamo3ForCausalLM Qwen2MoeForCausalLM
+    Qwen3MoeForCausalLM Qwen3NextForCausalLM Rnj1ForCausalLM StablelmForCausalLM Zamba2ForCausalLM
+    """
 )
 """Whose classes make embedding and head without asking for the stage (vllm/model_executor/models@v0.32.0)."""
-UNGATED_EXPERTS: Final = frozenset(
-    {
-        "NemotronHForCausalLM",
-        "NemotronHPuzzleForCausalLM",
-        "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2",
-        "NemotronH_Omni_Reasoning_V3",
-        "NemotronH_Super_Omni_Reasoning_V3",
-    }
+UNGATED_EXPERTS: Final = _names(
+    """
+    NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
+    NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3
+    """
 )
 """Whose experts have one matrix before the activation, which vLLM's CPU kernels do not take
 (vllm/.../fused_moe/experts/cpu_moe.py::_supports_no_act_and_mul@v0.32.0)."""
 ZERO_EXPERTS: Final = frozenset({"LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"})
 """Whose router chooses experts that compute nothing, too; it needs kernels for GPUs
 (vllm/.../fused_moe/router/zero_expert_router.py@v0.32.0)."""
-GPU_STATES: Final = frozenset(
-    {
-        "BailingMoeV2_5ForCausalLM",
-        "BailingMoeV3ForCausalLM",
-        "BailingMoeV3VLForConditionalGeneration",
-        "FalconMambaForCausalLM",
-        "JambaForCausalLM",
-        "MambaForCausalLM",
-        "OlmoHybridForCausalLM",
-    }
+GPU_STATES: Final = _names(
+    """
+    BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration
+    FalconMambaForCausalLM JambaForCausalLM MambaForCausalLM OlmoHybridForCausalLM
+    """
 )
 """Whose layers with states have kernels for GPUs alone: a scan that none of vLLM's libraries for CPUs has
 (vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0; Mamba 2's is another one), or Triton's."""
-GATED_DELTA_NETS: Final = frozenset(
-    {
-        "InternS2MobiusForConditionalGeneration",
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-    }
+GATED_DELTA_NETS: Final = _names(
+    """
+    InternS2MobiusForConditionalGeneration Qwen3NextForCausalLM Qwen3_5ForCausalLM
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+    """
 )
 """Whose linear attention is vLLM's QwenGatedDeltaNetAttention."""
-IMAGES_ATTEND_BOTH_WAYS: Final = frozenset(
-    {
-        "BagelForConditionalGeneration",
-        "Gemma3ForConditionalGeneration",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForConditionalGeneration",
-        "HfMoondream",
-        "Molmo2ForConditionalGeneration",
-        "Moondream3ForCausalLM",
-        "PaliGemmaForConditionalGeneration",
-    }
+IMAGES_ATTEND_BOTH_WAYS: Final = _names(
+    """
+    BagelForConditionalGeneration Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration
+    Gemma4UnifiedForConditionalGeneration HfMoondream Molmo2ForConditionalGeneration Moondream3ForCausalLM
+    PaliGemmaForConditionalGeneration
+    """
 )
 """Whose image tokens attend to each other in both directions, which CPU attention does not do
 (vllm/transformers_utils/model_arch_config_convertor.py::is_mm_prefix_lm@v0.32.0); Gemma-4 in some sizes."""
-NO_PIPELINE: Final = frozenset(
-    {
-        "AriaForConditionalGeneration",
-        "CohereAsrForConditionalGeneration",
-        "DiffusionGemmaForBlockDiffusion",
-        "FireRedASR2ForConditionalGeneration",
-        "FunASRForConditionalGeneration",
-        "Gemma3nForCausalLM",
-        "Gemma3nForConditionalGeneration",
-        "HrmTextForCausalLM",
-        "IQuestLoopCoderForCausalLM",
-        "Idefics3ForConditionalGeneration",
-        "Mamba2ForCausalLM",
-        "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2",
-        "NemotronH_Omni_Reasoning_V3",
-        "NemotronH_Super_Omni_Reasoning_V3",
-        "NemotronParseForConditionalGeneration",
-        "PaddleOCRVLForConditionalGeneration",
-        "Phi4MMForCausalLM",
-        "SmolVLMForConditionalGeneration",
-        "WhisperForConditionalGeneration",
-        "Zamba2ForCausalLM",
-    }
+NO_PIPELINE: Final = _names(
+    """
+    AriaForConditionalGeneration CohereAsrForConditionalGeneration DiffusionGemmaForBlockDiffusion
+    FireRedASR2ForConditionalGeneration FunASRForConditionalGeneration Gemma3nForCausalLM
+    Gemma3nForConditionalGeneration HrmTextForCausalLM IQuestLoopCoderForCausalLM
+    Idefics3ForConditionalGeneration Mamba2ForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
+    NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3 NemotronParseForConditionalGeneration
+    PaddleOCRVLForConditionalGeneration Phi4MMForCausalLM SmolVLMForConditionalGeneration
+    WhisperForConditionalGeneration Zamba2ForCausalLM
+    """
 )
 """Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
 (vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
@@ -142,21 +89,13 @@ NO_FEED_FORWARD: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Architecture -> why no feed-forward rank has its experts or MLPs (vllm/model_executor/models@v0.32.0)."""
-GPU_CLASSES: Final = frozenset(
-    {
-        "DeepseekV41ForCausalLM",
-        "DeepseekV4ForConditionalGeneration",
-        "Dots3NoteForCausalLM",
-        "HYV4ForCausalLM",
-        "InklingForCausalLM",
-        "InklingForConditionalGeneration",
-        "KimiK3ForConditionalGeneration",
-        "KimiLinearForCausalLM",
-        "MiniMaxM3SparseForCausalLM",
-        "MiniMaxM3SparseForConditionalGeneration",
-        "Qwen4ExpForCausalLM",
-        "Qwen4ExpForConditionalGeneration",
-    }
+GPU_CLASSES: Final = _names(
+    """
+    DeepseekV41ForCausalLM DeepseekV4ForConditionalGeneration Dots3NoteForCausalLM HYV4ForCausalLM
+    InklingForCausalLM InklingForConditionalGeneration KimiK3ForConditionalGeneration KimiLinearForCausalLM
+    MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration Qwen4ExpForCausalLM
+    Qwen4ExpForConditionalGeneration
+    """
 )
 """Which vLLM has in classes for NVIDIA's and for AMD's GPUs; for others in none, or in one that only refuses
 (vllm/models@v0.32.0)."""

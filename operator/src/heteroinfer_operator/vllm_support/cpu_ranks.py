@@ -47,7 +47,6 @@ class LinearKernel:
         bits: of a weight that it takes; empty for any.
         dtypes: of activations that it takes; empty for any.
         needs: AMX or AVX512 if it runs on no other CPUs, or "".
-        warning: what users should know of it, or "".
     """
 
     bits: frozenset[int] = frozenset()
@@ -134,10 +133,7 @@ def check_support(
     """Returns what users should know of a model on CPU ranks, one line each.
 
     Args:
-        profile: of the model.
-        engine: the group's settings.
         cpus: of the group's CPU ranks; empty without any.
-        stages: of the group.
         first: what the first rank computes on.
 
     Raises:
@@ -186,7 +182,6 @@ def check_remote_support(
     Args:
         profile: of the model, whose layers they build without memory.
         moved: of what they have of it.
-        engine: the group's settings.
         cpus: of the role whose pod they are in.
 
     Raises:

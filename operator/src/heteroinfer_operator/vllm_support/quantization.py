@@ -17,39 +17,17 @@ FOUR_BITS: Final = frozenset({SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4})
 _SIXTEEN_BITS: Final = frozenset({"bfloat16", "float16"})
 _ANY: Final = _SIXTEEN_BITS | {"float32"}
 _BFLOAT16: Final = frozenset({"bfloat16"})
+_METHODS: Final = {
+    _SIXTEEN_BITS: """
+        auto_awq auto_gptq awq awq_marlin deepseek_v4_fp8 experts_int8 fbgemm_fp8 fp8 fp8_per_block
+        fp8_per_channel fp8_per_tensor gptq gptq_marlin humming inc int8_per_channel_weight_only modelopt
+        modelopt_fp4 modelopt_mixed moe_wna16 nvfp4_per_token online quark
+    """,
+    _BFLOAT16: "fp_quant gpt_oss_mxfp4 modelopt_mxfp8 mxfp4 mxfp8",
+    _ANY: "compressed-tensors torchao",
+}
 METHOD_DTYPES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
-    {
-        "auto_awq": _SIXTEEN_BITS,
-        "auto_gptq": _SIXTEEN_BITS,
-        "awq": _SIXTEEN_BITS,
-        "awq_marlin": _SIXTEEN_BITS,
-        "compressed-tensors": _ANY,
-        "deepseek_v4_fp8": _SIXTEEN_BITS,
-        "experts_int8": _SIXTEEN_BITS,
-        "fbgemm_fp8": _SIXTEEN_BITS,
-        "fp8": _SIXTEEN_BITS,
-        "fp8_per_block": _SIXTEEN_BITS,
-        "fp8_per_channel": _SIXTEEN_BITS,
-        "fp8_per_tensor": _SIXTEEN_BITS,
-        "fp_quant": _BFLOAT16,
-        "gpt_oss_mxfp4": _BFLOAT16,
-        "gptq": _SIXTEEN_BITS,
-        "gptq_marlin": _SIXTEEN_BITS,
-        "humming": _SIXTEEN_BITS,
-        "inc": _SIXTEEN_BITS,
-        "int8_per_channel_weight_only": _SIXTEEN_BITS,
-        "modelopt": _SIXTEEN_BITS,
-        "modelopt_fp4": _SIXTEEN_BITS,
-        "modelopt_mixed": _SIXTEEN_BITS,
-        "modelopt_mxfp8": _BFLOAT16,
-        "moe_wna16": _SIXTEEN_BITS,
-        "mxfp4": _BFLOAT16,
-        "mxfp8": _BFLOAT16,
-        "nvfp4_per_token": _SIXTEEN_BITS,
-        "online": _SIXTEEN_BITS,
-        "quark": _SIXTEEN_BITS,
-        "torchao": _ANY,
-    }
+    dict(sorted((method, dtypes) for dtypes, methods in _METHODS.items() for method in methods.split()))
 )
 """The types of activations that each method takes, of all that vLLM knows
 (vllm/.../quantization/base_config.py::QuantizationConfig.get_supported_act_dtypes@v0.32.0)."""

@@ -14,10 +14,11 @@ from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.errors import PlanError, SpecError
 from heteroinfer_operator.manifests.group_key_secret import KIND as SECRET
 from heteroinfer_operator.manifests.identity import EpochRef
+from heteroinfer_operator.planning import EpochPlan
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup, transitions
 from heteroinfer_operator.reconcile.epoch_pods import decide_creates, decide_key, gang_object, start_events
-from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL, EpochPlan
+from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.ends import never_seen
 from heteroinfer_operator.reconcile.one_group.stopping import (

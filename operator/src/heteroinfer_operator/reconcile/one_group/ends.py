@@ -5,9 +5,9 @@ from typing import Final
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import StartupStatus
-from heteroinfer_operator.cluster import Gang
 from heteroinfer_operator.errors import PlanReason
 from heteroinfer_operator.manifests.identity import EpochRef
+from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import startup
 from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, EpochEnd, has_run

@@ -10,7 +10,7 @@ from typing import Any, Final
 import yaml
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api import HeteroInference
+from heteroinfer_operator.api.resource import HeteroInference
 
 HEADER: Final = (
     "# Generated from heteroinfer_operator/api by `heteroinfer crd --write`; don't edit by hand.\n"

@@ -1,0 +1,173 @@
+"""What a mode adds to the stages of a plan: checks, ranks beside the stages, and advice. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from heteroinfer_contract.byte_size import format_bytes
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, Plan, RankAssignment
+from heteroinfer_operator.planning.advice import Advice, advise
+from heteroinfer_operator.planning.feed_forward import (
+    Remote,
+    choose_remote,
+    feed_forward_seconds,
+    missing_bytes,
+    rank_weight_bytes,
+)
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.memory import Sizes, stage_budgets
+from heteroinfer_operator.planning.prediction import Load, count_reads
+from heteroinfer_operator.planning.rates import Rates
+from heteroinfer_operator.planning.topology import Topology
+from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format, check_remote_support
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesMode:
+    """Modes Pipeline and Tensor: every rank is in a stage."""
+
+    topology: Topology
+    profile: ModelProfile
+    engine: EngineSettings
+    inventory: Inventory
+    remote: None = field(init=False, default=None)
+
+    @property
+    def in_stages(self) -> ModelProfile:
+        """The part of the model that the stages have."""
+        return self.profile
+
+    def check(self) -> tuple[str, ...]:
+        """Returns what users should know of the mode, one line each.
+
+        Raises:
+            PlanError: vLLM cannot run the model in this mode.
+        """
+        if self.topology.has_cpu:
+            check_load_format(self.engine)
+        return ()
+
+    def ranks_beside(self) -> tuple[RankAssignment, ...]:
+        """Returns the ranks that are in no stage, without their times; they number after all others."""
+        return ()
+
+    def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
+        """Returns what users should know of the plan; `rates` are by rank."""
+        return advise(self.topology, plan, self.profile, self.inventory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardMode:
+    """Mode FeedForward: one stage, and CPU ranks in its pod with experts or MLPs."""
+
+    topology: Topology
+    profile: ModelProfile
+    engine: EngineSettings
+    inventory: Inventory
+    remote: Remote
+
+    @property
+    def in_stages(self) -> ModelProfile:
+        """The model without what the feed-forward ranks have of it."""
+        return self.remote.kept
+
+    def check(self) -> tuple[str, ...]:
+        """Checks the feed-forward ranks, unless the stage's own checks have been those of CPUs."""
+        if self.topology.has_cpu:
+            return ()
+        role = self.topology.stages[0][0].placed.role.name
+        cpus = {role: self.inventory.cpu_features.get(role)}
+        return check_remote_support(self.profile, self.remote.profile, self.engine, cpus)
+
+    def ranks_beside(self) -> tuple[RankAssignment, ...]:
+        """Returns the feed-forward ranks, without their times."""
+        own, remote = self.topology.stages[0], self.remote
+        return tuple(
+            RankAssignment(
+                rank=len(own) + number,
+                local_rank=len(own) + number,
+                pod=own[0].pod,
+                role=own[0].placed.role.name,
+                device=Device.CPU,
+                stage=0,
+                tensor_rank=number,
+                first_layer=remote.layers[0],
+                end_layer=remote.layers[-1] + 1,
+                kv_cache_bytes=0,
+                weight_bytes=rank_weight_bytes(remote, self.engine, number),
+                feed_forward=FeedForwardShare(layers=remote.layers, by_experts=remote.by_experts),
+            )
+            for number in range(remote.spec.ranks)
+        )
+
+    def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
+        """Returns what mode Pipeline would do with the same memory, and whether the GPU needs CPUs at all."""
+        topology, remote, engine = self.topology, self.remote, self.engine
+        notes = [self._in_pipeline(rates[0], rates[-1])]
+        placed = topology.stages[0][0].placed
+        resources = placed.role.resources
+        if resources and resources.limits and "cpu" in resources.limits:
+            notes.append(
+                "the pod has a CPU limit: feed-forward ranks sleep between layers in place of spinning, "
+                "since spinning would use up its CPU time; leave limits.cpu out, or use nodes with the "
+                "static CPU manager"
+            )
+        if placed.device is not Device.GPU:
+            return Advice(notes=tuple(notes))
+        stage = stage_budgets(topology.stages, Sizes.of(self.profile, engine, 1, batches=1), self.inventory)[
+            0
+        ]
+        if not stage.is_known:
+            if remote.spec.layers is None:
+                notes.append("the GPU's memory is unknown; set deviceMemory to have layers planned by it")
+            return Advice(notes=tuple(notes))
+        if missing_bytes(topology, self.profile, engine, self.inventory) > 0:
+            return Advice(notes=tuple(notes))
+        words = (
+            f"feed-forward ranks not needed: the GPU holds the model and KV cache for {engine.max_model_len} "
+            "tokens; CPUs add capacity, not speed: use mode Pipeline without feedForward"
+        )
+        return Advice(notes=(*notes, words), hybrid_not_needed=words)
+
+    def _in_pipeline(self, own: Rates, theirs: Rates) -> str:
+        """Returns what the same memory would give if the CPUs had whole layers.
+
+        Args:
+            own: rates of the role's own rank.
+            theirs: rates of a feed-forward rank.
+        """
+        profile, remote, engine = self.profile, self.remote, self.engine
+        moved = sum(remote.profile.layer_bytes)
+        count, held = 0, 0
+        while held < moved and count < profile.num_layers:
+            held += profile.layer_bytes[count]
+            count += 1
+        sizes = Sizes.of(profile, engine, 1, batches=1)
+        on_cpus = count_reads(sizes, 0, count, Load(), last=False, engine=engine)
+        on_gpu = count_reads(sizes, count, profile.num_layers, Load(), last=True, engine=engine)
+        pipeline_s = on_cpus.seconds(theirs) / remote.spec.ranks + on_gpu.seconds(own)
+        kept = Sizes.of(remote.kept, engine, 1, batches=1)
+        ours_s = count_reads(kept, 0, profile.num_layers, Load(), last=True, engine=engine).seconds(own)
+        ours_s += feed_forward_seconds(remote, engine, theirs, Load())
+        return (
+            f"experts or MLPs of {len(remote.layers)} layers ({format_bytes(moved)}) are on CPUs: a step of "
+            f"one request computes for about {ours_s * 1e3:.1f} ms; with the same memory, mode Pipeline "
+            f"would have {count} whole layers on CPUs and compute for {pipeline_s * 1e3:.1f} ms"
+        )
+
+
+PlanMode: TypeAlias = StagesMode | FeedForwardMode
+
+
+def choose_mode(
+    topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
+) -> PlanMode:
+    """Returns the mode with what its ranks have of the model; raises PlanError as choose_remote."""
+    own = topology.stages[0][0].placed.role.feed_forward
+    if own is None:
+        return StagesMode(topology=topology, profile=profile, engine=engine, inventory=inventory)
+    remote = choose_remote(own, topology, profile, engine, inventory)
+    return FeedForwardMode(
+        topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote
+    )

@@ -1,0 +1,116 @@
+"""How long the ranks of a plan compute in a step: when it is made, and later by what is known then. Pure.
+
+A plan keeps what was predicted when it was made; a calibration that comes later changes no plan, and no pod.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
+from heteroinfer_operator.planning.feed_forward import (
+    Remote,
+    feed_forward_rates,
+    feed_forward_seconds,
+    remote_of,
+)
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.memory import Sizes
+from heteroinfer_operator.planning.prediction import Load, Prediction, count_reads, predict
+from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
+
+
+def predict_ranks(
+    plan: Plan, spec: HeteroInferenceSpec, sizes: Sizes, remote: Remote | None, inventory: Inventory
+) -> tuple[Plan, tuple[Rates, ...]]:
+    """Returns a plan with the compute time of each rank, and the rates that it is by.
+
+    Args:
+        plan: its times do not count.
+        sizes: of a rank in a stage.
+        remote: what feed-forward ranks have of the model, or None without them.
+    """
+    roles = {role.name: role for role in spec.roles}
+    in_stages = plan.ranks if remote is None else plan.stage_ranks
+    rates = [_rates(rank, plan, roles[rank.role], sizes.profile, inventory) for rank in in_stages]
+    seconds = [_seconds(rank, plan, sizes, rates[rank.rank]) for rank in in_stages]
+    beside = plan.ranks[len(in_stages) :]
+    if remote is not None and beside:
+        theirs = feed_forward_rates(remote, plan.engine, inventory.calibration.get(beside[0].role))
+        rates += [theirs] * len(beside)
+        seconds += [feed_forward_seconds(remote, plan.engine, theirs, Load())] * len(beside)
+    timed = (replace(rank, predicted_step_s=each) for rank, each in zip(plan.ranks, seconds, strict=True))
+    return replace(plan, ranks=tuple(timed)), tuple(rates)
+
+
+def _rates(
+    rank: RankAssignment, plan: Plan, role: RoleSpec, profile: ModelProfile, inventory: Inventory
+) -> Rates:
+    calibration = inventory.calibration.get(role.name)
+    if rank.device is Device.GPU:
+        return gpu_rates(inventory.gpu_product.get(role.name, ""), calibration, profile.scheme.name)
+    return cpu_rates(
+        role,
+        profile,
+        plan.engine,
+        leads=rank.pod == 0,
+        together=sum(1 for other in plan.stage(rank.stage) if other.pod == rank.pod),
+        calibration=calibration,
+    )
+
+
+def _seconds(rank: RankAssignment, plan: Plan, sizes: Sizes, rates: Rates) -> float:
+    last = rank.stage == plan.pipeline_parallel_size - 1
+    read = count_reads(sizes, rank.first_layer, rank.end_layer, Load(), last=last, engine=plan.engine)
+    return read.seconds(rates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedPlan:
+    """A plan with what its steps take.
+
+    Attributes:
+        plan: its hash is another one.
+        step: of one request.
+        sources: what the rates of each role were taken from, for people.
+    """
+
+    plan: Plan
+    step: Prediction
+    sources: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return "; ".join(f"role {role}: {source}" for role, source in sorted(self.sources.items()))
+
+
+def predict_again(
+    plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile, inventory: Inventory
+) -> PredictedPlan | None:
+    """Returns the steps of a plan, or None if it is none of this spec and model.
+
+    Args:
+        spec: what the user asks for now.
+        inventory: what is known of the machines that the group is on.
+    """
+    roles = {role.name: role for role in spec.roles}
+    if any(rank.role not in roles for rank in plan.ranks):
+        return None
+    if max(rank.end_layer for rank in plan.ranks) > profile.num_layers:
+        return None
+    remote = _remote(plan, roles, profile)
+    kept = profile if remote is None else remote.kept
+    sizes = Sizes.of(kept, plan.engine, plan.tensor_parallel_size, batches=plan.batches_at_once)
+    predicted, rates = predict_ranks(plan, spec, sizes, remote, inventory)
+    sources = {rank.role: each.source for rank, each in zip(plan.ranks, rates, strict=True)}
+    return PredictedPlan(plan=predicted, step=predict(predicted, rates), sources=sources)
+
+
+def _remote(plan: Plan, roles: Mapping[str, RoleSpec], profile: ModelProfile) -> Remote | None:
+    """Returns what the plan's feed-forward ranks have, or None without them."""
+    for rank in plan.ranks:
+        own = roles[rank.role].feed_forward
+        if rank.feed_forward is not None and own is not None:
+            share = rank.feed_forward
+            return remote_of(own, profile, share.layers, by_experts=share.by_experts)
+    return None
