@@ -10,15 +10,3 @@ from heteroinfer_operator.nodes.placement import build_free_nodes
 from heteroinfer_operator.planning.group_plan import Capacity, assign_again, plan_group
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.planner import EpochPlan, GroupRequest, Planned, make_plan
-
-__all__ = [
-    "Capacity",
-    "EpochPlan",
-    "GroupRequest",
-    "Inventory",
-    "Planned",
-    "assign_again",
-    "build_free_nodes",
-    "make_plan",
-    "plan_group",
-]

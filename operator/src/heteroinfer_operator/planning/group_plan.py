@@ -14,11 +14,7 @@ from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec, ResourceKey, RoleSpec, ShortageAction
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
 from heteroinfer_operator.nodes.calibrations import Calibrations, slowest
-from heteroinfer_operator.nodes.cpu_features import (
-    labelled_features,
-    measured_features,
-    roles_without_amx,
-)
+from heteroinfer_operator.nodes.cpu_features import labelled_features, measured_features, roles_without_amx
 from heteroinfer_operator.nodes.demand import PodDemand
 from heteroinfer_operator.nodes.missing_capacity import explain
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
@@ -70,17 +66,14 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
     if capacity.free_nodes is None:
         return make_plan(request, _anywhere(request.spec, capacity.calibrations))
     short = _short_roles(request.spec, capacity.free_nodes, capacity.resource)
-    if short and not _others_wait_for_gpus(request.spec, capacity):
+    gpus_are_awaited = request.spec.planning.on_gpu_shortage.action is ShortageAction.WAIT
+    if short and not (capacity.others_wait and gpus_are_awaited):
         return _without_gpus(request, capacity, capacity.free_nodes, short)
     return _placed(request, capacity, capacity.free_nodes, {})
 
 
 def _device(role: RoleSpec, on_cpus: Container[str]) -> Device:
     return Device.CPU if role.name in on_cpus else role.device
-
-
-def _others_wait_for_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> bool:
-    return capacity.others_wait and spec.planning.on_gpu_shortage.action is ShortageAction.WAIT
 
 
 def _placed(
@@ -290,22 +283,18 @@ def _without_gpus(
     # What can never be planned is reported first: GPUs would not help.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
     wanted = make_plan(request, _inventory(request.spec, capacity, demands, None, {}))
+    missing = "; ".join(dict.fromkeys(short.values()))
     slower = _on_cpus_instead(request, capacity, short, wanted)
     if shortage.action is ShortageAction.WAIT:
         raise Shortage(
-            f"{_reported(short)}; the group waits for them; add GPUs, or set "
+            f"{missing}; the group waits for them; add GPUs, or set "
             f"planning.onGPUShortage.action: CPUOnly{slower}"
         )
     if age_s is not None and age_s < parse_duration_s(shortage.after):
         raise Shortage(
-            f"{_reported(short)}; the group runs on CPUs once they have been missing for {shortage.after}"
-            f"{slower}"
+            f"{missing}; the group runs on CPUs once they have been missing for {shortage.after}{slower}"
         )
     return _placed(request, capacity, free_nodes, {name: f"{why}{slower}" for name, why in short.items()})
-
-
-def _reported(short: Mapping[str, str]) -> str:
-    return "; ".join(dict.fromkeys(short.values()))
 
 
 def _on_cpus_instead(

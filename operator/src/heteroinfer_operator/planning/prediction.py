@@ -14,13 +14,7 @@ from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.plan import Device, EngineSettings, Plan, RankAssignment
 from heteroinfer_operator.planning.kv_cache import state_bytes, token_bytes
 from heteroinfer_operator.planning.memory import Sizes, plain_bytes
-from heteroinfer_operator.planning.rates import (
-    CPU_DEFAULTS_ERROR,
-    GPU_ERROR,
-    GPU_UNKNOWN_ERROR,
-    Error,
-    Rates,
-)
+from heteroinfer_operator.planning.rates import CPU_DEFAULTS_ERROR, GPU_ERROR, GPU_UNKNOWN_ERROR, Error, Rates
 
 STEP_OVERHEAD_S: Final = 2.1e-3
 """Between a step's answer and the next call, with scheduling, sampling and messages (docs/benchmarks.md)."""

@@ -6,11 +6,7 @@ from fractions import Fraction
 
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_contract.refused_args import TENSOR_CPU_FIRST
-from heteroinfer_operator.api import (
-    HeteroInferenceSpec,
-    RoleSpec,
-    StageOrder,
-)
+from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec, StageOrder
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.inventory import Inventory
 
