@@ -104,42 +104,23 @@ def build_gang_object(
     spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None, pods: int
 ) -> dict[str, Any] | None:
     """Returns the object that says how many pods belong together, or None where pods say it all."""
-    metadata = identity.metadata(
-        group.owner,
-        gang_name(group),
-        {names.LABEL_GROUP: str(group.index), names.LABEL_EPOCH: str(group.epoch)},
-    )
+    body: dict[str, Any] = {"minMember": pods}
     match gang:
         case Gang.VOLCANO:
-            body: dict[str, Any] = {"minMember": pods}
+            version, kind = "scheduling.volcano.sh/v1beta1", "PodGroup"
             if spec.scheduling.queue_name:
                 body["queue"] = spec.scheduling.queue_name
             if spec.scheduling.priority_class_name:
                 body["priorityClassName"] = spec.scheduling.priority_class_name
-            return {
-                "apiVersion": "scheduling.volcano.sh/v1beta1",
-                "kind": "PodGroup",
-                "metadata": metadata,
-                "spec": body,
-            }
         case Gang.COSCHEDULING:
-            return {
-                "apiVersion": "scheduling.x-k8s.io/v1alpha1",
-                "kind": "PodGroup",
-                "metadata": metadata,
-                "spec": {"minMember": pods},
-            }
+            version, kind = "scheduling.x-k8s.io/v1alpha1", "PodGroup"
         case Gang.NATIVE:
+            version, kind = "scheduling.k8s.io/v1alpha1", "Workload"
+            controller = {"apiGroup": names.API_GROUP, "kind": names.KIND, "name": group.owner.key.name}
             pod_group = {"name": _POD_GROUP, "policy": {"gang": {"minCount": pods}}}
-            controller = {
-                "apiGroup": names.API_GROUP,
-                "kind": names.KIND,
-                "name": group.owner.key.name,
-            }
-            return {
-                "apiVersion": "scheduling.k8s.io/v1alpha1",
-                "kind": "Workload",
-                "metadata": metadata,
-                "spec": {"controllerRef": controller, "podGroups": [pod_group]},
-            }
-    return None
+            body = {"controllerRef": controller, "podGroups": [pod_group]}
+        case _:
+            return None
+    labels = {names.LABEL_GROUP: str(group.index), names.LABEL_EPOCH: str(group.epoch)}
+    metadata = identity.metadata(group.owner, gang_name(group), labels)
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": body}
