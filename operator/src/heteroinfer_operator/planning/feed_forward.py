@@ -3,7 +3,7 @@
 The GPU then has a model without them, which the rest of the planner sees as any other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, sqrt
@@ -86,27 +86,9 @@ def choose_remote(
             what is missing.
     """
     role = topology.stages[0][0].placed.role
-    if is_by_transformers(profile.architecture):
-        raise PlanError(
-            f"role {role.name}: got feedForward, but vLLM serves {profile.architecture} by transformers' "
-            "class, whose experts and MLPs feed-forward ranks cannot take; use mode Pipeline for this model",
-            reason=PlanReason.UNSUPPORTED_PARALLELISM,
-        )
-    why = NO_FEED_FORWARD.get(profile.architecture)
-    if why is not None:
-        raise PlanError(
-            f"role {role.name}: got feedForward with {profile.architecture}, but {why}; use mode Pipeline "
-            "for this model",
-            reason=PlanReason.UNSUPPORTED_PARALLELISM,
-        )
-    _check_args(role.name, engine)
+    for why in _refusals(profile, engine):
+        raise PlanError(f"role {role.name}: got feedForward{why}", reason=PlanReason.UNSUPPORTED_PARALLELISM)
     order = _cheapest_first(profile)
-    if not order:
-        raise PlanError(
-            f"role {role.name}: got feedForward, but nothing is known of experts or MLPs in the layers of "
-            f"{profile.architecture}; use mode Pipeline for this model",
-            reason=PlanReason.UNSUPPORTED_PARALLELISM,
-        )
     if own.layers is not None and own.layers > len(order):
         raise PlanError(
             f"role {role.name}: got feedForward.layers {own.layers}, the model has {len(order)} layers with "
@@ -150,16 +132,20 @@ def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence
     return False
 
 
-def _check_args(role: str, engine: EngineSettings) -> None:
-    """Raises PlanError for arguments that other modes take, and that end the load in this one."""
-    for option, allowed, remedy in _ARGS:
+def _refusals(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:
+    """Yields why feed-forward ranks cannot compute this model, or with these arguments."""
+    name, remedy = profile.architecture, "use mode Pipeline for this model"
+    if is_by_transformers(name):
+        words = "whose experts and MLPs feed-forward ranks cannot take"
+        yield f", but vLLM serves {name} by transformers' class, {words}; {remedy}"
+    if name in NO_FEED_FORWARD:
+        yield f" with {name}, but {NO_FEED_FORWARD[name]}; {remedy}"
+    for option, allowed, why in _ARGS:
         value = EngineOptions.of(engine.extra_args).given(option)
         if value is not None and value not in allowed:
-            raise PlanError(
-                f"role {role}: got feedForward with engine.args {option} {value}, "
-                f"expected {' or '.join(allowed)}: {remedy}",
-                reason=PlanReason.UNSUPPORTED_PARALLELISM,
-            )
+            yield f" with engine.args {option} {value}, expected {' or '.join(allowed)}: {why}"
+    if not any(kind.feed_forward_bytes for kind in profile.layers):
+        yield f", but nothing is known of experts or MLPs in the layers of {name}; {remedy}"
 
 
 def _cheapest_first(profile: ModelProfile) -> list[int]:

@@ -193,7 +193,7 @@ def check_remote_support(
     return (*warnings, *_check_instructions(_weights_need(moved), cpus))
 
 
-def _refuse(what: str, why: str, remedy: str) -> PlanError:
+def _refuse(what: str, why: str, remedy: str = "use GPU roles only") -> PlanError:
     return PlanError(
         f"model: got {what}, which CPU ranks cannot run: {why}; {remedy}", reason=PlanReason.UNSUPPORTED_MODEL
     )
@@ -277,11 +277,8 @@ def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
 
 def _check_states(profile: ModelProfile, engine: EngineSettings) -> None:
     if profile.architecture in GPU_STATES:
-        raise _refuse(
-            f"{profile.architecture} with recurrent states",
-            "vLLM's kernels for states of this kind are for GPUs",
-            "use GPU roles only",
-        )
+        why = "vLLM's kernels for states of this kind are for GPUs"
+        raise _refuse(f"{profile.architecture} with recurrent states", why)
     if profile.architecture in GATED_DELTA_NETS and engine.dtype != CPU_DELTA_NET_DTYPE:
         raise _refuse(
             f"{profile.architecture} (gated delta nets) with engine.dtype {engine.dtype}",
@@ -346,12 +343,7 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
     kernel = CPU_LINEAR.get(scheme.name)
     if kernel is None or (kernel.bits and scheme.bits not in kernel.bits):
         raise _refuse(f"weights in {_format(profile)}", "vLLM has no such kernel", _other_format(scheme))
-    if kernel.dtypes and engine.dtype not in kernel.dtypes:
-        raise _refuse(
-            f"weights in {scheme}, with engine.dtype {engine.dtype}",
-            f"its kernel is for {', '.join(sorted(kernel.dtypes))}",
-            "set engine.dtype: bfloat16",
-        )
+    _check_dtype(f"weights in {scheme}", kernel, engine)
     if scheme.name in FOUR_BITS and engine.dtype == "float16":
         raise _refuse(
             f"weights in {scheme}, with engine.dtype float16",
@@ -359,6 +351,15 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
             "set engine.dtype: bfloat16, or auto",
         )
     return (kernel.warning,) if kernel.warning else ()
+
+
+def _check_dtype(what: str, kernel: LinearKernel | ExpertsKernel, engine: EngineSettings) -> None:
+    if kernel.dtypes and engine.dtype not in kernel.dtypes:
+        raise _refuse(
+            f"{what}, with engine.dtype {engine.dtype}",
+            f"its kernel is for {', '.join(sorted(kernel.dtypes))}",
+            "set engine.dtype: bfloat16",
+        )
 
 
 def _format(profile: ModelProfile) -> str:
@@ -373,7 +374,11 @@ def _other_format(scheme: Scheme) -> str:
     return "take the same model in 4 bits (AWQ, GPTQ) or in bf16, or use GPU roles only"
 
 
-def _check_moe_backend(engine: EngineSettings) -> None:
+def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool = True) -> tuple[str, ...]:
+    """Returns what users should know; `route`: whether the same rank chooses the experts."""
+    kinds = [kind for kind in profile.layers if kind.experts]
+    if not kinds:
+        return ()
     chosen = EngineOptions.of(engine.extra_args).moe_backend
     if chosen != "auto":
         raise _refuse(
@@ -381,32 +386,18 @@ def _check_moe_backend(engine: EngineSettings) -> None:
             "it is for GPUs, and vLLM takes one for all devices",
             "leave it out, so that each device has its own kernels",
         )
-
-
-def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool = True) -> tuple[str, ...]:
-    """Returns what users should know; `route`: whether the same rank chooses the experts."""
-    kinds = [kind for kind in profile.layers if kind.experts]
-    if not kinds:
-        return ()
-    _check_moe_backend(engine)
     if profile.architecture in UNGATED_EXPERTS:
         raise _refuse(
             f"{profile.architecture} with experts",
             "its experts have no gate, and vLLM's kernels for CPUs compute gated ones alone",
-            "use GPU roles only",
         )
     if profile.limited_experts:
         raise _refuse(
             f"{profile.architecture} with a limit of its experts' activations (swiglu_limits)",
             "vLLM's kernels for CPUs leave the limit out, without an error",
-            "use GPU roles only",
         )
     if route and profile.architecture in ZERO_EXPERTS:
-        raise _refuse(
-            f"{profile.architecture} with zero experts",
-            "vLLM's router for them is for GPUs",
-            "use GPU roles only",
-        )
+        raise _refuse(f"{profile.architecture} with zero experts", "vLLM's router for them is for GPUs")
     if not any(kind.experts_quantized for kind in kinds):
         return ()
     kernel, scheme = CPU_EXPERTS.get(profile.scheme.name), profile.scheme
@@ -419,12 +410,7 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool
             f"its kernel is for groups of {kernel.group}",
             f"take the model in groups of {kernel.group}, or in bf16, or use GPU roles only",
         )
-    if kernel.dtypes and engine.dtype not in kernel.dtypes:
-        raise _refuse(
-            f"experts in {scheme}, with engine.dtype {engine.dtype}",
-            f"its kernel is for {', '.join(sorted(kernel.dtypes))}",
-            "set engine.dtype: bfloat16",
-        )
+    _check_dtype(f"experts in {scheme}", kernel, engine)
     if route and kernel.routing is not None and profile.routing not in kernel.routing:
         raise _refuse(
             f"experts in {scheme} that are chosen by {profile.routing} routing",
