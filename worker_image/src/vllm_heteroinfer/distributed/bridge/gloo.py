@@ -23,7 +23,7 @@ from vllm_heteroinfer.distributed.bridge.bridge_link import (
     ProcessGroupRanks,
 )
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
-from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
+from vllm_heteroinfer.distributed.bridge.stream_signal import StreamSignal
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
 
@@ -67,12 +67,8 @@ class GlooLink:
         timeout_s: float,
         meter: Meter,
     ) -> None:
-        self._group, self._process_group, self._meter, self.timeout_s = (
-            cpu_group,
-            process_group,
-            meter,
-            timeout_s,
-        )
+        self._group, self._process_group = cpu_group, process_group
+        self._meter, self.timeout_s = meter, timeout_s
         self._pinned = device.type == "cuda"
         self._published = self._announced = 0
         self._out = [_GlooMessage(pinned=self._pinned) for _ in range(_PARTS)]
@@ -98,7 +94,7 @@ class GlooLink:
         """Returns the part of the message that was sent the time before the last."""
         return self._out[(self._published + 1) % _PARTS].part
 
-    def publish(self, header: bytes, num_bytes: int, signal: Signal | None = None) -> None:
+    def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
         """Posts all receives, then all sends, of this rank; without a signal only."""
         if signal is not None:
             raise ValueError("gloo sends what is there: got a signal for later, expected none")
@@ -168,7 +164,6 @@ class GlooLink:
 
         Args:
             peer: rank in the process group.
-            header: of the part.
             part: [n], any device, at most PART_BYTES.
         """
         letter = self._letter = self._letter or _GlooMessage(pinned=self._pinned)
