@@ -165,15 +165,13 @@ class Bridge:
         self._count += 1
         header = _all_reduce_template(form).fill(self._step, self._count, self._history)  # while it is copied
         parts = self._exchange.swap(header, x, form)
-        result = torch.add(*parts, out=target) if len(parts) == 2 else self._sum_whole(target, parts)
+        if len(parts) == 2:
+            result = torch.add(*parts, out=target)
+        else:
+            result = torch.empty_like(parts[self._process_group.index]) if target is None else target
+            self._sum(result, parts)
         self._exchange.taken(form)
         return result
-
-    def _sum_whole(self, target: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        if target is None:
-            target = torch.empty_like(parts[self._process_group.index])
-        self._sum(target, parts)
-        return target
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Returns the ranks' tensors, concatenated along `dim` in the process group's order."""
