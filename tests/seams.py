@@ -222,13 +222,13 @@ SEAMS: Final = (
     Seam(
         target="vllm.model_executor.models.registry:_ModelRegistry.register_model",
         kind="registry",
-        used_by="engine/model_class.py",
+        used_by="rank/imports.py",
         why="vLLM looks at a model's class in a process that imports all anew; a CPU rank does it itself",
     ),
     Seam(
         target="vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
         kind="function called",
-        used_by="engine/model_class.py",
+        used_by="rank/imports.py",
         why="as above",
     ),
 )

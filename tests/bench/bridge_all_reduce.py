@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 
 from tests.ports import free_port
 from vllm_heteroinfer.distributed.bridge import Bridge
+from vllm_heteroinfer.distributed.meter import Meter
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_BYTES = [8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB, 16 * MIB, 64 * MIB]
@@ -33,19 +34,6 @@ TIMEOUT_S = 60.0
 BARS = {size: 5.0 for size in SIZES_BYTES if size <= MIB} | {64 * MIB: 8.0}
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
-
-
-class SilentMeter:
-    """Takes times as the ranks' meter does, and forgets them."""
-
-    def waited(self, seconds: float) -> None:
-        pass
-
-    def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
-        pass
-
-    def waiting_for(self, rank: int | None) -> None:
-        pass
 
 
 def plain_all_reduce(x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +54,7 @@ def build_bridge(rank: int, device: torch.device, *, share_host: bool) -> Bridge
         cpu_group=dist.group.WORLD,
         share_host=share_host,
         timeout_s=TIMEOUT_S,
-        meter=SilentMeter(),
+        meter=Meter(),
     )
 
 

@@ -171,7 +171,7 @@ def many(bench: Exchange, asks: int) -> None:
                 fill,
                 ctypes.c_void_p(x.data_ptr()),
                 words,
-                ctypes.c_void_p(bench.asks.number_address),
+                ctypes.c_void_p(bench.asks._state.data_ptr()),
             )
             out = bench.asks.ask(0, x, None, None, None)
             keep.append(out)

@@ -66,7 +66,7 @@ FAULTS: Final = (
     ),
     PlantedFault(
         name="a level of sleep that drops the weights is taken",
-        path=f"{_WORKER}/group/sleep_levels.py",
+        path=f"{_WORKER}/group/engine_calls.py",
         right="LEVELS = (0, 1)",
         wrong="LEVELS = (0, 1, 2)",
         tests=(f"{_GROUPS}/test_sleep.py", "-k", "sleep_gives"),

@@ -337,12 +337,12 @@ def four_bits_compute() -> dict[str, bool]:
 def answers() -> dict[str, Any]:
     """Returns all of it; of what depends on AMX first with it, then without."""
     found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": [], "latent": []}
-    from vllm_heteroinfer.patches import cpu_router
+    from vllm_heteroinfer.patches import cpu_router, replacing
 
     found["routers"] = [routers()]
     cpu_router.install()
     found["routers"].append(routers())
-    cpu_router.revert()
+    replacing.revert("cpu_router")
     for amx in (True, False):
         with cpu_with(amx=amx):
             found["experts"].append(experts_run())

@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tests.unit.product import SOURCES, modules_below
-from vllm_heteroinfer.pod.background_thread import start_thread
+from vllm_heteroinfer.pod.threads import start_thread
 
 SEEN = {
     "heteroinfer_operator.operator_process": (1, "runs kopf, whose end ends the operator"),
     "vllm_heteroinfer.calibration.gpu": (1, "is joined by the measurement"),
     "vllm_heteroinfer.fetch.downloads": (1, "hands each exception to the thread that waits for the files"),
     "vllm_heteroinfer.launch.output": (2, ""),
-    "vllm_heteroinfer.pod.background_thread": (1, "start_thread itself"),
     "vllm_heteroinfer.pod.channel": (1, ""),
-    "vllm_heteroinfer.pod.lasting_thread": (1, "gives each exception to the code that awaits the call"),
+    "vllm_heteroinfer.pod.threads": (
+        2,
+        "start_thread, and what gives each exception to the code that awaits it",
+    ),
 }
 """By module: how many threads it starts without start_thread, and how the exception of each is seen."""
 
@@ -40,7 +42,7 @@ def test_every_thread_has_somebody_who_sees_its_exception() -> None:
         }
     )
     assert found == {name: count for name, (count, _) in SEEN.items()}, (
-        "use vllm_heteroinfer.pod.background_thread.start_thread, or list the module here with the way in "
+        "use vllm_heteroinfer.pod.threads.start_thread, or list the module here with the way in "
         "which the exception of its thread is seen"
     )
 

@@ -18,9 +18,10 @@ from heteroinfer_contract.errors import ContractError
 from tests.integration.bridge.calls import Call, random_calls
 from vllm_heteroinfer.distributed.bridge import Bridge
 from vllm_heteroinfer.distributed.errors import CollectiveMismatchError, PeerLostError
+from vllm_heteroinfer.distributed.meter import Meter
 
 
-class CountingMeter:
+class CountingMeter(Meter):
     """Adds up what a bridge tells."""
 
     def __init__(self) -> None:

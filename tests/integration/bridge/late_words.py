@@ -11,12 +11,13 @@ from vllm_heteroinfer.distributed.bridge.bridge_link import ProcessGroupRanks
 from vllm_heteroinfer.distributed.bridge.bridge_slab import BridgeSlab, slab_bytes
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
 from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink
+from vllm_heteroinfer.distributed.bridge.stream_signal import StreamSignal
 
 HEADER = b"h" * HEADER_BYTES
 LATE_S = 0.3
 
 
-class LateWords:
+class LateWords(StreamSignal):
     """A stream that runs when it is asked to, or has failed."""
 
     def __init__(self, slab: BridgeSlab) -> None:

@@ -24,7 +24,6 @@ import torch
 
 from heteroinfer_contract.plan import Device, FeedForwardShare, RankAssignment
 from vllm_heteroinfer.feed_forward import slab_library
-from vllm_heteroinfer.feed_forward.errors import LaneError
 from vllm_heteroinfer.feed_forward.exchange import (
     NAMING_LIMIT_S,
     WATCH_INTERVAL_S,
@@ -35,6 +34,7 @@ from vllm_heteroinfer.feed_forward.exchange import (
     probe,
     stall_limit_s,
 )
+from vllm_heteroinfer.feed_forward.lane_judge import LaneError
 from vllm_heteroinfer.feed_forward.slab import (
     ASK_OFFSET,
     END_OFFSET,

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from vllm_heteroinfer.patches import cpu_attention
+from vllm_heteroinfer.patches import cpu_attention, replacing
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 64, 32, 12
 LENGTHS = ([1, 40, 33], [5], [17, 1])
@@ -53,7 +53,7 @@ def attention() -> Any:
     cpu_attention.install()
     cpu_attention.install()
     applied = Attention.forward is not original
-    cpu_attention.revert()
+    replacing.revert("cpu_attention")
     return {
         "taken": found,
         "left": left,

@@ -129,7 +129,7 @@ def patch() -> Any:
         "applied": first is not original,
         "twice": utils.dispatch_cpu_unquantized_gemm is first,
     }
-    cpu_linear.revert()
+    replacing.revert("cpu_linear")
     answer["reverted"] = utils.dispatch_cpu_unquantized_gemm is original
     refusals = []
     for found, version in ((None, None), (lambda layer: None, None), (original, "0.33.0+cpu")):
@@ -224,7 +224,7 @@ def by_a_feed_forward_rank(part: Any, x: torch.Tensor, ids: torch.Tensor, weight
 
     slab: Any = SimpleNamespace(x=x, ids=ids, weights=weights, y=[torch.zeros_like(x)])
     skeleton: Any = SimpleNamespace(parts={0: part})
-    computes(skeleton, Views(slab, 0))[0](len(x))
+    computes(skeleton, Views(slab.x, slab.ids, slab.weights, slab.y[0]))[0](len(x))
     return slab.y[0]
 
 
@@ -249,7 +249,7 @@ def by_a_rank_with_whole_experts(
 
     slab: Any = SimpleNamespace(x=x, ids=ids.int(), weights=weights, y=[torch.full_like(x, torch.nan)])
     skeleton: Any = SimpleNamespace(parts={0: part})
-    own = OwnExperts(Views(slab, 0), OWN, len(x))
+    own = OwnExperts(Views(slab.x, slab.ids, slab.weights, slab.y[0]), OWN, len(x))
     computes(skeleton, own)[0](len(x))
     answer: torch.Tensor = slab.y[0]
     return answer, int((own.ids < 0).sum())
@@ -307,7 +307,7 @@ def experts() -> Any:
             stored[name] = weight_bytes(part) / loaded
     kernel = type(part.quant_method.moe_kernel.fused_experts).__name__
     limited = refused_limits(part, x, ids, weights)
-    cpu_experts.revert()
+    replacing.revert("cpu_experts")
     return {
         "ours": ours,
         "gaps": gaps,
@@ -356,7 +356,7 @@ def rope() -> Any:
     cpu_rope.install()
     found.append(gaps())
     in_part = {pairs: turned_in_part(RotaryEmbedding, pairs) for pairs in (8, 10, 12, 16, 20)}
-    cpu_rope.revert()
+    replacing.revert("cpu_rope")
     return [*found, gaps() == found[0], in_part]
 
 
@@ -480,7 +480,7 @@ def router() -> Any:
             scale = (factor if biased else 1.0) / (float(score[chosen].sum()) if normalize else 1.0)
             expected[row, chosen] = score[chosen] * scale
         gaps[f"{scoring}, {biased}, {normalize}, {dtype}"] = float((got - expected).abs().max())
-    cpu_router.revert()
+    replacing.revert("cpu_router")
     return gaps
 
 
@@ -565,7 +565,7 @@ def packing() -> dict[str, Any]:
     cpu_packing.install()
     in_slices = everything()
     peaks.append(peak(lambda: awq(*large)))
-    cpu_packing.revert()
+    replacing.revert("cpu_packing")
     same = [
         a.dtype == b.dtype and torch.equal(a, b) and a.is_contiguous() == b.is_contiguous()
         for a, b in zip(at_once, in_slices, strict=True)

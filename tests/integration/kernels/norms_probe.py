@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from vllm_heteroinfer.kernels import norms
-from vllm_heteroinfer.patches import cpu_norm
+from vllm_heteroinfer.patches import cpu_norm, replacing
 
 ULP = 2.0**-7
 """The largest step between neighbours in bf16, as a share of them."""
@@ -46,7 +46,7 @@ def patched_norms() -> Any:
     cpu_norm.install()
     cpu_norm.install()
     applied = RMSNorm.forward_native is not original
-    cpu_norm.revert()
+    replacing.revert("cpu_norm")
     return {
         "taken": taken,
         "left": left,
@@ -67,7 +67,7 @@ def compared(x: torch.Tensor, residual: torch.Tensor | None = None, **options: A
     norm = RMSNorm(x.shape[-1], dtype=x.dtype, **options)
     if norm.has_weight:
         norm.weight.data = (torch.randn(x.shape[-1]) + 1).to(x.dtype)
-    cpu_norm.revert()
+    replacing.revert("cpu_norm")
     expected = outputs(norm, x, residual)
     cpu_norm.install()
     with (

@@ -9,7 +9,7 @@ from heteroinfer_contract.model import SchemeName
 from tests.integration.served_models.quantized import CONFIGS, GROUP
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
-from vllm_heteroinfer.patches import cpu_packing
+from vllm_heteroinfer.patches import cpu_packing, replacing
 
 INPUTS, OUTPUTS, EXPERTS = 1024, 512, 4
 GROUPS = (32, 64, 128)
@@ -39,7 +39,7 @@ def packed_bytes() -> list[tuple[str, int, bool, str, float]]:
                     found.append(
                         (name.value, group, amx, "experts", part_of_loaded(build_experts(config, prefix)))
                     )
-    cpu_packing.revert()
+    replacing.revert("cpu_packing")
     return found
 
 

@@ -29,35 +29,26 @@ class Model(torch.nn.Module):
         return hidden_states
 
 
-class Announced:
-    """Messages in order, as the bridge delivers them."""
-
-    def __init__(self) -> None:
-        self.messages: list[bytes] = []
-
-    def announce(self, message: bytes) -> None:
-        self.messages.append(message)
-
-
 def follow(mistake: str) -> Any:
     """Returns what leader and follower ran, and what was said about it."""
-    leader, follower, announced = Model(), Model(), Announced()
-    with following.leading(announced, leader, "warm-up"):
+    leader, follower = Model(), Model()
+    announced: list[bytes] = []
+    with following.leading(announced.append, leader, "warm-up"):
         hidden = leader(input_ids=None, positions=torch.zeros(3, 5))  # as of models with three positions
         leader.compute_logits(hidden[:2])
         leader(input_ids=None, positions=torch.zeros(16))
     assert not {"forward", "compute_logits"} & vars(leader).keys(), "the instance is as it was"
     leader(input_ids=None, positions=torch.zeros(1))
-    assert len(announced.messages) == 4, "nothing is announced after the end"
+    assert len(announced) == 4, "nothing is announced after the end"
     if mistake == "more":
-        del announced.messages[1]
+        del announced[1]
 
     def forward(tokens: int) -> None:
         follower(input_ids=None, positions=torch.zeros(tokens - (mistake == "short")))
         if mistake == "twice":
             follower(input_ids=None, positions=torch.zeros(tokens))
 
-    messages = iter(announced.messages)
+    messages = iter(announced)
     error = ""
     try:
         following.follow(

@@ -9,7 +9,7 @@ SCRIPT = """
 import time
 from types import SimpleNamespace
 from vllm.v1.engine import core
-from vllm_heteroinfer.patches import engine_pause
+from vllm_heteroinfer.patches import engine_pause, replacing
 from vllm_heteroinfer.patches.registry import PatchError
 
 engine_class = core.EngineCoreProc
@@ -31,19 +31,19 @@ def pauses(outputs):
 
 def refusal():
     try:
-        engine_pause.apply()
+        engine_pause.install()
     except PatchError as error:
         return str(error)
     raise AssertionError("a function that the patch was not written for was replaced")
 
 assert pauses({0: "answer"}) == 1, "vLLM alone no longer sleeps after an answer: remove the patch"
-engine_pause.apply()
+engine_pause.install()
 patched = engine_class._process_engine_step
 assert pauses({0: "answer"}) == 0
 assert pauses({}) == 1, "nothing happened: others may run"
-engine_pause.apply()
+engine_pause.install()
 assert engine_class._process_engine_step is patched is not original
-engine_pause.revert()
+replacing.revert("engine_pause")
 assert engine_class._process_engine_step is original
 engine_class._process_engine_step = lambda self, other: None
 assert "got parameters (self, other) in vLLM 0.32.0" in refusal()

@@ -4,7 +4,7 @@ import pytest
 
 from heteroinfer_contract.failure import FailureReason
 from tests.unit.launch.test_environment import PLAN
-from vllm_heteroinfer.feed_forward.errors import LaneError, LaneFailedError
+from vllm_heteroinfer.feed_forward.lane_judge import LaneError, LaneFailedError
 from vllm_heteroinfer.rank.entry import failure
 
 

@@ -11,7 +11,7 @@ from heteroinfer_contract.plan import Device
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.unit.launch.test_environment import LEADER, PLAN
 from vllm_heteroinfer.group import kv_blocks
-from vllm_heteroinfer.group.sleep_levels import check_level
+from vllm_heteroinfer.group.engine_calls import check_level
 from vllm_heteroinfer.rank.worker import headroom
 
 MIB = 1 << 20

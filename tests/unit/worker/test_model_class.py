@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_heteroinfer.engine.model_class import architectures
+from vllm_heteroinfer.rank.imports import architectures
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def test_a_step_adds_up() -> None:
     try:
         rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
         metrics = RankMetrics(rank, LAUNCH, reporter)
+        metrics.transferred("send", 1.0, 1 << 20)  # of the warm-up, which belongs to no step
         metrics.enter()
         metrics.waited(1e-9)
         metrics.transferred("send", 2e-9, 4096)

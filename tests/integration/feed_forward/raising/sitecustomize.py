@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ANSWERING = "vllm_heteroinfer.feed_forward.answering_rank"
+ANSWERING = "vllm_heteroinfer.rank.answering_rank"
 
 
 class Raising:

@@ -7,14 +7,15 @@ waited for where its tensors are used, a send when its buffer is needed again.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +30,6 @@ _SLOTS = 2
 """Buffers of each direction: one under way while the next is filled."""
 
 
-class HopMeter(Meter, Protocol):
-    """Counts what a hop cost."""
-
-    def runs_on(self) -> Callable[[float], None]:
-        """Says that the device works on after the step's calls; returns what to call at the end of it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """One tensor of a hop.
@@ -45,7 +39,6 @@ class Column:
         dtype: name of the torch dtype, as `float32`.
         shape: of one row.
         offset_bytes: where it begins in a row.
-        num_bytes: its size in a row.
     """
 
     name: str
@@ -57,12 +50,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopSchema:
-    """What one row (token) of a hop looks like; equal on both of its sides.
-
-    Attributes:
-        columns: by name.
-        row_bytes: size of a row.
-    """
+    """What one row (token) of a hop looks like; equal on both of its sides."""
 
     columns: tuple[Column, ...]
     row_bytes: int
@@ -115,28 +103,13 @@ class _Slot:
         self.columns = schema.views(self.staged)
         self.copied = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self.filled = torch.cuda.Event(enable_timing=True) if on_gpu else None
-        self.send: _Send | None = None
+        self.wait_for_send: Callable[[float], object] | None = None
+        """Waits for at most so many seconds."""
 
 
-class _Send(Protocol):
-    def wait(self, timeout_s: float) -> None: ...
-
-
-class _GlooSend:
-    def __init__(self, work: Any, peer: int) -> None:
-        self._work, self._peer = work, peer
-
-    def wait(self, timeout_s: float) -> None:
-        with Conversation(self._peer, "a send"):
-            self._work.wait(timedelta(seconds=timeout_s))
-
-
-class _StagedSend:
-    def __init__(self, future: "Future[None]") -> None:
-        self._future = future
-
-    def wait(self, timeout_s: float) -> None:
-        self._future.result(timeout_s)
+def _wait_for_gloo(work: Any, peer: int, timeout_s: float) -> None:
+    with Conversation(peer, "a send"):
+        work.wait(timedelta(seconds=timeout_s))
 
 
 class PipelineTransport:
@@ -156,18 +129,14 @@ class PipelineTransport:
         max_rows: int,
         device: torch.device,
         timeout_s: float,
-        meter: HopMeter,
+        meter: Meter,
         on_error: Callable[[BaseException], None],
     ) -> None:
         """Makes the buffers.
 
         Args:
-            group: vLLM's GroupCoordinator of the pipeline.
-            schema: of every hop.
             max_rows: most rows of a step, padding for CUDA graphs included.
-            device: of this rank.
             timeout_s: after which a peer that sends or takes nothing is given up, in seconds.
-            meter: gets times and bytes.
             on_error: called by the sending thread of a GPU rank when a send fails.
         """
         self._group = group
@@ -250,21 +219,21 @@ class PipelineTransport:
         if self._sender is None:
             with Conversation(peer, "a send"):
                 work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
-            slot.send = _GlooSend(work, peer)
+            slot.wait_for_send = functools.partial(_wait_for_gloo, work, peer)
         else:
             self._stage(slot, rows)
             done = self._meter.runs_on()
-            slot.send = _StagedSend(self._sender.submit(self._send_staged, slot, rows, peer, done))
+            slot.wait_for_send = self._sender.submit(self._send_staged, slot, rows, peer, done).result
         self._meter.transferred("send", time.perf_counter() - start, rows * self._schema.row_bytes)
         return []
 
     def _wait_for(self, slot: _Slot) -> None:
-        if slot.send is None:
+        if slot.wait_for_send is None:
             return
         start = time.perf_counter()
         self._meter.waiting_for(self._group.next_rank)
-        slot.send.wait(self._timeout_s)
-        slot.send = None
+        slot.wait_for_send(self._timeout_s)
+        slot.wait_for_send = None
         self._meter.waiting_for(None)
         self._meter.waited(time.perf_counter() - start)
 

@@ -28,7 +28,7 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.engine.draining import DRAIN
 from vllm_heteroinfer.engine.first_tokens import generate_first_tokens
-from vllm_heteroinfer.group.sleep_levels import check_level
+from vllm_heteroinfer.group.engine_calls import check_level
 from vllm_heteroinfer.pod.channel import RankReporter
 
 if TYPE_CHECKING:

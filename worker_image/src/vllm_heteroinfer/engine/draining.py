@@ -127,11 +127,7 @@ DRAIN: Final = Drain()
 
 
 class DrainMiddleware:
-    """Refuses requests, or counts them, as DRAIN says; `--middleware` of vLLM names it.
-
-    Args:
-        app: the server.
-    """
+    """Refuses requests, or counts them, as DRAIN says; `--middleware` of vLLM names it."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app

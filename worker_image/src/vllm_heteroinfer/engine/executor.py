@@ -22,8 +22,8 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group import fingerprint, kv_blocks, queues
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline, Patience
+from vllm_heteroinfer.group.engine_calls import check_level
 from vllm_heteroinfer.group.rendezvous import GroupStore
-from vllm_heteroinfer.group.sleep_levels import check_level
 from vllm_heteroinfer.patches import engine_pause
 from vllm_heteroinfer.pod import addresses
 
@@ -76,7 +76,7 @@ class GroupExecutor(MultiprocExecutor):
             ConfigMismatchError: this engine's configuration is not the ranks'.
         """
         die_with_parent(os.getppid())
-        engine_pause.apply()
+        engine_pause.install()
         self._unread = Counter()
         self.is_failed = False
         self.failure_callback = None
@@ -144,9 +144,6 @@ class GroupExecutor(MultiprocExecutor):
             method: name of a worker's method, or a function of the worker.
             timeout: for all replies, in seconds; else the start-up deadline while
                 starting, and CONTROL_TIMEOUT_S after.
-            args: of the method.
-            kwargs: of the method.
-            non_block: return a future.
             unique_reply_rank: the one rank that replies; None for all.
             kv_output_aggregator: unused; connectors are refused.
             ec_output_aggregator: unused; connectors are refused.

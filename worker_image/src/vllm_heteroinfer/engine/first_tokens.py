@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_heteroinfer.group.steps import FIRST_REQUEST
+from vllm_heteroinfer.group.engine_calls import FIRST_REQUEST
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

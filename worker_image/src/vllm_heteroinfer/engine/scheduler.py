@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from heteroinfer_contract.plan import Plan
-from vllm_heteroinfer.group.steps import count_tokens
+from vllm_heteroinfer.group.engine_calls import count_tokens
 
 
 class PipelineScheduler(Scheduler):

@@ -43,8 +43,6 @@ class Part:
 
     Attributes:
         dim: dimension to narrow; None for the whole tensor.
-        start: first index of it.
-        length: indices of it.
         zero: whether its values count as zero on this rank.
         blocks: equal parts of the dimension, each of which is narrowed so; they stay in their order.
     """
@@ -58,11 +56,6 @@ class Part:
 
 def part_of(name: str, shape: Sequence[int], columns: Span) -> Part:
     """Returns what of a checkpoint's tensor is this rank's.
-
-    Args:
-        name: of the tensor.
-        shape: of the whole tensor.
-        columns: of this rank.
 
     Raises:
         ContractError: the tensor is of a format that is not known here, or cannot be cut there.
@@ -91,11 +84,6 @@ def experts_of(name: str, shape: Sequence[int], own: Span) -> tuple[str, Part] |
 
     Experts count from 0 on each rank, as if the model had no others.
 
-    Args:
-        name: of the tensor.
-        shape: of the whole tensor.
-        own: experts of this rank.
-
     Returns:
         None for an expert of another rank.
 
@@ -119,9 +107,6 @@ def kind_of(name: str) -> tuple[str, int] | None:
     """Returns the name of a numbered expert's tensor without the number, and the number; None for others.
 
     None of scales of activations too, which checkpoints lack of experts that their calibration did not reach.
-
-    Args:
-        name: of a tensor.
     """
     number = _NUMBER.search(name)
     if number is None or name.rpartition(".")[2] in _WHOLE:

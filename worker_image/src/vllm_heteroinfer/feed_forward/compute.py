@@ -9,7 +9,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from heteroinfer_contract.column_shares import Span
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton
-from vllm_heteroinfer.feed_forward.slab import Slab
 from vllm_heteroinfer.kernels.experts import experts
 from vllm_heteroinfer.kernels.library import KernelLibrary
 from vllm_heteroinfer.patches.cpu_experts import check_limit, library_of, packed_experts
@@ -21,10 +20,28 @@ Compute = Callable[[int], None]
 
 
 class AskTensors(Protocol):
-    """Where what is asked lies, and where its answer goes."""
+    """Where what is asked lies, and where its answer goes: in a slab, or of a measurement."""
 
     def of(self, rows: int) -> tuple[torch.Tensor, ...]:
         """Returns x, ids, weights and y of the first `rows` rows."""
+
+
+class Views:
+    """A lane's tensors with as many rows as an ask has; those of small asks are kept."""
+
+    def __init__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> None:
+        """Takes the tensors of the longest ask, `y` that of this lane."""
+        self._whole, self.ids = (x, ids, weights, y), ids
+        self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
+        """Returns x, ids, weights and y of the first `rows` rows."""
+        views = self._kept.get(rows)
+        if views is None:
+            views = tuple(tensor[:rows] for tensor in self._whole)
+            if rows <= MOST_VIEWS:
+                self._kept[rows] = views
+        return views
 
 
 class OwnExperts:
@@ -36,13 +53,7 @@ class OwnExperts:
     """
 
     def __init__(self, asks: AskTensors, own: Span, rows: int) -> None:
-        """Prepares.
-
-        Args:
-            asks: with ids of all ranks' experts.
-            own: of this rank.
-            rows: of the longest ask.
-        """
+        """Takes asks with ids of all ranks' experts, the longest of so many rows."""
         self._asks, self._own = asks, own
         _, ids, weights, _ = asks.of(rows)
         self.ids, self._weights = torch.empty_like(ids), torch.empty_like(weights)
@@ -72,24 +83,6 @@ class OwnExperts:
             y.masked_fill_((self._weights[:rows] == 0).all(1, keepdim=True), 0.0)
 
         return computed
-
-
-class Views:
-    """The slab's tensors with as many rows as an ask has; those of small asks are kept."""
-
-    def __init__(self, slab: Slab, lane: int) -> None:
-        self._slab, self._lane, self.ids = slab, lane, slab.ids
-        self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
-
-    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
-        """Returns x, ids, weights and y of the first `rows` rows."""
-        views = self._kept.get(rows)
-        if views is None:
-            slab = self._slab
-            views = (slab.x[:rows], slab.ids[:rows], slab.weights[:rows], slab.y[self._lane][:rows])
-            if rows <= MOST_VIEWS:
-                self._kept[rows] = views
-        return views
 
 
 def computes(skeleton: Skeleton, asks: AskTensors) -> dict[int, Compute]:

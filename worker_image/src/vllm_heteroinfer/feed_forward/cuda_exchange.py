@@ -67,13 +67,7 @@ class Kernels:
         self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
         self._module = module
         self._launch = self._driver.cuLaunchKernel
-        self._launch.argtypes = (
-            ctypes.c_void_p,
-            *(ctypes.c_uint,) * 7,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-        )
+        self._launch.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)
 
     def function(self, name: str) -> ctypes.c_void_p:
         """Returns a kernel by its name."""
@@ -107,8 +101,6 @@ class CudaExchange:
         """Lets the device map the slab.
 
         Args:
-            slab: of this rank.
-            device: of this rank.
             limit_s: after which a kernel gives up waiting, in seconds; the watch is quicker. The device's
                 clock goes on while the pod is frozen, so the watch must have had that many turns as well.
 
@@ -145,11 +137,6 @@ class CudaExchange:
             "limit_turns": int(limit_s / WATCH_INTERVAL_S),
         }
 
-    @property
-    def number_address(self) -> int:
-        """Returns where the device counts its asks, for measurements."""
-        return int(self._state.data_ptr())
-
     def ask(
         self,
         layer: int,
@@ -180,17 +167,12 @@ class CudaExchange:
         self._kernels.launch(self._get, blocks, arguments, stream)
         return out
 
-    def begin_step(self) -> None:
-        """Wakes the lanes before a step."""
-        self.slab.ring()
-
 
 @functools.cache
 def compile_source(source: bytes, architecture: str) -> bytes:
     """Returns the machine code of CUDA source.
 
     Args:
-        source: without headers.
         architecture: as `sm_90`.
 
     Raises:

@@ -4,7 +4,6 @@ A GPU's is in `cuda_exchange`; both start in the same way, and watch alike over 
 """
 
 import ctypes
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import RankAssignment
 from vllm_heteroinfer.feed_forward import slab_library
-from vllm_heteroinfer.feed_forward.errors import LaneError, LaneFailedError
-from vllm_heteroinfer.feed_forward.lane_judge import LaneJudge, Look, Verdict
+from vllm_heteroinfer.feed_forward.lane_judge import LaneError, LaneFailedError, LaneJudge, Look, Verdict
 from vllm_heteroinfer.feed_forward.slab import Shape, Slab, create
-from vllm_heteroinfer.pod.background_thread import start_thread
+from vllm_heteroinfer.pod.threads import start_thread
 
 if TYPE_CHECKING:
     from vllm_heteroinfer.group.deadline import Deadline
@@ -63,16 +62,6 @@ class LaneReady:
     ask_s: float
     row_s: float
 
-    def to_json(self) -> str:
-        """Returns the JSON text of this."""
-        return json.dumps({"nonce": self.nonce, "ask_s": self.ask_s, "row_s": self.row_s})
-
-    @classmethod
-    def from_json(cls, text: str) -> "LaneReady":
-        """Returns what `text` holds."""
-        raw = json.loads(text)
-        return cls(nonce=raw["nonce"], ask_s=float(raw["ask_s"]), row_s=float(raw["row_s"]))
-
 
 def open_slab(
     shape: Shape,
@@ -92,7 +81,8 @@ def open_slab(
     ready = []
     for lane, rank in enumerate(lanes):
         what = f"word from feed-forward rank {rank.rank} that it can answer"
-        ready.append(LaneReady.from_json(store.get(lane_key(rank.rank), deadline, what=what, rank=rank.rank)))
+        text = store.get(lane_key(rank.rank), deadline, what=what, rank=rank.rank)
+        ready.append(codec.from_json(LaneReady, text))
         if slab.lane(lane).nonce.hex() != ready[-1].nonce:
             raise ContractError(
                 f"rank {asking.rank} does not see what feed-forward rank {rank.rank} wrote into their slab; "
@@ -161,10 +151,6 @@ class HostExchange:
             raise late_lane(rank, layer, rows, limit_s)
         time.sleep(OWN_WORD_S)
         raise failed_lane(rank, layer, rows)
-
-    def begin_step(self) -> None:
-        """Wakes the lanes before a step."""
-        self.slab.ring()
 
 
 def late_lane(rank: int, layer: int, rows: int, late_s: float) -> LaneError:

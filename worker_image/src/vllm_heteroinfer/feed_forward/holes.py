@@ -22,11 +22,7 @@ class ExpertNumbers:
             self._of_kind[found[0]].add(found[1])
 
     def lacking(self, totals: Mapping[int | None, int]) -> list[str]:
-        """Returns the tensors that some experts of a layer lack and others have.
-
-        Args:
-            totals: how many experts each layer has.
-        """
+        """Returns the tensors that some experts of a layer lack and others have."""
         return [
             kind.replace("*", str(number))
             for kind, numbers in self._of_kind.items()
@@ -39,8 +35,6 @@ def unfilled(model: Any, parts: Iterable[Any], filled: Collection[str]) -> list[
     """Returns the parameters of a model's parts with memory that nothing of the checkpoint went into.
 
     Args:
-        model: whole.
-        parts: of it.
         filled: parameters, as the model's `load_weights` tells them.
     """
     own = {parameter for part in parts for parameter in part.parameters() if not parameter.is_meta}
@@ -48,12 +42,7 @@ def unfilled(model: Any, parts: Iterable[Any], filled: Collection[str]) -> list[
 
 
 def check(model: str, lacking: Collection[str]) -> None:
-    """Raises ContractError if weights are lacking.
-
-    Args:
-        model: its name or folder.
-        lacking: names of these.
-    """
+    """Raises ContractError if weights are lacking."""
     if lacking:
         others = f" and {len(lacking) - 1} others" if len(lacking) > 1 else ""
         raise ContractError(

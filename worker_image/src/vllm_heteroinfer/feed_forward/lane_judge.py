@@ -1,4 +1,4 @@
-"""Which feed-forward rank holds up the rank that asks. PURE: the slab's words and times in."""
+"""Which feed-forward rank holds up the rank that asks, and its accusation. PURE: words and times in."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -7,6 +7,21 @@ from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LATE_TURN_GRACE_S: Final = 0.2
 """In a turn that comes late, a lane gets so much more: its own next turn may come after the judge's."""
+
+
+class LaneError(RuntimeError):
+    """A feed-forward rank did not answer in time; the text says what to do.
+
+    It is an accusation by the rank that asks: the lane's own report and its supervisor's weigh more.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+class LaneFailedError(LaneError):
+    """A feed-forward rank answered that its computation failed; its own report says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +33,6 @@ class Look:
         answered: of each lane, the number of the last ask that it answered.
         failed: of each lane, whether that answer was that its computation failed.
         limit_s: how long a lane may take for the last ask, in seconds.
-        gave_up: whether the device gave up an ask.
         given_up_lane: the lane that the device waited for then, None if it is not known.
     """
 

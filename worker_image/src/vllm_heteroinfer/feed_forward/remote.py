@@ -45,7 +45,6 @@ class Asks(Protocol):
         """Returns a layer's feed-forward part of `x`.
 
         Args:
-            layer: its index in the model.
             x: [rows, hidden], contiguous.
             ids: [rows, topk] int32, experts of each row; None for an MLP.
             weights: [rows, topk] float32, of these.
@@ -53,18 +52,20 @@ class Asks(Protocol):
         """
 
 
-_asks: list[Asks] = []
-"""Of this process; an opaque op has no other way to it."""
+_connected: Asks | None = None
+"""What computes elsewhere for this process: an opaque op has no other way to it."""
 
 
 def connect(asks: Asks) -> None:
     """Has every replaced part of this process's model ask `asks` from now on."""
-    _asks[:] = [asks]
+    global _connected  # noqa: PLW0603 - torch's table of ops is as global
+    _connected = asks
 
 
 def _ask(layer: int, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
     padding = get_forward_context().is_padding if is_forward_context_available() else None
-    return _asks[0].ask(layer, x, ids, weights, padding)
+    assert _connected is not None
+    return _connected.ask(layer, x, ids, weights, padding)
 
 
 class RemoteMethod(FusedMoEMethodBase):

@@ -7,6 +7,7 @@ and MLPs of the plan's layers get memory, with this rank's columns or whole expe
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,13 @@ from heteroinfer_contract.plan import FeedForwardShare
 from vllm_heteroinfer.feed_forward import columns, holes, remote
 from vllm_heteroinfer.feed_forward.columns import Part
 from vllm_heteroinfer.feed_forward.holes import ExpertNumbers
-from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, check_one_size, layer_of
+from vllm_heteroinfer.feed_forward.remote_parts import (
+    MLP_NAMES,
+    RemoteParts,
+    check_found,
+    check_one_size,
+    layer_of,
+)
 from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, WeightMemory
@@ -62,7 +69,6 @@ class Skeleton:
         loaded_bytes: of their tensors in the checkpoint, this rank's part only; 0 for dummy weights.
         own_experts: of each layer; None where this rank has a part of each expert.
         method: name of vLLM's method that holds them, and of its kernels.
-        memory: where they are.
     """
 
     parts: Mapping[int, Any]
@@ -80,14 +86,7 @@ class SkeletonBuilder:
     """Builds and loads a skeleton; use once."""
 
     def __init__(self, config: Any, own: FeedForwardShare, shares: tuple[int, ...], lane: int) -> None:
-        """Prepares.
-
-        Args:
-            config: vLLM's, of this rank.
-            own: of the plan.
-            shares: of all feed-forward ranks of the stage, as they agreed.
-            lane: number of this one among them.
-        """
+        """Takes the shares of all feed-forward ranks of the stage, as they agreed, and this one's number."""
         self._config, self._layers = config, frozenset(own.layers)
         self._by_experts = own.by_experts
         self._shares, self._lane = shares, lane
@@ -157,11 +156,11 @@ class SkeletonBuilder:
             def __init__(
                 self, layer_name: str, params_dtype: Any, moe_config: Any, *args: Any, **kwargs: Any
             ) -> None:
-                if layer_of(layer_name) not in builder._layers:
-                    super().__init__(layer_name, params_dtype, moe_config, *args, **kwargs)  # type: ignore[call-arg]
-                    return
-                builder.narrow(moe_config, layer_of(layer_name))
-                with torch.device("cpu"):
+                layer = layer_of(layer_name)
+                held = layer is not None and layer in builder._layers
+                if held:
+                    builder.narrow(moe_config, layer)
+                with torch.device("cpu") if held else nullcontext():
                     super().__init__(layer_name, params_dtype, moe_config, *args, **kwargs)  # type: ignore[call-arg]
 
             def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
@@ -232,8 +231,6 @@ class SkeletonBuilder:
         quantization.get_quant_method = method
 
     def _check_parts(self) -> None:
-        from vllm_heteroinfer.feed_forward.remote_parts import check_found
-
         check_found(self._found, self._layers, self._config.model_config.model)
         for layer, part in self._parts.items():
             if not isinstance(part, RoutedExperts):

@@ -41,12 +41,9 @@ class Shape:
     """What one slab carries; both sides must agree on all of it.
 
     Attributes:
-        epoch: of the group.
         hidden: elements of a row.
         topk: experts of a row; 0 for dense models.
-        max_rows: most rows of an ask.
         dtype: of rows and answers, `float32`, `bfloat16` or `float16`.
-        lanes: feed-forward ranks that answer.
     """
 
     epoch: int
@@ -121,10 +118,7 @@ class Offer:
     """Where the asking rank's slab is.
 
     Attributes:
-        pid: of its process.
-        fd: of that process.
         name: of the memfd, so that another file under that number is not taken for it.
-        shape: of the slab.
     """
 
     pid: int
@@ -146,8 +140,6 @@ class Slab:
     """A mapped slab.
 
     Attributes:
-        shape: what it carries.
-        layout: where everything is.
         address: of its first byte in this process.
         x: rows asked, [max_rows, hidden].
         ids: experts of each row, [max_rows, topk] int32.
@@ -216,11 +208,6 @@ class Slab:
         """Returns the lane that the device waited for when it gave up, None if it never did."""
         word = self._word(GIVEN_UP_OFFSET, "=I")
         return word - 1 if word else None
-
-    @property
-    def stopped(self) -> bool:
-        """Returns whether all waits on this slab have been ended."""
-        return bool(self._word(END_OFFSET, "=I"))
 
     def lane(self, lane: int) -> "LaneView":
         """Returns what a lane's words say now."""
@@ -305,8 +292,6 @@ def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
     """Returns the slab that another process offers, and the nonce written into it as this lane's proof.
 
     Args:
-        offer: of the rank that asks.
-        lane: of this process.
         expected: what the slab must carry as this rank sees it; its `topk` may be larger than ours.
 
     Raises:

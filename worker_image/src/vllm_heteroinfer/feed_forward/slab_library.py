@@ -8,9 +8,8 @@ from vllm_heteroinfer.kernels.build import library_path
 from vllm_heteroinfer.kernels.library import load_functions
 
 ASKED: Final = 1
-NOTHING: Final = 0
 STOPPED: Final = -1
-"""What `heteroinfer_ff_next` returns."""
+"""What `heteroinfer_ff_next` returns; 0 if nothing came in time."""
 WAS_STOPPED: Final = -(2**31)
 """What `heteroinfer_ff_exchange` returns when the slab was stopped."""
 

@@ -21,7 +21,7 @@ from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob
 from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
-from vllm_heteroinfer.pod.lasting_thread import call_aside
+from vllm_heteroinfer.pod.threads import call_aside
 from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 logger = logging.getLogger(__name__)

@@ -39,9 +39,6 @@ class Patience:
     """Counts down a wait in small naps, and counts no time in which this process had no turn.
 
     Whoever shares the machine, or was stopped with this process, had no turn either.
-
-    Attributes:
-        left_s: seconds that are left.
     """
 
     def __init__(self, seconds: float) -> None:

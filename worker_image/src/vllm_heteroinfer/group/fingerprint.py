@@ -124,12 +124,7 @@ def of_model(directory: Path) -> str:
 
 
 def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
-    """Raises ConfigMismatchError, the same on every rank, unless all ranks agree with rank 0.
-
-    Args:
-        plan: names pods and roles; ranks of different devices may differ in what is of a device.
-        fingerprints: by rank.
-    """
+    """Raises ConfigMismatchError, the same on every rank, unless all ranks agree with rank 0."""
     expected = fingerprints[0]
     differences, first = [], None
     for rank, got in zip(plan.ranks, fingerprints, strict=True):

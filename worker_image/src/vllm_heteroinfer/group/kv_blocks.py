@@ -21,14 +21,7 @@ def headroom_blocks(*, blocks: int, size_bytes: int, headroom_bytes: int) -> int
 
 
 def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_bytes: Sequence[int]) -> str:
-    """Returns one line: the group's blocks, the rank with the least headroom, and what each could hold.
-
-    Args:
-        plan: of the group.
-        blocks: that every rank has.
-        sizes_bytes: of each rank's KV cache.
-        headrooms_bytes: that each rank measured for it.
-    """
+    """Returns one line: the group's blocks, the rank with the least headroom, and what each could hold."""
     could = [
         headroom_blocks(blocks=blocks, size_bytes=size, headroom_bytes=headroom)
         for size, headroom in zip(sizes_bytes, headrooms_bytes, strict=True)

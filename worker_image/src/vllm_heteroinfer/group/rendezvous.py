@@ -167,8 +167,6 @@ class GroupStore:
         """Returns the text under a key, waiting for it.
 
         Args:
-            key: as given to `put`.
-            deadline: of the wait.
             what: what is waited for and from whom, for the error.
             rank: the global rank that will put it, if it is one.
 

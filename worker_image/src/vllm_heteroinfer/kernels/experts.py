@@ -21,7 +21,6 @@ def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -
     """Returns the weights of all experts as `experts` reads them.
 
     Args:
-        library: the kernels.
         weight: [experts, n, k], bf16 or float8_e4m3fn, cpu, contiguous; n and k multiples of 32. Of w13 the
             gates come first.
         gates: whether this is w13: its blocks become gate and up in turn.
@@ -60,7 +59,6 @@ def can_pack(weight: torch.Tensor, *, gates: bool) -> bool:
     """Returns whether `pack_experts` takes a weight.
 
     Args:
-        weight: any, on the CPU.
         gates: whether this is w13.
     """
     return (
@@ -128,10 +126,8 @@ def experts(
     """Writes each row's weighted sum of its experts, SwiGLU with SiLU, into y; sums are float32.
 
     Args:
-        library: the kernels.
         y: [m, hidden], bf16, rows contiguous; may not share memory with x.
         x: [m, hidden], bf16, rows contiguous.
-        packed: the layer's.
         weights: [m, topk], float32, contiguous.
         ids: [m, topk], int32, contiguous; one that is no expert counts nothing.
 

@@ -16,7 +16,6 @@ def bytes_beyond_caches(
 
     Args:
         cpus: logical cores that read; those of this process if None.
-        folder: with what the kernel says of each core.
     """
     largest: dict[str, int] = {}
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:

@@ -60,7 +60,6 @@ class KernelLibrary:
 
     Attributes:
         path: its file.
-        calls: its functions, with their signatures set.
         paths: instruction sets of this CPU that it has code for.
     """
 

@@ -18,9 +18,6 @@ _prepared: list[KernelLibrary] = []
 def prepare(path: Path | None = None) -> KernelLibrary:
     """Returns the kernels, after which `pack` and the op may be used; the first call chooses.
 
-    Args:
-        path: of the library; by default that of the package's sources.
-
     Raises:
         KernelsUnavailableError: they can't be used here, and why.
     """
@@ -31,6 +28,14 @@ def prepare(path: Path | None = None) -> KernelLibrary:
         torch.library.register_fake("heteroinfer::linear", _linear_shape, lib=_schema)
         _prepared.append(library)
     return library
+
+
+def find() -> KernelLibrary | None:
+    """Returns the kernels, as `prepare`; None if they can't be used here, and the linear layers log why."""
+    try:
+        return prepare()
+    except KernelsUnavailableError:
+        return None
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -68,7 +73,6 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, col
         x: [..., k], bf16, cpu.
         packed: of `pack`, for a weight [columns, k].
         bias: [columns], bf16, cpu; or None.
-        columns: n of the weight.
 
     Raises:
         RuntimeError: a dtype is another, or k does not fit the packed weight.

@@ -25,7 +25,6 @@ def memory_stream(*, ours: bool = True, most_bytes: int = MOST_BYTES) -> list[Re
     Their weights are in memory until they are let go.
 
     Args:
-        ours: whether our kernel may run.
         most_bytes: of all weights together, whatever caches hold.
     """
     count = -(-min(bytes_beyond_caches(), most_bytes) // PRODUCT_BYTES)

@@ -28,14 +28,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def norm(library: KernelLibrary, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, rounded once: as x, contiguous.
-
-    Args:
-        library: the kernels.
-        x: what `takes` does.
-        weight: as above.
-        epsilon: added to the mean of squares.
-    """
+    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, rounded once: as x, contiguous."""
     out = x.new_empty(x.shape)
     tokens, *heads, size = x.shape
     strides = x.stride()
@@ -60,23 +53,9 @@ def takes_both(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) ->
 def add_and_norm(
     library: KernelLibrary, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> None:
-    """Adds x to the residual, and writes that sum's norm into x.
-
-    Args:
-        library: the kernels.
-        x: what `takes_both` does.
-        residual: as above.
-        weight: as above.
-        epsilon: added to the mean of squares.
-    """
+    """Adds x to the residual, and writes that sum's norm into x."""
     size = x.shape[-1]
+    rows = x.numel() // size if size else 0
     library.calls.heteroinfer_add_and_norm(
-        *(
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            x.numel() // size if size else 0,
-            size,
-            epsilon,
-        )
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, size, epsilon
     )

@@ -42,12 +42,10 @@ class ExpertChoice:
     """How experts are chosen by a row's logits.
 
     Attributes:
-        experts: how many there are.
         topk: of a row, at most `experts`.
         bias: [experts], float32, contiguous, that corrects which are chosen but not what they weigh.
         scoring: of SCORES, in float32.
         normalize: whether a row's weights add up to `factor`.
-        factor: of the weights.
 
     Raises:
         ValueError: a number, shape or dtype is another.
@@ -81,11 +79,8 @@ class Chooser:
     """Chooses experts by logits; those of equal scores in the order of their numbers."""
 
     def __init__(self, library: KernelLibrary, routing: ExpertChoice) -> None:
-        self._call, self._routing, self._built = (
-            library.calls.heteroinfer_choose_experts,
-            routing,
-            routing._build(),
-        )
+        self._call = library.calls.heteroinfer_choose_experts
+        self._routing, self._built = routing, routing._build()
         self._address = ctypes.addressof(self._built)
 
     def takes(self, logits: torch.Tensor) -> bool:
@@ -126,9 +121,6 @@ class Mixture:
         """Checks what raw pointers are made of.
 
         Args:
-            library: the kernels.
-            routing: of the layer.
-            packed: its experts.
             gate: the router's weight as `linear.pack` returns it; None where logits are given.
 
         Raises:

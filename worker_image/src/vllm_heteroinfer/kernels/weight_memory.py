@@ -51,10 +51,6 @@ class WeightMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor without values. It is unmapped with it; what was written stays in the file.
 
-        Args:
-            shape: of it.
-            dtype: of it.
-
         Raises:
             OSError: it cannot be mapped.
         """

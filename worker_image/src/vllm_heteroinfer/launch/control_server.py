@@ -26,8 +26,7 @@ from vllm_heteroinfer.launch.supervisor_link import SupervisorLink
 from vllm_heteroinfer.launch.supervisor_messages import Hello, Message, RankBeat, check_hello
 from vllm_heteroinfer.pod.addresses import bind_host, look_up
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
-from vllm_heteroinfer.pod.connection_limit import ConnectionLimit
-from vllm_heteroinfer.pod.listening import listen
+from vllm_heteroinfer.pod.listening import ConnectionLimit, listen
 
 MOST_STRANGERS = 64
 """Connections that have not proved who they are."""

@@ -39,7 +39,7 @@ from vllm_heteroinfer.launch.supervised_process import (
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 from vllm_heteroinfer.pod.channel import RankChannel, SupervisorMessage
 from vllm_heteroinfer.pod.forking import ForkClient, ForkRequest, difference
-from vllm_heteroinfer.pod.lasting_thread import LastingThread
+from vllm_heteroinfer.pod.threads import LastingThread
 
 EXIT_CODE_WAIT_S = 0.15
 """For the exit code of a rank that has reported, or whose code the kernel doesn't tell yet."""

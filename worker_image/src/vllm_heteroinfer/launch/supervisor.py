@@ -42,7 +42,7 @@ from vllm_heteroinfer.launch.supervisor_messages import Message
 from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
-from vllm_heteroinfer.pod.lasting_thread import call_aside
+from vllm_heteroinfer.pod.threads import call_aside
 
 WATCH_INTERVAL_S = 0.05
 GATHER_S = 0.25

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
 from vllm_heteroinfer.patches.registry import CPU_ATTENTION
-from vllm_heteroinfer.patches.replacing import replace, restore
+from vllm_heteroinfer.patches.replacing import replace
 
 _HALVES: Final = "heteroinfer_halves"
 """Attribute of a KV cache, so that its parts end with it: a layer may give its cache back and live on."""
@@ -29,21 +29,9 @@ _DECODER: Final = AttentionType.DECODER
 
 
 def install() -> None:
-    """Has this process's attention computed so from now on, unless the user chose vLLM's way.
-
-    To be called in a CPU rank; twice is a no-op.
-
-    Raises:
-        ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
-        PatchError: this vLLM is another one than the patch was written for.
-    """
+    """Has this process's attention computed so from now on, unless the user chose vLLM's way."""
     if is_wanted(os.environ):
         replace(CPU_ATTENTION, _attending)
-
-
-def revert() -> None:
-    """Puts vLLM's own function back; a no-op where the patch is not applied."""
-    restore(CPU_ATTENTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from vllm.model_executor.utils import replace_parameter
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import BLOCK, FP8, PackedExperts, can_pack, experts, pack_experts
-from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError
+from vllm_heteroinfer.kernels.library import KernelLibrary
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
 from vllm_heteroinfer.patches.registry import (
     CPU_EXPERTS_APPLY,
@@ -27,7 +27,7 @@ from vllm_heteroinfer.patches.registry import (
     CPU_FP8_EXPERTS_APPLY,
     CPU_FP8_EXPERTS_PACKING,
 )
-from vllm_heteroinfer.patches.replacing import replace, restore
+from vllm_heteroinfer.patches.replacing import replace
 
 _logger = logging.getLogger(__name__)
 _LIBRARY: Final = "heteroinfer_library"
@@ -35,26 +35,13 @@ _LIBRARY: Final = "heteroinfer_library"
 
 
 def install() -> None:
-    """Hands this process's bf16 and FP8 experts to our kernels from now on, unless the user chose vLLM's.
-
-    To be called in a CPU rank before it loads its model; twice is a no-op.
-
-    Raises:
-        ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
-        PatchError: this vLLM is another one than the patch was written for.
-    """
+    """Hands this process's bf16 and FP8 experts to our kernels from now on, unless the user chose vLLM's."""
     if is_wanted(os.environ):
         said: set[torch.dtype] = set()
         replace(CPU_EXPERTS_PACKING, partial(_packing, said))
         replace(CPU_FP8_EXPERTS_PACKING, partial(_packing_fp8, said))
         replace(CPU_EXPERTS_APPLY, _applying)
         replace(CPU_FP8_EXPERTS_APPLY, _applying)
-
-
-def revert() -> None:
-    """Puts vLLM's own functions back; a no-op where the patch is not applied."""
-    for patch in (CPU_EXPERTS_PACKING, CPU_FP8_EXPERTS_PACKING, CPU_EXPERTS_APPLY, CPU_FP8_EXPERTS_APPLY):
-        restore(patch)
 
 
 def library_of(layer: Any) -> KernelLibrary | None:
@@ -64,11 +51,6 @@ def library_of(layer: Any) -> KernelLibrary | None:
 
 def packed_experts(vllm_experts: Any, w13: torch.Tensor, w2: torch.Tensor) -> PackedExperts:
     """Returns a layer's weights with the scales that vLLM's object for them has.
-
-    Args:
-        vllm_experts: vLLM's object.
-        w13: packed for our kernels.
-        w2: packed for our kernels.
 
     Raises:
         ValueError: they do not belong together.
@@ -121,7 +103,7 @@ def _packing_fp8(
         w13: torch.Tensor, w2: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         takes = w13.dtype == w2.dtype == FP8 and can_pack(w13, gates=True) and can_pack(w2, gates=False)
-        library = _kernels() if takes else None
+        library = linear.find() if takes else None
         if library is None:
             return original(w13, w2)
         _say(said, library, FP8)
@@ -182,11 +164,4 @@ def _taking(vllm_experts: Any, layer: Any) -> KernelLibrary | None:
         or weight.shape[2] % BLOCK
     ):
         return None
-    return _kernels()
-
-
-def _kernels() -> KernelLibrary | None:
-    try:
-        return linear.prepare()
-    except KernelsUnavailableError:
-        return None  # said by the linear layers
+    return linear.find()

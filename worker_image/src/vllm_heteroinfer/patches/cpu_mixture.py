@@ -25,7 +25,7 @@ from vllm_heteroinfer.kernels.routing import ExpertChoice, Mixture, takes_logits
 from vllm_heteroinfer.patches.cpu_experts import check_limit, library_of, packed_experts
 from vllm_heteroinfer.patches.cpu_router import routing_of
 from vllm_heteroinfer.patches.registry import CPU_MIXTURE
-from vllm_heteroinfer.patches.replacing import replace, restore
+from vllm_heteroinfer.patches.replacing import replace
 
 _HELD: Final = "heteroinfer_mixture"
 """Attribute of a runner."""
@@ -34,21 +34,9 @@ _PACKED_AXES: Final = 4
 
 
 def install() -> None:
-    """Has this process's mixtures computed so from now on, unless the user chose vLLM's kernels.
-
-    To be called in a CPU rank; twice is a no-op.
-
-    Raises:
-        ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
-        PatchError: this vLLM is another one than the patch was written for.
-    """
+    """Has this process's mixtures computed so from now on, unless the user chose vLLM's kernels."""
     if is_wanted(os.environ):
         replace(CPU_MIXTURE, _forwarding)
-
-
-def revert() -> None:
-    """Puts vLLM's own function back; a no-op where the patch is not applied."""
-    restore(CPU_MIXTURE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +47,6 @@ class _Held:
         mixture: what computes it; None where vLLM does.
         weights: the tensors of which raw pointers were taken, by where they are held and under which name.
         methods: where the runner's part has its method, and the method.
-        hidden: inputs of the experts.
         logits_of: experts whose logits the model gives; 0 where the runner has a gate.
     """
 

@@ -8,44 +8,29 @@ Source: vllm/model_executor/layers/layernorm.py::RMSNorm.forward_native@v0.32.0.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from vllm import ir
 
 from vllm_heteroinfer.kernels import linear, norms
-from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError
+from vllm_heteroinfer.kernels.library import KernelLibrary
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
 from vllm_heteroinfer.patches.registry import CPU_NORM
-from vllm_heteroinfer.patches.replacing import replace, restore
+from vllm_heteroinfer.patches.replacing import replace
 
 Normed: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def install() -> None:
-    """Has this process's norms computed so from now on, unless there are no kernels or the user chose vLLM's.
-
-    To be called in a CPU rank; twice is a no-op.
-
-    Raises:
-        ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
-        PatchError: this vLLM is another one than the patch was written for.
-    """
-    if not is_wanted(os.environ):
-        return
-    try:
-        library = linear.prepare()
-    except KernelsUnavailableError:
-        return  # said by the linear layers
-    replace(CPU_NORM, lambda original: _norming(original, library))
+    """Has this process's norms computed so, unless there are no kernels or the user chose vLLM's."""
+    library = linear.find() if is_wanted(os.environ) else None
+    if library is not None:
+        replace(CPU_NORM, partial(_norming, library))
 
 
-def revert() -> None:
-    """Puts vLLM's own function back; a no-op where the patch is not applied."""
-    restore(CPU_NORM)
-
-
-def _norming(original: Callable[..., Normed], library: KernelLibrary) -> Callable[..., Normed]:
+def _norming(library: KernelLibrary, original: Callable[..., Normed]) -> Callable[..., Normed]:
     single, added = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
 
     def forward_native(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:

@@ -24,7 +24,7 @@ from vllm_heteroinfer.patches.registry import (
     CPU_INT4_PACKING,
     CPU_INT4_PACKING_AMX,
 )
-from vllm_heteroinfer.patches.replacing import replace, restore
+from vllm_heteroinfer.patches.replacing import replace
 
 _UNPACKED_BYTES: Final = 16 << 20
 """Of a slice, one number of 32 bits a weight; several such tensors are there at once."""
@@ -35,34 +35,18 @@ _WORD: Final = 8
 
 
 def install() -> None:
-    """Has this process pack 4-bit weights in slices from now on, a CPU rank; twice is a no-op.
-
-    Raises:
-        PatchError: this vLLM is another one than the patch was written for.
-    """
+    """Has this process pack 4-bit weights in slices from now on."""
     replace(CPU_INT4_EXPERTS_PACKING, _experts)
     replace(CPU_AWQ_PACKING, _awq)
     replace(CPU_INT4_PACKING, partial(_linear, replaces_scales=False))
     replace(CPU_INT4_PACKING_AMX, partial(_linear, replaces_scales=True))
 
 
-def revert() -> None:
-    """Puts vLLM's own functions back; a no-op where the patch is not applied."""
-    for patch in (CPU_INT4_EXPERTS_PACKING, CPU_AWQ_PACKING, CPU_INT4_PACKING, CPU_INT4_PACKING_AMX):
-        restore(patch)
-
-
 class _Joined:
     """Slices of a tensor along one dimension, put where they belong as they come."""
 
     def __init__(self, parts: int, dim: int, empty: Callable[..., torch.Tensor]) -> None:
-        """Prepares.
-
-        Args:
-            parts: how many equal parts the whole tensor has.
-            dim: along which these lie.
-            empty: makes the whole tensor.
-        """
+        """Takes the number of equal parts that the whole tensor has along `dim`."""
         self._parts, self._dim, self._empty = parts, dim, empty
         self._whole: torch.Tensor | None = None
 

@@ -16,26 +16,15 @@ from typing import Any, Final
 import torch
 
 from vllm_heteroinfer.patches.registry import CPU_ROPE
-from vllm_heteroinfer.patches.replacing import replace, restore
+from vllm_heteroinfer.patches.replacing import replace
 
 _VECTOR: Final = 8
 """Pairs that vLLM's operation turns at once in bf16."""
 
 
 def install() -> None:
-    """Has this process's rotary embeddings computed so from now on; to be called before a model is made.
-
-    Twice is a no-op.
-
-    Raises:
-        PatchError: this vLLM is another one than the patch was written for.
-    """
+    """Has this process's rotary embeddings computed so from now on."""
     replace(CPU_ROPE, _rotating)
-
-
-def revert() -> None:
-    """Puts vLLM's own function back; a no-op where the patch is not applied."""
-    restore(CPU_ROPE)
 
 
 def _rotating(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,11 +16,10 @@ from typing import Any, Final
 import torch
 
 from vllm_heteroinfer.kernels import linear
-from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
 from vllm_heteroinfer.kernels.routing import SCORES, Chooser, ExpertChoice
 from vllm_heteroinfer.patches.registry import CPU_ROUTER
-from vllm_heteroinfer.patches.replacing import replace, restore
+from vllm_heteroinfer.patches.replacing import replace
 
 _CHOOSER: Final = "heteroinfer_chooser"
 """Attribute of a router."""
@@ -31,11 +30,7 @@ _SCORES: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 def install() -> None:
-    """Has this process's routers choose so from now on; to be called in a CPU rank; twice is a no-op.
-
-    Raises:
-        PatchError: this vLLM is another one than the patch was written for.
-    """
+    """Has this process's routers choose so from now on."""
     replace(CPU_ROUTER, _routing)
 
 
@@ -62,11 +57,6 @@ def routing_of(router: Any) -> ExpertChoice | None:
         # Only where there is a bias vLLM's routers for GPUs apply the factor; else the model does.
         factor=1.0 if bias is None else router.routed_scaling_factor,
     )
-
-
-def revert() -> None:
-    """Puts vLLM's own function back; a no-op where the patch is not applied."""
-    restore(CPU_ROUTER)
 
 
 def _routing(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
@@ -99,18 +89,11 @@ def _chooser(router: Any) -> Chooser | None:
     address = 0 if bias is None else bias.data_ptr()
     held = router.__dict__.get(_CHOOSER)
     if held is None or held[0] != address:
-        library, routing = _kernels(), routing_of(router)
+        library, routing = linear.find() if is_wanted(os.environ) else None, routing_of(router)
         chooser = None if library is None or routing is None else Chooser(library, routing)
         held = router.__dict__[_CHOOSER] = (address, chooser)
     found: Chooser | None = held[1]
     return found
-
-
-def _kernels() -> KernelLibrary | None:
-    try:
-        return linear.prepare() if is_wanted(os.environ) else None
-    except KernelsUnavailableError:
-        return None  # said by the linear layers
 
 
 def choose(
@@ -121,9 +104,7 @@ def choose(
     Args:
         scores: (tokens, experts), float32.
         bias: (experts,), that corrects which are chosen but not what they weigh.
-        count: of experts a token.
         normalize: whether a token's weights add up to `factor`; where all are zero they stay so, as on GPUs.
-        factor: of the weights.
 
     Returns:
         Each (tokens, count), contiguous.

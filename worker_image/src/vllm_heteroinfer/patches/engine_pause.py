@@ -12,21 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_heteroinfer.patches.registry import ENGINE_PAUSE
-from vllm_heteroinfer.patches.replacing import replace, restore
+from vllm_heteroinfer.patches.replacing import replace
 
 
-def apply() -> None:
+def install() -> None:
     """Has an engine that is made later count a step with answers as a step that executed; twice is a no-op.
 
     Raises:
         PatchError: this vLLM's function is missing, or another one.
     """
     replace(ENGINE_PAUSE, _build)
-
-
-def revert() -> None:
-    """Puts vLLM's own function back; a no-op where the patch is not applied."""
-    restore(ENGINE_PAUSE)
 
 
 def _build(original: Callable[[Any], bool]) -> Callable[[Any], bool]:

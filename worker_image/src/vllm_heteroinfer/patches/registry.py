@@ -9,7 +9,7 @@ class Patch:
     """One function of vLLM that is replaced.
 
     Attributes:
-        id: name of the module in this package that has its `apply()`.
+        id: name of the module in this package that has its `install()`.
         target: `module:attribute` that is replaced.
         parameters: of the target, in order; another signature is refused.
         processes: where it is applied, and nowhere else.
@@ -23,11 +23,11 @@ class Patch:
     id: str
     target: str
     parameters: tuple[str, ...]
-    processes: str
     why: str
-    upstream: str
     verified: tuple[str, ...]
     remove_when: str
+    processes: str = "CPU ranks of a group"
+    upstream: str = ""
     otherwise: str = ""
 
 
@@ -39,13 +39,11 @@ CPU_LINEAR: Final = Patch(
     id="cpu_linear",
     target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     parameters=("layer", "remove_weight"),
-    processes="CPU ranks of a group",
     why=(
         "bf16 linear layers go to kernels that read weights faster than oneDNN while few rows are computed; "
         "the function chooses by itself, without an option, a registry or a method to override; "
         "the embedding and the head are no longer kept twice"
     ),
-    upstream="",
     verified=("0.32.0",),
     remove_when="vLLM lets a platform or a plugin choose the CPU's linear layer, or reads as fast itself",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
@@ -55,12 +53,10 @@ CPU_EXPERTS_PACKING: Final = Patch(
     id="cpu_experts",
     target=f"{_EXPERTS}:CPUUnquantizedExperts.process_weights_after_loading",
     parameters=("self", "layer"),
-    processes="CPU ranks of a group",
     why=(
         "bf16 experts are packed for kernels that read the chosen ones faster while few rows are computed; "
         "the class is chosen by an oracle without a registry, before weights are there"
     ),
-    upstream="",
     verified=("0.32.0",),
     remove_when="vLLM lets a platform or a plugin add classes of experts, or reads as fast itself",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
@@ -92,12 +88,10 @@ CPU_INT4_EXPERTS_PACKING: Final = Patch(
         *("quant_config", "w13", "w2", "w13_scale", "w2_scale", "w13_qzeros", "w2_qzeros"),
         *("w13_bias", "w2_bias"),
     ),
-    processes="CPU ranks of a group",
     why=(
         "4-bit experts are unpacked into numbers of 32 bits to be packed: all of a layer at once take "
         "four to ten times its bytes; the function has no seam, and each expert is packed by itself as well"
     ),
-    upstream="",
     verified=("0.32.0",),
     remove_when="vLLM packs 4-bit weights of CPUs in parts",
 )
@@ -123,12 +117,10 @@ CPU_ROUTER: Final = Patch(
     id="cpu_router",
     target="vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter._compute_routing",
     parameters=("self", "hidden_states", "router_logits", "indices_type", "input_ids"),
-    processes="CPU ranks of a group",
     why=(
         "without groups of experts the router of CPUs ends at scores by sigmoid, and leaves out the bias "
         "that corrects a choice by softmax, without an error; a function without a registry chooses its class"
     ),
-    upstream="",
     verified=("0.32.0",),
     remove_when="vLLM's router of CPUs chooses as its routers of GPUs do",
 )
@@ -136,13 +128,11 @@ CPU_MIXTURE: Final = Patch(
     id="cpu_mixture",
     target="vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner.forward",
     parameters=("self", "hidden_states", "router_logits", "input_ids", "shared_experts_input"),
-    processes="CPU ranks of a group",
     why=(
         "eager CPU ranks compute router, choice and packed experts in one call; vLLM's way through a dozen "
         "functions and as many small tensors takes longer than few rows of small experts do, and no option "
         "chooses another runner"
     ),
-    upstream="",
     verified=("0.32.0",),
     remove_when="vLLM lets a platform or a plugin choose the runner of experts, or is as quick itself",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
@@ -151,13 +141,11 @@ CPU_NORM: Final = Patch(
     id="cpu_norm",
     target="vllm.model_executor.layers.layernorm:RMSNorm.forward_native",
     parameters=("self", "x", "residual"),
-    processes="CPU ranks of a group",
     why=(
         "eager CPU ranks compute a bf16 norm by one call; vLLM's registry of operations, torch's dispatcher "
         "and threads that wake up for a few rows take several times as long as the norm; a class registered "
         "out of tree would stand for every class of that name"
     ),
-    upstream="",
     verified=("0.32.0",),
     remove_when="vLLM's norm of CPUs is as quick for few rows",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
@@ -166,12 +154,10 @@ CPU_ATTENTION: Final = Patch(
     id="cpu_attention",
     target="vllm.model_executor.layers.attention.attention:Attention.forward",
     parameters=("self", "query", "key", "value", "output_shape", "output_dtype"),
-    processes="CPU ranks of a group",
     why=(
         "an eager CPU rank finds each layer by its name and cuts its KV cache into halves twice in each "
         "step, which takes longer than attention of few rows; the backend's class cannot leave that out"
     ),
-    upstream="",
     verified=("0.32.0",),
     remove_when="vLLM keeps the halves of a CPU's KV cache",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
@@ -180,12 +166,10 @@ CPU_ROPE: Final = Patch(
     id="cpu_rope",
     target="vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",
     parameters=("self", "positions", "query", "key"),
-    processes="CPU ranks of a group",
     why=(
         "the operation behind it turns tokens by other tokens' angles where queries or keys have an axis of "
         "heads, as attention over latents has; no option chooses the right one for an eager rank"
     ),
-    upstream="",
     verified=("0.32.0",),
     remove_when="vLLM's rotary embedding of CPUs tells tokens from heads",
 )
@@ -198,7 +182,6 @@ ENGINE_PAUSE: Final = Patch(
         "with a queue of batches vLLM takes a step's answer in a call that has nothing to schedule, and then "
         "sleeps 1 ms for each token; nothing else decides it: no option, and the engine's class is fixed"
     ),
-    upstream="",
     verified=("0.32.0",),
     remove_when="vLLM sleeps only when a step brought no outputs either",
 )
@@ -223,13 +206,7 @@ PATCHES: Final = (
 
 
 def build_refusal(patch: Patch, found: str, version: str) -> PatchError:
-    """Returns the error of a vLLM that a patch does not fit.
-
-    Args:
-        patch: that was to be applied.
-        found: what is there instead of its target.
-        version: of the vLLM that is installed.
-    """
+    """Returns the error of a vLLM of this version, which has `found` in place of a patch's target."""
     return PatchError(
         f"patch {patch.id}: got {found} in vLLM {version}, expected {patch.target}"
         f"({', '.join(patch.parameters)}) as in {', '.join(patch.verified)}; install that version"

@@ -6,17 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_heteroinfer.patches.registry import Patch, build_refusal
+from vllm_heteroinfer.patches.registry import PATCHES, Patch, build_refusal
 
 _ORIGINAL = "heteroinfer_original"
 
 
 def replace(patch: Patch, build: Callable[[Any], Callable[..., Any]]) -> None:
     """Replaces a patch's target by `build(original)`; twice is a no-op.
-
-    Args:
-        patch: names the target.
-        build: is given vLLM's own function, and returns what replaces it.
 
     Raises:
         PatchError: this vLLM's function is missing, or another one.
@@ -31,12 +27,14 @@ def replace(patch: Patch, build: Callable[[Any], Callable[..., Any]]) -> None:
     setattr(owner, name, replacement)
 
 
-def restore(patch: Patch) -> None:
-    """Puts vLLM's own function back; a no-op where the patch is not applied."""
-    owner, name = _find(patch)
-    original = getattr(getattr(owner, name), _ORIGINAL, None)
-    if original is not None:
-        setattr(owner, name, original)
+def revert(patch_id: str) -> None:
+    """Puts vLLM's own functions back in place of a patch's; a no-op where it is not applied."""
+    for patch in PATCHES:
+        if patch.id == patch_id:
+            owner, name = _find(patch)
+            original = getattr(getattr(owner, name), _ORIGINAL, None)
+            if original is not None:
+                setattr(owner, name, original)
 
 
 def check(patch: Patch, target: Any) -> None:

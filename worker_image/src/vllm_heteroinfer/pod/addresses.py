@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from vllm_heteroinfer.pod.lasting_thread import call_aside
+from vllm_heteroinfer.pod.threads import call_aside
 
 
 def resolve(host: str) -> str:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from heteroinfer_contract import codec, names
@@ -158,7 +158,6 @@ class RankReporter:
     """The rank's end. A thread speaks and listens 5 times a second; every method is thread-safe.
 
     Args:
-        channel: to the supervisor.
         rank: as below.
         gone: called once the supervisor is gone, or speaks another version, on any thread.
 
@@ -187,7 +186,6 @@ class RankReporter:
         """Returns the reporter of this process; it takes over the descriptor in the environment.
 
         Args:
-            env: of this process.
             gone: as in the class; by default this process ends.
 
         Raises:
@@ -278,7 +276,6 @@ class RankReporter:
         is waited for, for FAILURE_TIMEOUT_S at most.
 
         Args:
-            failure: why.
             lost: which other process this rank has lost, if the failure is only a consequence.
         """
         # Cut here: a longer line than MAX_LINE_BYTES would be taken for another program's.
@@ -347,15 +344,44 @@ class RankReporter:
                 time.sleep(_SEND_POLL_S)
 
 
-class RankChannel:
-    """The supervisor's end: never blocks; read() when fileno() is readable."""
+class SupervisorEnd:
+    """The supervisor's end of a channel: never blocks; read when fileno() is readable."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._socket = channel
         self._socket.setblocking(False)
+        self.closed = False
+
+    def fileno(self) -> int:
+        """Returns the descriptor to watch."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Closes this end."""
+        self.closed = True
+        self._socket.close()
+
+    def _receive(self, most_bytes: int) -> Iterator[bytes]:
+        """Yields what has come since the last call; sets `closed` at the other's end."""
+        while not self.closed:
+            try:
+                received = self._socket.recv(most_bytes)
+            except BlockingIOError:
+                return
+            except OSError:
+                received = b""
+            self.closed = not received
+            if received:
+                yield received
+
+
+class RankChannel(SupervisorEnd):
+    """The supervisor's end of a rank's channel."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(channel)
         self._sender = LineSender(channel)
         self._lines = LineBuffer()
-        self.closed = False
 
     @classmethod
     def open_pair(cls) -> tuple["RankChannel", socket.socket]:
@@ -363,27 +389,17 @@ class RankChannel:
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
-    def fileno(self) -> int:
-        """Returns the descriptor to watch."""
-        return self._socket.fileno()
-
     def read(self) -> list[RankMessage]:
         """Returns what the rank has said since the last call; sets `closed` at its end.
 
         Raises:
             ContractError: the rank speaks another version of the channel.
         """
-        messages: list[RankMessage] = []
-        while not self.closed:
-            try:
-                chunk = self._socket.recv(65536)
-            except BlockingIOError:
-                break
-            except OSError:
-                chunk = b""
-            self.closed = not chunk
-            messages += [codec.from_json(RankMessage, line) for line in self._lines.feed(chunk)]
-        return messages
+        return [
+            codec.from_json(RankMessage, line)
+            for chunk in self._receive(65536)
+            for line in self._lines.feed(chunk)
+        ]
 
     def send(self, message: SupervisorMessage) -> None:
         """Tells the rank how the group is.
@@ -393,11 +409,6 @@ class RankChannel:
         """
         with contextlib.suppress(OSError):
             self._sender.send(codec.to_json(message))
-
-    def close(self) -> None:
-        """Closes this end."""
-        self.closed = True
-        self._socket.close()
 
 
 class LineBuffer:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.parent_death import die_with_parent
-from vllm_heteroinfer.pod.channel import no_channel
+from vllm_heteroinfer.pod.channel import SupervisorEnd, no_channel
 
 MAX_MESSAGE_BYTES = 64 * 1024
 """A request has only the variables that differ from the first process's; they fit the socket's buffer."""
@@ -34,7 +34,6 @@ class ForkRequest:
     """One process to fork.
 
     Attributes:
-        label: of the process, for the answer.
         module: what it runs, as `python -m` would.
         environment: variables that it has otherwise than the first process; None where it lacks one.
         cpus: that it may run on.
@@ -59,7 +58,6 @@ def run_or_fork(main: Callable[[], None], settle: Callable[[str], None] = lambda
     """Forks the pod's other processes where the supervisor asks for it; runs `main` here, and theirs there.
 
     Args:
-        main: of this process, the pod's first.
         settle: called in each fork with its module, before that runs.
 
     Raises:
@@ -82,23 +80,14 @@ def difference(first: Mapping[str, str], other: Mapping[str, str]) -> dict[str, 
     return changed | {name: None for name in first if name not in other}
 
 
-class ForkClient:
-    """The supervisor's end: never blocks; read() when fileno() is readable."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        self._socket = channel
-        self._socket.setblocking(False)
-        self.closed = False
+class ForkClient(SupervisorEnd):
+    """The supervisor's end of the channel to the pod's first process."""
 
     @classmethod
     def open_pair(cls) -> tuple["ForkClient", socket.socket]:
         """Returns the supervisor's end, and the end to pass to the first process and close here."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
-
-    def fileno(self) -> int:
-        """Returns the descriptor to watch."""
-        return self._socket.fileno()
 
     def ask(self, request: ForkRequest, *, output_fd: int, channel_fd: int) -> None:
         """Asks for a process with this standard output, and this end of a RankChannel.
@@ -118,23 +107,8 @@ class ForkClient:
         Raises:
             ContractError: an answer is of another version.
         """
-        answers: list[ForkAnswer] = []
-        while not self.closed:
-            try:
-                message = self._socket.recv(MAX_MESSAGE_BYTES)
-            except BlockingIOError:
-                break
-            except OSError:
-                message = b""
-            self.closed = not message
-            if message:
-                answers.append(codec.from_json(ForkAnswer, message.decode()))
-        return answers
-
-    def close(self) -> None:
-        """Closes this end."""
-        self.closed = True
-        self._socket.close()
+        messages = self._receive(MAX_MESSAGE_BYTES)
+        return [codec.from_json(ForkAnswer, message.decode()) for message in messages]
 
 
 class ForkServer:

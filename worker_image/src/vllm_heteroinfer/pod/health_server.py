@@ -14,8 +14,7 @@ from http import HTTPStatus
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.pod.addresses import bind_host
-from vllm_heteroinfer.pod.connection_limit import ConnectionLimit
-from vllm_heteroinfer.pod.listening import listen
+from vllm_heteroinfer.pod.listening import ConnectionLimit, listen
 
 REQUEST_TIMEOUT_S = 5.0
 MOST_CONNECTIONS = 64

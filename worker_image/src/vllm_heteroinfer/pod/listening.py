@@ -1,7 +1,8 @@
-"""Ports that strangers reach: many may wait, and few are taken in at once. Stdlib only."""
+"""Ports that strangers reach: many may wait, few are taken in at once, idle ones give way. Stdlib only."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 MOST_WAITING: Final = 1024
@@ -21,9 +22,7 @@ async def listen(
     """Returns a server that listens; raises OSError if the port cannot be taken.
 
     Args:
-        serve: one connection.
         host: as `addresses.bind_host` gives it.
-        port: to listen on.
         limit: of what is read of a connection ahead, in bytes.
     """
     server = await asyncio.start_server(serve, host=host, port=port, limit=limit, backlog=MOST_AT_ONCE)
@@ -32,3 +31,30 @@ async def listen(
         with each.dup() as own:
             own.listen(MOST_WAITING)
     return server
+
+
+class ConnectionLimit:
+    """Connections that have proved nothing yet; use from one event loop.
+
+    Idle strangers give way, so that no number of them keeps out who speaks at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[object, Callable[[], None]] = {}
+
+    @contextlib.contextmanager
+    def holding(self, end: Callable[[], None]) -> Iterator[None]:
+        """Counts a connection for as long as the context lasts.
+
+        Args:
+            end: ends the connection; called when it is the oldest of too many.
+        """
+        token = object()
+        self._open[token] = end
+        if len(self._open) > self._most:
+            self._open.pop(next(iter(self._open)))()
+        try:
+            yield
+        finally:
+            self._open.pop(token, None)

@@ -17,15 +17,8 @@ class RankContext:
     """What a rank knows besides vLLM's configuration.
 
     Attributes:
-        plan: of the group.
-        launch: of its pod.
-        rank: its own assignment.
-        reporter: its channel to the supervisor.
-        store: of the group.
-        metrics: its meter.
         startup: by when the group must be ready.
         step_timeout_s: after which a silent neighbour is given up, in seconds.
-        fail: reports an error and ends this process.
         memory_nodes: NUMA nodes of its cores; empty where the machine has one only.
     """
 

@@ -144,7 +144,7 @@ def run(
         memory_nodes=memory_nodes(os.environ),
     )
     if rank.feed_forward is not None:
-        from vllm_heteroinfer.feed_forward.answering_rank import serve
+        from vllm_heteroinfer.rank.answering_rank import serve
 
         serve(context, config)
     from vllm_heteroinfer.rank.rank_process import RankProcess
@@ -206,7 +206,7 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
 
 def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Failure:
     """Returns what to report of an error in a rank; one that is not `starting` has been ready before."""
-    from vllm_heteroinfer.feed_forward.errors import LaneError, LaneFailedError
+    from vllm_heteroinfer.feed_forward.lane_judge import LaneError, LaneFailedError
     from vllm_heteroinfer.group.fingerprint import ConfigMismatchError
 
     if isinstance(error, ConfigMismatchError):

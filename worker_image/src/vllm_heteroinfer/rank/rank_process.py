@@ -16,7 +16,7 @@ from heteroinfer_contract.plan import Device
 from vllm_heteroinfer.group import queues
 from vllm_heteroinfer.group.rendezvous import world_init_method
 from vllm_heteroinfer.pod import addresses
-from vllm_heteroinfer.pod.background_thread import start_thread
+from vllm_heteroinfer.pod.threads import start_thread
 from vllm_heteroinfer.rank.context import RankContext
 
 if TYPE_CHECKING:

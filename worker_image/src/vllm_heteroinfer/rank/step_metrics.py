@@ -22,9 +22,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.plan import RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.distributed.meter import Meter
 from vllm_heteroinfer.pod import addresses
-from vllm_heteroinfer.pod.background_thread import start_thread
 from vllm_heteroinfer.pod.channel import RankReporter
+from vllm_heteroinfer.pod.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ class Step:
         step_s: from its first call to its end, less the time between its calls, in seconds.
         wait_s: of which waiting for peers.
         transfer_s: of which copying and sending, by direction.
-        transfer_bytes: by direction.
         tokens: prompt tokens and others, once known.
         left: whether the worker is in none of the step's calls.
         began: when its first call began, by time.perf_counter().
@@ -63,7 +63,7 @@ class Step:
     device_s: Callable[[], float] | None = None
 
 
-class RankMetrics:
+class RankMetrics(Meter):
     """One rank's metrics and the meter of its steps.
 
     Used by the worker's thread; what `runs_on` returns may be called by another one.
@@ -129,17 +129,20 @@ class RankMetrics:
         self._lock = threading.Lock()
 
     def waited(self, seconds: float) -> None:
-        """Adds time of this step spent waiting for a peer."""
-        self._step.wait_s += seconds
+        """Adds time of this step spent waiting for a peer; that of a warm-up belongs to no step."""
+        if self._inside:
+            self._step.wait_s += seconds
 
     def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
         """Adds time and bytes of this step spent copying and sending; direction is `send` or `recv`."""
-        self._step.transfer_s[direction] += seconds
-        self._step.transfer_bytes[direction] += num_bytes
+        if self._inside:
+            self._step.transfer_s[direction] += seconds
+            self._step.transfer_bytes[direction] += num_bytes
 
     def waiting_for(self, rank: int | None) -> None:
         """Tells the supervisor for whose message this rank waits now."""
-        self._reporter.busy(self._busy, waiting_for_rank=rank)
+        if self._inside:
+            self._reporter.busy(self._busy, waiting_for_rank=rank)
 
     def travels(self, between: str, path: str) -> None:
         """Says how tensors travel: between `stages` or `ranks` of a stage, by `shared_memory` or `gloo`."""
@@ -184,12 +187,8 @@ class RankMetrics:
                 now = time.perf_counter()
                 if step.left:  # else leave() adds the time of the call
                     step.step_s += now - entered
-                if not self._inside:
-                    self._left = now  # until now it was not idle
                 step.transfer_s["send"] += copy_s
-                self._device_ends(step)
-                if step.tokens is not None:
-                    self._record(step, step.tokens)
+                self._device_ends(step, now)
 
         return done
 
@@ -209,11 +208,7 @@ class RankMetrics:
                 now = time.perf_counter()
                 step.step_s = now - max(step.began, self._ended)
                 self._ended = now
-                if not self._inside:
-                    self._left = now
-                self._device_ends(step)
-                if step.tokens is not None:
-                    self._record(step, step.tokens)
+                self._device_ends(step, now)
 
         return done
 
@@ -222,19 +217,22 @@ class RankMetrics:
             step.runs_on = True
             self._on_device += 1
 
-    def _device_ends(self, step: Step) -> None:
+    def _device_ends(self, step: Step, now: float) -> None:
         """Called with the lock held; this rank is idle once its device is."""
         step.runs_on = False
         self._on_device -= 1
-        if not self._on_device and not self._inside:
-            self._reporter.busy(None)
+        if not self._inside:
+            self._left = now  # until now it was not idle
+            if not self._on_device:
+                self._reporter.busy(None)
+        if step.tokens is not None:
+            self._record(step, step.tokens)
 
     def finish_step(self, *, prefill_tokens: int, decode_tokens: int, counts: bool = True) -> None:
         """Records the step whose calls have all been left.
 
         Args:
             prefill_tokens: prompt tokens of the step; a step with any is a prefill.
-            decode_tokens: others.
             counts: whether the step is a client's; a step of the group's own is not recorded.
         """
         step, self._step, self._busy = self._step, Step(), None
@@ -340,8 +338,6 @@ def serve(
     A taken port is logged and never stops the rank.
 
     Args:
-        registry: of the rank.
-        launch: its pod's address says where.
         rank: its local rank is added to the port.
         healthy: whether /healthz answers 200 (else 503).
         failed: called with the exception that ended the server's thread.

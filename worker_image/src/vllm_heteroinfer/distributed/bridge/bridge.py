@@ -6,6 +6,7 @@ process group's order: with the same numbers in the same order every rank gets t
 
 import functools
 import logging
+import math
 import platform
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -33,7 +34,7 @@ from vllm_heteroinfer.distributed.bridge.header import (
     pack_header,
 )
 from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink, choose_path
-from vllm_heteroinfer.distributed.bridge.staging import CudaStaging, HostStaging, Staging
+from vllm_heteroinfer.distributed.bridge.staging import CudaStaging, Staging
 from vllm_heteroinfer.distributed.bridge.stream_signal import find_signal
 from vllm_heteroinfer.distributed.meter import Meter
 
@@ -81,7 +82,6 @@ class Bridge:
             cpu_group: gloo ProcessGroup of exactly these ranks.
             share_host: the plan says that the ranks can share memory; proven here.
             timeout_s: for which a rank is waited for, in seconds.
-            meter: gets times and bytes.
 
         Raises:
             ContractError: the ranks were not given the same, or do not share memory though
@@ -113,7 +113,7 @@ class Bridge:
             if device.type == "cuda":
                 proof_word = self._process_group.index * WORDS + PROOF
                 signal, publisher = find_signal(slab.words, slab.bytes.data_ptr(), device, proof_word)
-        staging: Staging = HostStaging()
+        staging = Staging()
         if device.type == "cuda":
             staging = CudaStaging(device, self._process_group.peers, self._link.buffers(), signal)
         self._exchange = Exchange(self._process_group, self._link, staging, meter)
@@ -165,15 +165,13 @@ class Bridge:
         self._count += 1
         header = _all_reduce_template(form).fill(self._step, self._count, self._history)  # while it is copied
         parts = self._exchange.swap(header, x, form)
-        result = torch.add(*parts, out=target) if len(parts) == 2 else self._sum_whole(target, parts)
+        if len(parts) == 2:
+            result = torch.add(*parts, out=target)
+        else:
+            result = torch.empty_like(parts[self._process_group.index]) if target is None else target
+            self._sum(result, parts)
         self._exchange.taken(form)
         return result
-
-    def _sum_whole(self, target: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        if target is None:
-            target = torch.empty_like(parts[self._process_group.index])
-        self._sum(target, parts)
-        return target
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Returns the ranks' tensors, concatenated along `dim` in the process group's order."""
@@ -187,7 +185,6 @@ class Bridge:
 
         Args:
             x: this rank's tensor, or several.
-            dim: along which they are put together.
             sizes: of each rank along `dim`; equal ones if None.
         """
         if isinstance(x, list):
@@ -305,12 +302,12 @@ class Bridge:
 
     def _gather(self, header: bytes, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         dim %= x.dim()
-        others = _product(x.shape, dim)
         rows = x.movedim(dim, 0).contiguous()
+        others = math.prod(rows.shape[1:])
         whole = torch.empty((sum(sizes), *rows.shape[1:]), dtype=x.dtype, device=x.device)
         flat = whole.view(-1)
         counts = [size * others for size in sizes]
-        starts = _starts(counts)
+        starts = [sum(counts[:index]) for index in range(len(counts))]
 
         def take(begin: int, end: int, parts: Sequence[torch.Tensor]) -> None:
             for start, part in zip(starts, parts, strict=True):
@@ -325,7 +322,7 @@ class Bridge:
         here = self._process_group.index
         share = torch.empty((sizes[here], *rows.shape[1:]), dtype=x.dtype, device=x.device)
         flat = share.view(-1)
-        first = sum(sizes[:here]) * _product(x.shape, dim)
+        first = sum(sizes[:here]) * math.prod(rows.shape[1:])
 
         def take(begin: int, end: int, parts: Sequence[torch.Tensor]) -> None:
             self._sum(flat[begin - first : end - first], parts)
@@ -390,14 +387,3 @@ class Bridge:
 @functools.lru_cache(1024)
 def _all_reduce_template(form: Form) -> HeaderTemplate:
     return HeaderTemplate(Operation.ALL_REDUCE, shape=form.shape, dtype=str(form.dtype))
-
-
-def _product(shape: Sequence[int], without: int) -> int:
-    product = 1
-    for dim, size in enumerate(shape):
-        product *= 1 if dim == without else size
-    return product
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    return [sum(counts[:index]) for index in range(len(counts))]

@@ -67,7 +67,6 @@ class Exchange:
         """Publishes this rank's elements part by part, and takes the others'.
 
         Args:
-            header: of the call.
             mine: [n], contiguous.
             counts: elements that each rank gives; this one gives the first of `mine`.
             take: is given every part, unless None; on a GPU in the order of the current stream.
@@ -85,17 +84,13 @@ class Exchange:
             self._link.publish(ours, own.nbytes)
             begin, end = max(offset, low), min(offset + per_part, high)
             if take is None or begin >= end:
-                self._hear(ours)
+                for peer, theirs, _ in self._link.collect():
+                    self.compare(ours, peer, theirs)
                 continue
             parts = self._collect(ours, mine, [(offset, begin, min(end, count)) for count in counts])
             take(begin, end, parts)
             self._staging.fetched()
             self._meter.transferred("recv", 0.0, sum(part.nbytes for part in parts))
-
-    def _hear(self, header: bytes) -> None:
-        """Compares what the ranks are at, and reads nothing of their parts."""
-        for peer, theirs, _ in self._link.collect():
-            self.compare(header, peer, theirs)
 
     def _collect(
         self, header: bytes, mine: torch.Tensor, spans: Sequence[tuple[int, int, int]]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
+from vllm_heteroinfer.distributed.bridge.stream_signal import StreamSignal
 
 PART_BYTES = 4 << 20
 """Most bytes of a tensor that go at once; a larger one goes in parts, so that copies overlap."""
@@ -22,7 +22,6 @@ class ProcessGroupRanks:
     """The ranks of a process group that a bridge connects.
 
     Attributes:
-        group: its name, for errors.
         ranks: global ranks, in the process group's order.
         index: this rank's index among them (its rank in the process group).
         listeners: rank in the process group of each one that `announce` reaches.
@@ -46,13 +45,7 @@ class ProcessGroupRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Form:
-    """What tensors of a collective look like; one object for each, so that looking up by it is cheap.
-
-    Attributes:
-        dtype: of each element.
-        shape: of the whole.
-        num_bytes: its size.
-    """
+    """What tensors of a collective look like; one object for each, so that looking up by it is cheap."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -113,7 +106,7 @@ class BridgeLink(Protocol):
     def outgoing(self) -> Buffer:
         """Returns where this rank puts the part that it publishes next."""
 
-    def publish(self, header: bytes, num_bytes: int, signal: Signal | None = None) -> None:
+    def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
         """Lets the others see the outgoing part, of `num_bytes` bytes: now, or when `signal` says so."""
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:

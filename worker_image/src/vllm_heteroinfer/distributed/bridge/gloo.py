@@ -23,7 +23,7 @@ from vllm_heteroinfer.distributed.bridge.bridge_link import (
     ProcessGroupRanks,
 )
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
-from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
+from vllm_heteroinfer.distributed.bridge.stream_signal import StreamSignal
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
 
@@ -67,12 +67,8 @@ class GlooLink:
         timeout_s: float,
         meter: Meter,
     ) -> None:
-        self._group, self._process_group, self._meter, self.timeout_s = (
-            cpu_group,
-            process_group,
-            meter,
-            timeout_s,
-        )
+        self._group, self._process_group = cpu_group, process_group
+        self._meter, self.timeout_s = meter, timeout_s
         self._pinned = device.type == "cuda"
         self._published = self._announced = 0
         self._out = [_GlooMessage(pinned=self._pinned) for _ in range(_PARTS)]
@@ -98,7 +94,7 @@ class GlooLink:
         """Returns the part of the message that was sent the time before the last."""
         return self._out[(self._published + 1) % _PARTS].part
 
-    def publish(self, header: bytes, num_bytes: int, signal: Signal | None = None) -> None:
+    def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
         """Posts all receives, then all sends, of this rank; without a signal only."""
         if signal is not None:
             raise ValueError("gloo sends what is there: got a signal for later, expected none")
@@ -109,9 +105,9 @@ class GlooLink:
         message.header = header
         for peer in self._process_group.peers:
             incoming = self._in[peer][slot]
-            incoming.works = [self._post_receive(incoming.bytes, peer, _PART_TAG)]
+            incoming.works = [self._post(dist.irecv, incoming.bytes, peer, _PART_TAG)]
         sent = message.bytes[: HEADER_BYTES + num_bytes]
-        message.works = [self._post_send(sent, peer, _PART_TAG) for peer in self._process_group.peers]
+        message.works = [self._post(dist.isend, sent, peer, _PART_TAG) for peer in self._process_group.peers]
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
         """Yields each peer's part once its message is there."""
@@ -153,13 +149,13 @@ class GlooLink:
         row = self._ring[slot, : len(framed)]
         row.copy_(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
         self._ring_works[slot] = [
-            (peer, self._post_send(row, peer, _ANNOUNCE_TAG)) for peer in self._process_group.listeners
+            (peer, self._post(dist.isend, row, peer, _ANNOUNCE_TAG)) for peer in self._process_group.listeners
         ]
 
     def listen(self, deadline_s: float) -> bytes:
         """Returns the next message of the first rank."""
         row = self._ring[0]
-        self._wait(self._post_receive(row, 0, _ANNOUNCE_TAG), 0, AN_ANNOUNCEMENT, deadline_s)
+        self._wait(self._post(dist.irecv, row, 0, _ANNOUNCE_TAG), 0, AN_ANNOUNCEMENT, deadline_s)
         framed = bytes(row.numpy())
         return framed[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(framed[:_LENGTH_BYTES], "little")]
 
@@ -168,19 +164,19 @@ class GlooLink:
 
         Args:
             peer: rank in the process group.
-            header: of the part.
             part: [n], any device, at most PART_BYTES.
         """
         letter = self._letter = self._letter or _GlooMessage(pinned=self._pinned)
         letter.header = header
         letter.part.elements(part.dtype, part.numel()).copy_(part)
         sent = letter.bytes[: HEADER_BYTES + part.numel() * part.element_size()]
-        self._wait(self._post_send(sent, peer, _SEND_TAG), peer, "the taking of a tensor", self.timeout_s)
+        work = self._post(dist.isend, sent, peer, _SEND_TAG)
+        self._wait(work, peer, "the taking of a tensor", self.timeout_s)
 
     def receive(self, peer: int) -> tuple[bytes, Buffer]:
         """Returns the header and the part that a rank sends; valid until the next call."""
         letter = self._letter = self._letter or _GlooMessage(pinned=self._pinned)
-        work = self._post_receive(letter.bytes, peer, _SEND_TAG)
+        work = self._post(dist.irecv, letter.bytes, peer, _SEND_TAG)
         self._wait(work, peer, "a tensor", self.timeout_s)
         return letter.header, letter.part
 
@@ -196,12 +192,6 @@ class GlooLink:
         """Ends the waiting threads; connections end with the process group."""
         if self._waiters is not None:
             self._waiters.shutdown(wait=False, cancel_futures=True)
-
-    def _post_send(self, message: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._post(dist.isend, message, peer, tag)
-
-    def _post_receive(self, message: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._post(dist.irecv, message, peer, tag)
 
     def _post(self, post: Any, message: torch.Tensor, peer: int, tag: int) -> Any:
         rank = self._process_group.ranks[peer]

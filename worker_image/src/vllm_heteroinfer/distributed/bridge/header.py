@@ -58,7 +58,6 @@ def pack_header(  # noqa: PLR0913 - the fields of a header
     """Returns the header of a call, HEADER_BYTES long; part 0 of its tensor.
 
     Args:
-        operation: which collective.
         shape: of the tensor that each rank gives, -1 where they may differ; at most 8 dims.
         dtype: of the tensor, as torch writes it: `torch.bfloat16`.
         root: rank in the process group that sends or gathers, where there is one.

@@ -25,7 +25,7 @@ from vllm_heteroinfer.distributed.bridge.bridge_slab import (
     WRITTEN,
     BridgeSlab,
 )
-from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
+from vllm_heteroinfer.distributed.bridge.stream_signal import StreamSignal
 from vllm_heteroinfer.distributed.bridge.waiting import SPIN_S, wait_until
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
@@ -44,7 +44,7 @@ class SharedMemoryLink:
     ) -> None:
         self._slab, self._process_group, self._meter, self.timeout_s = slab, process_group, meter, timeout_s
         self._published = self._announced = self._read = 0
-        self._signal: Signal | None = None
+        self._signal: StreamSignal | None = None
         self._line = process_group.index * WORDS
         self._own = slab.parts[process_group.index]
         self._own_headers = slab.headers[process_group.index]
@@ -57,7 +57,7 @@ class SharedMemoryLink:
         """Returns the buffer that was published the time before the last."""
         return self._own[(self._published + 1) % PARTS]
 
-    def publish(self, header: bytes, num_bytes: int, signal: Signal | None = None) -> None:
+    def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
         """Writes the header, then the word that says so, or lets the signal write it."""
         published = self._published = self._published + 1
         self._own_headers[published % PARTS][:] = header
@@ -83,7 +83,7 @@ class SharedMemoryLink:
                 yield peer, bytes(self._slab.headers[peer][slot]), self._slab.parts[peer][slot]
             pending = tuple(peer for peer in pending if peer not in there)
 
-    def _wait_for_own(self, signal: Signal, published: int) -> None:
+    def _wait_for_own(self, signal: StreamSignal, published: int) -> None:
         """Returns when this rank's own device has come as far: until then it waits for no peer.
 
         Raises:

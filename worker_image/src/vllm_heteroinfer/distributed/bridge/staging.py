@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
 from vllm_heteroinfer.distributed.bridge.bridge_link import PART_BYTES, Buffer, Form
-from vllm_heteroinfer.distributed.bridge.stream_signal import Signal
+from vllm_heteroinfer.distributed.bridge.stream_signal import StreamSignal
 
 MAPPED_BYTES = 256 << 10
 """Up to here a GPU reads and writes host memory from its kernels.
@@ -19,65 +18,48 @@ _SAMPLE = 16
 """One in so many mapped copies is timed, and counts for all: two events cost as much as the copy."""
 
 
-class Staging(Protocol):
-    """The copies of one rank; for each part the calls are put, in_order or settle, fetch, fetched."""
+class Staging:
+    """The copies of one rank; for each part the calls are put, in_order or settle, fetch, fetched.
 
-    way: str
-    """How it copies, for the log."""
-
-    def put(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
-        """Starts to copy `source`, of this form, to a buffer; `first` part of a tensor or a later one."""
-
-    def in_order(self) -> Signal | None:
-        """Returns what publishes what was put once it is there; None: `settle`, then publish."""
-
-    def settle(self) -> float:
-        """Returns when nothing that was put or fetched is still under way; the seconds it took."""
-
-    def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
-        """Returns what a peer put, on this rank's device, in the order of its stream."""
-
-    def fetched(self) -> None:
-        """Says that the last use of what was fetched is in the stream."""
-
-
-class HostStaging:
-    """A CPU rank's: plain copies; peers' parts are read where they are."""
+    This one is a CPU rank's: plain copies, and peers' parts are read where they are.
+    """
 
     way = "used in place"
+    """How it copies, for the log."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._fetch_start: float | None = None
 
     def put(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
-        """Copies at once."""
+        """Starts to copy `source`, of this form, to a buffer; `first` part of a tensor or a later one."""
         start = time.perf_counter()
         buffer.shaped(form).copy_(source)
         self._seconds += time.perf_counter() - start
 
-    def in_order(self) -> None:
-        """Returns None."""
+    def in_order(self) -> StreamSignal | None:
+        """Returns what publishes what was put once it is there; None: `settle`, then publish."""
+        return None
 
     def settle(self) -> float:
-        """Returns the seconds spent since the last call."""
+        """Waits until all copies are done. Returns their time since the last call, in seconds."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
-        """Returns the peer's part itself."""
+        """Returns what a peer put, on this rank's device, in the order of its stream."""
         if self._fetch_start is None:
             self._fetch_start = time.perf_counter()
         return buffer.shaped(form)
 
     def fetched(self) -> None:
-        """Counts the time since `fetch`: what was computed with the parts is done."""
+        """Says that the last use of what was fetched is in the stream."""
         if self._fetch_start is not None:
             self._seconds += time.perf_counter() - self._fetch_start
             self._fetch_start = None
 
 
-class CudaStaging:
+class CudaStaging(Staging):
     """A GPU rank's: kernels over mapped host memory for small parts, asynchronous copies for others.
 
     The first part of a tensor leaves on the stream that computed it; the others on a stream
@@ -89,7 +71,7 @@ class CudaStaging:
         device: torch.device,
         peers: tuple[int, ...],
         buffers: Iterable[Buffer],
-        signal: Signal | None = None,
+        signal: StreamSignal | None = None,
     ) -> None:
         """Takes every buffer of the link, page-locked, and what writes its words, if the link has such."""
         self._device, self._signal = device, signal
@@ -129,7 +111,7 @@ class CudaStaging:
         if timed:
             self._put_time.end()
 
-    def in_order(self) -> Signal | None:
+    def in_order(self) -> StreamSignal | None:
         """Returns the signal for a small part that is not timed, on the stream of the one before.
 
         Nothing need be waited for then: the next part is written, and what was fetched for

@@ -6,30 +6,13 @@ synchronize takes 5 us longer than the word (2026-11-21).
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Signal(Protocol):
-    """Writes words later, when all that is in the stream now is done and seen by the host."""
-
-    def write(self, word: int, value: int) -> None:
-        """Puts the write of word number `word` into the stream.
-
-        Raises:
-            RuntimeError: the driver refused.
-        """
-
-    def stream(self) -> int:
-        """Returns the handle of the current stream, in which it writes."""
-
-    def check(self) -> None:
-        """Raises what the device has met; the words of a failed stream never come."""
-
-
 class StreamSignal:
-    """The words of one memory, as the current stream of a device writes them.
+    """Writes words of one memory, when all that is in the stream now is done and seen by the host.
 
     Source: cuStreamWriteValue64 of the CUDA driver API, whose default is to wait for all
     writes before it, and to let the system see them.
@@ -42,8 +25,6 @@ class StreamSignal:
 
         Args:
             words: int64, page-locked host memory that the device maps at its own address.
-            address: of the first.
-            device: a GPU.
             proof_word: number of a word that nothing else uses.
 
         Raises:
@@ -62,24 +43,28 @@ class StreamSignal:
             raise OSError(f"{device} wrote no word: got {words[proof_word]}, expected {wanted}")
 
     def write(self, word: int, value: int) -> None:
-        """As `Signal`."""
+        """Puts the write of word number `word` into the current stream.
+
+        Raises:
+            RuntimeError: the driver refused.
+        """
         status = self._write(self.stream(), self._address + 8 * word, value, 0)
         if status:
             raise RuntimeError(f"{self._device}: cuStreamWriteValue64 failed with {status}")
 
     def stream(self) -> int:
-        """As `Signal`."""
+        """Returns the handle of the current stream, in which it writes."""
         # The public torch.cuda.current_stream makes an object each time, which takes 2 us.
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def check(self) -> None:
-        """As `Signal`."""
+        """Raises what the device has met; the words of a failed stream never come."""
         torch.cuda.current_stream(self._device).query()
 
 
 def find_signal(
     words: "memoryview[int]", address: int, device: torch.device, proof_word: int
-) -> tuple[Signal | None, str]:
+) -> tuple[StreamSignal | None, str]:
     """Returns what lets a device publish small parts by itself, if it can; and who publishes, for the log.
 
     Arguments as `StreamSignal`.

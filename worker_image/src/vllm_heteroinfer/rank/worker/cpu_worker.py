@@ -83,7 +83,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         sync_and_gather_intermediate_tensors@v0.32.0 asserts it). It also shows before the
         first request that the activations fit.
         """
-        if self.compilation_config.mode == CompilationMode.NONE and not self._follows():
+        if self.compilation_config.mode == CompilationMode.NONE and not self.mode.follows:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.profile_run()
 
@@ -92,7 +92,4 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
 
         Source: vllm/v1/worker/cpu_worker.py::CPUWorker._should_warm_up_model@v0.32.0.
         """
-        return not self._follows() and super()._should_warm_up_model()
-
-    def _follows(self) -> bool:
-        return self.tensor_group is not None and self.tensor_group.follows
+        return not self.mode.follows and super()._should_warm_up_model()

@@ -12,7 +12,7 @@ import logging
 import struct
 from collections.abc import Callable, Iterator
 from enum import IntEnum, unique
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -40,31 +40,23 @@ _MESSAGE = struct.Struct("<ii")
 """An event and its value."""
 
 
-class Announcer(Protocol):
-    """How a leader speaks; in order with the group's collectives."""
-
-    def announce(self, message: bytes) -> None:
-        """Tells every follower of the group."""
-
-
 @contextlib.contextmanager
-def leading(announcer: Announcer, model: "torch.nn.Module", phase: str) -> Iterator[None]:
+def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: str) -> Iterator[None]:
     """Announces every forward pass and every computation of logits inside, and the end.
 
     Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._dummy_run@v0.32.0 calls `model(...)`
     and `_dummy_sampler_run` calls `model.compute_logits(...)`, wherever they are called from.
 
     Args:
-        announcer: of the leader.
+        announce: tells every follower of the group, in order with its collectives.
         model: unwrapped; gets two instance attributes, gone afterwards.
-        phase: its name, for the log.
     """
     count = 0
 
     def tell(event: Event, value: int) -> None:
         nonlocal count
         count += 1
-        announcer.announce(_MESSAGE.pack(event, value))
+        announce(_MESSAGE.pack(event, value))
 
     compute_logits: Callable[..., Any] | None = getattr(model, "compute_logits", None)
 
@@ -82,7 +74,7 @@ def leading(announcer: Announcer, model: "torch.nn.Module", phase: str) -> Itera
         if compute_logits is not None:
             del model.compute_logits
     # Not after an error: the group ends with it.
-    announcer.announce(_MESSAGE.pack(Event.END, count))
+    announce(_MESSAGE.pack(Event.END, count))
     _logger.info("%s: announced %d forward passes and computations of logits", phase, count)
 
 
@@ -99,9 +91,6 @@ def follow(
     Args:
         listen: returns the next announcement; raises when none comes in time.
         model: of this rank; gets an instance attribute, gone afterwards.
-        forward: runs the model once with so many tokens.
-        logits: computes the logits of so many rows once.
-        phase: its name, for the log.
 
     Raises:
         FollowError: `forward` ran the model another number of times or tokens, or the

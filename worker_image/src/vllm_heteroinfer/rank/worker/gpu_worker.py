@@ -4,6 +4,8 @@ No hop sits inside the forward pass, but a collective with a CPU rank does.
 """
 
 import gc
+from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -12,12 +14,13 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from heteroinfer_contract.plan import RankAssignment
 from vllm_heteroinfer.rank.worker import headroom
-from vllm_heteroinfer.rank.worker.device_timer import DeviceTimer
 from vllm_heteroinfer.rank.worker.group_worker import GroupWorkerMixin
 from vllm_heteroinfer.rank.worker.sleep import SleepMixin
 
 _ACTIVATIONS_BYTES = 1 << 30
 """Beside weights and KV cache, for the check at start only: the profile run measures what is needed."""
+_PAIRS = 8
+"""More than steps can be under way at once: a pair of events is used again after so many steps."""
 
 
 class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
@@ -61,3 +64,41 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
 def memory_share(rank: RankAssignment, total_bytes: int) -> float:
     """Returns the share of a GPU's memory, at most 1, that must be free before `rank` starts."""
     return min(1.0, (rank.weight_bytes + rank.kv_cache_bytes + _ACTIVATIONS_BYTES) / total_bytes)
+
+
+class DeviceTimer:
+    """Times forward passes by CUDA events; put around the model runner's own call, on that instance.
+
+    Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._model_forward@v0.32.0, made to be overridden.
+    """
+
+    def __init__(self, runner: Any, tell: Callable[[Callable[[], float]], None]) -> None:
+        """Puts itself around `runner._model_forward`.
+
+        Args:
+            tell: gets, for each forward pass, a function that returns its seconds on the device.
+                It waits for the forward pass, so it is called when the step is over anyway.
+        """
+        self._forward = runner._model_forward
+        self._tell = tell
+        self._events = cycle(
+            [
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                for _ in range(_PAIRS)
+            ]
+        )
+        runner._model_forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward pass between two events."""
+        start, end = next(self._events)
+        start.record()
+        output = self._forward(*args, **kwargs)
+        end.record()
+
+        def seconds() -> float:
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+        self._tell(seconds)
+        return output

@@ -63,9 +63,7 @@ def gpu_headroom(*, free_bytes: int, allocated_bytes: int, peak_bytes: int, grap
 
     Args:
         free_bytes: of the device now, with nothing kept in torch's cache.
-        allocated_bytes: by torch now.
         peak_bytes: most that was allocated by torch during the run.
-        graphs_bytes: to keep for CUDA graphs.
     """
     activations = max(0, peak_bytes - allocated_bytes)
     return KvHeadroom(

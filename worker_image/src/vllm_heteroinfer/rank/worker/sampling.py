@@ -8,20 +8,12 @@ roundings differ between devices, so that ranks would silently go on with differ
 import contextlib
 import zlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.v1.outputs import SamplerOutput
 
-
-class Group(Protocol):
-    """What the ranks of a tensor-parallel group agree through."""
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        """Fills `tensor` with that of rank `src` of the group; every rank calls it in the same order."""
-
-    def set_history(self, digest: int) -> None:
-        """Has every following collective compare this number between the ranks."""
+from vllm_heteroinfer.distributed.bridge import Bridge
 
 
 class SharedSamples:
@@ -32,16 +24,10 @@ class SharedSamples:
     holds meet here.
     """
 
-    def __init__(self, runner: Any, group: Group, *, leads: bool) -> None:
-        """Puts itself on the runner, as an instance attribute.
-
-        Args:
-            runner: vLLM's model runner of this rank.
-            group: of the rank; rank 0 of it leads.
-            leads: whether this is rank 0.
-        """
+    def __init__(self, runner: Any, bridge: Bridge, *, leads: bool) -> None:
+        """Puts itself on the runner, as an instance attribute; the first rank of the bridge leads."""
         self._runner = runner
-        self._group = group
+        self._bridge = bridge
         self._leads = leads
         self._sample = runner._sample
         self._digest = 0
@@ -56,11 +42,11 @@ class SharedSamples:
         """
         if self._leads:
             output: SamplerOutput = self._sample(logits, spec_decode_metadata)
-            self._group.broadcast(output.sampled_token_ids, src=0)
+            self._bridge.broadcast(output.sampled_token_ids, src=0)
             self._remember(output.sampled_token_ids)
             return output
         token_ids = torch.empty((logits.shape[0], 1), dtype=torch.int32, device=logits.device)
-        token_ids = self._group.broadcast(token_ids, src=0)
+        token_ids = self._bridge.broadcast(token_ids, src=0)
         self._remember(token_ids)
         return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=None)
 
@@ -68,7 +54,7 @@ class SharedSamples:
         """Folds the step's tokens, and whose they are, into what all later collectives compare."""
         order = "\0".join(self._runner.input_batch.req_ids).encode()
         self._digest = zlib.crc32(token_ids.cpu().numpy().tobytes(), zlib.crc32(order, self._digest))
-        self._group.set_history(self._digest)
+        self._bridge.set_history(self._digest)
 
 
 @contextlib.contextmanager
@@ -81,7 +67,6 @@ def without_discarded_seeds(input_batch: Any, discarded: Any) -> Iterator[None]:
     Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._bookkeeping_sync@v0.32.0.
 
     Args:
-        input_batch: vLLM's, of this rank; `generators` by row.
         discarded: whether a row's sample is thrown away, by row.
     """
     generators = input_batch.generators

@@ -15,7 +15,7 @@ from vllm.v1.executor.abstract import SLEEP_TAGS
 
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.group_report import RankPhase
-from vllm_heteroinfer.group.sleep_levels import check_level
+from vllm_heteroinfer.group.engine_calls import check_level
 from vllm_heteroinfer.rank.context import RankContext
 
 KV_CACHE = "kv_cache"

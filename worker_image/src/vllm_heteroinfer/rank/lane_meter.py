@@ -1,17 +1,15 @@
 """What a feed-forward rank says of itself: metrics, step times, and what it is busy with. Imports torch."""
 
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from prometheus_client import Counter
 
 from heteroinfer_contract import metric_names
+from vllm_heteroinfer.feed_forward.skeleton import Skeleton
 from vllm_heteroinfer.feed_forward.slab import LaneView, Slab
-from vllm_heteroinfer.pod.background_thread import start_thread
-
-if TYPE_CHECKING:
-    from vllm_heteroinfer.feed_forward.rank_port import RankPort
-    from vllm_heteroinfer.feed_forward.skeleton import Skeleton
+from vllm_heteroinfer.pod.threads import start_thread
+from vllm_heteroinfer.rank.context import RankContext
 
 INTERVAL_S: Final = 0.25
 """Between two looks at the lane's counters; answering itself costs nothing for them."""
@@ -20,7 +18,7 @@ INTERVAL_S: Final = 0.25
 class LaneMeter:
     """Reads a lane's counters in a thread, for the supervisor and for Prometheus."""
 
-    def __init__(self, context: "RankPort", slab: Slab, skeleton: "Skeleton") -> None:
+    def __init__(self, context: RankContext, slab: Slab, skeleton: Skeleton) -> None:
         self._context, self._slab = context, slab
         self._lane = context.rank.tensor_rank
         experts = sum(
@@ -32,14 +30,10 @@ class LaneMeter:
         self._steps = slab.steps
         self._total_steps = 0
         self._ended = threading.Event()
-        labels = context.metrics.labels
-        if not context.metrics.counts:
-            self._counters = None
-            return
 
         def counter(name: str, text: str) -> Counter:
             made = Counter(name, text, metric_names.RANK_LABELS, registry=context.metrics.registry)
-            return made.labels(*labels)
+            return made.labels(*context.metrics.labels)
 
         self._counters = {
             "busy_ns": counter(metric_names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL, "Computing asks"),
@@ -78,8 +72,6 @@ class LaneMeter:
         )
 
     def _count(self, now: LaneView, before: LaneView) -> None:
-        if self._counters is None:
-            return
         for field in ("busy_ns", "idle_ns"):
             self._counters[field].inc((getattr(now, field) - getattr(before, field)) / 1e9)
         for field in ("asks", "rows", "experts"):

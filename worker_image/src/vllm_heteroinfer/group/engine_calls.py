@@ -1,4 +1,4 @@
-"""What a step of vLLM's scheduler holds; read alike by the scheduler and by every rank."""
+"""Steps and levels of sleep, read alike by the engine and by every rank."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -7,6 +7,9 @@ if TYPE_CHECKING:
 
 FIRST_REQUEST: Final = "heteroinfer-first-tokens"
 """Id of a group's own first request. vLLM appends to it; ids of clients' requests begin with an endpoint."""
+SLEEP_LEVELS = (0, 1)
+"""0 stops scheduling only; 1 gives back the KV cache, and moves a GPU's weights to host memory. Level 2
+drops the weights, which another call then loads again: packed weights of CPU ranks cannot be."""
 
 
 def is_first_request(output: "SchedulerOutput") -> bool:
@@ -24,3 +27,12 @@ def count_tokens(output: "SchedulerOutput") -> tuple[int, int]:
         if outputs > 0 and output.num_scheduled_tokens[request] == 1
     )
     return output.total_num_scheduled_tokens - decode, decode
+
+
+def check_level(level: int) -> None:
+    """Raises ValueError for a level that a group does not have; it says what to do."""
+    if level not in SLEEP_LEVELS:
+        raise ValueError(
+            f"got sleep level {level}, expected {' or '.join(map(str, SLEEP_LEVELS))}: a group keeps its "
+            "weights in host memory while it sleeps; set spec.suspend: true to give back all memory"
+        )

@@ -7,27 +7,24 @@ import ctypes
 import logging
 import os
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
-from heteroinfer_contract import names
+from heteroinfer_contract import codec, names
 from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.feed_forward import read_rate, slab_library
 from vllm_heteroinfer.feed_forward.compute import Compute, OwnExperts, Views, computes
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key
-from vllm_heteroinfer.feed_forward.meters import LaneMeter
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton, SkeletonBuilder
 from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect
 from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_packing
 from vllm_heteroinfer.pod.lost_peer import PeerGoneError
-
-if TYPE_CHECKING:
-    from vllm_heteroinfer.feed_forward.rank_port import RankPort
+from vllm_heteroinfer.rank.context import RankContext
+from vllm_heteroinfer.rank.lane_meter import LaneMeter
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +34,7 @@ FAILED: Final = 1
 """Status of an answer whose computation raised."""
 
 
-def serve(context: "RankPort", config: Any) -> NoReturn:
+def serve(context: RankContext, config: Any) -> NoReturn:
     """Loads, says that it is ready, and answers.
 
     Raises:
@@ -68,20 +65,10 @@ def serve(context: "RankPort", config: Any) -> NoReturn:
     Lane(context, config, skeleton, lanes=len(lanes)).run()
 
 
-@dataclass(slots=True)
-class _Scratch:
-    """What `Views` needs of a slab, in memory of this rank's own."""
-
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    y: list[torch.Tensor]
-
-
 class Lane:
     """This rank's side of the slab."""
 
-    def __init__(self, context: "RankPort", config: Any, skeleton: Skeleton, *, lanes: int) -> None:
+    def __init__(self, context: RankContext, config: Any, skeleton: Skeleton, *, lanes: int) -> None:
         """Warms up, and waits for the slab of the rank that asks."""
         self._context, self._skeleton = context, skeleton
         self._number = context.rank.tensor_rank
@@ -99,12 +86,14 @@ class Lane:
             offer_key(asking), context.startup, what=f"slab of rank {asking}", rank=asking
         )
         self._slab, nonce = connect(Offer.from_json(text), self._number, shape)
-        asks = self._own(Views(self._slab, self._number), shape.max_rows)
+        slab = self._slab
+        views = Views(slab.x, slab.ids, slab.weights, slab.y[self._number])
+        asks = self._own(views, shape.max_rows)
         self._ids = asks.ids.data_ptr()
         self._computes = computes(skeleton, asks)
         self._meter = LaneMeter(context, self._slab, skeleton)
         ready = LaneReady(nonce=nonce.hex(), ask_s=ask_s, row_s=row_s)
-        context.store.put(lane_key(context.rank.rank), ready.to_json())
+        context.store.put(lane_key(context.rank.rank), codec.to_json(ready))
         context.reporter.phase(RankPhase.READY, skeleton.stored_bytes, skeleton.stored_bytes)
 
     def _warm_up(self, shape: Shape) -> tuple[float, float]:
@@ -117,13 +106,12 @@ class Lane:
         experts = max((int(part.global_num_experts) for part in self._expert_parts()), default=1)
         own = self._skeleton.own_experts
         ids = torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32)
-        scratch = _Scratch(
-            x=torch.randn((rows, shape.hidden)).to(dtype),
-            ids=ids + (own.first if own else 0),
-            weights=torch.full((rows, topk), 1 / topk),
-            y=[torch.empty((rows, shape.hidden), dtype=dtype)] * (self._number + 1),
+        views = Views(
+            torch.randn((rows, shape.hidden)).to(dtype),
+            ids + (own.first if own else 0),
+            torch.full((rows, topk), 1 / topk),
+            torch.empty((rows, shape.hidden), dtype=dtype),
         )
-        views = Views(scratch, self._number)  # type: ignore[arg-type]
         all_computes = computes(self._skeleton, self._own(views, rows))
         with torch.inference_mode():
             for compute in all_computes.values():

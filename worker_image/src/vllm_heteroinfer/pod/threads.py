@@ -1,4 +1,4 @@
-"""A thread for calls that may block, and that must come from a thread that lives on. Stdlib only."""
+"""Background threads whose end is never overlooked, and threads for calls that may block. Stdlib only."""
 
 import asyncio
 import queue
@@ -10,6 +10,29 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 END_POLL_S = 0.005
+
+
+def start_thread(
+    run: Callable[[], object], *, name: str, failed: Callable[[BaseException], object]
+) -> threading.Thread:
+    """Starts a thread that the process does not wait for, and reports its exception.
+
+    Use this function in place of `threading.Thread`: Python prints the exception of a thread and goes on
+    without the thread (tests/unit/test_background_threads.py enforces this).
+
+    Args:
+        failed: called in the thread with the exception that ended it.
+    """
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:  # the boundary of this thread
+            failed(error)
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 class LastingThread:

@@ -1,0 +1,86 @@
+"""The mode of a rank: what it adds to vLLM's worker, by the plan. Imports vLLM."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CompilationMode
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from heteroinfer_contract.plan import Mode
+from vllm_heteroinfer.distributed.bridge_communicator import BridgeCommunicator
+from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
+from vllm_heteroinfer.group.fingerprint import SAME_MODEL
+from vllm_heteroinfer.rank.context import RankContext
+from vllm_heteroinfer.rank.worker.rank_mode import RankMode
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def connect(context: RankContext, device: torch.device, config: "VllmConfig") -> RankMode:
+    """Returns the mode of this rank; every rank calls it once its process groups are there."""
+    if context.plan.mode is Mode.FEED_FORWARD:
+        from vllm_heteroinfer.rank.worker.asking import Asking
+
+        return Asking(context, device, config)
+    stages = PipelineHops(context, device) if get_pp_group().world_size > 1 else RankMode()
+    group = get_tp_group()
+    if context.plan.mode is not Mode.TENSOR or not isinstance(group.device_communicator, BridgeCommunicator):
+        return stages
+    from vllm_heteroinfer.rank.worker.tensor_group import TensorGroup
+
+    compiles = config.compilation_config.mode is not CompilationMode.NONE
+    return TensorGroup.connect(context, group, device, stages=stages, compiles=compiles)
+
+
+class PipelineHops(RankMode):
+    """The hops of a group with several stages."""
+
+    _transport: PipelineTransport
+
+    def __init__(self, context: RankContext, device: torch.device) -> None:
+        self._context, self._device = context, device
+
+    def model_loaded(self, runner: Any) -> None:
+        """Agrees with the neighbours on what a hop carries, and makes its buffers.
+
+        Raises:
+            RuntimeError: the stage before sends something else.
+        """
+        context, group = self._context, get_pp_group()
+        empty = runner.get_model().make_empty_intermediate_tensors(
+            batch_size=1, dtype=runner.vllm_config.model_config.dtype, device=self._device
+        )
+        schema = HopSchema.of(empty.tensors)
+        self._agree_on(schema)
+        self._transport = PipelineTransport(
+            group=group,
+            schema=schema,
+            max_rows=runner.max_num_tokens,
+            device=self._device,
+            timeout_s=context.step_timeout_s,
+            meter=context.metrics,
+            on_error=context.fail,
+        )
+        self._transport.attach()
+        context.metrics.travels("stages", "gloo")
+
+    def begin_step(self, rows: int, *, counts: bool) -> None:
+        """Says how many rows the step's hop has."""
+        self._transport.expect(rows)
+
+    def _agree_on(self, schema: HopSchema) -> None:
+        context, group = self._context, get_pp_group()
+        ours = schema.to_json()
+        context.store.put(f"hop/{context.rank.rank}", ours)
+        if group.is_first_rank:
+            return
+        peer = group.prev_rank
+        theirs = context.store.get(
+            f"hop/{peer}", context.startup, what=f"hop schema of rank {peer}", rank=peer
+        )
+        if theirs != ours:
+            raise RuntimeError(
+                f"rank {context.rank.rank} expects hidden states {ours}, but rank {peer} sends {theirs}; "
+                f"{SAME_MODEL}"
+            )
