@@ -220,7 +220,7 @@ def _token(env: Mapping[str, str]) -> str:
     for name in (names.ENV_HUB_TOKEN, "HUGGING_FACE_HUB_TOKEN"):
         if token := "".join(env.get(name, "").split()):
             return token
-    caches = env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    caches = env.get(names.ENV_CACHE_HOME) or os.path.expanduser("~/.cache")
     home = env.get("HF_HOME") or os.path.join(caches, "huggingface")
     try:
         return Path(env.get("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser().read_text().strip()
