@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from email.message import Message
 from pathlib import Path
 from typing import IO, Any, Final
 from urllib.parse import quote, urlsplit
@@ -196,13 +195,19 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
     """Follows redirects over HTTP alone; the token goes to no other host."""
 
     def redirect_request(  # noqa: D102 - urllib's
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
     ) -> urllib.request.Request | None:
         target = urlsplit(newurl)
         if target.scheme not in ("http", "https"):
             fp.close()
             raise urllib.error.URLError(f"redirect to {target.scheme}://, expected http or https")
-        redirected = super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type] - typeshed wants http.client's subclass
+        redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
         if redirected is not None and target[:2] != urlsplit(req.full_url)[:2]:
             redirected.remove_header("Authorization")
         return redirected
