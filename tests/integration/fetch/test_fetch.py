@@ -468,7 +468,7 @@ def test_a_plan_needs_no_weights(hub: HubServer, tmp_path: Path) -> None:
     (rank,) = json.loads(done.stdout)["plan"]["ranks"]
     weights = sum(len(hub.repositories[MODEL].files[shard]) for shard in SHARDS)
     assert rank["weight_bytes"] > weights - 10_000
-    assert hub.seen.sent_bytes[SHARDS[1]] < 10_000
+    assert hub.seen.sent_bytes[SHARDS[1]] < 100_000
     resource["spec"]["model"]["uri"] = "hf://acme/other"
     file.write_text(json.dumps(resource))
     done = subprocess.run(

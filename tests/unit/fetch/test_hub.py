@@ -7,7 +7,7 @@ import pytest
 
 from heteroinfer_contract.model_cache import damaged_files
 from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile
-from vllm_heteroinfer.fetch.hub import BoundedFile, EnoughError, FrontOfFile
+from vllm_heteroinfer.fetch.hub import BoundedFile
 from vllm_heteroinfer.fetch.selection import can_be_a_file, parse_index
 
 FILE = FetchedFile(path="model.safetensors", size_bytes=10, digest=f"sha256:{'0' * 64}")
@@ -57,13 +57,6 @@ def test_a_body_longer_than_the_hub_has_said_is_not_kept() -> None:
         bounded.write(b"x")
     assert refused.value.errno is None  # the hub's fault, not the cache's
     assert target.getvalue() == b""
-
-
-def test_of_a_server_without_ranges_only_the_front_is_read() -> None:
-    front = FrontOfFile(4)
-    front.write(b"0123")
-    with pytest.raises(EnoughError):
-        front.write(b"45")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff"])

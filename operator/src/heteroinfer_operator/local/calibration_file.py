@@ -23,7 +23,7 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
     """Returns the folder of what is kept between runs of the command line."""
-    base = env.get("XDG_CACHE_HOME")
+    base = env.get(names.ENV_CACHE_HOME)
     return (Path(base) if base else Path.home() / ".cache") / "heteroinfer"
 
 

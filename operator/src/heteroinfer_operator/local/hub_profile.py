@@ -1,7 +1,12 @@
-"""The sizes of a hub's model, read by the worker's Python, which has a client for hubs; without weights."""
+"""The sizes of a hub's model, without its weights, read by `heteroinfer-worker inspect`.
+
+It runs in this Python, which needs no vLLM for it, and as a process of its own: operator and worker
+import nothing of each other.
+"""
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Final
 
@@ -11,7 +16,6 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import ModelSpec
 from heteroinfer_operator.errors import ModelError
 from heteroinfer_operator.local.process import WORKER_MODULE
-from heteroinfer_operator.local.worker_python import WorkerPythonError, find_worker_python
 
 TIMEOUT_S: Final = 300.0
 """Two small requests for each file of weights."""
@@ -23,13 +27,9 @@ def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> M
     HF_ENDPOINT and HF_TOKEN are the environment's.
 
     Raises:
-        ModelError: the hub does not show it, it is no model, or no Python here can ask.
+        ModelError: the hub does not show it, or it is no model.
     """
-    try:
-        python = find_worker_python(None, env)
-    except WorkerPythonError as error:
-        raise _error(model, f"{error.message}; or give the model's files with --model-dir DIR") from error
-    command = [str(python), "-m", WORKER_MODULE, "inspect", "--model", model.uri]
+    command = [sys.executable, "-m", WORKER_MODULE, "inspect", "--model", model.uri]
     command += ["--revision", model.revision] if model.revision else []
     # Without a message's path, which would be a pod's; the answer is on standard output.
     environment = {name: value for name, value in env.items() if name != names.ENV_TERMINATION_MESSAGE_PATH}
@@ -44,7 +44,7 @@ def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> M
     try:
         return ModelProfile.from_json(done.stdout)
     except ContractError as error:
-        raise _error(model, f"{python} gave no profile: {error}") from error
+        raise _error(model, f"{WORKER_MODULE} gave no profile: {error}") from error
 
 
 def _error(model: ModelSpec, message: str) -> ModelError:

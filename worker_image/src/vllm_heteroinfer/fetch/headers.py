@@ -18,7 +18,7 @@ from heteroinfer_contract.model_files import (
 )
 from heteroinfer_contract.model_profile import ModelProfile
 from vllm_heteroinfer.fetch.errors import FetchError
-from vllm_heteroinfer.fetch.hub import HubModel
+from vllm_heteroinfer.fetch.hub_reader import HubReader
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 
 LIMIT_S: Final = 300.0
@@ -27,7 +27,7 @@ _LENGTH_BYTES = 8
 """Of the header's length, at the front of a safetensors file."""
 
 
-def read_hub_profile(hub: HubModel, folder: Path) -> ModelProfile:
+def read_hub_profile(hub: HubReader, folder: Path) -> ModelProfile:
     """Returns the sizes of a hub's model.
 
     Args:
@@ -77,7 +77,7 @@ def ended_after(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _write_hollow(hub: HubModel, commit: str, file: FetchedFile, path: Path) -> None:
+def _write_hollow(hub: HubReader, commit: str, file: FetchedFile, path: Path) -> None:
     prefix = hub.front(commit, file, _LENGTH_BYTES)
     length = int.from_bytes(prefix, "little")
     # A length beyond all measure is left for the reader of the file to refuse.

@@ -6,7 +6,6 @@ process knows (`huggingface_hub/file_download.py::_download_to_tmp_and_move@2.4.
 """
 
 import contextlib
-import io
 import os
 import re
 import reprlib
@@ -112,21 +111,6 @@ class HubModel:
             )
             target.flush()
             os.fsync(target.fileno())
-
-    def front(self, commit: str, file: FetchedFile, size_bytes: int) -> bytes:
-        """Returns the first bytes of a file, no more than it has.
-
-        Raises:
-            FetchError: the hub does not give them.
-        """
-        from huggingface_hub.file_download import http_get
-
-        size_bytes = min(size_bytes, file.size_bytes)
-        headers = {**self._headers(), "range": f"bytes=0-{size_bytes - 1}"}
-        got = FrontOfFile(size_bytes)
-        with self._in_words(), contextlib.suppress(EnoughError):
-            http_get(self._url(commit, file), got, headers=headers, expected_size=size_bytes)
-        return got.getvalue()[:size_bytes]
 
     def _url(self, commit: str, file: FetchedFile) -> str:
         from huggingface_hub import hf_hub_url
@@ -249,22 +233,3 @@ class BoundedFile:
             self._target.truncate()
             raise OSError(f"{self._file.path} comes with more than its {self._file.size_bytes} bytes")
         return self._target.write(chunk)
-
-
-class EnoughError(Exception):
-    """All that was asked for is there."""
-
-
-class FrontOfFile(io.BytesIO):
-    """Takes the front of a file; what a server that knows no ranges sends after it is not waited for."""
-
-    def __init__(self, size_bytes: int) -> None:
-        super().__init__()
-        self._size_bytes = size_bytes
-
-    def write(self, chunk: Any) -> int:
-        """Writes; raises EnoughError once it has more than the front."""
-        written = super().write(chunk)
-        if self.tell() > self._size_bytes:
-            raise EnoughError
-        return written

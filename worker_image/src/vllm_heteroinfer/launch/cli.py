@@ -180,12 +180,11 @@ def _read_profile(model: str, revision: str) -> "ModelProfile":
 
     if not model.startswith(HUB_SCHEME):
         return read_profile(Path(model))
-    _prepare_hub(os.environ)
     from vllm_heteroinfer.fetch.headers import LIMIT_S, ended_after, read_hub_profile
-    from vllm_heteroinfer.fetch.hub import HubModel
+    from vllm_heteroinfer.fetch.hub_reader import HubReader
 
     with tempfile.TemporaryDirectory(prefix="heteroinfer-") as folder, ended_after(LIMIT_S):
-        return read_hub_profile(HubModel(model.removeprefix(HUB_SCHEME), revision), Path(folder))
+        return read_hub_profile(HubReader(model.removeprefix(HUB_SCHEME), revision), Path(folder))
 
 
 def _message_path(env: Mapping[str, str]) -> Path | None:
