@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from heteroinfer_contract import names
 from heteroinfer_operator import cluster
@@ -77,7 +77,8 @@ def stuck() -> World:
     world.settle()
     world.answer_inspection()
     world.settle()
-    name, waiting = world.workers()[0], getattr(worlds, "waits", str)("ErrImagePull: no such tag")
+    name, waits = world.workers()[0], cast("Any", getattr(worlds, "waits", str))
+    waiting = waits("ErrImagePull: no such tag")
     world.pods[name] = dataclasses.replace(world.pods[name], node="node", waiting=waiting)
     return rest(world)
 
@@ -158,7 +159,9 @@ def from_json(value: dict[str, Any]) -> World:
         world.refuses[kind, name] = words
     known = {field.name for field in dataclasses.fields(cluster.PodView)}
     for pod in value["pods"]:
-        fields = {key: tuple(v) if isinstance(v, list) else v for key, v in pod.items() if key in known}
+        fields: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in pod.items() if key in known
+        }
         for key in ("created", "gone_by"):
             fields[key] = fields[key] and datetime.fromisoformat(fields[key])
         if pod["termination"]:
