@@ -6,7 +6,7 @@ Needs torch and the worker package, on a CPU with AVX-512; vLLM's CPU build if i
 
 oneDNN is called as vLLM calls it (vllm/_custom_ops.py::onednn_mm@v0.32.0) where vLLM's library
 loads, else through torch's own linear. Every weight is one of several copies that together
-exceed the caches, and each copy is read once a round. `--tune` compares the kernels' own settings.
+exceed the caches, and each copy is read once a round.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def our_product(weight: torch.Tensor) -> Product:
     return lambda x: linear.linear(x, packed, None, columns)
 
 
-def build_layers(shape: str, total_bytes: int, *, ours_only: bool = False) -> Layers:
+def build_layers(shape: str, total_bytes: int) -> Layers:
     columns, inputs = SHAPES[shape]
     few = torch.randn(columns // 32, inputs, generator=torch.Generator().manual_seed(0)) * 0.02
     weight = few.to(torch.bfloat16).repeat(32, 1)
@@ -95,7 +95,7 @@ def build_layers(shape: str, total_bytes: int, *, ours_only: bool = False) -> La
     return Layers(
         weight=weight,
         ours=[our_product(weight) for _ in range(copies)],
-        theirs=[] if ours_only else [onednn_product(weight) for _ in range(copies)],
+        theirs=[onednn_product(weight) for _ in range(copies)],
     )
 
 
@@ -132,23 +132,6 @@ def compare(library: KernelLibrary, layers: Layers, shape: str, args: argparse.N
             )
 
 
-def tune(library: KernelLibrary, layers: Layers, shape: str, args: argparse.Namespace) -> None:
-    inputs = layers.weight.shape[1]
-    for threads in args.threads:
-        torch.set_num_threads(threads)
-        for rows in args.rows:
-            x = torch.randn(rows, inputs).to(torch.bfloat16)
-            for path in library.paths:
-                cells = []
-                for streams in (1, 2, 4):
-                    for prefetch in (0, 1, 2, 4):
-                        library.tune(path, streams, prefetch)
-                        rate = layers.nbytes / measure(layers.ours, x, args.rounds) / 1e9
-                        cells.append(f"{streams}x{prefetch}:{rate:.1f}")
-                print(f"{shape:8} {rows:5} {threads:7} {path:12} {' '.join(cells)}", flush=True)
-    library.tune()
-
-
 def describe(library: KernelLibrary) -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), "?")
@@ -177,7 +160,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of weights of each shape")
     parser.add_argument("--quick", action="store_true", help="5 rounds over 0.9 GB")
-    parser.add_argument("--tune", action="store_true", help="our own settings instead of oneDNN")
     args = parser.parse_args(argv)
     if args.quick:
         args.rounds, args.gigabytes = 5, 0.9
@@ -187,15 +169,11 @@ def main(argv: Sequence[str]) -> int:
     start = time.perf_counter()
     print("oneDNN:", onednn_source())
     torch.set_num_threads(max(args.threads))
-    if args.tune:
-        print("shape     rows threads path         streams x prefetch (2 KiB units): GB/s")
-    else:
-        print("shape     rows threads ours GB/s oneDNN GB/s ratio  ours ms  err ours err oneDNN path")
+    print("shape     rows threads ours GB/s oneDNN GB/s ratio  ours ms  err ours err oneDNN path")
     with torch.inference_mode():
         for shape in args.shapes:
             torch.set_num_threads(max(args.threads))
-            layers = build_layers(shape, int(args.gigabytes * 1e9), ours_only=args.tune)
-            (tune if args.tune else compare)(library, layers, shape, args)
+            compare(library, build_layers(shape, int(args.gigabytes * 1e9)), shape, args)
     print(f"{time.perf_counter() - start:.0f} s")
     return 0
 

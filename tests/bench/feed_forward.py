@@ -1,8 +1,7 @@
-"""Parts of feed-forward mode on a machine with a GPU: what an exchange costs, and what the host reads.
+"""Parts of feed-forward mode on a machine with a GPU: what an exchange costs.
 
     python -m tests.bench.feed_forward exchange [--asks N]    the exchange in a CUDA graph; checksums
     python -m tests.bench.feed_forward frozen                 when a kernel gives up a lane, as JSON
-    python -m tests.bench.feed_forward memory [--gib N]       a memfd: read rate by page size, registering it
 
 Needs one GPU and a Python with vLLM's CUDA and CPU builds. Whole steps: `tests.bench.feed_forward_cells`.
 """
@@ -16,13 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-GIB = 1 << 30
-
-
-# The exchange alone
 
 
 def echo_lane(offer: str, lane: int, ready: Any) -> None:
@@ -242,73 +235,6 @@ def frozen(options: argparse.Namespace) -> None:
     print(json.dumps(found), flush=True)
 
 
-# The host's memory
-
-
-def memory(options: argparse.Namespace) -> None:
-    """Measures what threads read from anonymous memory and from a memfd, and how long registering takes."""
-    import torch
-
-    num_bytes = int(options.gib * GIB)
-    print(f"RESULT threads {torch.get_num_threads()}, {num_bytes / GIB:.0f} GiB", flush=True)
-    for name, make in (("anonymous", _anonymous), ("memfd", _memfd), ("memfd-advised", _memfd_advised)):
-        view = make(num_bytes)
-        data = torch.frombuffer(view, dtype=torch.int64)
-        start = time.perf_counter()
-        data.fill_(1)
-        filled = time.perf_counter() - start
-        rates = []
-        for _ in range(5):
-            start = time.perf_counter()
-            assert int(data.sum()) == data.numel()
-            rates.append(num_bytes / (time.perf_counter() - start) / 1e9)
-        line = f"RESULT memory {name}: fill {filled:.2f} s, read {max(rates):.1f} GB/s, {_huge_pages(view)}"
-        if torch.cuda.is_available() and not name.startswith("anonymous"):
-            address = data.data_ptr()
-            start = time.perf_counter()
-            status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
-            line += f", cudaHostRegister {time.perf_counter() - start:.2f} s (status {int(status)})"
-            if int(status) == 0:
-                torch.cuda.cudart().cudaHostUnregister(address)
-        print(line, flush=True)
-        del data
-        view.close()
-
-
-MADV_HUGEPAGE = 14
-
-
-def _anonymous(num_bytes: int) -> Any:
-    import mmap
-
-    view = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    view.madvise(MADV_HUGEPAGE)
-    return view
-
-
-def _memfd(num_bytes: int, *, advise: bool = False) -> Any:
-    import mmap
-
-    fd = os.memfd_create("bench")
-    os.ftruncate(fd, num_bytes)
-    view = mmap.mmap(fd, num_bytes)
-    os.close(fd)
-    if advise:
-        view.madvise(MADV_HUGEPAGE)
-    return view
-
-
-def _memfd_advised(num_bytes: int) -> Any:
-    return _memfd(num_bytes, advise=True)
-
-
-def _huge_pages(view: Any) -> str:
-    del view
-    text = Path("/proc/meminfo").read_text()
-    wanted = ("AnonHugePages", "ShmemHugePages", "ShmemPmdMapped")
-    return ", ".join(line.strip() for line in text.splitlines() if line.startswith(wanted))
-
-
 def main() -> int:
     """Runs one part; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.feed_forward")
@@ -316,10 +242,8 @@ def main() -> int:
     part = parts.add_parser("exchange")
     part.add_argument("--asks", type=int, default=10_000_000)
     parts.add_parser("frozen")
-    part = parts.add_parser("memory")
-    part.add_argument("--gib", type=float, default=16.0)
     options = parser.parse_args()
-    {"exchange": exchange, "frozen": frozen, "memory": memory}[options.part](options)
+    {"exchange": exchange, "frozen": frozen}[options.part](options)
     return 0
 
 

@@ -168,6 +168,7 @@ class OperatorProcess:
         variables = {f"HETEROINFER_{name.upper()}": value for name, value in settings.items()}
         environment = {
             "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # the code of a second working tree
             "KUBECONFIG": str(kubeconfig),
             "NO_PROXY": "*",
             "HETEROINFER_HTTP_PORT": "0",

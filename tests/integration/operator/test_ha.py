@@ -16,7 +16,7 @@ from heteroinfer_operator.kube.lease import (
 )
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, LEASE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
-from tests.integration.operator.between import Asked, between
+from tests.integration.operator.api_proxy import Request, api_proxy
 from tests.integration.operator.conftest import Installation
 from tests.integration.operator.life import (
     COLLECTED_S,
@@ -110,8 +110,8 @@ async def stands_by(process: OperatorProcess) -> bool:
     return status == 200 and text.startswith("waiting for lease")
 
 
-def writes(asked: list[Asked]) -> list[Asked]:
-    return [each for each in asked if each.method != "GET"]
+def writes(requests: list[Request]) -> list[Request]:
+    return [each for each in requests if each.method != "GET"]
 
 
 async def test_a_leader_that_was_paused_in_the_middle_of_a_reconcile_writes_nothing(
@@ -123,25 +123,25 @@ async def test_a_leader_that_was_paused_in_the_middle_of_a_reconcile_writes_noth
     through = tmp_path / "through.kubeconfig"
     path = HETERO_INFERENCE.path(namespace, "tiny", "status")
     async with (
-        between(installed.kubeconfig, through) as proxy,
+        api_proxy(installed.kubeconfig, through) as proxy,
         operator(through, tmp_path / "one", identity="one", **settings) as one,
     ):
         await one.working()
         await bring_up(server, namespace)
         async with operator(installed.kubeconfig, tmp_path / "two", identity="two", **settings) as two:
             await until("the other stands by", lambda: stands_by(two))
-            proxy.silence(lambda asked: asked.method == "PUT" and asked.path == path)
+            hanging = proxy.inject(f"^{path}", method="PUT", hang=True)
             await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message="")
-            await until("a reconcile that waits for its answer", lambda: proxy.held)
+            await until("a reconcile that waits for its answer", lambda: hanging.hits)
             assert await held_by(server, installed, "one")
             one.process.send_signal(signal.SIGSTOP)
-            proxy.restore()
+            proxy.heal()
             await until("the other leads", lambda: held_by(server, installed, "two"), 3 * LEASE_S)
             await serve_epoch(server, namespace, 2)
-            before = len(proxy.asked)
+            before = len(proxy.requests)
             one.process.send_signal(signal.SIGCONT)
             assert await one.ended() == 1
-            assert writes(proxy.asked[before:]) == [], one.said
+            assert writes(proxy.requests[before:]) == [], one.said
             assert "this process stops work" in one.said
             assert "Traceback" not in one.said, one.said
             assert await held_by(server, installed, "two")
@@ -187,10 +187,6 @@ async def test_a_write_without_the_lease_is_not_sent(server: ApiServer, namespac
     assert found == ["in-time"]
 
 
-def about_pods(asked: Asked) -> bool:
-    return asked.path.endswith("/pods")
-
-
 async def test_a_watch_that_goes_silent_is_found(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
@@ -199,15 +195,15 @@ async def test_a_watch_that_goes_silent_is_found(
     settings = {"watch_namespaces": namespace, "resync_seconds": "1", "watch_silence_seconds": "2"}
     through = tmp_path / "through.kubeconfig"
     async with (
-        between(installed.kubeconfig, through) as proxy,
+        api_proxy(installed.kubeconfig, through) as proxy,
         operator(through, tmp_path / "log", **settings) as process,
     ):
         await process.working()
         await bring_up(server, namespace)
 
         # All watches, kopf's too: what they would have reported is found by listing anew, and by resyncs.
-        proxy.silence(lambda asked: asked.watch)
-        await until("silent watches", lambda: len(proxy.held) >= 1)
+        silent = proxy.inject("watch=true", hang=True)
+        await until("silent watches", lambda: silent.hits)
         await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message="")
         await serve_epoch(server, namespace, 2)
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"suspend": True}})
@@ -219,7 +215,7 @@ async def test_a_watch_that_goes_silent_is_found(
         assert await process.http("/healthz") == (200, "ok")
 
         # Lists of pods as well: reconciles go on, over a past that only the age of the copy tells.
-        proxy.silence(lambda asked: asked.watch or about_pods(asked))
+        proxy.inject(r"/pods(\?|$)", hang=True)
 
         async def unhealthy() -> bool:
             status, text = await process.http("/healthz")
@@ -229,7 +225,7 @@ async def test_a_watch_that_goes_silent_is_found(
         await until("liveness fails", unhealthy, timeout_s=30, said=lambda: process.said)
         last = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
 
-        proxy.restore()
+        proxy.heal()
 
         async def well() -> bool:
             newer = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > last

@@ -4,6 +4,7 @@ Run in the tree of a version that is about to be released:
 
     python -m tests.integration.upgrade.record tests/integration/upgrade/versions/NAME
 
+tests/unit/reconcile/handover.py keeps its modules.
 It installs the chart on a control plane, has the operator bring resources.yaml to Ready, and
 writes the chart's package and every object. No node is there: this says for the kubelet how
 pods fare. One group fails once, so that failures and a second epoch are among what is kept.
@@ -83,7 +84,8 @@ async def record(cluster: Cluster, folder: Path, log: Path) -> None:
         await server.close()
     for item in found:
         del item["metadata"]["managedFields"]
-    (folder / OBJECTS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    lines = ",\n".join(json.dumps(item, sort_keys=True) for item in found)
+    (folder / OBJECTS).write_text(f"[\n{lines}\n]\n")
 
 
 def main(arguments: list[str]) -> None:

@@ -4,7 +4,6 @@ The operator may not change pods, so it says so, and counts on people. Nothing e
 name of a pod says whose it is.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -12,7 +11,7 @@ from typing import Final, NamedTuple
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.reconcile import transitions
+from heteroinfer_operator.reconcile import older_statuses, transitions
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of, index_of
 
 REASON: Final = "PodLabelLost"
@@ -37,7 +36,7 @@ def find_lost(owner: Owner, pods: Sequence[PodView]) -> Loss | None:
         pods: whose labels were completed.
     """
     labels = next((Loss(pod.name, _describe(owner, pod)) for pod in pods if _lost(pod)), None)
-    owners = (Loss(pod.name, _describe_owner(owner, pod)) for pod in pods if pod.lost_owner)
+    owners = (Loss(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner)
     return labels or next(owners, None)
 
 
@@ -74,34 +73,17 @@ def _lost(pod: PodView) -> dict[str, str | None]:
 
 def _describe(owner: Owner, pod: PodView) -> str:
     lost = _lost(pod)
-    lacks = [f"{label}={value}" for label, value in lost.items() if value is not None]
-    wrong = [label for label, value in lost.items() if value is None]
-    found = [f"has lost {', '.join(lacks)}"] if lacks else []
-    found += [f"has {', '.join(wrong)}, which is the leader's"] if wrong else []
-    command = " ".join([*lacks, *(f"{label}-" for label in wrong)])
-    return (
-        f"pod {pod.name} {' and '.join(found)}{_effect(pod, frozenset(lost))}; put it right: "
-        f"kubectl label pod -n {owner.key.namespace} {pod.name} --overwrite {command}"
-    )
+    return older_statuses.lost_label(owner, pod.name, lost, effects=_effects(pod, frozenset(lost)))
 
 
-def _describe_owner(owner: Owner, pod: PodView) -> str:
-    patch = json.dumps({"metadata": {"ownerReferences": [owner.reference]}}, separators=(",", ":"))
-    return (
-        f"pod {pod.name} has lost its ownerReference: no watch of the operator shows it, and Kubernetes does "
-        f"not delete it together with its {names.KIND}; put it back: "
-        f"kubectl patch pod -n {owner.key.namespace} {pod.name} --type merge -p '{patch}'"
-    )
-
-
-def _effect(pod: PodView, lost: frozenset[str]) -> str:
+def _effects(pod: PodView, lost: frozenset[str]) -> list[str]:
     if pod.labels.get(names.LABEL_COMPONENT) != names.COMPONENT_WORKER:
-        return ""
+        return []
     effects = []
     if index_of(pod) == 0 and lost & _OF_CLIENTS:
-        effects.append("no Service sends clients to it")
+        effects.append(older_statuses.NO_CLIENTS)
     if index_of(pod) != 0 and names.LABEL_LEADER in lost:
-        effects.append("clients are sent to it, and it has no API")
+        effects.append(older_statuses.NO_API)
     if lost & _OF_GROUPS:
-        effects.append("its group's NetworkPolicy does not select it")
-    return f": {', and '.join(effects)}"
+        effects.append(older_statuses.NO_POLICY)
+    return effects

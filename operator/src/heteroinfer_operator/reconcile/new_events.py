@@ -11,6 +11,7 @@ from heteroinfer_operator.api import (
     HeteroInferenceStatus,
 )
 from heteroinfer_operator.cluster import Action, DeleteObject, RecordEvent
+from heteroinfer_operator.reconcile import older_statuses
 from heteroinfer_operator.reconcile.group_planner import CAPACITY_REASONS
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
@@ -43,7 +44,7 @@ def lost_label_events(
     return [
         RecordEvent(reason=LOST_LABEL, message=words, warning=True)
         for pod, words in damaged
-        if words and pod not in reported
+        if words and pod not in reported and not older_statuses.reports_loss(status, words)
     ]
 
 

@@ -70,7 +70,7 @@ def build_next_status(
         target=target.name,
         problem=context.problem,
         rollout=find_rollout(wanted, target.name, model_problem=unreadable),
-        plan_notes="; ".join(dict.fromkeys(plan.notes for plan in plans if plan.notes)),
+        plan_notes=older_statuses.planned_message(plans),
         refusals=_wanted_refusals(context, decisions),
         unreachable=clients_refusal if not ports else None,
         port_unreachable=clients_refusal if spec and spec.engine.port not in ports else None,
@@ -178,10 +178,10 @@ def _plans(
     return tuple(sorted(found.values(), key=lambda plan: plan.hash))[:MAX_PLANS]
 
 
-def _notes(decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus) -> str:
+def _notes(decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus) -> str | None:
     """Returns the notes on a plan: those made with it now, or else as they were."""
     if decision.notes is not None:
-        return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT]
+        return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
     if before is None or before.notes is None:
         return older_statuses.plan_notes(status)
     return before.notes

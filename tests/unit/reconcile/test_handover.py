@@ -1,0 +1,122 @@
+"""Upgrade and rollback: an operator takes over what another version left, each with its own code.
+
+versions/ keeps the modules of 0.1.0 and of 0.2.0 before typed transitions. They go together with
+reconcile/older_statuses.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.reconcile import handover
+
+FIRST, BEFORE = "0.1.0", "0.2.0-at-81a91cc"
+"""The released version, and the commit before the life of a group became typed transitions."""
+OF_BOTH = ("serving", "again", "failed", "backoff", "paused", "refused", "rolling", "unreadable", "noted")
+LEFT = {BEFORE: tuple(handover.STATES), FIRST: OF_BOTH}
+NEW_FIELDS = ("damagedPod", "notes")
+NEW_REASONS = {
+    ("failed", False): ["RestartsUsedUp"],
+    ("refused", False): ["RefusedArgument"],
+    ("unreadable", False): ["ModelPodEnded"],
+    ("unreadable", True): ["ModelNotReadable"],
+}
+"""Events from or to 0.1.0, by state and whether it is a rollback: it has other reasons for the same."""
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("versions")
+    for version in LEFT:
+        with tarfile.open(Path(__file__).parent / "versions" / f"{version}.tar.xz") as archive:
+            archive.extractall(folder / version, filter="data")
+    return folder
+
+
+@cache
+def left_by(packages: Path, version: str) -> dict[str, Any]:
+    """Returns what an older version leaves behind."""
+    return run(packages / version, "leave", *LEFT[version])
+
+
+@cache
+def taken_back(packages: Path, version: str) -> dict[str, Any]:
+    """Returns what an older version does with what this one left."""
+    given = {state: handover.to_json(handover.STATES[state]()) for state in LEFT[version]}
+    return run(packages / version, "take", stdin=json.dumps(given, default=str))
+
+
+def run(packages: Path, *arguments: str, stdin: str = "") -> dict[str, Any]:
+    command = [sys.executable, handover.__file__, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(packages)}
+    done = subprocess.run(
+        command, env=environment, input=stdin, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def handed_over(
+    packages: Path, version: str, state: str, *, back: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the status before, and what the other version did."""
+    if back:
+        left = json.loads(json.dumps(handover.to_json(handover.STATES[state]()), default=str))
+        return left["status"], taken_back(packages, version)[state]
+    left = json.loads(json.dumps(left_by(packages, version)[state]))
+    return json.loads(json.dumps(left["status"])), handover.taken(handover.from_json(left))
+
+
+def without_new_fields(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_new_fields(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_new_fields(item) for key, item in value.items() if key not in NEW_FIELDS}
+
+
+both_ways = pytest.mark.parametrize("back", [False, True], ids=["upgrade", "rollback"])
+
+
+@both_ways
+@pytest.mark.parametrize("state", LEFT[BEFORE])
+def test_a_status_of_before_typed_transitions_stays(packages: Path, state: str, back: bool) -> None:
+    before, taken = handed_over(packages, BEFORE, state, back=back)
+    assert without_new_fields(taken["status"]) == without_new_fields(before)
+    assert taken["events"] == []
+    assert taken["touched"] == []
+    if state != "cut off":  # its refused Service is tried again
+        added = taken["status"] != before
+        assert [kind for kind in taken["writes"] if kind != "TryObjects"] == ["PatchStatus"] * added
+
+
+@both_ways
+@pytest.mark.parametrize("state", LEFT[FIRST])
+def test_groups_of_0_1_0_and_of_ours_run_on(packages: Path, state: str, back: bool) -> None:
+    before, taken = handed_over(packages, FIRST, state, back=back)
+    after = taken["status"]
+    kept = ("phase", "epoch", "revision", "planHash", "restarts", "nextEpochTime")
+    for old, new in zip(before["groups"], after["groups"], strict=True):
+        members = [
+            [(entry["rank"], entry["pod"]) for entry in group.get("members", ())] for group in (old, new)
+        ]
+        assert members[0] == members[1]
+        assert {key: new.get(key) for key in kept} == {key: old.get(key) for key in kept}
+        assert len(new.get("failures", ())) == len(old.get("failures", ()))
+    assert [name for name in taken["touched"] if "-inspect-" not in name] == []
+    assert taken["events"] == NEW_REASONS.get((state, back), [])
+    if state == "noted":
+        assert planned(after) == planned(before)
+        assert "CPU ranks add capacity" in planned(after)
+
+
+def planned(status: dict[str, Any]) -> str:
+    """Returns the message of Planned, which is the notes on plans."""
+    return next(str(each["message"]) for each in status["conditions"] if each["type"] == "Planned")
