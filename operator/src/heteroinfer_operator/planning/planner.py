@@ -22,7 +22,7 @@ from heteroinfer_operator.planning.feed_forward import Remote
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import choose_layers
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
-from heteroinfer_operator.planning.modes import choose_mode
+from heteroinfer_operator.planning.planned_modes import choose_mode
 from heteroinfer_operator.planning.predicted_plan import predict_ranks
 from heteroinfer_operator.planning.rates import Rates
 from heteroinfer_operator.planning.topology import Topology, lay_out
