@@ -1,11 +1,11 @@
 """Experts on the CPU, bf16 and FP8 block: our kernels against vLLM's, in turns, as GB/s of chosen experts.
 
     python -m tests.bench.cpu_experts [--weights bf16,fp8] [--layers 3] [--rows 1,4,16,64,512] [--rounds 30]
-        [--threads N] [--path P] [--streams N] [--prefetch N] [--against LIBRARY | --against-private]
+        [--threads N] [--against LIBRARY | --against-private]
 
 Layers of Qwen3-30B-A3B's experts with random weights, uniform routing. Both have the same inputs and the same
 layer in each turn, one after the other; the ratio is the median over turns of theirs by ours. `stream` is
-a sum over all weights. `--path`, `--streams` and `--prefetch` force what our kernels choose. Needs the
+a sum over all weights. Needs the
 worker's Python and a CPU with AVX-512; vLLM's kernel for FP8 needs AMX. `--against` takes another build of
 our own kernels in place of vLLM's. `--against-private` compares weights in a memfd, as feed-forward ranks
 have them, with weights in private memory, both by our kernels, and says how long packing took.
@@ -191,9 +191,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="1,4,16,64,512")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--path", default=None)
-    parser.add_argument("--streams", type=int, default=-1)
-    parser.add_argument("--prefetch", type=int, default=-1)
     parser.add_argument("--against", type=Path, help="another build of our own library")
     parser.add_argument("--against-private", action="store_true", help="weights in a memfd and not")
     options = parser.parse_args(argv)
@@ -204,7 +201,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     library = linear.prepare()
-    library.tune(options.path, options.streams, options.prefetch)
     print(f"{torch.get_num_threads()} threads, ours of {library.paths}")
     print("weights  rows  ours GB/s  theirs    ratio (quartiles)  largest gap")
     for weights in options.weights.split(","):

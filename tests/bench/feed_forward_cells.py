@@ -264,14 +264,14 @@ def measure_group(group: Group, requests: int, steps: int, about_s: float, max_l
     begin = count()
     while (before := count()) == begin and time.monotonic() < deadline:
         time.sleep(POLL_S / 10)  # to the edge of a step
-    start, lanes, busy = time.perf_counter(), lane_counters(group, 1), processor_seconds()
+    start, lanes = time.perf_counter(), lane_counters(group, 1)
     now, end = before, start
     while now < before + steps and time.monotonic() < deadline and any(t.is_alive() for t in threads):
         time.sleep(POLL_S / 10 if now >= before + steps - 2 else POLL_S)
         found = count()
         if found > now:
             now, end = found, time.perf_counter()
-    after, busy_after = lane_counters(group, 1), processor_seconds()
+    after = lane_counters(group, 1)
     for thread in threads:
         thread.join(CELL_LIMIT_S)
     spent = {key: after[key] - lanes[key] for key in after}
@@ -284,7 +284,6 @@ def measure_group(group: Group, requests: int, steps: int, about_s: float, max_l
         "experts": spent["experts"] / asks,
         "active_mb": spent["bytes"] / asks / 1e6,
         "gb_s": spent["bytes"] / max(1e-9, spent["compute_s"]) / 1e9,
-        "cores": busiest(busy, busy_after, end - start),
     }
 
 
@@ -297,26 +296,6 @@ def pages(pid: int) -> dict[str, float]:
             if key in {"Rss", "AnonHugePages"}:
                 found[f"{key}_gib"] = round(int(value.split()[0]) / 2**20, 2)
     return found
-
-
-def processor_seconds() -> dict[str, float]:
-    """Returns the CPU seconds of every process so far, by number and name."""
-    found, tick = {}, os.sysconf("SC_CLK_TCK")
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                text = (entry / "stat").read_text()
-                fields = text[text.rindex(")") + 2 :].split()
-                name = text[text.index("(") + 1 : text.rindex(")")]
-                found[f"{name}/{entry.name}"] = (int(fields[11]) + int(fields[12])) / tick
-    return found
-
-
-def busiest(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> str:
-    """Returns the processes that took most CPU time between two looks, in cores."""
-    cores = {name: (spent - before.get(name, 0.0)) / max(1e-3, seconds) for name, spent in after.items()}
-    most = sorted(cores.items(), key=lambda item: -item[1])[:6]
-    return " ".join(f"{name.split('/')[0]}={value:.2f}" for name, value in most if value >= 0.02)
 
 
 # Processes of our own
