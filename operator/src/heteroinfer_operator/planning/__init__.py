@@ -3,7 +3,7 @@
     request = GroupRequest(spec=spec, profile=profile, served_name="llama", model_path="/model")
     planned = plan_group(request, Capacity(free_nodes=build_free_nodes(nodes)))
 
-Pure: imports the contract, the api and the pods' demands only.
+Pure: imports the contract, the api, the nodes and what vLLM supports only.
 """
 
 from heteroinfer_operator.nodes.placement import build_free_nodes
