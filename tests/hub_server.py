@@ -89,6 +89,7 @@ class HubServer:
         refuse_with: a status that every request gets, or None.
         break_after_bytes: each connection is cut after so many bytes of a file, or None.
         corrupt: paths that are sent with a wrong byte.
+        held: paths of which nothing is sent while they are in here.
 
     Args:
         host: to listen on.
@@ -105,6 +106,7 @@ class HubServer:
         self.refuse_with: int | None = None
         self.break_after_bytes: int | None = None
         self.corrupt: set[str] = set()
+        self.held: set[str] = set()
         hub = self
 
         class Handler(_Handler):
@@ -233,7 +235,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(path, content, start, end)
 
     def _stream(self, path: str, content: bytes, start: int, end: int) -> None:
-        hub, began, sent = self.server_hub, time.monotonic(), 0
+        hub = self.server_hub
+        while path in hub.held and not hub.closed:
+            time.sleep(0.01)
+        began, sent = time.monotonic(), 0
         if path in hub.corrupt:
             content = bytes([content[0] ^ 1]) + content[1:]
         rest = memoryview(content)[start:end]
