@@ -19,8 +19,6 @@ def start_task(
     awaits ends silently when it raises (tests/unit/test_background.py enforces this).
 
     Args:
-        work: what the task runs.
-        name: for logs.
         failed: called in the event loop with the exception that ended the task; not called when the task is
             cancelled. It must not raise.
     """

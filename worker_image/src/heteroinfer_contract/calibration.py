@@ -66,7 +66,6 @@ class Hardware:
         instruction_sets: those that kernels ask for, as the kernel names them.
         cpus: that the measuring process might use.
         cores: physical cores of these.
-        numa_nodes: that these are of.
         gpu: name of the first GPU, or "".
     """
 
@@ -92,7 +91,6 @@ class MemoryReading:
     """How fast threads read memory that no cache holds.
 
     Attributes:
-        threads: that read.
         bytes_per_s: by all of them together.
         node: NUMA node of threads and memory, or ALL_NODES.
     """
@@ -107,11 +105,9 @@ class KernelRate:
     """How fast a kernel reads weights.
 
     Attributes:
-        part: of a layer.
         scheme: format of the weights; SchemeName.NONE for those of type `dtype`.
         dtype: of activations.
         kernel: its name in the source.
-        threads: that computed.
         bytes_per_s: of the weights as the checkpoint stores them, by all threads together, for one row.
         more_rows: the same for so many rows each as MORE_ROWS says, of experts for each of them; the first
             ones, as far as they were measured.
@@ -141,8 +137,6 @@ class Transfer:
     """A copy between pinned memory and the GPU.
 
     Attributes:
-        direction: of the copy.
-        bytes_per_s: of it.
         contended: whether CPU threads read memory, and another copy went the other way, meanwhile.
     """
 
@@ -156,8 +150,6 @@ class Hop:
     """A message, one way, or an exchange of feed-forward ranks.
 
     Attributes:
-        path: how.
-        message_bytes: of it.
         seconds: until it was there; of an exchange, until its answer was.
     """
 
@@ -181,12 +173,7 @@ class GpuRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """What could not be measured.
-
-    Attributes:
-        what: name of the measurement.
-        why: one line.
-    """
+    """What could not be measured."""
 
     what: str
     why: str
@@ -197,17 +184,9 @@ class Calibration:
     """One run on one machine.
 
     Attributes:
-        hardware: of the machine.
-        versions: of the software.
         time: when it ended, in seconds since 1970 (UTC).
-        duration_s: how long it took.
         readings: of memory, ascending by node and threads.
-        kernels: of CPUs.
         operations_per_s: multiplications and additions of a bf16 linear layer with many rows, by all cores.
-        transfers: between memory and the GPU; none without one.
-        hops: between two processes of this machine.
-        gpu: or None without one.
-        skipped: what could not be measured, and why.
     """
 
     hardware: Hardware
@@ -243,7 +222,6 @@ class Calibration:
         Threads that fit on one NUMA node are bound to one.
 
         Args:
-            threads: how many.
             of_nodes: what counts of several nodes: the slowest, for whoever waits for it.
         """
         nodes = sorted({each.node for each in self.readings if each.node != ALL_NODES})

@@ -23,8 +23,6 @@ def cgroup_directories(root: Path, own_cgroups: str, controller: str) -> Iterato
     """Yields where the files of a controller may be, v1 or v2, for each cgroup that this process is in.
 
     Args:
-        root: where cgroups are mounted.
-        own_cgroups: text of /proc/self/cgroup.
         controller: `cpu` or `memory`.
     """
     for line in own_cgroups.splitlines():
@@ -61,8 +59,6 @@ def available_memory(cgroups: Path, own_cgroups: str, meminfo: str) -> int:
     counts both in MemAvailable (Documentation/filesystems/proc.rst). What tmpfs holds is on neither list.
 
     Args:
-        cgroups: where cgroups are mounted.
-        own_cgroups: text of /proc/self/cgroup.
         meminfo: text of /proc/meminfo.
 
     Raises:

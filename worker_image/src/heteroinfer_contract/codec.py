@@ -50,8 +50,6 @@ def from_json(cls: type[T], text: str, *, where: str = "", tolerant: bool = Fals
     """Returns the dataclass `cls` that `text` holds.
 
     Args:
-        cls: a dataclass of the contract.
-        text: JSON.
         where: what to call the value in errors; the class name if empty.
         tolerant: whether unknown fields are left out, and bad ones that have a default are at it.
 
@@ -77,8 +75,6 @@ class _Field:
     """A field of a dataclass, with its type looked up: that costs more than to read a value.
 
     Attributes:
-        name: of the field.
-        kind: its type.
         needed: whether it has no default.
     """
 

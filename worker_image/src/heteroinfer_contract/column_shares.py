@@ -28,7 +28,6 @@ class Span:
 
     Attributes:
         total: columns or experts of the layer.
-        first: its first one.
         end: one past its last one.
     """
 
@@ -51,8 +50,6 @@ def share_out(total: int, shares: Sequence[int], unit: int) -> list[Span]:
     """Returns each rank's columns: near its share, in whole units, at least one.
 
     Args:
-        total: columns of a layer.
-        shares: of the ranks, in relation to each other.
         unit: columns that must stay together: a quantization group, a kernel's block.
 
     Raises:
@@ -75,10 +72,6 @@ def share_out(total: int, shares: Sequence[int], unit: int) -> list[Span]:
 
 def share_experts(total: int, shares: Sequence[int]) -> list[Span]:
     """Returns each rank's experts: near its share, at least one.
-
-    Args:
-        total: experts of a layer.
-        shares: of the ranks, in relation to each other.
 
     Raises:
         ContractError: there are fewer experts than ranks.

@@ -64,12 +64,10 @@ class Failure:
     """The culprit of a group's end.
 
     Attributes:
-        reason: the kind of failure.
         message: one line for people: got, expected, what to do.
         pod: index of the culprit's pod, or None if no pod is to blame.
         rank: the culprit's rank, or None if it is not a rank.
         exit_code: of the culprit's process; negative for a signal, as in subprocess.
-        last_log: the culprit's last line of log.
         time: Unix time at which it was seen, in seconds.
     """
 

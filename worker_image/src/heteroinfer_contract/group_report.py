@@ -36,18 +36,11 @@ class RankStatus:
     """One rank now.
 
     Attributes:
-        rank: global rank.
-        pod: index of its pod.
-        phase: how far it has come.
         loaded_bytes: weights read so far, counted by how much of the checkpoint it is through; 0
             when unknown.
         total_bytes: weights to read; 0 when unknown.
         steps: model steps run since warm-up.
         step_s: moving average of a decode step, in seconds.
-        compute_s: of which its own compute.
-        wait_s: of which waiting for peers.
-        transfer_s: of which sending and receiving.
-        heartbeat_age_s: since the rank was last seen alive, in seconds.
         kv_blocks: KV blocks it has, as many as every other rank; 0 while unknown.
         kv_room_blocks: KV blocks that its memory could hold when it was measured, whatever
             was planned; 0 while unknown.
@@ -84,12 +77,7 @@ class GroupReport:
     """A group now, as its leader sees it.
 
     Attributes:
-        group_uid: as in PodLaunch.
-        epoch: as in PodLaunch.
-        plan_hash: of the plan it runs.
-        ready: whether a request would be answered now.
         message: what it waits for when not ready.
-        ranks: by rank.
     """
 
     group_uid: str

@@ -32,7 +32,6 @@ def model_folder(repository: str, commit: str) -> str:
 
     Args:
         repository: ORG/MODEL, or MODEL; a hub allows no `--` in it.
-        commit: of the hub.
     """
     return f"{repository.replace('/', '--')}/{commit}"
 
@@ -43,7 +42,6 @@ class FetchedFile:
 
     Attributes:
         path: relative to the model's folder.
-        size_bytes: its size.
         digest: `sha256:HEX`, or `git:HEX` of a git blob: what the hub says of it, and what was
             found when it was fetched.
     """
@@ -55,13 +53,7 @@ class FetchedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteModel:
-    """The marker of a complete model.
-
-    Attributes:
-        repository: ORG/MODEL.
-        commit: of the hub.
-        files: all that were fetched.
-    """
+    """The marker of a complete model."""
 
     repository: str
     commit: str
@@ -112,13 +104,7 @@ class FetchProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedModel:
-    """What a fetch leaves as its pod's termination message.
-
-    Attributes:
-        commit: what the revision meant.
-        size_bytes: of all files.
-        profile: of the model.
-    """
+    """What a fetch leaves as its pod's termination message."""
 
     commit: str
     size_bytes: int

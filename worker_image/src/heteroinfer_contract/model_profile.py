@@ -27,23 +27,12 @@ class ModelProfile:
     Attributes:
         architecture: first of config.json's `architectures`.
         dtype: that the config names, or of most weights: `float32`, `float16` or `bfloat16`.
-        num_layers: transformer layers.
-        hidden_size: width of the residual stream.
-        num_attention_heads: query heads of a layer.
-        num_kv_heads: key/value heads of a layer.
-        head_dim: width of a head.
-        vocab_size: rows of the embedding.
         max_position_embeddings: longest sequence the model was made for, in tokens.
-        layer_bytes: weights of each layer, in bytes.
-        embedding_bytes: the input embedding.
         head_bytes: the output head; 0 if it is the embedding itself (`tied_head`).
         tied_head: whether head and embedding are one tensor.
         other_bytes: everything else (final norm).
         quantization: config.json's `quantization_config.quant_method`, or "".
-        scheme: the format of quantized weights.
-        kinds: the kinds of layers that there are.
         kind_of_layer: index into `kinds`, by layer.
-        routing: how routers choose experts.
         limited_experts: whether gates and ups of experts are limited before they are multiplied.
         state_dtype: type of recurrent states that config.json names, or "".
         encoder: what an encoder takes: `images`, `audio`, or "" without one.

@@ -68,16 +68,11 @@ class RankAssignment:
     Attributes:
         rank: global rank, from 0; ranks number through stages, then within a stage, then through
             feed-forward ranks.
-        local_rank: rank within its pod, from 0.
         pod: index of its pod in the group, from 0; pod 0 is the leader's.
-        role: name of the role in the spec.
-        device: what it computes on.
         stage: pipeline stage, from 0; of a feed-forward rank, the stage that it serves.
         tensor_rank: rank within its stage's tensor-parallel group, from 0; of a feed-forward rank,
             its number among those of its stage.
-        first_layer: first transformer layer it holds a part of.
         end_layer: one past the last layer it holds a part of.
-        kv_cache_bytes: size of its KV cache, in bytes.
         weight_bytes: predicted size of its weights, in bytes.
         predicted_step_s: predicted compute time of a decode step of one request, in
             seconds; 0 when unknown.
@@ -116,13 +111,9 @@ class EngineSettings:
 
     Attributes:
         model: path of the model inside the pod.
-        served_name: name in the OpenAI API.
         dtype: `float32`, `float16` or `bfloat16`; never `auto`.
         max_model_len: longest prompt plus output, in tokens.
-        max_num_batched_tokens: most tokens of one step.
-        max_num_seqs: most requests of one step.
         block_size: tokens of a KV block; a multiple of 32.
-        seed: of sampling.
         eager_gpu: whether GPU ranks run without CUDA graphs and torch.compile.
         eager_cpu: whether CPU ranks run without torch.compile.
         batches_in_flight: decode batches that may be in the pipeline at once, >= 1.
@@ -158,11 +149,8 @@ class Plan:
     """A whole group.
 
     Attributes:
-        mode: how GPU and CPU ranks share the model.
         tensor_parallel_size: ranks of one stage, feed-forward ranks not counted.
-        pipeline_parallel_size: stages.
         ranks: by rank; `ranks[i].rank == i`; vLLM's own first, then feed-forward ranks.
-        engine: settings that agree between all ranks.
     """
 
     mode: Mode
@@ -373,13 +361,7 @@ def _schedules_ahead(mode: Mode, devices: Sequence[Device]) -> bool:
 
 
 def batches_at_once(mode: Mode, stages: int, first: Device) -> int:
-    """Returns what `Plan.batches_at_once` will be (vllm/config/vllm.py::max_concurrent_batches@v0.32.0).
-
-    Args:
-        mode: of the plan.
-        stages: of it.
-        first: device of its first rank.
-    """
+    """Returns what `Plan.batches_at_once` will be (vllm/config/vllm.py::max_concurrent_batches@v0.32.0)."""
     return 2 if _schedules_ahead(mode, [first] * stages) else stages
 
 

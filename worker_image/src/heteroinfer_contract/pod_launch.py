@@ -59,7 +59,6 @@ class PodLaunch:
 
     Attributes:
         group: `namespace/name/index`, for people and metrics.
-        group_uid: tells this group from any other that had its name.
         epoch: incarnation of the group, at least 1; grows with each start.
         pod_index: this pod's index in the plan; 0 is the leader.
         addresses: of every pod, by pod index.
@@ -69,7 +68,6 @@ class PodLaunch:
         heartbeat_timeout_s: silence of a peer's supervisor after which it is lost.
         network_interface: for the process groups; `auto` takes the one that routes
             to the leader.
-        cpu_binding: whether threads of its CPU ranks are bound to cores.
     """
 
     group: str

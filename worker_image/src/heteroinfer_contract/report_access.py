@@ -20,11 +20,7 @@ CHALLENGE_LIFE_S: Final = 30.0
 
 
 class ReportGuard:
-    """The answering side. Challenges are not kept, so that no number of strangers takes memory.
-
-    Args:
-        key: of the epoch.
-    """
+    """The answering side. Challenges are not kept, so that no number of strangers takes memory."""
 
     def __init__(self, key: EpochKey) -> None:
         self._key = key

@@ -30,8 +30,6 @@ class Scheme:
     """The format of a model's quantized weights.
 
     Attributes:
-        name: of the format.
-        bits: of one weight.
         group: weights that share a scale; 0 where a channel or tensor does.
     """
 
@@ -80,23 +78,13 @@ def read_scheme(config: Mapping[str, Any], text: Mapping[str, Any]) -> Scheme:
 
 
 def read_method(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """Returns the method that a config.json names, as vLLM calls it; "" where none does.
-
-    Args:
-        config: of the whole model.
-        text: of its language model.
-    """
+    """Returns the method that a config.json names, as vLLM calls it; "" where none does."""
     quantization = find_quantization(config, text)
     return "" if quantization is None else _method(quantization)
 
 
 def find_quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the part of a config.json that says how the weights are quantized, or None without one.
-
-    Args:
-        config: of the whole model.
-        text: of its language model.
-    """
+    """Returns the part of a config.json that says how the weights are quantized, or None without one."""
     return next(
         (
             found
@@ -231,10 +219,6 @@ def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
 
     Source: vllm/model_executor/layers/fused_moe/config.py::get_routing_method_type@v0.32.0, and
     what each architecture gives it.
-
-    Args:
-        architecture: of the model.
-        text: the language model's config, with defaults.
     """
     if architecture.startswith("Llama4"):
         return Routing.LLAMA4

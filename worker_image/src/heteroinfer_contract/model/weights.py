@@ -94,10 +94,7 @@ class Tensor:
     """One tensor of a checkpoint, as its header says.
 
     Attributes:
-        name: in the checkpoint.
         dtype: safetensors' name: `BF16`, `F8_E4M3`, `I32`.
-        size_bytes: its size.
-        shape: as it is stored.
     """
 
     name: str
@@ -116,11 +113,7 @@ class LayerBytes:
     """Bytes of one layer.
 
     Attributes:
-        total: of all its weights.
         quantized: of those that are quantized, without routed experts.
-        routed: of its routed experts.
-        routed_quantized: of these, quantized ones.
-        mlp: of its dense feed-forward part.
         numbered: the experts whose tensors have a number each; none where one tensor has all experts.
         gates_together: whether one tensor has the gate and up columns of all experts.
         mlp_columns: intermediate columns of the dense feed-forward part; 0 where no tensor says it.
@@ -159,8 +152,6 @@ class Weights:
 
     Attributes:
         layers: by number; of those that are served.
-        embedding: the input embedding.
-        head: the output head.
         encoder: of images or audio, with its projection.
         hears: whether an encoder is of audio.
         layer_tables: embeddings of each layer.
@@ -187,7 +178,6 @@ def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[in
     """Returns a model's weights by part.
 
     Args:
-        tensors: of all its files.
         num_layers: layers that are served; later ones are for speculation (multi-token prediction).
         shared: layers that read an earlier layer's keys and values.
     """

@@ -55,7 +55,6 @@ class MeasuredResults:
 
     Attributes:
         lists: by name of the field of Calibration.
-        values: what there is one of.
         begun: what a command of several measurements has begun, in order.
     """
 
@@ -97,10 +96,8 @@ class Measurement:
     """One measuring process, or two that measure together.
 
     Attributes:
-        what: for people.
         commands: modules below this package, each with its arguments.
         cpus: that it may run on; empty for all.
-        env: besides ours.
         of_several: whether its command measures one after the other, says of each that it begins, and takes
             as further arguments the seconds that it has, and those that were begun before: so what ends it
             costs itself only.
@@ -237,7 +234,6 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"], others: Set[int]) -> No
     """Ends measuring processes with all that they have started, also in sessions of its own.
 
     Args:
-        processes: to end.
         others: children of this process that have nothing to do with them.
     """
     for process in processes:
@@ -341,7 +337,6 @@ def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float 
     Args:
         output: file that it is written to, instead of standard output.
         message_path: a pod's termination message, or None: the same text, or a Failure in words.
-        limit_s: of all measurements together, in seconds.
     """
     started, begin = time.time(), time.monotonic()
     try:

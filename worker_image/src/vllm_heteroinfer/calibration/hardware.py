@@ -49,8 +49,6 @@ def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], cores: tuple[Cpu, ...]
     """Returns this machine.
 
     Args:
-        cpuinfo: /proc/cpuinfo.
-        cpus: that may be used.
         cores: one CPU of each core that may be used.
         gpu: name of the first GPU, or "".
     """

@@ -60,11 +60,7 @@ Call = Callable[[], Any]
 
 
 class Input:
-    """What the calls of a linear kernel compute with; each number of rows is one.
-
-    Attributes:
-        x: of the next call.
-    """
+    """What the calls of a linear kernel compute with; each number of rows is one."""
 
     x: torch.Tensor
 
@@ -147,7 +143,6 @@ class _Turn:
 
     Attributes:
         deadline: by time.monotonic(), when no further one begins.
-        left_out: what another process has begun.
     """
 
     deadline: float
@@ -198,9 +193,7 @@ def _rates(
     """Returns bytes a second for one row, and for each of MORE_ROWS, as far as that takes no long time.
 
     Args:
-        part: of a layer, that is computed.
         calls: of a kernel, each with weights of its own.
-        num_bytes: that a call reads for one row.
         prepare: makes the calls compute with so many rows.
         many_bytes: that a call reads for many rows, where it is more.
     """
@@ -339,7 +332,6 @@ def _copies(layer: Any, count: int, build: Callable[[], Sequence[Call]]) -> list
     """Returns calls for each of so many copies of a packed layer's weights.
 
     Args:
-        layer: that is packed.
         count: of the copies, the layer's own among them.
         build: returns calls of the layer with the weights that it has then.
     """

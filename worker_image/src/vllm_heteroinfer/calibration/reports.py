@@ -13,12 +13,7 @@ def rounded(value: float) -> float:
 
 
 def report(kind: str, **values: Any) -> None:
-    """Writes one result.
-
-    Args:
-        kind: name of the list of `Calibration` that it goes into.
-        values: of its fields.
-    """
+    """Writes one result."""
     sys.stdout.write(json.dumps({"kind": kind, **values}) + "\n")
     sys.stdout.flush()
 

@@ -23,9 +23,7 @@ def fetch_side_by_side(
     beside them. The process does not wait for their threads.
 
     Args:
-        files: to fetch.
         fetch: fetches a file; raises FetchError.
-        at_once: most downloads that run at the same time.
         share_lock: returns a descriptor that keeps the lock of the folder until it is closed.
 
     Raises:

@@ -37,11 +37,7 @@ class FetchOptions:
     """What the command line says.
 
     Attributes:
-        repository: ORG/MODEL.
-        revision: branch, tag or commit.
-        cache: its root.
         health_host: where the pod is reached; decides where to listen.
-        health_port: of /healthz and /fetch.
         patience_s: without a new byte for so long the fetch ends.
         termination_message_path: where the answer is left, or None for nowhere.
     """

@@ -31,7 +31,6 @@ def read_hub_profile(hub: HubReader, folder: Path) -> ModelProfile:
     """Returns the sizes of a hub's model.
 
     Args:
-        hub: the model.
         folder: empty; gets its small files, and a file for each of the weights that has the
             right header and size, and holes instead of the weights.
 

@@ -37,7 +37,6 @@ class HubModel:
     """One revision of a model on a hub.
 
     Args:
-        repository: ORG/MODEL.
         revision: branch, tag or commit.
     """
 

@@ -47,11 +47,7 @@ class FetchJob:
     """Brings one model into a cache.
 
     Args:
-        source: where it comes from.
-        repository: ORG/MODEL.
         revision: branch, tag or commit; a commit that is complete already needs no hub.
-        cache: its root.
-        patience_s: see PATIENCE_S.
         now_s: a time in seconds that goes on only while this process has its turns, or any.
     """
 
@@ -236,11 +232,7 @@ class _Moves:
             self._moved_at_s = self._now_s()
 
     def silent_s(self, used_bytes: int) -> float:
-        """Returns the seconds since anything moved; 0 while nothing is asked.
-
-        Args:
-            used_bytes: that the model takes in the cache now.
-        """
+        """Returns the seconds since anything moved; 0 while nothing is asked."""
         with self._lock:
             if not self._calls or used_bytes != self._used_bytes:
                 self._used_bytes, self._moved_at_s = used_bytes, self._now_s()

@@ -76,7 +76,6 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
     """Returns the safetensors that make up the model, each weight once.
 
     Args:
-        files: all of the model's.
         index: the parsed model.safetensors.index.json, or None if there is none.
 
     Raises:

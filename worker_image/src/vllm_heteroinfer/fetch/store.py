@@ -42,11 +42,6 @@ _NO_LOCKS: Final = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.E
 class ModelStore:
     """The folder of one commit of a model in a cache; made with it.
 
-    Args:
-        cache: root of the cache.
-        repository: ORG/MODEL.
-        commit: of the hub.
-
     Raises:
         FetchError: the cache cannot be written.
     """

@@ -44,7 +44,6 @@ class ProcessObservation:
     """A process now.
 
     Attributes:
-        state: whether it runs.
         exit_code: as subprocess has it; None while it runs, or as long as the kernel
             doesn't tell.
     """
@@ -100,7 +99,6 @@ class ChildProcess:
 
     Attributes:
         label: for the output and for messages: `rank 1`, `api`.
-        output: what it writes.
     """
 
     def __init__(self, label: str, pipe: IO[bytes], process: "subprocess.Popen[bytes] | None" = None) -> None:
@@ -174,7 +172,6 @@ class ChildProcess:
         """Returns for how long it has been seen stopped, in seconds; 0 if it runs.
 
         Args:
-            observation: what it does now.
             now_s: on a clock that stands still while this process has no turn: a stop of the whole pod
                 stops it too.
         """

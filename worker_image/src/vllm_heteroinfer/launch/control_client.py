@@ -39,11 +39,7 @@ class ControlClient:
     """Connects to the leader, and again when the connection ends.
 
     Args:
-        plan: of the group.
-        launch: of this pod.
-        handlers: get the news.
         key: of the epoch; None proves nothing and asks for no proof.
-        clock: of this process's loop.
     """
 
     def __init__(

@@ -42,11 +42,7 @@ class ControlServer:
     """Welcomes the followers, and tells of each that is lost.
 
     Args:
-        plan: of the group.
-        launch: of this pod.
-        handlers: get the news.
         key: of the epoch; None takes a follower at its word, as pods without a key do.
-        clock: of this process's loop.
     """
 
     def __init__(

@@ -15,9 +15,7 @@ class Cpu:
     """One CPU that this pod may run on.
 
     Attributes:
-        id: as the kernel numbers it.
         core: its physical core; CPUs of one core are hyper-threads of each other.
-        node: its NUMA node.
     """
 
     id: int
@@ -46,8 +44,6 @@ def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet,
     would cost it more than a quarter of its threads; then it has its share of several.
 
     Args:
-        cpus: that these ranks and what is reserved share.
-        ranks: that compute on them, at least 1.
         reserved: CPUs to leave to others; the first ones of the nodes that have the most.
 
     Returns:

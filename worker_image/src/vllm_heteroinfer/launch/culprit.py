@@ -37,7 +37,6 @@ class Evidence:
     """A failure as one supervisor saw it.
 
     Attributes:
-        failure: who, why.
         age_s: since it was seen, in seconds.
         lost: which other process the culprit says it has lost, if that ended it.
         accused: whether another process names the culprit, not it itself or its supervisor.
@@ -120,8 +119,6 @@ class Stuck:
     """A rank that does the same thing since long, or has told its supervisor nothing since long.
 
     Attributes:
-        rank: global rank.
-        pod: index of its pod.
         busy: what it does; None if it does nothing, as far as is known.
         busy_s: for how long, in seconds.
         waiting_for_rank: whom it waits for, None if it computes.
@@ -151,7 +148,6 @@ def blame_stuck(stuck: Sequence[Stuck], step_timeout_s: float) -> Failure | None
 
     Args:
         stuck: every rank that is busy or silent, however short.
-        step_timeout_s: the deadline, in seconds.
     """
     known = [replace(s, waiting_for_rank=None) if s.silent_s > step_timeout_s / 2 else s for s in stuck]
     late = {s.rank: s for s in known if s.late_s > step_timeout_s}

@@ -13,7 +13,6 @@ class EngineClock:
     silence says nothing. So a long prefill, a sleep or a compilation stops both clocks.
 
     Args:
-        limit_s: how long is too long, in seconds.
         now_s: on a clock that never goes back and stands still while the supervisor has no turn, in seconds.
     """
 
@@ -34,12 +33,9 @@ class EngineClock:
         """Takes in what is known now.
 
         Args:
-            ranks_busy: whether a rank does something.
-            api_answers: whether the API server answered when it was last asked.
             api_silent_s: for how long it has told its supervisor nothing over its channel, in seconds.
             engine_waits_s: how old the API server's oldest question is that the engine has not
                 answered, in seconds; 0 if there is none.
-            now_s: as above.
         """
         self._now_s = now_s
         if ranks_busy:

@@ -33,11 +33,8 @@ class Host:
     """This pod's machine, as far as its processes' environment needs it.
 
     Attributes:
-        cpus: that this process may run on, by id.
         cpu_quota: CPUs' worth of time the cgroups allow; None without a limit.
-        machine_cpus: CPUs of the machine.
         address: own IP address by which the leader is reached and reaches us.
-        interface: name of the network interface that has it.
     """
 
     cpus: tuple[Cpu, ...]

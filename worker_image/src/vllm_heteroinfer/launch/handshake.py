@@ -35,12 +35,7 @@ class OpeningReply:
 
 
 class Seal:
-    """Codes of the lines of one connection, at one of its ends.
-
-    Args:
-        key: of the connection.
-        leads: whether this is the leader's end.
-    """
+    """Codes of the lines of one connection, at one of its ends."""
 
     def __init__(self, key: EpochKey, *, leads: bool) -> None:
         self._key = key

@@ -62,7 +62,6 @@ def observe_cpus(ids: Sequence[int], system: Path) -> tuple[Cpu, ...]:
     """Returns the cores and NUMA nodes of these CPUs; each a core of node 0 where the kernel tells nothing.
 
     Args:
-        ids: of the CPUs, ascending.
         system: where the kernel shows its devices, /sys/devices/system.
     """
     nodes = {

@@ -48,7 +48,6 @@ def silence_limit_s(
     may be stopped, or get no CPU. Where turns came late, the next may come later still.
 
     Args:
-        heartbeat_timeout_s: the limit as set.
         acknowledged: whether the peer's machine acknowledges what is sent, as far as is known.
         own_late_s: how late turns of this process were lately; a peer may be on the same machine.
         peer_late_s: how late those of the peer were when it last spoke.

@@ -56,7 +56,6 @@ class Commands:
     """What a pod runs; a parameter so that tests run small real processes.
 
     Attributes:
-        rank: one process for each rank.
         api_server: on the leader's pod; empty for none.
         forks: whether the other processes of a pod are forked from its first rank, which has imported what
             they need (pod/forking.py). Then each command is a Python, `-m` and a module.
@@ -81,9 +80,6 @@ class PodProcesses:
     """All processes of this pod.
 
     Args:
-        plan: of the group.
-        launch: of this pod.
-        on_evidence: called with each failure.
         awake_s: a time that goes on only while this process has its turns (LoopClock), in seconds: all
             limits after which a process is accused are counted by it.
     """

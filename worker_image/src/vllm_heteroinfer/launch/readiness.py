@@ -18,7 +18,6 @@ class GroupView:
 
     Attributes:
         beats: the last word on each rank that has spoken.
-        missing_pods: pods that have not connected.
         api_healthy: whether the API server answers, or there is none to ask.
         engine_answers: whether its engine does, likewise.
         only_pod: look at this pod's ranks only (a follower knows no others).

@@ -8,9 +8,6 @@ class StartClock:
 
     A rank moves when its phase changes or it has read more weights. Pods that are not connected
     stop the clock: their nodes may be pulling the image, which the operator sees.
-
-    Args:
-        timeout_s: how long is too long, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -22,7 +19,6 @@ class StartClock:
         """Returns whether a start that is not complete has stood still for too long.
 
         Args:
-            view: of the leader.
             now_s: on a clock that never goes back and stands still while the supervisor has no turn, in
                 seconds.
         """

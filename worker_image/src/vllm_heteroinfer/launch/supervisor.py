@@ -74,8 +74,6 @@ class SupervisorSettings:
 
     Attributes:
         base_env: environment of the pod; the ranks' is made from it.
-        commands: what to run.
-        termination_message_path: where a failure is written.
         step_timeout_s: longest time a rank may be busy with one step, and the API server or the engine
             may answer nothing while no rank is, in seconds.
         key: of the epoch; None where the operator gave the group none.

@@ -26,12 +26,6 @@ FLUSH_TIMEOUT_S = 0.5
 class SupervisorLink:
     """One connection, after set-up: lines out without waiting, lines in one by one.
 
-    Args:
-        reader: of the connection.
-        writer: of the connection.
-        timeout_s: the heart-beat limit.
-        clock: of this process's loop.
-
     Attributes:
         how_it_ended: in words, once receive() has returned None or raised.
         broke_off: whether it ended as a network ends one, not by the peer's or its kernel's order.
