@@ -22,8 +22,7 @@ from heteroinfer_contract.calibration import ALL_NODES, MAX_ENTRIES, MAX_TEXT, C
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from vllm_heteroinfer.calibration import hardware
-from vllm_heteroinfer.calibration.process_output import ProcessOutput
-from vllm_heteroinfer.calibration.reports import BEGUN
+from vllm_heteroinfer.calibration.process_output import BEGUN, ProcessOutput
 from vllm_heteroinfer.launch.child_process import child_pids
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 from vllm_heteroinfer.launch.environment import HIDE_GPUS

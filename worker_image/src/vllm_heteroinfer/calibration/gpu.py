@@ -3,17 +3,18 @@
 Imports torch; reports nothing where there is no GPU.
 """
 
+import contextlib
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
 
 from heteroinfer_contract.calibration import Direction, HopPath
-from vllm_heteroinfer.calibration.reports import report, report_skipped, rounded
+from vllm_heteroinfer.calibration.process_output import report, report_skipped, rounded
 from vllm_heteroinfer.kernels.rounds import ROUNDS
 
 COPY_BYTES: Final = 256 << 20
@@ -119,7 +120,7 @@ def _exchange(device: torch.device) -> None:
 
     shape = Shape(epoch=1, hidden=HIDDEN, topk=0, max_rows=ROWS, dtype="bfloat16", lanes=1)
     slab, offer = create(shape)
-    with answering(offer.to_json()):
+    with _answering(offer.to_json()):
         exchange = CudaExchange(slab, device, limit_s=LIMIT_S)
         x = torch.ones((ROWS, HIDDEN), dtype=torch.bfloat16, device=device)
         exchange.slab.ring()
@@ -136,27 +137,23 @@ def _exchange(device: torch.device) -> None:
     report("hops", path=HopPath.EXCHANGE, message_bytes=shape.row_bytes, seconds=rounded(seconds))
 
 
-class answering:  # noqa: N801 - reads as a verb: with answering(offer)
-    """A process that answers asks over an offered slab, until the slab is stopped."""
+@contextlib.contextmanager
+def _answering(offer: str) -> Iterator[None]:
+    """Has a process answer asks over an offered slab, which it maps by then, and ends it.
 
-    def __init__(self, offer: str) -> None:
-        self._command = [sys.executable, "-m", "vllm_heteroinfer.calibration.echo", offer]
-
-    def __enter__(self) -> None:
-        """Starts it; returns once it maps the slab.
-
-        Raises:
-            RuntimeError: it cannot.
-        """
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        if self._process.stdout.readline().strip() != "ready":
-            raise RuntimeError(f"the answering process ended with {self._process.wait()}")
-
-    def __exit__(self, *_: object) -> None:
-        """Ends it."""
-        self._process.kill()
-        self._process.communicate()
+    Raises:
+        RuntimeError: it cannot.
+    """
+    command = [sys.executable, "-m", "vllm_heteroinfer.calibration.echo", offer]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "ready":
+            raise RuntimeError(f"the answering process ended with {process.wait()}")
+        yield
+    finally:
+        process.kill()
+        process.communicate()
 
 
 if __name__ == "__main__":

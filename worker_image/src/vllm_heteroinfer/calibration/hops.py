@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from heteroinfer_contract.calibration import HopPath
-from vllm_heteroinfer.calibration.reports import report, rounded
+from vllm_heteroinfer.calibration.process_output import report, rounded
 from vllm_heteroinfer.kernels.rounds import median_s
 
 SIZES: Final = (8 << 10, 64 << 10, 1 << 20)

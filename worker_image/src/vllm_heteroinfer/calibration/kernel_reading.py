@@ -22,7 +22,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.calibration import MORE_ROWS, KernelPart
 from heteroinfer_contract.model import SchemeName
 from vllm_heteroinfer.calibration.formats import FORMATS, WeightFormat
-from vllm_heteroinfer.calibration.reports import report, report_begun, report_skipped, rounded
+from vllm_heteroinfer.calibration.process_output import report, report_begun, report_skipped, rounded
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.host_caches import bytes_beyond_caches
 from vllm_heteroinfer.kernels.rounds import median_s

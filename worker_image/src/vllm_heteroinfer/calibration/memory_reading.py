@@ -8,7 +8,7 @@ import sys
 import torch
 
 from heteroinfer_contract.calibration import ALL_NODES
-from vllm_heteroinfer.calibration.reports import report, rounded
+from vllm_heteroinfer.calibration.process_output import report, rounded
 from vllm_heteroinfer.kernels.memory_stream import COLUMNS, INPUTS, PRODUCT_BYTES, memory_stream
 from vllm_heteroinfer.kernels.rounds import median_s
 

@@ -1,17 +1,42 @@
-"""What measuring processes write, read while they run: in bounded memory, and no longer than is waited for.
+"""What measuring processes write: a line of JSON for each result.
 
-Stdlib only.
+Read while they run, in bounded memory, and no longer than is waited for. Stdlib only.
 """
 
+import json
 import os
 import selectors
+import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import IO, Final
+from typing import IO, Any, Final
 
+BEGUN: Final = "begun"
 MOST_LINE_BYTES: Final = 2**16
 """The rest of a longer line is left out."""
 _CHUNK_BYTES: Final = 2**16
+
+
+def rounded(value: float) -> float:
+    """Returns a rate or time with four digits: what is measured is worth no more."""
+    return float(f"{value:.4g}")
+
+
+def report(kind: str, **values: Any) -> None:
+    """Writes one result."""
+    sys.stdout.write(json.dumps({"kind": kind, **values}) + "\n")
+    sys.stdout.flush()
+
+
+def report_begun(what: str) -> None:
+    """Writes that a measurement begins which may end this process."""
+    report(BEGUN, what=what)
+
+
+def report_skipped(what: str, error: BaseException) -> None:
+    """Writes that something could not be measured, with the first line of why."""
+    lines = str(error).strip().splitlines() or [""]
+    report("skipped", what=what, why=f"{type(error).__name__}: {lines[0]}")
 
 
 class LineReader:
