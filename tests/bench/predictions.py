@@ -36,9 +36,9 @@ from typing import Any, Final
 
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.calibration import Calibration, KernelPart, KernelRate
-from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_files import read_profile
+from heteroinfer_contract.pod_launch import engine_cpus
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds

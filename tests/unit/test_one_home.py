@@ -15,7 +15,7 @@ REASONS = {each for each in in_code() - {*GroupPhase, *StartupPhase} if re.searc
 _VARIABLE = re.compile(r"[A-Z]{2,}[A-Z0-9]*(_[A-Z0-9]+)+")
 _OF_RATE = re.compile(r"^\s*GB/s|\}\s*GB/s|%[.\d]*[dfg]\s*GB/s")
 _EXIT_CODE, _RATE = "128 and a signal", "a rate in GB/s"
-HOMES = {_EXIT_CODE: "heteroinfer_contract.signal_exit", _RATE: "heteroinfer_operator.quantity"}
+HOMES = {_EXIT_CODE: "heteroinfer_contract.names", _RATE: "heteroinfer_operator.quantity"}
 
 
 def written(text: str) -> Iterator[str]:

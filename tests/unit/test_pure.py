@@ -211,7 +211,7 @@ def test_a_docstring_says_it(text: str, pure: bool) -> None:
         "from . import conditions",
         "from heteroinfer_contract import cgroups",
         "from heteroinfer_contract.model_files import read_profile",
-        "import heteroinfer_contract.fresh_keys",
+        "import heteroinfer_contract.report_access",
         "from heteroinfer_operator.kube.server import Server",
         "def late():\n    import socket",
         "if TYPE_CHECKING:\n    import asyncio",

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.names import exit_code_of
 from heteroinfer_contract.printable import printable
-from heteroinfer_contract.signal_exit import exit_code_of
 from heteroinfer_operator.errors import HeteroInferError
 
 COMMANDS: Final = MappingProxyType(

@@ -71,7 +71,6 @@ def test_recorded_profiles_are_what_is_read(name: str) -> None:
 def test_a_profile_of_the_released_version_has_full_attention_in_every_layer() -> None:
     profile = ModelProfile.from_json(json.dumps(OF_0_1_0))
     assert profile.layers == (LayerKind(kv_heads=2, kv_width=32),) * 2
-    assert profile.active_bytes(0, 8) == 1000
     assert not profile.has_state
     assert not profile.is_latent
 
@@ -162,15 +161,11 @@ def test_columns_of_published_models_are_those_of_their_configs(found: Shape) ->
     assert profile.column_unit == unit_of(found.config.get("quantization_config"))
 
 
-def test_what_a_step_reads_of_a_mixture_grows_with_its_tokens() -> None:
-    profile = recorded_profiles()["Qwen3-30B-A3B"]
-    kind = profile.layer(0)
-    dense = profile.layer_bytes[0] - kind.routed_bytes
-    assert profile.active_bytes(0, 1) == pytest.approx(dense + 8 * kind.expert_bytes)
-    assert profile.active_bytes(0, 16) == pytest.approx(
-        dense + 128 * (1 - (120 / 128) ** 16) * kind.expert_bytes
-    )
-    assert profile.active_bytes(0, 10_000) == pytest.approx(profile.layer_bytes[0])
+def test_the_experts_that_a_step_reads_grow_with_its_tokens() -> None:
+    kind = recorded_profiles()["Qwen3-30B-A3B"].layer(0)
+    assert kind.expected_experts(1) == pytest.approx(8)
+    assert kind.expected_experts(16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
+    assert kind.expected_experts(10_000) == pytest.approx(128)
 
 
 def _nested(tmp_path: Path, outer: dict[str, Any], key: str, prefix: str) -> ModelProfile:

@@ -1,9 +1,10 @@
-"""Text from other parties, made safe for a terminal and a log."""
+"""Sizes in one form; text from other parties, made safe for a terminal and a log."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_contract.printable import printable
+from heteroinfer_contract.printable import format_bytes, printable
 
 
 def test_escapes_terminal_sequences() -> None:
@@ -18,3 +19,11 @@ def test_keeps_readable_text() -> None:
 @given(st.text(st.characters()))
 def test_any_text_becomes_printable(text: str) -> None:
     assert printable(text).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0.0 MiB"), (60 * 2**20, "60.0 MiB"), (2**30 // 10, "0.10 GiB"), (5 * 2**29, "2.50 GiB")],
+)
+def test_a_size_for_people(size: int, text: str) -> None:
+    assert format_bytes(size) == text

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import FetchedFile
-from vllm_heteroinfer.fetch.downloads import fetch_side_by_side
 from vllm_heteroinfer.fetch.errors import FetchError
+from vllm_heteroinfer.fetch.job import fetch_side_by_side
 
 LIMIT_S = 10.0
 

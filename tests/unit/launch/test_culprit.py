@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from vllm_heteroinfer.launch.culprit import Evidence, Stuck, Weight, blame, blame_stuck, exit_code, weigh
+from heteroinfer_contract.group_report import RankStatus
+from vllm_heteroinfer.launch.culprit import Evidence, Weight, blame, exit_code, weigh
+from vllm_heteroinfer.launch.readiness import blame_stuck
+from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 from vllm_heteroinfer.pod.lost_peer import Lost
 
 KILLED = Failure(reason=FailureReason.RANK_EXITED, message="killed", pod=1, rank=1, exit_code=-9)
@@ -169,12 +172,13 @@ def test_exit_code(failure: Failure, own_pod: int, code: int) -> None:
     assert exit_code(failure, own_pod) == code
 
 
-def stuck(rank: int, busy_s: float, waiting_for: int | None = None) -> Stuck:
-    return Stuck(rank=rank, pod=rank, busy="step 3", busy_s=busy_s, waiting_for_rank=waiting_for)
+def stuck(rank: int, busy_s: float, waiting_for: int | None = None) -> RankBeat:
+    status = RankStatus(rank=rank, pod=rank)
+    return RankBeat(status=status, busy="step 3", busy_s=busy_s, waiting_for_rank=waiting_for)
 
 
-def silent(rank: int, silent_s: float) -> Stuck:
-    return Stuck(rank=rank, pod=rank, busy=None, busy_s=0.0, waiting_for_rank=None, silent_s=silent_s)
+def silent(rank: int, silent_s: float) -> RankBeat:
+    return RankBeat(status=RankStatus(rank=rank, pod=rank), silent_s=silent_s)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,7 @@ def silent(rank: int, silent_s: float) -> Stuck:
         ([], None),
     ],
 )
-def test_stuck_rank(ranks: list[Stuck], culprit: int | None) -> None:
+def test_stuck_rank(ranks: list[RankBeat], culprit: int | None) -> None:
     failure = blame_stuck(ranks, 300.0)
     assert (failure.rank if failure else None) == culprit
 
@@ -214,6 +218,6 @@ def test_stuck_rank(ranks: list[Stuck], culprit: int | None) -> None:
         ),
     ],
 )
-def test_silent_rank(ranks: list[Stuck], culprit: int | None, reason: FailureReason | None) -> None:
+def test_silent_rank(ranks: list[RankBeat], culprit: int | None, reason: FailureReason | None) -> None:
     failure = blame_stuck(ranks, 300.0)
     assert (failure and failure.rank, failure and failure.reason) == (culprit, reason)

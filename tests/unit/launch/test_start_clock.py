@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from heteroinfer_contract.group_report import RankPhase, RankStatus
 from tests.unit.launch.test_environment import PLAN
-from vllm_heteroinfer.launch.readiness import GroupView
-from vllm_heteroinfer.launch.start_clock import StartClock
+from vllm_heteroinfer.launch.readiness import GroupView, StartClock
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 
 TIMEOUT_S = 10.0

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from heteroinfer_contract.byte_size import format_bytes
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.commands.account import (
     describe_bounds,
     describe_capacity,

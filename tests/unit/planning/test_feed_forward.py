@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import load_formats
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.calibration import MemoryReading
 from heteroinfer_contract.model import AttentionKind, LayerKind, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import EngineSpec, HeteroInferenceSpec
 from heteroinfer_operator.commands.account import describe_capacity, describe_memory, describe_speed
 from heteroinfer_operator.commands.choices import describe_choices

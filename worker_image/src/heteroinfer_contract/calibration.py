@@ -180,7 +180,7 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class Calibration(codec.JsonValue):
     """One run on one machine.
 
     Attributes:
@@ -254,17 +254,6 @@ class Calibration:
                 {k: v for k, v in item.items() if k not in bare or v != bare[k]} for item in value[name]
             ]
         return codec.text_of(value)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Calibration":
-        """Returns the calibration that `text` holds.
-
-        Raises:
-            ContractError: it is none that `heteroinfer-worker calibrate` writes; the message names the field.
-        """
-        calibration = codec.from_json(cls, text)
-        calibration.check()
-        return calibration
 
     def check(self) -> None:
         """Checks what every reader relies on.

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 from heteroinfer_contract.errors import ContractError
 
@@ -39,6 +39,28 @@ def raw_of(value: Any) -> Any:
         fields = _fields_of(kind)
         return {field.name: raw_of(getattr(value, field.name)) for field in fields}
     return value
+
+
+class JsonValue:
+    """Base of a dataclass of the contract that travels as one JSON text."""
+
+    __slots__ = ()
+    reads_tolerantly: ClassVar[bool] = False
+    """Whether a reader leaves out unknown fields, and takes the default for bad ones that have a default."""
+
+    def to_json(self) -> str:
+        """Returns the one JSON text of this value."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Returns the value that `text` holds; raises ContractError naming the field."""
+        value = from_json(cls, text, tolerant=cls.reads_tolerantly)
+        value.check()
+        return value
+
+    def check(self) -> None:
+        """Checks what every reader relies on; raises ContractError naming the field."""
 
 
 def text_of(raw: Mapping[str, Any]) -> str:

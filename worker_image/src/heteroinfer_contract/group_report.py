@@ -73,7 +73,7 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupReport:
+class GroupReport(codec.JsonValue):
     """A group now, as its leader sees it.
 
     Attributes:
@@ -86,21 +86,6 @@ class GroupReport:
     ready: bool
     message: str
     ranks: tuple[RankStatus, ...]
-
-    def to_json(self) -> str:
-        """Returns the one JSON text of this status."""
-        return codec.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "GroupReport":
-        """Returns the status that `text` holds.
-
-        Raises:
-            ContractError: it is none that a leader writes; the message names the field.
-        """
-        status = codec.from_json(cls, text)
-        status.check()
-        return status
 
     def check(self) -> None:
         """Checks what every reader relies on.

@@ -52,7 +52,7 @@ class FetchedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompleteModel:
+class CompleteModel(codec.JsonValue):
     """The marker of a complete model."""
 
     repository: str
@@ -64,18 +64,9 @@ class CompleteModel:
         """Returns the size of all files, in bytes."""
         return sum(file.size_bytes for file in self.files)
 
-    def to_json(self) -> str:
-        """Returns the one JSON text of this marker."""
-        return codec.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "CompleteModel":
-        """Returns the marker that `text` holds; raises ContractError naming the field."""
-        return codec.from_json(cls, text)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchProgress:
+class FetchProgress(codec.JsonValue):
     """How far a fetch is; served as JSON by its pod on /fetch.
 
     Attributes:
@@ -90,22 +81,16 @@ class FetchProgress:
     total_bytes: int = 0
     message: str = ""
 
-    def to_json(self) -> str:
-        """Returns the one JSON text of this progress."""
-        return codec.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "FetchProgress":
-        """Returns the progress that `text` holds; raises ContractError naming the field."""
-        progress = codec.from_json(cls, text)
-        codec.at_least(0, "FetchProgress", done_bytes=progress.done_bytes, total_bytes=progress.total_bytes)
-        return progress
+    def check(self) -> None:
+        """Checks that no size is below 0; raises ContractError naming it."""
+        codec.at_least(0, "FetchProgress", done_bytes=self.done_bytes, total_bytes=self.total_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchedModel:
+class FetchedModel(codec.JsonValue):
     """What a fetch leaves as its pod's termination message."""
 
+    reads_tolerantly = True
     commit: str
     size_bytes: int
     profile: ModelProfile
@@ -119,12 +104,9 @@ class FetchedModel:
         }
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, text: str) -> "FetchedModel":
-        """Returns the answer that `text` holds; raises ContractError naming the field."""
-        fetched = codec.from_json(cls, text, tolerant=True)
-        codec.at_least(0, "FetchedModel", size_bytes=fetched.size_bytes)
-        if not is_commit(fetched.commit):
-            raise ContractError(f"FetchedModel.commit: got {fetched.commit[:80]!r}, expected a commit's hash")
-        fetched.profile.check()
-        return fetched
+    def check(self) -> None:
+        """Checks what every reader relies on; raises ContractError naming the field."""
+        codec.at_least(0, "FetchedModel", size_bytes=self.size_bytes)
+        if not is_commit(self.commit):
+            raise ContractError(f"FetchedModel.commit: got {self.commit[:80]!r}, expected a commit's hash")
+        self.profile.check()

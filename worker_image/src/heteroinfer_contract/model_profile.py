@@ -18,7 +18,7 @@ MOST_LAYERS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelProfile:
+class ModelProfile(codec.JsonValue):
     """A model's sizes in the dtype that its config names.
 
     A profile of version 0.1.0 ends at `quantization`; what follows is then at its default, and every layer
@@ -106,30 +106,12 @@ class ModelProfile:
         """Returns the routed experts of a layer that has most of them."""
         return max((kind.experts for kind in self.layers), default=0)
 
-    def active_bytes(self, index: int, tokens: int) -> float:
-        """Returns what a step of so many tokens reads of a layer's weights, in bytes, on average."""
-        kind = self.layer(index)
-        return self.layer_bytes[index] - kind.routed_bytes + kind.expected_experts(tokens) * kind.expert_bytes
-
     def to_json(self) -> str:
         """Returns the one JSON text of this profile; what is at its default is left out of `kinds`."""
         value = dataclasses.asdict(self)
         bare = dataclasses.asdict(LayerKind())
         value["kinds"] = [{k: v for k, v in kind.items() if v != bare[k]} for kind in value["kinds"]]
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> "ModelProfile":
-        """Returns the profile that `text` holds, of this version, an earlier or a later one.
-
-        A field that is unknown here is left out, one with a default that is no good is at its default.
-
-        Raises:
-            ContractError: it is not JSON, or a field without which there is no plan is missing or wrong.
-        """
-        profile = codec.from_json(cls, text, tolerant=True)
-        profile.check()
-        return profile
 
     def check(self) -> None:
         """Checks that no size is one that there cannot be; raises ContractError naming it."""

@@ -1,6 +1,6 @@
 """Names that stand in Kubernetes objects, environments and URLs; each stands here once.
 
-Stdlib only; pure: constants.
+Stdlib only; pure, and little: a pod's first process imports it before it takes signals.
 """
 
 from typing import Final
@@ -165,3 +165,8 @@ EXIT_REFUSED: Final = 72
 EXIT_STARTUP_TIMEOUT: Final = 73
 EXIT_FETCH_FAILED: Final = 74
 """A fetch pod's: the model is not in the cache; the termination message says why."""
+
+
+def exit_code_of(number: int) -> int:
+    """Returns the exit code of a process that ends since a signal asked it to, as shells count."""
+    return 128 + number

@@ -145,7 +145,7 @@ class PodAssignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(codec.JsonValue):
     """A whole group.
 
     Attributes:
@@ -247,11 +247,6 @@ class Plan:
             text = codec.text_of(raw)
             self._texts.extend((text, plan_text_hash(text)))
         return self._texts
-
-    @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """Returns the plan that `text` holds; raises ContractError naming the field."""
-        return codec.from_json(cls, text)
 
     def to_env(self) -> dict[str, str]:
         """Returns the plan as environment."""

@@ -1,23 +1,42 @@
-"""What a pod of a group knows besides the plan: its identity and where its peers are.
+"""What a pod of a group knows besides the plan: its identity, where its peers are, who shares its machine.
 
 Stdlib only; pure.
 """
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError, not_set
+from heteroinfer_contract.plan import Device, Plan, RankAssignment
 
 MAX_SECONDS = 7 * 86400.0
 """Of any duration of a launch."""
 MAX_PORT = 65535
 LEAST_HEARTBEAT_S = 0.5
 """Two beats, and a moment for the network."""
+_ENGINE_CPUS_OF_MANY = 2
+"""The engine core and the API server each spin on one CPU; 16 threads on 16 CPUs made a
+step take 258 ms instead of 56 (H200 host, 2026-11)."""
+_MANY_CPUS = 8
+"""From here on the engine gets two CPUs; below, one; a single CPU is shared."""
+_VARIABLES: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
+    "group": (names.ENV_GROUP, str),
+    "group_uid": (names.ENV_GROUP_UID, str),
+    "epoch": (names.ENV_EPOCH, int),
+    "pod_index": (names.ENV_POD_INDEX, int),
+    "addresses": (names.ENV_ADDRESSES, json.loads),
+    "startup_timeout_s": (names.ENV_STARTUP_TIMEOUT, float),
+    "drain_timeout_s": (names.ENV_DRAIN_TIMEOUT, float),
+    "heartbeat_timeout_s": (names.ENV_HEARTBEAT_TIMEOUT, float),
+    "network_interface": (names.ENV_NETWORK_INTERFACE, str),
+    "cpu_binding": (names.ENV_CPU_BINDING, str),
+}
+"""Of each field of PodLaunch: its variable, and how that is read."""
 
 
 class CpuBinding(StrEnum):
@@ -93,18 +112,8 @@ class PodLaunch:
 
     def to_env(self) -> dict[str, str]:
         """Returns the launch as environment."""
-        return {
-            names.ENV_GROUP: self.group,
-            names.ENV_GROUP_UID: self.group_uid,
-            names.ENV_EPOCH: str(self.epoch),
-            names.ENV_POD_INDEX: str(self.pod_index),
-            names.ENV_ADDRESSES: json.dumps([dataclasses.asdict(a) for a in self.addresses]),
-            names.ENV_STARTUP_TIMEOUT: repr(self.startup_timeout_s),
-            names.ENV_DRAIN_TIMEOUT: repr(self.drain_timeout_s),
-            names.ENV_HEARTBEAT_TIMEOUT: repr(self.heartbeat_timeout_s),
-            names.ENV_NETWORK_INTERFACE: self.network_interface,
-            names.ENV_CPU_BINDING: self.cpu_binding.value,
-        }
+        env = {name: str(getattr(self, field)) for field, (name, _) in _VARIABLES.items()}
+        return env | {names.ENV_ADDRESSES: json.dumps([dataclasses.asdict(a) for a in self.addresses])}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "PodLaunch":
@@ -113,18 +122,7 @@ class PodLaunch:
         Raises:
             ContractError: a variable is missing or malformed; the message names it.
         """
-        raw = {
-            "group": _variable(env, names.ENV_GROUP, str),
-            "group_uid": _variable(env, names.ENV_GROUP_UID, str),
-            "epoch": _variable(env, names.ENV_EPOCH, int),
-            "pod_index": _variable(env, names.ENV_POD_INDEX, int),
-            "addresses": _variable(env, names.ENV_ADDRESSES, json.loads),
-            "startup_timeout_s": _variable(env, names.ENV_STARTUP_TIMEOUT, float),
-            "drain_timeout_s": _variable(env, names.ENV_DRAIN_TIMEOUT, float),
-            "heartbeat_timeout_s": _variable(env, names.ENV_HEARTBEAT_TIMEOUT, float),
-            "network_interface": _variable(env, names.ENV_NETWORK_INTERFACE, str),
-            "cpu_binding": _variable(env, names.ENV_CPU_BINDING, str),
-        }
+        raw = {field: _variable(env, name, parse) for field, (name, parse) in _VARIABLES.items()}
         return codec.from_mapping(cls, raw)
 
     def check(self) -> None:
@@ -145,6 +143,34 @@ class PodLaunch:
                 if field.name != "host":
                     codec.at_least(1, where, **{field.name: getattr(address, field.name)})
                     codec.at_most(MAX_PORT, where, **{field.name: getattr(address, field.name)})
+
+
+def share_machine(launch: PodLaunch, pods: Iterable[int]) -> bool:
+    """Returns whether these pods of the group are on one machine, as far as their addresses say.
+
+    In a cluster each pod has an address of its own; under `heteroinfer up` all have one.
+    """
+    return len({launch.addresses[pod].host for pod in pods}) == 1
+
+
+def ranks_on_machine(plan: Plan, launch: PodLaunch, device: Device | None = None) -> list[RankAssignment]:
+    """Returns the ranks on this pod's machine, in rank order; of one device if it is given."""
+    return [
+        rank
+        for rank in plan.ranks
+        if device in (None, rank.device) and share_machine(launch, (launch.pod_index, rank.pod))
+    ]
+
+
+def engine_cpus(usable: float) -> int:
+    """Returns the CPUs that ranks leave to the engine and its API server.
+
+    Args:
+        usable: CPUs that a leader's ranks, engine and API server share.
+    """
+    if usable <= 1:
+        return 0
+    return _ENGINE_CPUS_OF_MANY if usable >= _MANY_CPUS else 1
 
 
 def _variable(env: Mapping[str, str], name: str, parse: Callable[[str], Any]) -> Any:

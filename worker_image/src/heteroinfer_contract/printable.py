@@ -1,4 +1,4 @@
-"""Text from other parties, made safe for a terminal and a log. Stdlib only."""
+"""Text for people: sizes, and foreign text made safe for a terminal and a log. Stdlib only; pure."""
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -19,3 +19,8 @@ def printable(text: str, *, keep: str = "") -> str:
         else character.encode("unicode_escape").decode("ascii")
         for character in text
     )
+
+
+def format_bytes(size: float) -> str:
+    """Returns a size for people: GiB with two digits, MiB below 0.1 GiB."""
+    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"

@@ -4,17 +4,18 @@ A reader without the key gets a report that does not say which group it is of, a
 With the code of that challenge it gets the whole one, with a code of its text.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Final
 
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.fresh_keys import new_key, new_nonce
-from heteroinfer_contract.group_key import EpochKey
+from heteroinfer_contract.group_key import KEY_BYTES, EpochKey
 
 CHALLENGE_HEADER: Final = "WWW-Authenticate"
 CREDENTIALS_HEADER: Final = "Authorization"
 CODE_HEADER: Final = "X-HeteroInfer-Code"
 SCHEME: Final = "HeteroInfer"
+_NONCE_BYTES: Final = 16
 CHALLENGE_LIFE_S: Final = 30.0
 """A reader that comes more seldom is challenged anew, which takes one request more."""
 
@@ -24,12 +25,12 @@ class ReportGuard:
 
     def __init__(self, key: EpochKey) -> None:
         self._key = key
-        self._own = EpochKey(new_key())
+        self._own = EpochKey(os.urandom(KEY_BYTES))
         self._used: dict[str, float] = {}
 
     def challenge(self, now_s: float) -> str:
         """Returns a challenge; good once, for CHALLENGE_LIFE_S."""
-        at, nonce = f"{now_s:.3f}", new_nonce()
+        at, nonce = f"{now_s:.3f}", os.urandom(_NONCE_BYTES).hex()
         return f"{at}/{nonce}/{self._own.code('challenge', at, nonce)}"
 
     def admits(self, credentials: str, now_s: float) -> str | None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.planning.feed_forward import beside_weights_bytes, feed_forward_seconds
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.plan import Device, Mode
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
 from heteroinfer_operator.commands.account import sequences_at_once
 from heteroinfer_operator.errors import PlanError

@@ -10,13 +10,12 @@ from typing import Final
 import yaml
 
 from heteroinfer_contract import names
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, RankAssignment
-from heteroinfer_contract.printable import printable
+from heteroinfer_contract.printable import format_bytes, printable
 from heteroinfer_operator.api import HeteroInference
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.commands.account import (

@@ -4,9 +4,9 @@ import asyncio
 import base64
 import binascii
 import logging
+import os
 from typing import Final
 
-from heteroinfer_contract.fresh_keys import new_key
 from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.paths import SECRET
@@ -44,7 +44,7 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str) -> b
         text = (stored.get("data") or {}).get(DATA_KEY)
         if text is not None:
             return _decode(text, f"{namespace}/{name}")
-        key = new_key()
+        key = os.urandom(KEY_BYTES)
         body = {**stored, "data": {DATA_KEY: base64.b64encode(key).decode()}}
         try:
             await server.update(path, body)

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from heteroinfer_contract import names
-from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.plan import Device, Plan
-from heteroinfer_contract.pod_launch import CpuBinding
+from heteroinfer_contract.pod_launch import CpuBinding, engine_cpus
 from heteroinfer_operator.local.pod_process import PodProcess
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from heteroinfer_contract import names, parent_death
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
-from heteroinfer_contract.signal_exit import exit_code_of
+from heteroinfer_contract.names import exit_code_of
 from heteroinfer_operator.cluster import ContainerTermination
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local.pod_process import PodProcess

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from heteroinfer_contract.byte_size import format_bytes
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.nodes.demand import PodDemand
 from heteroinfer_operator.nodes.placement import (
     AlikePods,

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Plan, eager_reason
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import split_by_memory

@@ -11,13 +11,13 @@ from statistics import NormalDist
 from typing import Final
 
 from heteroinfer_contract import load_formats
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.calibration import Calibration, HopPath
 from heteroinfer_contract.column_shares import share_experts, share_out
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, batches_at_once
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.inventory import Inventory

@@ -6,9 +6,9 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.memory import RankBudget, Sizes, StageBudget

@@ -6,9 +6,9 @@ from fractions import Fraction
 from math import ceil
 from typing import Final
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import KvCache, build_kv_cache

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, Plan, RankAssignment
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.feed_forward import (
     Remote,

@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Final
 
 from heteroinfer_contract.calibration import MORE_ROWS, Calibration, KernelPart, KernelRate
-from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
+from heteroinfer_contract.pod_launch import engine_cpus
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.nodes.calibrations import describe
 from heteroinfer_operator.quantity import gigabytes_per_s, parse_quantity

@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress, is_commit
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import (
     MAX_PROFILE_LENGTH,
     GroupStatus,

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
 from heteroinfer_contract import names
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import StartupPhase, StartupStatus
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run

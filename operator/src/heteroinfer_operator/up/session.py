@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.background import start_task
-from heteroinfer_contract.byte_size import format_bytes
-from heteroinfer_contract.fresh_keys import new_key
+from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_contract.pod_launch import PodAddress
+from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import (
     Condition,
     ConditionStatus,
@@ -89,7 +90,7 @@ class Session:
         fixed = Options(
             addressing=self._addressing,
             images=_IMAGES,
-            operator_key=new_key(),
+            operator_key=os.urandom(KEY_BYTES),
             nodes_may_come=False,
             names_come_again=False,
             allowed=Allowed(arguments=None, annotations=None),  # the machine is the user's own

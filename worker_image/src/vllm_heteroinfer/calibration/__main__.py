@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from heteroinfer_contract.names import exit_code_of
 from heteroinfer_contract.parent_death import adopt_orphans
-from heteroinfer_contract.signal_exit import exit_code_of
 from vllm_heteroinfer.calibration.command import LIMIT_S, calibrate
 
 LEAST_LIMIT_S, MOST_LIMIT_S = 5.0, 3600.0

@@ -21,8 +21,7 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, Mode, Plan
-from heteroinfer_contract.pod_launch import PodLaunch
-from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
+from heteroinfer_contract.pod_launch import PodLaunch, ranks_on_machine, share_machine
 from vllm_heteroinfer.pod.open_mp import first_level
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is on Linux

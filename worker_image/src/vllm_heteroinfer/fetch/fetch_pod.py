@@ -15,7 +15,6 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import HUB_SCHEME
-from heteroinfer_contract.signal_exit import exit_code_of
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob
@@ -100,7 +99,7 @@ def _leave(options: FetchOptions, text: str) -> None:
 async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
     # A process that is PID 1 has no default for SIGTERM; what was fetched is kept as it is.
     asyncio.get_running_loop().add_signal_handler(
-        signal.SIGTERM, lambda: os._exit(exit_code_of(signal.SIGTERM))
+        signal.SIGTERM, lambda: os._exit(names.exit_code_of(signal.SIGTERM))
     )
     server = HealthServer(lambda request: _answer(job, request.path))
     await server.start(options.health_host, options.health_port)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import COMMIT, HUB_SCHEME, FetchedFile
+from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import can_be_a_file
 

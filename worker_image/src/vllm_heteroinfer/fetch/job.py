@@ -1,24 +1,21 @@
 """One fetch: lists the model, fetches what is missing, verifies, marks; waits out what may heal."""
 
 import contextlib
+import os
+import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model.weights import INDEX_FILE
-from heteroinfer_contract.model_fetch import (
-    CompleteModel,
-    FetchedFile,
-    FetchedModel,
-    FetchProgress,
-)
+from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile, FetchedModel, FetchProgress
 from heteroinfer_contract.model_files import read_profile
-from vllm_heteroinfer.fetch.downloads import fetch_side_by_side
 from vllm_heteroinfer.fetch.errors import FetchError
+from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 from vllm_heteroinfer.fetch.store import ModelStore
 
@@ -31,18 +28,6 @@ _WRONG_HASHES: Final = 3
 _WHOLE_HASH: Final = re.compile(r"[0-9a-f]{40}")
 
 
-class Source(Protocol):
-    """Where a model comes from; HubModel."""
-
-    def files(self) -> tuple[str, list[FetchedFile]]:
-        """Returns the commit and all files; raises FetchError."""
-        ...
-
-    def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
-        """Fetches what `into` lacks; raises FetchError, or OSError of the cache."""
-        ...
-
-
 class FetchJob:
     """Brings one model into a cache.
 
@@ -53,7 +38,7 @@ class FetchJob:
 
     def __init__(
         self,
-        source: Source,
+        source: HubModel,
         *,
         repository: str,
         revision: str,
@@ -237,6 +222,58 @@ class _Moves:
             if not self._calls or used_bytes != self._used_bytes:
                 self._used_bytes, self._moved_at_s = used_bytes, self._now_s()
             return self._now_s() - self._moved_at_s
+
+
+def fetch_side_by_side(
+    files: Sequence[FetchedFile],
+    fetch: Callable[[FetchedFile], None],
+    *,
+    at_once: int,
+    share_lock: Callable[[], int],
+) -> None:
+    """Fetches files, a few at once; after an error no other file is begun.
+
+    Downloads that run when a file is refused for good cannot be ended here: they go on until the process
+    ends, and keep the lock of their folder until then, so that another fetch never writes to their parts
+    beside them. The process does not wait for their threads.
+
+    Args:
+        share_lock: returns a descriptor that keeps the lock of the folder until it is closed.
+
+    Raises:
+        FetchError: a file was refused for good, as soon as it was; or another error of `fetch`, once the
+            other downloads have ended.
+    """
+    waiting = iter(list(files))  # each step of a list's iterator is whole, whichever thread takes it
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    failed = threading.Event()
+
+    def work(lock: int) -> None:
+        error: BaseException | None = None
+        try:
+            while not failed.is_set() and (file := next(waiting, None)) is not None:
+                fetch(file)
+        except BaseException as raised:  # for the thread that waits below
+            failed.set()
+            error = raised
+        finally:
+            os.close(lock)
+            ended.put(error)
+
+    workers = [
+        threading.Thread(target=work, args=(share_lock(),), name=f"fetch-{number}", daemon=True)
+        for number in range(min(at_once, len(files)))
+    ]
+    for worker in workers:
+        worker.start()
+    first: BaseException | None = None
+    for _ in workers:
+        error = ended.get()
+        if error is not None and not (isinstance(error, FetchError) and error.may_heal):
+            raise error
+        first = first or error
+    if first is not None:
+        raise first
 
 
 def _read_index(folder: Path, files: Sequence[FetchedFile]) -> Any:

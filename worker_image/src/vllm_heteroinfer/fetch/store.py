@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_cache import damaged_files, read_marker
 from heteroinfer_contract.model_fetch import (
@@ -27,6 +26,7 @@ from heteroinfer_contract.model_fetch import (
     FetchedFile,
     model_folder,
 )
+from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.fetch.errors import FetchError
 
 _BLOCK_BYTES: Final = 8 * 2**20

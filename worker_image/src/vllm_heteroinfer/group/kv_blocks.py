@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.printable import format_bytes
 
 
 def size_bytes(kv_cache_config: Any) -> int:

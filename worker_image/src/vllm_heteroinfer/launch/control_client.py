@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import uuid
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure
-from heteroinfer_contract.fresh_keys import new_nonce
 from heteroinfer_contract.group_key import EpochKey
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
@@ -50,7 +50,7 @@ class ControlClient:
         self._handlers = handlers
         self._key = key
         self._clock = clock
-        self._instance = new_nonce()
+        self._instance = uuid.uuid4().hex
         self._address = ""
         self._link: SupervisorLink | None = None
         self._group_age_s = 0.0

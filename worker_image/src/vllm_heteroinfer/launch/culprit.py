@@ -6,7 +6,7 @@ marked them (pod/lost_peer.py): no words of an error decide.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from signal import Signals
 
@@ -112,70 +112,3 @@ def exit_code(failure: Failure, own_pod: int) -> int:
             return names.EXIT_USAGE
         case _:
             return names.EXIT_RANK_FAILED if failure.pod == own_pod else names.EXIT_PEER_FAILED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stuck:
-    """A rank that does the same thing since long, or has told its supervisor nothing since long.
-
-    Attributes:
-        busy: what it does; None if it does nothing, as far as is known.
-        busy_s: for how long, in seconds.
-        waiting_for_rank: whom it waits for, None if it computes.
-        silent_s: since its supervisor heard of it, in seconds.
-    """
-
-    rank: int
-    pod: int
-    busy: str | None
-    busy_s: float
-    waiting_for_rank: int | None
-    silent_s: float = 0.0
-
-    @property
-    def late_s(self) -> float:
-        """Returns for how long nothing of it has moved, as far as is known, in seconds."""
-        return max(self.busy_s, self.silent_s)
-
-
-def blame_stuck(stuck: Sequence[Stuck], step_timeout_s: float) -> Failure | None:
-    """Returns the failure that names the rank which holds up the others, or None.
-
-    A rank that waits for one which has been busy for more than half the deadline passes
-    the blame on (it may have begun to wait first); one that waits for a rank which is
-    not busy, or only just, keeps it, since its message is lost. What a silent rank waited for
-    when it last spoke says nothing.
-
-    Args:
-        stuck: every rank that is busy or silent, however short.
-    """
-    known = [replace(s, waiting_for_rank=None) if s.silent_s > step_timeout_s / 2 else s for s in stuck]
-    late = {s.rank: s for s in known if s.late_s > step_timeout_s}
-    slow = {s.rank: s for s in known if s.late_s > step_timeout_s / 2}
-    if not late:
-        return None
-    culprit = min(late.values(), key=lambda s: (s.waiting_for_rank is not None, -s.late_s, s.rank))
-    seen = {culprit.rank}
-    while culprit.waiting_for_rank in slow and culprit.waiting_for_rank not in seen:
-        culprit = slow[culprit.waiting_for_rank]
-        seen.add(culprit.rank)
-    others = sorted(set(late) - {culprit.rank})
-    waiting = f"; ranks {others} wait as well" if others else ""
-    is_silent = culprit.silent_s > step_timeout_s / 2
-    return Failure(
-        reason=FailureReason.RANK_STOPPED if is_silent else FailureReason.STEP_TIMEOUT,
-        message=(
-            f"{_what_is_late(culprit, is_silent=is_silent)}{waiting}; expected at most "
-            f"{step_timeout_s:.0f} s (stepTimeout)"
-        ),
-        pod=culprit.pod,
-        rank=culprit.rank,
-    )
-
-
-def _what_is_late(culprit: Stuck, *, is_silent: bool) -> str:
-    if is_silent:
-        return f"rank {culprit.rank} has told its supervisor nothing for {culprit.silent_s:.0f} s"
-    waited_for = culprit.waiting_for_rank
-    waiting = f", waiting for rank {waited_for}" if waited_for is not None else ""
-    return f"rank {culprit.rank} has not finished '{culprit.busy}' in {culprit.busy_s:.0f} s{waiting}"

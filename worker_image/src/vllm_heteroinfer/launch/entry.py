@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from heteroinfer_contract.signal_exit import exit_code_of
+from heteroinfer_contract.names import exit_code_of
 
 _STOPPED = 0
 

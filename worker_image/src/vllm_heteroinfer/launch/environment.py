@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.engine_cpus import engine_cpus
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
-from heteroinfer_contract.pod_launch import CpuBinding, PodLaunch
-from heteroinfer_contract.shared_machine import ranks_on_machine, share_machine
+from heteroinfer_contract.pod_launch import (
+    CpuBinding,
+    PodLaunch,
+    engine_cpus,
+    ranks_on_machine,
+    share_machine,
+)
 from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.pod.open_mp import first_level
 

@@ -9,12 +9,15 @@ Stdlib and the contract only. The follower speaks first, with a code, so that a 
 Lines count up from 0 in each direction, so that none can be left out, repeated or put elsewhere.
 """
 
+import os
 from dataclasses import dataclass
+from typing import Final
 
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.fresh_keys import new_nonce
 from heteroinfer_contract.group_key import EpochKey
+
+_NONCE_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ class Seal:
 
 def build_opening(key: EpochKey, pod: int) -> Opening:
     """Returns the first line of a follower."""
-    nonce = new_nonce()
+    nonce = os.urandom(_NONCE_BYTES).hex()
     return Opening(pod=pod, nonce=nonce, code=key.code("open", str(pod), nonce))
 
 
@@ -77,7 +80,7 @@ def reply_to(key: EpochKey, line: str) -> tuple[OpeningReply, Seal]:
     opening = codec.from_json(Opening, line)
     if not key.vouches(opening.code, "open", str(opening.pod), opening.nonce):
         raise ContractError("it does not have this epoch's key")
-    nonce = new_nonce()
+    nonce = os.urandom(_NONCE_BYTES).hex()
     parts = (str(opening.pod), opening.nonce, nonce)
     return OpeningReply(nonce=nonce, code=key.code("reply", *parts)), Seal(key.session(*parts), leads=True)
 

@@ -1,11 +1,12 @@
-"""Whether a group would answer a request now, and what it waits for if not. PURE."""
+"""Whether a group would answer a request now, what it waits for if not, and whether that is overdue. PURE."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
-from vllm_heteroinfer.launch.culprit import Stuck
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 
 SILENT_S = 10.0
@@ -91,25 +92,15 @@ class GroupView:
             return busy.rank if busy else None
         return None if self.missing_pods or self._waits_for_engine(first.rank) else first.rank
 
-    def busy_ranks(self) -> list[Stuck]:
+    def busy_ranks(self) -> list[RankBeat]:
         """Returns the ranks that are doing something, or have told their supervisor nothing for a while."""
-        return [
-            Stuck(
-                rank=beat.status.rank,
-                pod=beat.status.pod,
-                busy=beat.busy,
-                busy_s=beat.busy_s,
-                waiting_for_rank=beat.waiting_for_rank,
-                silent_s=beat.silent_s,
-            )
-            for beat in self.beats
-            if beat.busy is not None or beat.silent_s > SILENT_S / 10
-        ]
+        return [beat for beat in self.beats if beat.busy is not None or beat.silent_s > SILENT_S / 10]
 
-    def _busiest(self) -> Stuck | None:
+    def _busiest(self) -> RankStatus | None:
         """Returns the rank that an API server which does not answer may wait for: none that waits itself."""
-        busy = [stuck for stuck in self.busy_ranks() if stuck.busy is not None]
-        return min(busy, key=lambda each: (each.waiting_for_rank is not None, -each.busy_s), default=None)
+        busy = [beat for beat in self.beats if beat.busy is not None]
+        first = min(busy, key=lambda beat: (beat.waiting_for_rank is not None, -beat.busy_s), default=None)
+        return None if first is None else first.status
 
     def status(self, launch: PodLaunch, message: str) -> GroupReport:
         """Returns the status that /group shows; `message` is "" when the group is ready."""
@@ -123,12 +114,12 @@ class GroupView:
         )
 
     def _words(self, status: RankStatus) -> str:
-        text = f"rank {status.rank} (pod {status.pod}) is {status.phase}"
-        if self._silent_s(status.rank) > SILENT_S:
-            return f"{text} and has told its supervisor nothing for {self._silent_s(status.rank):.0f} s"
-        if self._waits_for_engine(status.rank):
+        text, beat = f"rank {status.rank} (pod {status.pod}) is {status.phase}", self._beat(status.rank)
+        if beat.silent_s > SILENT_S:
+            return f"{text} and has told its supervisor nothing for {beat.silent_s:.0f} s"
+        if beat.waiting_for_engine:
             return f"{text} and waits for the engine"
-        for_rank = self._waits_for(status.rank)
+        for_rank = beat.waiting_for_rank
         return text if for_rank is None else f"{text} and waits for rank {for_rank}"
 
     def _by_suspicion(self) -> list[RankStatus]:
@@ -142,25 +133,91 @@ class GroupView:
         def order(status: RankStatus) -> tuple[bool, bool, bool, int, float]:
             loaded = status.loaded_bytes / status.total_bytes if status.total_bytes else 0.0
             return (
-                self._silent_s(status.rank) <= SILENT_S,
+                self._beat(status.rank).silent_s <= SILENT_S,
                 self._waits_for_engine(status.rank),
-                self._waits_for(status.rank) in not_ready,
+                self._beat(status.rank).waiting_for_rank in not_ready,
                 phases.index(status.phase),
                 loaded,
             )
 
         return sorted(not_ready.values(), key=order)
 
-    def _waits_for(self, rank: int) -> int | None:
-        return next((beat.waiting_for_rank for beat in self.beats if beat.status.rank == rank), None)
+    def _beat(self, rank: int) -> RankBeat:
+        status = RankStatus(rank=rank, pod=self.plan.ranks[rank].pod)
+        return next((beat for beat in self.beats if beat.status.rank == rank), RankBeat(status=status))
 
     def _waits_for_engine(self, rank: int) -> bool:
         """Returns whether a rank, when it last spoke and not too long ago, waited for the engine."""
-        waits = any(beat.waiting_for_engine for beat in self.beats if beat.status.rank == rank)
-        return waits and self._silent_s(rank) <= SILENT_S
-
-    def _silent_s(self, rank: int) -> float:
-        return next((beat.silent_s for beat in self.beats if beat.status.rank == rank), 0.0)
+        beat = self._beat(rank)
+        return beat.waiting_for_engine and beat.silent_s <= SILENT_S
 
     def _not_ready(self) -> list[RankStatus]:
         return [status for status in self.statuses() if status.phase is not RankPhase.READY]
+
+
+class StartClock:
+    """Measures for how long nothing has moved since all pods are connected.
+
+    A rank moves when its phase changes or it has read more weights. Pods that are not connected
+    stop the clock: their nodes may be pulling the image, which the operator sees.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._seen: object = None
+        self._moved_at_s = 0.0
+
+    def is_overdue(self, view: GroupView, now_s: float) -> bool:
+        """Returns whether a start that is not complete has stood still for too long.
+
+        Args:
+            now_s: on a clock that never goes back and stands still while the supervisor has no turn, in
+                seconds.
+        """
+        ranks = tuple((status.phase, status.loaded_bytes) for status in view.statuses())
+        seen = (ranks, view.api_healthy)
+        if view.missing_pods or seen != self._seen:
+            self._seen, self._moved_at_s = seen, now_s
+        return self.still_s(now_s) > self._timeout_s
+
+    def still_s(self, now_s: float) -> float:
+        """Returns since when nothing has moved, as far as `is_overdue` was told, in seconds."""
+        return now_s - self._moved_at_s
+
+
+def blame_stuck(stuck: Sequence[RankBeat], step_timeout_s: float) -> Failure | None:
+    """Returns the failure that names the rank which holds up the others, or None.
+
+    A rank that waits for one which has been busy for more than half the deadline passes
+    the blame on (it may have begun to wait first); one that waits for a rank which is
+    not busy, or only just, keeps it, since its message is lost. What a silent rank waited for
+    when it last spoke says nothing.
+
+    Args:
+        stuck: every rank that is busy or silent, however short.
+    """
+    known = [replace(s, waiting_for_rank=None) if s.silent_s > step_timeout_s / 2 else s for s in stuck]
+    late = {s.status.rank: s for s in known if s.late_s > step_timeout_s}
+    slow = {s.status.rank: s for s in known if s.late_s > step_timeout_s / 2}
+    if not late:
+        return None
+    culprit = min(late.values(), key=lambda s: (s.waiting_for_rank is not None, -s.late_s, s.status.rank))
+    seen = {culprit.status.rank}
+    while culprit.waiting_for_rank in slow and culprit.waiting_for_rank not in seen:
+        culprit = slow[culprit.waiting_for_rank]
+        seen.add(culprit.status.rank)
+    rank, is_silent = culprit.status.rank, culprit.silent_s > step_timeout_s / 2
+    others = sorted(set(late) - {rank})
+    if is_silent:
+        late_words = f"rank {rank} has told its supervisor nothing for {culprit.silent_s:.0f} s"
+    else:
+        for_rank = culprit.waiting_for_rank
+        waiting = "" if for_rank is None else f", waiting for rank {for_rank}"
+        late_words = f"rank {rank} has not finished '{culprit.busy}' in {culprit.busy_s:.0f} s{waiting}"
+    beside = f"; ranks {others} wait as well" if others else ""
+    return Failure(
+        reason=FailureReason.RANK_STOPPED if is_silent else FailureReason.STEP_TIMEOUT,
+        message=f"{late_words}{beside}; expected at most {step_timeout_s:.0f} s (stepTimeout)",
+        pod=culprit.status.pod,
+        rank=rank,
+    )

@@ -36,8 +36,7 @@ from vllm_heteroinfer.launch.environment import Host
 from vllm_heteroinfer.launch.host import find_leader_address, observe_host, waited_for_cpu_s
 from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
-from vllm_heteroinfer.launch.readiness import GroupView
-from vllm_heteroinfer.launch.start_clock import StartClock
+from vllm_heteroinfer.launch.readiness import GroupView, StartClock, blame_stuck
 from vllm_heteroinfer.launch.supervisor_messages import Message
 from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
@@ -267,7 +266,7 @@ class Supervisor:
             # A rank may be stuck in the group's own first request, once its warm-up, maybe long, is over.
             if not view.computes or self._start.still_s(now_s) <= limit_s:
                 return
-        stuck = culprit.blame_stuck(busy_ranks, limit_s) or self._engine.overdue()
+        stuck = blame_stuck(busy_ranks, limit_s) or self._engine.overdue()
         if stuck is not None:
             accused = stuck.reason is FailureReason.STEP_TIMEOUT
             self._on_evidence(Evidence(failure=replace(stuck, time=time.time()), accused=accused))

@@ -30,9 +30,11 @@ class RankBeat:
     """A rank in a beat: its status, and for how long it has been doing the same thing.
 
     Attributes:
+        busy: what it does; None if it does nothing, as far as is known.
         busy_s: by its supervisor's clock, so that a rank that cannot speak grows late too.
-        silent_s: since its supervisor heard of it, in seconds in which that had its turns.
+        waiting_for_rank: whom it waits for, None if it computes.
         waiting_for_engine: whether it waits for the engine's next call.
+        silent_s: since its supervisor heard of it, in seconds in which that had its turns.
     """
 
     status: RankStatus
@@ -41,6 +43,11 @@ class RankBeat:
     waiting_for_rank: int | None = None
     waiting_for_engine: bool = False
     silent_s: float = 0.0
+
+    @property
+    def late_s(self) -> float:
+        """Returns for how long nothing of it has moved, as far as is known, in seconds."""
+        return max(self.busy_s, self.silent_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

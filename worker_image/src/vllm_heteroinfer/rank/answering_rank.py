@@ -12,9 +12,9 @@ from typing import Any, Final, NoReturn
 import torch
 
 from heteroinfer_contract import codec, names
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
+from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.feed_forward import read_rate, slab_library
 from vllm_heteroinfer.feed_forward.compute import Compute, OwnExperts, Views, computes
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key

@@ -15,9 +15,9 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import RankPhase
+from heteroinfer_contract.names import exit_code_of
 from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
-from heteroinfer_contract.signal_exit import exit_code_of
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
 from vllm_heteroinfer.pod.channel import RankReporter
 from vllm_heteroinfer.pod.forking import run_or_fork

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.cgroups import kernel_bytes
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
-from heteroinfer_contract.pod_launch import PodLaunch
-from heteroinfer_contract.shared_machine import ranks_on_machine
+from heteroinfer_contract.pod_launch import PodLaunch, ranks_on_machine
+from heteroinfer_contract.printable import format_bytes
 
 CUDA_GRAPHS_BYTES = 1 << 30
 """Kept free for CUDA graphs, which are captured after the KV cache is there: vLLM 0.32.0's took well

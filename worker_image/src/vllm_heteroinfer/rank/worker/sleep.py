@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm.v1.executor.abstract import SLEEP_TAGS
 
-from heteroinfer_contract.byte_size import format_bytes
 from heteroinfer_contract.group_report import RankPhase
+from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.group.engine_calls import check_level
 from vllm_heteroinfer.rank.context import RankContext
 
