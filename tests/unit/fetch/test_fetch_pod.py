@@ -14,7 +14,7 @@ from heteroinfer_contract.model_fetch import FetchedFile
 from tests.ports import free_port
 from vllm_heteroinfer.fetch import fetch_pod
 from vllm_heteroinfer.fetch.errors import FetchError
-from vllm_heteroinfer.fetch.job import FetchJob
+from vllm_heteroinfer.fetch.job import FetchJob, FetchOptions
 from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LIMIT_S = 20.0
@@ -46,8 +46,8 @@ class SilentHub:
 class Stale(FetchJob):
     """A job whose cache cannot be looked at any more, as over NFS."""
 
-    def __init__(self, broken: str, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, broken: str, **fields: Any) -> None:
+        super().__init__(**fields)
         self._broken = broken
         self._looks = 0
 
@@ -70,7 +70,7 @@ class Stale(FetchJob):
 def run(cache: Path, broken: str, *, patience_s: float) -> None:
     """Runs a pod's fetch from a silent hub; raises what ends it."""
     hub = SilentHub()
-    options = fetch_pod.FetchOptions(
+    options = FetchOptions(
         repository="acme/tiny",
         revision="main",
         cache=cache,
@@ -83,10 +83,7 @@ def run(cache: Path, broken: str, *, patience_s: float) -> None:
     job = Stale(
         broken,
         source=hub,
-        repository="acme/tiny",
-        revision="main",
-        cache=cache,
-        patience_s=patience_s,
+        options=options,
         now_s=lambda: clock.awake_s(time.monotonic()),
     )
     if broken == "turns":

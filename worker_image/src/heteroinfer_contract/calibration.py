@@ -64,7 +64,6 @@ class Hardware:
     Attributes:
         cpu: model of its CPUs, as the kernel names it.
         instruction_sets: those that kernels ask for, as the kernel names them.
-        cpus: that the measuring process might use.
         cores: physical cores of these.
         gpu: name of the first GPU, or "".
     """
@@ -107,7 +106,6 @@ class KernelRate:
     Attributes:
         scheme: format of the weights; SchemeName.NONE for those of type `dtype`.
         dtype: of activations.
-        kernel: its name in the source.
         bytes_per_s: of the weights as the checkpoint stores them, by all threads together, for one row.
         more_rows: the same for so many rows each as MORE_ROWS says, of experts for each of them; the first
             ones, as far as they were measured.

@@ -58,9 +58,6 @@ def available_memory(cgroups: Path, own_cgroups: str, meminfo: str) -> int:
     Page cache counts as free, active pages too: the kernel drops both before it refuses memory, and
     counts both in MemAvailable (Documentation/filesystems/proc.rst). What tmpfs holds is on neither list.
 
-    Args:
-        meminfo: text of /proc/meminfo.
-
     Raises:
         KeyError: the kernel does not say what is available; Linux does since 3.14.
     """

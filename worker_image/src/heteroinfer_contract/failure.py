@@ -64,7 +64,6 @@ class Failure:
     """The culprit of a group's end.
 
     Attributes:
-        message: one line for people: got, expected, what to do.
         pod: index of the culprit's pod, or None if no pod is to blame.
         rank: the culprit's rank, or None if it is not a rank.
         exit_code: of the culprit's process; negative for a signal, as in subprocess.

@@ -74,11 +74,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport(codec.JsonValue):
-    """A group now, as its leader sees it.
-
-    Attributes:
-        message: what it waits for when not ready.
-    """
+    """A group now, as its leader sees it."""
 
     group_uid: str
     epoch: int

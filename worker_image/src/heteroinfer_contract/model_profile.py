@@ -29,8 +29,6 @@ class ModelProfile(codec.JsonValue):
         dtype: that the config names, or of most weights: `float32`, `float16` or `bfloat16`.
         max_position_embeddings: longest sequence the model was made for, in tokens.
         head_bytes: the output head; 0 if it is the embedding itself (`tied_head`).
-        tied_head: whether head and embedding are one tensor.
-        other_bytes: everything else (final norm).
         quantization: config.json's `quantization_config.quant_method`, or "".
         kind_of_layer: index into `kinds`, by layer.
         limited_experts: whether gates and ups of experts are limited before they are multiplied.

@@ -110,7 +110,6 @@ class EngineSettings:
     nodes; so each of them is written here and given to every rank.
 
     Attributes:
-        model: path of the model inside the pod.
         dtype: `float32`, `float16` or `bfloat16`; never `auto`.
         max_model_len: longest prompt plus output, in tokens.
         block_size: tokens of a KV block; a multiple of 32.

@@ -56,7 +56,6 @@ class PodAddress:
     Attributes:
         host: DNS name or IP address.
         api_port: OpenAI API (used on the leader only).
-        health_port: the supervisor's HTTP port.
         control_port: the supervisor's hand-shake and heart-beat port (leader only).
         rendezvous_port: torch.distributed's TCPStore (leader only).
         executor_port: exchange of message queue handles (leader only).

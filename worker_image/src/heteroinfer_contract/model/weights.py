@@ -115,7 +115,6 @@ class LayerBytes:
     Attributes:
         quantized: of those that are quantized, without routed experts.
         numbered: the experts whose tensors have a number each; none where one tensor has all experts.
-        gates_together: whether one tensor has the gate and up columns of all experts.
         mlp_columns: intermediate columns of the dense feed-forward part; 0 where no tensor says it.
         routed_columns: of one routed expert.
         routed_down: shape of the experts' down projection, where gates and ups are together.
@@ -154,7 +153,6 @@ class Weights:
         layers: by number; of those that are served.
         encoder: of images or audio, with its projection.
         hears: whether an encoder is of audio.
-        layer_tables: embeddings of each layer.
         other: everything else (final norm).
         dropped: what vLLM does not load.
     """

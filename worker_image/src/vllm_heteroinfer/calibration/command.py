@@ -53,7 +53,6 @@ class MeasuredResults:
     """What measuring processes have reported.
 
     Attributes:
-        lists: by name of the field of Calibration.
         begun: what a command of several measurements has begun, in order.
     """
 

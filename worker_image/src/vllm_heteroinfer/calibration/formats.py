@@ -18,9 +18,7 @@ class WeightFormat:
 
     Attributes:
         method: of `quantization_config`, or "" for weights that are not quantized.
-        config: the rest of it.
         linear: whether vLLM has a linear kernel of CPUs for it.
-        experts: whether it has one for routed experts.
         size: inputs and columns of the linear layer that is measured.
         copy: whether a packed layer is copied rather than packed again: packing takes longer.
     """

@@ -6,9 +6,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from typing import NoReturn
 
 from heteroinfer_contract import names
@@ -17,7 +15,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import HUB_SCHEME
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
-from vllm_heteroinfer.fetch.job import FetchJob
+from vllm_heteroinfer.fetch.job import FetchJob, FetchOptions
 from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
 from vllm_heteroinfer.pod.threads import call_aside
@@ -29,25 +27,6 @@ LOG_EVERY_S = 10.0
 WATCH_EVERY_S = 1.0
 _READABLE_BY_ALL = 0o022
 """The umask: readers are other pods, which may run as another user: files 0644, folders 0755."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchOptions:
-    """What the command line says.
-
-    Attributes:
-        health_host: where the pod is reached; decides where to listen.
-        patience_s: without a new byte for so long the fetch ends.
-        termination_message_path: where the answer is left, or None for nowhere.
-    """
-
-    repository: str
-    revision: str
-    cache: Path
-    health_host: str
-    health_port: int
-    patience_s: float
-    termination_message_path: Path | None
 
 
 def fetch_model(options: FetchOptions) -> int:
@@ -63,14 +42,8 @@ def fetch_model(options: FetchOptions) -> int:
     os.umask(_READABLE_BY_ALL)
     clock = TurnClock(WATCH_EVERY_S, time.monotonic())
     try:
-        job = FetchJob(
-            HubModel(options.repository, options.revision),
-            repository=options.repository,
-            revision=options.revision,
-            cache=options.cache,
-            patience_s=options.patience_s,
-            now_s=lambda: clock.awake_s(time.monotonic()),
-        )
+        hub = HubModel(options.repository, options.revision)
+        job = FetchJob(hub, options, now_s=lambda: clock.awake_s(time.monotonic()))
         text, code = asyncio.run(_run(job, options, clock)), names.EXIT_STOPPED
     except Exception as error:  # the boundary of this process: without its word nobody knows why
         text, code = _failure(options, error).to_json(), names.EXIT_FETCH_FAILED

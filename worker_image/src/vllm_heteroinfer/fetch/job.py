@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +20,6 @@ from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 from vllm_heteroinfer.fetch.store import ModelStore
 
-PATIENCE_S: Final = 600.0
-"""Without a new byte for so long the fetch ends; the operator starts another, later and later."""
 FILES_AT_ONCE: Final = 4
 _PAUSES_S: Final = (2.0, 5.0, 15.0, 30.0)
 _LOCK_POLL_S: Final = 1.0
@@ -28,29 +27,38 @@ _WRONG_HASHES: Final = 3
 _WHOLE_HASH: Final = re.compile(r"[0-9a-f]{40}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOptions:
+    """What the command line says.
+
+    Attributes:
+        revision: branch, tag or commit; a commit that is complete already needs no hub.
+        patience_s: without a new byte for so long the fetch ends; the operator starts another.
+        termination_message_path: where the answer is left, or None for nowhere.
+    """
+
+    repository: str
+    revision: str
+    cache: Path
+    health_host: str
+    health_port: int
+    patience_s: float
+    termination_message_path: Path | None
+
+
 class FetchJob:
     """Brings one model into a cache.
 
     Args:
-        revision: branch, tag or commit; a commit that is complete already needs no hub.
         now_s: a time in seconds that goes on only while this process has its turns, or any.
     """
 
     def __init__(
-        self,
-        source: HubModel,
-        *,
-        repository: str,
-        revision: str,
-        cache: Path,
-        patience_s: float = PATIENCE_S,
-        now_s: Callable[[], float] = time.monotonic,
+        self, source: HubModel, options: FetchOptions, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._source = source
-        self._repository = repository
-        self._revision = revision
-        self._cache = cache
-        self._patience_s = patience_s
+        self._options = options
+        self._patience_s = options.patience_s
         self._now_s = now_s
         self._store: ModelStore | None = None
         self._commit = ""
@@ -121,11 +129,13 @@ class FetchJob:
 
     def _known_complete(self) -> CompleteModel | None:
         """Returns the model if the revision is a commit, and the cache has all of it."""
-        return self._open(self._revision).complete() if _WHOLE_HASH.fullmatch(self._revision) else None
+        revision = self._options.revision
+        return self._open(revision).complete() if _WHOLE_HASH.fullmatch(revision) else None
 
     def _open(self, commit: str) -> ModelStore:
         if self._store is None or self._commit != commit:
-            self._store, self._commit = ModelStore(self._cache, self._repository, commit), commit
+            self._store = ModelStore(self._options.cache, self._options.repository, commit)
+            self._commit = commit
         return self._store
 
     def _used_bytes(self) -> int:
@@ -148,7 +158,7 @@ class FetchJob:
             if self._now_s() - moved_at > self._patience_s:
                 raise FetchError(
                     FailureReason.MODEL_CACHE_NOT_WRITABLE,
-                    f"another fetch holds the lock of {store.folder.relative_to(self._cache)} and has "
+                    f"another fetch holds the lock of {store.folder.relative_to(store.cache)} and has "
                     f"written nothing for {self._patience_s:.0f} s: end the pod that has it",
                 )
             time.sleep(_LOCK_POLL_S)

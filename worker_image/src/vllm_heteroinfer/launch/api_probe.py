@@ -22,7 +22,6 @@ async def probe_api(
 
     Args:
         host: the pod's own host name or address; the server listens on it or on all.
-        on_result: called every half a second.
         awake_s: a time that goes on only while this process has its turns (LoopClock), in seconds.
     """
     try:

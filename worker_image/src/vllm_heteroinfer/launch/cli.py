@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fetch.add_argument("--health-port", type=_port, default=names.DEFAULT_HEALTH_PORT)
     fetch.add_argument(
         "--patience",
+        dest="patience_s",
         type=_seconds,
         default=600.0,
         metavar="SECONDS",
@@ -109,18 +111,11 @@ def _seconds(text: str) -> float:
 
 def _fetch(arguments: argparse.Namespace) -> int:
     _prepare_hub(os.environ)
-    from vllm_heteroinfer.fetch.fetch_pod import FetchOptions, fetch_model
+    from vllm_heteroinfer.fetch.fetch_pod import fetch_model
+    from vllm_heteroinfer.fetch.job import FetchOptions
 
     return fetch_model(
-        FetchOptions(
-            repository=arguments.repository,
-            revision=arguments.revision,
-            cache=arguments.cache,
-            health_host=arguments.health_host,
-            health_port=arguments.health_port,
-            patience_s=arguments.patience,
-            termination_message_path=arguments.termination_message_path,
-        )
+        FetchOptions(**{each.name: getattr(arguments, each.name) for each in fields(FetchOptions)})
     )
 
 

@@ -71,18 +71,15 @@ class ControlClient:
         complaint = ""
         while self._link is None:
             try:
-                # Without a limit: a resolver that asks twice takes 5 s (resolv.conf(5)).
-                self._address = await self._resolve()
+                # Its pod has one address as long as it lives. Without a limit: a resolver that asks twice
+                # takes 5 s (resolv.conf(5)).
+                self._address = await look_up(leader.host, leader.control_port)
                 self._link = await self._try_connect(CONNECT_TIMEOUT_S, HELLO_TIMEOUT_S)
             except (OSError, TimeoutError, ContractError) as error:
                 if str(error) != complaint:
                     complaint = str(error)
                     log.info("waiting for the leader at %s:%d: %s", leader.host, leader.control_port, error)
                 await asyncio.sleep(RETRY_INTERVAL_S)
-
-    async def _resolve(self) -> str:
-        """Returns the leader's IP address: its pod has one as long as it lives, so it is asked for once."""
-        return await look_up(self._launch.leader.host, self._launch.leader.control_port)
 
     async def _try_connect(self, timeout_s: float, hello_timeout_s: float) -> SupervisorLink:
         async with asyncio.timeout(timeout_s):

@@ -37,7 +37,6 @@ class Evidence:
     """A failure as one supervisor saw it.
 
     Attributes:
-        age_s: since it was seen, in seconds.
         lost: which other process the culprit says it has lost, if that ended it.
         accused: whether another process names the culprit, not it itself or its supervisor.
     """

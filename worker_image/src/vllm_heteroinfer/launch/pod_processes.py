@@ -183,6 +183,10 @@ class PodProcesses:
             forks.close()
             self._forks = None
 
+    @property
+    def _api(self) -> SupervisedProcess | None:
+        return next((process for process in self._processes if process.assignment is None), None)
+
     def beats(self) -> tuple[RankBeat, ...]:
         """Returns what is known of each rank of this pod now."""
         awake_s = self._awake_s()
@@ -196,7 +200,7 @@ class PodProcesses:
 
     def last_log(self, rank: int) -> str:
         """Returns a rank's last line of log, "" if it is of another pod."""
-        own = (m for m in self._processes if m.assignment is not None and m.assignment.rank == rank)
+        own = (process for process in self._processes if process.rank == rank)
         return next((process.child.output.last_line() for process in own), "")
 
     def drain(self) -> None:
@@ -205,19 +209,18 @@ class PodProcesses:
 
     def drained(self) -> bool:
         """Returns whether no request is left that could end: no API server runs, or it says so."""
-        servers = [m for m in self._processes if m.assignment is None]
-        return all(m.report.drained or m.child.observe().state is ProcessState.ENDED for m in servers)
+        api = self._api
+        return api is None or api.report.drained or api.child.observe().state is ProcessState.ENDED
 
     def engine_waits_s(self) -> float:
         """Returns the age of the API server's question that its engine has not answered, 0 without one."""
+        api = self._api
         # What a silent API server said last says nothing of the engine's silence since.
-        servers = (m for m in self._processes if m.assignment is None and m.heard_awake_s is not None)
-        return max((m.busy_s(m.heard_awake_s or 0.0) for m in servers), default=0.0)
+        return 0.0 if api is None or api.heard_awake_s is None else api.busy_s(api.heard_awake_s)
 
     def api_silent_s(self) -> float:
         """Returns since when the API server has told nothing, in seconds; 0 without one."""
-        awake_s = self._awake_s()
-        return max((m.silent_s(awake_s) for m in self._processes if m.assignment is None), default=0.0)
+        return 0.0 if self._api is None else self._api.silent_s(self._awake_s())
 
     def watch_engine(self, *, started: bool) -> None:
         """Reports an engine that is stopped.
@@ -225,7 +228,7 @@ class PodProcesses:
         Args:
             started: whether the API server has answered: then it has no more processes to start.
         """
-        server = next((m for m in self._processes if m.assignment is None), None)
+        server = self._api
         if server is None or not server.child.started or server.blamed or self._draining:
             return
         now_s = self._awake_s()
@@ -265,13 +268,10 @@ class PodProcesses:
             whether all processes are gone.
         """
         deadline_s = time.monotonic() + API_STOP_TIMEOUT_S
-        servers = [m.child for m in self._processes if m.assignment is None and not m.child.reaped()]
-        for server in servers:
-            server.terminate()
-        while not all(server.reaped() for server in servers) and not hurry.is_set():
-            if time.monotonic() > deadline_s:
-                break
-            await asyncio.sleep(STOP_INTERVAL_S)
+        if self._api is not None and not self._api.child.reaped():
+            self._api.child.terminate()
+            while not self._api.child.reaped() and not hurry.is_set() and time.monotonic() <= deadline_s:
+                await asyncio.sleep(STOP_INTERVAL_S)
         return await self.kill()
 
     async def kill(self) -> bool:
@@ -324,15 +324,9 @@ class PodProcesses:
         process.blamed = True
         since_s = process.failing_since_s if process.failing_since_s is not None else now_s
         failure = failure_of(process, self._plan, self._launch.pod_index, seen)
-        own = None if process.assignment is None else process.assignment.rank
-        self._on_evidence(
-            Evidence(
-                failure=failure,
-                age_s=now_s - since_s,
-                lost=process.lost,
-                accused=failure.rank not in (None, own),
-            )
-        )
+        accused = failure.rank not in (None, process.rank)
+        evidence = Evidence(failure=failure, age_s=now_s - since_s, lost=process.lost, accused=accused)
+        self._on_evidence(evidence)
 
 
 def _start(wanted: _Wanted, theirs: Sequence[socket.socket]) -> SupervisedProcess:

@@ -36,6 +36,11 @@ class SupervisedProcess:
     engine_end: EngineEnd | None = None
     blamed: bool = False
 
+    @property
+    def rank(self) -> int | None:
+        """Returns its global rank, None for the API server."""
+        return None if self.assignment is None else self.assignment.rank
+
     def read_channel(self, awake_s: float) -> None:
         """Takes in what it has said.
 
@@ -85,7 +90,7 @@ def beat_of(process: SupervisedProcess, assignment: RankAssignment, awake_s: flo
 
 def failure_of(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
     """Returns why this process failed: its own word if it gave one, else what the kernel says."""
-    rank = None if process.assignment is None else process.assignment.rank
+    rank = process.rank
     known = Failure(
         reason=exit_reason(process),
         message="",
