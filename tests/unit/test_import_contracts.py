@@ -145,6 +145,7 @@ STDLIB = sys.stdlib_module_names - {"importlib", "pkgutil", "runpy"}
 """Less what imports by a name that no graph sees."""
 MORE = {
     ("vllm_heteroinfer.launch.cli", "vllm_heteroinfer.fetch.fetch_pod"): "`heteroinfer-worker fetch`",
+    ("vllm_heteroinfer.launch.cli", "vllm_heteroinfer.fetch.job"): "`heteroinfer-worker fetch`",
     ("vllm_heteroinfer.pod.forking", "runpy"): "a fork becomes what it was asked for",
     ("vllm_heteroinfer.rank.preload", "importlib"): "where a package is, which is not imported",
     ("vllm_heteroinfer.calibration.hardware", "importlib"): "which versions are installed",

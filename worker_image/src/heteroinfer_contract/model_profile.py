@@ -43,6 +43,7 @@ class ModelProfile(codec.JsonValue):
             is not known.
     """
 
+    reads_tolerantly = True
     architecture: str
     dtype: str
     num_layers: int

@@ -1,6 +1,6 @@
 """Names that stand in Kubernetes objects, environments and URLs; each stands here once.
 
-Stdlib only; pure, and little: a pod's first process imports it before it takes signals.
+Stdlib only; pure: constants, and little, as a pod's first process imports it before it takes signals.
 """
 
 from typing import Final

@@ -32,7 +32,6 @@ from vllm_heteroinfer.launch.control_client import ControlClient, Refused
 from vllm_heteroinfer.launch.control_server import ControlServer
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.engine_clock import EngineClock
-from vllm_heteroinfer.launch.environment import Host
 from vllm_heteroinfer.launch.host import find_leader_address, observe_host, waited_for_cpu_s
 from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
@@ -174,19 +173,16 @@ class Supervisor:
         except Refused as refusal:
             self._conclude(refusal.failure)
             return
+        host = observe_host(self._launch, address)
         # Commands may take long to load.
         listening = start_task(self._listen_to_leader(), name="leader", failed=self._failed)
         try:
-            await self._start_processes(observe_host(self._launch, address))
-            await asyncio.wait((listening,))
-        finally:
-            listening.cancel()
-
-    async def _start_processes(self, host: Host) -> None:
-        try:
             await self._pod.start(self._settings.commands, self._settings.base_env, host)
+            await asyncio.wait((listening,))
         except OSError as error:
             raise ContractError(f"a process cannot be started: {error}") from error
+        finally:
+            listening.cancel()
 
     async def _listen_to_leader(self) -> None:
         if self._client is not None:
