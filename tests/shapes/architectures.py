@@ -94,15 +94,16 @@ UNTIL: Final = _pairs(
 
 def render(table: dict[str, Any]) -> str:
     """Returns the table as its module has it: names as wrapped words."""
-    sets = {name: _wrapped(table[name]) for name in ("generates", "by_transformers", "other_tasks")}
+    sets = {name: wrapped(table[name]) for name in ("generates", "by_transformers", "other_tasks")}
     maps = {
-        name: _wrapped(f"{key}\0{value}" for key, value in table[name].items()).replace("\0", " ")
+        name: wrapped(f"{key}\0{value}" for key, value in table[name].items()).replace("\0", " ")
         for name in ("endings", "until")
     }
     return _MODULE.format(source=table["source"], **sets, **maps)
 
 
-def _wrapped(words: Iterable[str]) -> str:
+def wrapped(words: Iterable[str]) -> str:
+    """Returns words as lines of a table, which a name is not broken by."""
     return textwrap.fill(
         " ".join(words),
         width=110,

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.shapes.architectures import wrapped
+
 TABLE = Path(__file__).parents[2] / "worker_image/src/heteroinfer_contract/model/config_defaults.py"
 FIELDS = (
     "attention_chunk_size",
@@ -116,10 +118,14 @@ Written by `python -m tests.shapes.defaults`.
 from collections.abc import Mapping
 from typing import Final
 
+from heteroinfer_contract.word_table import word_pairs
+
 # fmt: off
-TEXT_TYPES: Final[Mapping[str, str]] = {{
+TEXT_TYPES: Final = word_pairs(
+    """
 {text_types}
-}}
+    """
+)
 """Type of the language model in a model with an encoder, by that model's type."""
 DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {{
 {defaults}
@@ -129,10 +135,11 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {{
 
 
 def render(table: dict[str, Any]) -> str:
-    """Returns the table as its module has it: a line a model type."""
+    """Returns the table as its module has it: names as wrapped words, and a line a model type."""
+    pairs = wrapped(f"{key}\0{value}" for key, value in table["text_types"].items())
     return _MODULE.format(
         source=table["source"],
-        text_types=_lines(table["text_types"]),
+        text_types=pairs.replace("\0", " "),
         defaults=_lines(table["defaults"]),
     )
 

@@ -9,21 +9,13 @@ from typing import Any, Final
 
 from heteroinfer_contract.model.config import block_heads
 from heteroinfer_contract.model.layer_kind import AttentionKind, LayerKind
+from heteroinfer_contract.word_table import word_set
 
-_LATENT_TYPES: Final = frozenset(
-    {
-        "axk1",
-        "bailing_hybrid",
-        "deepseek_v2",
-        "deepseek_v3",
-        "deepseek_v32",
-        "glm4_moe_lite",
-        "glm_moe_dsa",
-        "kimi_k2",
-        "kimi_linear",
-        "longcat_flash",
-        "pangu_ultra_moe",
-    }
+_LATENT_TYPES: Final = word_set(
+    """
+    axk1 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2
+    kimi_linear longcat_flash pangu_ultra_moe
+    """
 )
 """vllm/transformers_utils/model_arch_config_convertor.py::is_deepseek_mla@v0.32.0."""
 _KINDS: Final[Mapping[str, AttentionKind]] = {

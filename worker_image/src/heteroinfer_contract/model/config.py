@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from heteroinfer_contract.model.config_defaults import DEFAULTS, TEXT_TYPES
+from heteroinfer_contract.word_table import word_set
 
 CONFIG_FILE: Final = "config.json"
 
@@ -35,29 +36,18 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 """Names in config.json; after those of the table vLLM's own
 (vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0)."""
 
-_LENGTHS: Final = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
+_LENGTHS: Final = word_set(
+    """
+    max_position_embeddings n_positions max_seq_len seq_length model_max_length max_target_positions
+    max_sequence_length max_seq_length seq_len
+    """
 )
 """Of which the smallest is the longest sequence, in tokens
 (vllm/transformers_utils/model_arch_config_convertor.py::derive_max_model_len_and_key@v0.32.0)."""
-_ROPE_IN_LENGTH: Final = frozenset(
-    {
-        "su",
-        "longrope",
-        "llama3",
-        "yarn",
-        "telechat3-yarn",
-        "deepseek_yarn",
-        "deepseek_llama_scaling",
-    }
+_ROPE_IN_LENGTH: Final = word_set(
+    """
+    su longrope llama3 yarn telechat3-yarn deepseek_yarn deepseek_llama_scaling
+    """
 )
 """Types of rotary embedding whose factor vLLM takes to be in the length already."""
 

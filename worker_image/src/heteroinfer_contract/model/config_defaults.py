@@ -6,45 +6,24 @@ Written by `python -m tests.shapes.defaults`.
 from collections.abc import Mapping
 from typing import Final
 
+from heteroinfer_contract.word_table import word_pairs
+
 # fmt: off
-TEXT_TYPES: Final[Mapping[str, str]] = {
-    "aria": "aria_text",
-    "blip": "blip_text_model",
-    "cohere_compass": "cohere_compass_text",
-    "cosmos3_edge": "cosmos3_edge_text",
-    "deepseek_ocr2": "deepseek_ocr2_text",
-    "diffusion_gemma": "diffusion_gemma_text",
-    "emu3": "emu3_text_model",
-    "ernie4_5_vl_moe": "ernie4_5_vl_moe_text",
-    "gemma3": "gemma3_text",
-    "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
-    "gemma4_unified": "gemma4_unified_text",
-    "glm4v": "glm4v_text",
-    "glm4v_moe": "glm4v_moe_text",
-    "glm5_next": "glm5_next_text",
-    "glm_ocr": "glm_ocr_text",
-    "hunyuan_vl": "hunyuan_vl_text",
-    "inkling_mm_model": "inkling_text",
-    "kosmos-2": "kosmos_2_text_model",
-    "kosmos-2.5": "kosmos_2_5_text_model",
-    "llama4": "llama4_text",
-    "mllama": "mllama_text_model",
-    "muse_glimmer": "muse_glimmer_text",
-    "paddleocr_vl": "paddleocr_vl_text",
-    "pix2struct": "pix2struct_text_model",
-    "pp_formulanet": "pp_formulanet",
-    "qwen2_5_omni_thinker": "qwen2_5_omni_text",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-    "qwen2_vl": "qwen2_vl_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
-    "qwen3_vl": "qwen3_vl_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text",
-    "qwen4_exp": "qwen4_exp_text",
-    "step3p7": "step3p5",
-}
+TEXT_TYPES: Final = word_pairs(
+    """
+    aria aria_text blip blip_text_model cohere_compass cohere_compass_text cosmos3_edge cosmos3_edge_text
+    deepseek_ocr2 deepseek_ocr2_text diffusion_gemma diffusion_gemma_text emu3 emu3_text_model
+    ernie4_5_vl_moe ernie4_5_vl_moe_text gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text
+    gemma4_unified gemma4_unified_text glm4v glm4v_text glm4v_moe glm4v_moe_text glm5_next glm5_next_text
+    glm_ocr glm_ocr_text hunyuan_vl hunyuan_vl_text inkling_mm_model inkling_text kosmos-2 kosmos_2_text_model
+    kosmos-2.5 kosmos_2_5_text_model llama4 llama4_text mllama mllama_text_model
+    muse_glimmer muse_glimmer_text paddleocr_vl paddleocr_vl_text pix2struct pix2struct_text_model
+    pp_formulanet pp_formulanet qwen2_5_omni_thinker qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text
+    qwen2_vl qwen2_vl_text qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text
+    qwen3_omni_moe_thinker qwen3_omni_moe_text qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text
+    qwen4_exp qwen4_exp_text step3p7 step3p5
+    """
+)
 """Type of the language model in a model with an encoder, by that model's type."""
 DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
     "afmoe": {"head_dim": 128, "hidden_size": 2048, "max_position_embeddings": 16384, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 32, "sliding_window": 1024, "tie_word_embeddings": False, "vocab_size": 200192},

@@ -11,50 +11,24 @@ from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
 from typing import Final
 
+from heteroinfer_contract.word_table import word_set
+
 INDEX_FILE: Final = "model.safetensors.index.json"
 """Says in which file each tensor is."""
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_ENCODERS: Final = frozenset(
-    {
-        "aligner",
-        "audio",
-        "audio_projection_layer",
-        "audio_projector",
-        "audio_tower",
-        "connector",
-        "embed_audio",
-        "embed_vision",
-        "image_newline",
-        "mlp1",
-        "mm_projector",
-        "modality_projection",
-        "multi_modal_projector",
-        "patch_merger",
-        "pre_mm_projector_norm",
-        "projector",
-        "resampler",
-        "vision",
-        "vision_embed_tokens",
-        "vision_encoder",
-        "vision_language_adapter",
-        "vision_model",
-        "vision_projection",
-        "vision_tower",
-        "visual",
-        "vpm",
-    }
+_ENCODERS: Final = word_set(
+    """
+    aligner audio audio_projection_layer audio_projector audio_tower connector embed_audio embed_vision
+    image_newline mlp1 mm_projector modality_projection multi_modal_projector patch_merger
+    pre_mm_projector_norm projector resampler vision vision_embed_tokens vision_encoder
+    vision_language_adapter vision_model vision_projection vision_tower visual vpm
+    """
 )
 """Parts of a name that only an encoder or its projection has."""
-_AUDIO: Final = frozenset(
-    {
-        "apm",
-        "audio",
-        "audio_projection_layer",
-        "audio_projector",
-        "audio_tower",
-        "embed_audio",
-        "whisper_encoder",
-    }
+_AUDIO: Final = word_set(
+    """
+    apm audio audio_projection_layer audio_projector audio_tower embed_audio whisper_encoder
+    """
 )
 _DROPPED: Final = frozenset({"mtp", "mtp_block", "mtp_layers", "talker", "tts", "token2wav", "code2wav"})
 """What vLLM leaves out when it serves text: layers for speculation, and speech (Qwen-Omni's talker)."""
