@@ -67,17 +67,7 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """What actions are run with.
-
-    Attributes:
-        server: the API server.
-        cluster_state: takes in what was written.
-        objects: writes children.
-        dry_runs: tries objects.
-        recorder: of events.
-        callbacks: called back.
-        patience_s: how long a reconcile waits.
-    """
+    """What actions are run with."""
 
     server: ApiServer
     cluster_state: ClusterState
@@ -92,8 +82,6 @@ class ActionRun:
     """The actions of one decision; follows the resourceVersion through its own writes.
 
     Args:
-        ways: how to run them.
-        observation: that the decision was made on.
         kept: of the resource; `begin` was called.
     """
 

@@ -27,22 +27,12 @@ _NAMED_FIELDS: Final = 5
 
 
 def refused_words(action: Action, said: str) -> str:
-    """Returns who refuses what, in the API server's words.
-
-    Args:
-        action: that was refused.
-        said: by the API server.
-    """
+    """Returns who refuses what, in the API server's words."""
     return f"the API server refuses {_written(action)}: {said}"
 
 
 def unanswered_words(action: Action, why: str) -> str:
-    """Returns what the API server does not answer, and that the write is tried again.
-
-    Args:
-        action: that was not answered.
-        why: what came instead of an answer.
-    """
+    """Returns what the API server does not answer, and that the write is tried again."""
     return f"the API server has not answered the write of {_written(action)}, which is tried again: {why}"
 
 
@@ -101,12 +91,7 @@ class ChangedByOthersError(ChildError):
 
     @classmethod
     def on_creation(cls, what: str, fields: Sequence[str]) -> "ChangedByOthersError":
-        """Returns the error for a pod that is changed while it is created, and so was deleted.
-
-        Args:
-            what: kind and name of the pod.
-            fields: that were changed, by their paths.
-        """
+        """Returns the error for a pod that is changed while it is created, and so was deleted."""
         return cls(
             f"{what} was created with another {', '.join(fields[:_NAMED_FIELDS])} than was sent, and deleted "
             "again: a mutating webhook changes pods. Exempt the pods of this namespace from the webhook, or "

@@ -46,13 +46,7 @@ class _Admitted:
 
 
 class DryRuns:
-    """What was tried of each resource, and what came of it. Use from one event loop.
-
-    Args:
-        try_create: asks the API server of one object.
-        patience_s: how long `find` waits.
-        clock: seconds that never go back.
-    """
+    """What was tried of each resource, and what came of it. Use from one event loop."""
 
     def __init__(
         self,
@@ -79,11 +73,6 @@ class DryRuns:
         self, resource: ResourceView, action: TryObjects, *, patience_s: float | None = None
     ) -> None:
         """Returns once it is known that the objects would be taken, which is remembered.
-
-        Args:
-            resource: that needs them.
-            action: what to ask.
-            patience_s: how long to wait, if not as long as all others.
 
         Raises:
             RevisionRefusedError: one would not.

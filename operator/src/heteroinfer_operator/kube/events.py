@@ -58,10 +58,8 @@ class EventRecorder:
     nobody will read it.
 
     Args:
-        server: where to write.
         reporter: name of this operator's instance.
         dropped: called for each event that is not written.
-        clock: seconds that never go back.
     """
 
     def __init__(

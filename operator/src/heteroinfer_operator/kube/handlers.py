@@ -35,10 +35,8 @@ def build_settings() -> kopf.OperatorSettings:
 def build_registry(configuration: client.Configuration, announce: Announce) -> kopf.OperatorRegistry:
     """Returns the handlers.
 
-    Args:
-        configuration: how the API server is reached; the same as all else uses.
-        announce: called in kopf's thread with each resource that came, changed or went, and the
-            resourceVersion at which it did.
+    kopf calls `announce` in its own thread, with each resource that came, changed or went, and the
+    resourceVersion at which it did.
     """
     registry = kopf.OperatorRegistry()
 

@@ -24,8 +24,6 @@ class UnderWay:
     """A request that the API server has not answered.
 
     Attributes:
-        task: of the request.
-        scopes: of its action.
         epoch: of the pod that is created, or "".
     """
 
@@ -74,14 +72,9 @@ class Kept:
     """What is kept of one resource, as long as it has this uid.
 
     Attributes:
-        uid: of the resource.
         generation: of its spec when it was last decided on.
-        acting: what was refused, and what may be done now.
-        written: what was written of late.
-        budget: what it may still cause.
         unmade: pods that were to be made, and have never existed.
         under_way: requests that the API server has not answered, by object.
-        status_tries: writes of the status that it has not answered.
         slots: for creates and applies.
         promises: the capacity that is kept for the pods of the last decision.
     """

@@ -38,11 +38,6 @@ class ObjectWrites:
 
     Every method raises ConflictError if an object was met in another state, ChildError if the object is not
     as it should be, and ApiError if the API server refused, or did not answer.
-
-    Args:
-        server: the API server.
-        cluster_state: takes in what was written.
-        unlabelled: takes in pods without label that were met.
     """
 
     def __init__(self, server: ApiServer, cluster_state: ClusterState, unlabelled: UnlabelledPods) -> None:

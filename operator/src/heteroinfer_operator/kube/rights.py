@@ -22,7 +22,6 @@ class AccessRule:
     Attributes:
         group: API group; "" for core.
         resource: plural, or plural/subresource.
-        verbs: as in RBAC.
         name: of the only object; "" for all.
     """
 
@@ -94,10 +93,7 @@ async def missing_rights(
 ) -> list[str]:
     """Returns which of these rights this process lacks, in words.
 
-    Args:
-        server: asked about its caller (SelfSubjectAccessReview, open to everybody).
-        rules: the rights.
-        namespace: where; None for all namespaces.
+    Asks about the caller by SelfSubjectAccessReview, which is open to everybody; without a namespace for all.
     """
     missing: list[str] = []
     for rule in rules:

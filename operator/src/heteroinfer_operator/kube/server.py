@@ -149,11 +149,7 @@ class ApiError(HeteroInferError):
 
 
 def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
-    """Returns those of KUBECONFIG's files that there are, or the user's own; of none the client itself warns.
-
-    Args:
-        kubeconfig: a file to use instead.
-    """
+    """Returns those of KUBECONFIG's files, or the user's own, that there are: of none the client warns."""
     named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
     files = [
         Path(name).expanduser() for name in named.split(kube_config.ENV_KUBECONFIG_PATH_SEPARATOR) if name
@@ -163,9 +159,6 @@ def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
 
 async def load_configuration(kubeconfig: str | None = None) -> client.Configuration:
     """Returns how to reach the API server: in a pod its service account, else the kubeconfig.
-
-    Args:
-        kubeconfig: a file to use instead of KUBECONFIG's.
 
     Raises:
         HeteroInferError: neither is there, or the kubeconfig cannot be read.
@@ -200,11 +193,9 @@ class ApiServer:
     """The API server.
 
     Attributes:
-        configuration: how it is reached.
         watch_silence_s: a watch from which nothing was read for so many seconds is dead.
 
     Args:
-        configuration: of load_configuration.
         on_write: called with each write that was accepted: verb as in RBAC, and plural.
         on_unanswered: called in the same way with each write that the API server could not answer.
         before_write: called right before each write; what it raises stops the write.
@@ -247,11 +238,6 @@ class ApiServer:
 
     async def pages(self, path: str, query: Query, *, accept: str = JSON) -> AsyncIterator[dict[str, Any]]:
         """Yields the pages of a list, of some megabytes each, whatever size the objects have.
-
-        Args:
-            path: of a collection.
-            query: selectors.
-            accept: JSON for whole objects, or ONLY_METADATA.
 
         Raises:
             ApiError: refused, or not answered; with status 410 if the list took too long.
@@ -322,10 +308,6 @@ class ApiServer:
 
     async def watch(self, path: str, query: Query) -> AsyncIterator[dict[str, Any]]:
         """Yields watch events until the server ends the stream.
-
-        Args:
-            path: of a collection.
-            query: without `watch`.
 
         Raises:
             ApiError: refused, or an ERROR event (status 410: relist), or the connection broke.
@@ -441,13 +423,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def parse_answer(request: str, text: str | bytes, *, has: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the object that an answer is; raises ApiError for what is none, as of a proxy on the way.
-
-    Args:
-        request: in words.
-        text: of the answer.
-        has: fields that it must have.
-    """
+    """Returns the object that an answer is; raises ApiError for what is none, as of a proxy on the way."""
     try:
         answer = parse_json(text)
     except ValueError as error:

@@ -53,12 +53,7 @@ _DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceRecord:
-    """A HeteroInference, without its managedFields; as text, which takes a tenth of what it is parsed.
-
-    Attributes:
-        key: its name.
-        text: JSON of what `resource_view` reads.
-    """
+    """A HeteroInference, without its managedFields; as text, which takes a tenth of what it is parsed."""
 
     key: ResourceKey
     text: str
@@ -74,9 +69,7 @@ class PodRecord:
     """A pod of some resource, with what only the edge needs.
 
     Attributes:
-        view: what decisions see.
         key: the resource that its label names.
-        owner_uid: uid of the resource that owns it.
         ip: or "" while it has none.
         health_port: of its supervisor, or 0.
         grace_s: of a pod that is being deleted: how long it was given to end, in seconds.
@@ -92,13 +85,7 @@ class PodRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodPromise:
-    """Capacity that is kept for a pod of ours which has no node yet.
-
-    Attributes:
-        uid: of the pod.
-        owner: the resource that the pod names as its owner.
-        demand: of the pod.
-    """
+    """Capacity that is kept for a pod of ours which has no node yet."""
 
     uid: str
     owner: Owner
@@ -211,10 +198,6 @@ def child_record(stored: Manifest) -> ChildRecord | None:
 def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
     """Returns a pod of ours as kept in the cache.
 
-    Args:
-        stored: the pod.
-        key: the resource that it counts for, whatever its label.
-
     Returns:
         None if no resource of ours owns it, or its label is gone and no `key` is given.
     """
@@ -236,10 +219,6 @@ def unreadable_pod(stored: Manifest, *, key: ResourceKey | None = None) -> PodRe
 
     To leave such a pod out would end its epoch, as if somebody had deleted the pod. To keep its last state
     could report a dead rank as Ready.
-
-    Args:
-        stored: the pod.
-        key: as of pod_record.
     """
     metadata = _metadata(stored)
     key, uid = key or label_key(stored), owner_uid(stored)
@@ -282,13 +261,7 @@ def _health_port(stored: Manifest) -> int:
 
 
 def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodRecord:
-    """Returns a pod of ours whose ownerReference somebody took off.
-
-    Args:
-        stored: the pod.
-        key: the resource that it belongs to.
-        owner_uid: uid of that resource.
-    """
+    """Returns a pod of ours whose ownerReference somebody took off."""
     reference = {
         "apiVersion": f"{names.API_GROUP}/",
         "kind": names.KIND,

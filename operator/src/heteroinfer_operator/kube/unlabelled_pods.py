@@ -38,9 +38,7 @@ class UnlabelledPods:
     Use from one event loop.
 
     Args:
-        server: asked.
         wake: called with a resource once an answer comes that a reconcile did not wait for.
-        patience_s: how long `find` waits.
     """
 
     def __init__(
@@ -67,10 +65,6 @@ class UnlabelledPods:
 
         Asked for are those alone that the status has and the caches lack, once each, and those that were
         met or found before, until they are gone.
-
-        Args:
-            resource: that owns them.
-            known: what the watches show.
         """
         key, seen = resource.key, {pod.view.name for pod in known}
         if self._owners.get(key) != resource.uid:

@@ -32,23 +32,12 @@ class WrittenAgain:
     _written: dict[tuple[str, str], _Written] = field(default_factory=dict)
 
     def note(self, manifest: Manifest, now: datetime) -> bool:
-        """Notes that a child was written; returns whether it was so often in a row that others undo it.
-
-        Args:
-            manifest: that was written. Another one begins anew: it is we who want something else.
-            now: time of the write.
-        """
+        """Notes that a child was written; returns whether it was so often in a row that others undo it."""
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).digest()
         return self._note((manifest["kind"], manifest["metadata"]["name"]), digest, now)
 
     def note_deleted(self, kind: str, name: str, now: datetime) -> bool:
-        """Notes that a child was deleted; returns whether it was so often in a row that others make it.
-
-        Args:
-            kind: of the child.
-            name: of the child.
-            now: time of the deletion.
-        """
+        """Notes that a child was deleted; returns whether it was so often in a row that others make it."""
         return self._note((f"deletion of {kind}", name), b"", now)
 
     def _note(self, key: tuple[str, str], digest: bytes, now: datetime) -> bool:

@@ -57,16 +57,7 @@ def decide_creates(
     indices: set[int],
     node_assignment: NodeAssignment,
 ) -> tuple[CreateObject, ...]:
-    """Returns the pods to create, after the Secret with their group's key.
-
-    Args:
-        context: of this reconcile.
-        revision: that the epoch is of.
-        status: of the group: its epoch.
-        plan: of the epoch.
-        indices: of the pods that are missing.
-        node_assignment: where they belong.
-    """
+    """Returns the pods to create, after the Secret with their group's key."""
     group = _group_ref(context, status)
     key = key_of(context.options.operator_key, group)
     pods = WorkerPods(
@@ -89,12 +80,7 @@ def decide_creates(
 
 
 def decide_key(context: Context, status: GroupStatus) -> tuple[CreateObject, ...]:
-    """Returns the creation of the Secret with a group's key, if it has one; it may be there already.
-
-    Args:
-        context: of this reconcile.
-        status: of the group.
-    """
+    """Returns the creation of the Secret with a group's key, if it has one; it may be there already."""
     group = _group_ref(context, status)
     key = key_of(context.options.operator_key, group)
     if key is None:
@@ -111,11 +97,7 @@ def find_lost_key(
     The operator's own key was lost, and it has another one now: that of the group is another one too. A
     container would wait for the Secret of the old one for ever; a pod with the new one would meet nobody.
 
-    Args:
-        context: of this reconcile.
-        status: of the group.
-        pods: of the epoch.
-        lacks_pods: whether some of it are to be made.
+    `lacks_pods` says whether some of the epoch's pods are to be made.
     """
     group = _group_ref(context, status)
     key = key_of(context.options.operator_key, group)
@@ -139,12 +121,6 @@ def find_changed_images(
 
     The operator has other defaults, after an upgrade of the chart. Pods of an older version don't say
     what they were made with.
-
-    Args:
-        context: of this reconcile.
-        revision: that the epoch is of.
-        plan: of the epoch.
-        pods: of the epoch.
     """
     images = context.options.images.of_plan(revision.spec, plan)
     old = next((pod for pod in pods if pod.images and pod.images != images), None)

@@ -39,20 +39,13 @@ class Life:
     """What the conditions of a resource's life are made of.
 
     Attributes:
-        decisions: of all wanted groups.
-        wanted: groups.
         draining: whether pods are still there of groups that are not wanted, or not now.
         held: which pod that shall go is held by a finalizer, or "".
-        suspended: as the spec has it.
         target: revision of the spec, or None if it cannot be read.
-        problem: why no epoch of the spec could start, or None.
         rollout: that is not done, or None.
-        plan_notes: what people should know of the plans in use.
         refusals: of children that something wanted needs; first of those that something waits for.
         unreachable: why clients reach no group, however many serve, or None.
         port_unreachable: why clients do not reach groups at the port of the spec, or None.
-        now: time of the reconcile.
-        generation: of the spec.
     """
 
     decisions: Sequence[GroupDecision]

@@ -43,16 +43,7 @@ def build_next_status(
     wanted: Sequence[GroupDecision],
     unwanted: Sequence[GroupDecision],
 ) -> HeteroInferenceStatus:
-    """Returns the next status.
-
-    Args:
-        observation: all that is known of the resource and its children.
-        status: as last written.
-        context: of this reconcile.
-        model: what is known of the model.
-        wanted: decisions of the groups that are wanted.
-        unwanted: of those that are not any more.
-    """
+    """Returns the next status."""
     generation, target, spec = observation.resource.generation, context.target, context.target.spec
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])

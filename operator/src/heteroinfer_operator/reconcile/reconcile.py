@@ -86,13 +86,7 @@ _MEASURE_EVERY_S = 60.0
 
 
 def reconcile(observation: ResourceObservation, now: datetime, options: Options) -> Decision:
-    """Returns what brings a resource closer to what its user asks for.
-
-    Args:
-        observation: all that is known of the resource and its children.
-        now: time of the reconcile, in UTC.
-        options: of the installation.
-    """
+    """Returns what brings a resource closer to what its user asks for."""
     resource = observation.resource
     status = parse_status(resource.status)
     if resource.deleting:

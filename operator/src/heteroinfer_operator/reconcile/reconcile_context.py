@@ -49,24 +49,15 @@ class Context:
     Attributes:
         life: what the spec says of the life of groups.
         replicas: groups that are wanted.
-        owner: the resource.
-        now: time of the reconcile, in UTC.
-        options: of the installation.
-        target: what the resource asks for.
         target_failed: whether a group of the target's revision has used up its restarts.
         revisions: that pods can be made of, by name.
         recorded: names of the revisions that are kept.
         records_signed_by: fingerprint of the key that all of them are signed by, or None.
-        signer: of the resource's plans and revision records.
         forged: names of ConfigMaps with the names of such, which somebody else wrote or damaged.
         plans: kept ones, by hash.
-        planner: makes the plans of epochs that start now.
-        node_loss: which pods are given up because of their node.
         first_epoch: the lowest that a group may begin now.
         largest_epoch: that the operator can have written into the status.
         connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
-        refusals: what of the resource was refused when it was last tried.
-        admission: of the target.
         unmade: names of pods that were to be made, and have never existed.
         unasked: those of them that the API server was not asked for.
     """

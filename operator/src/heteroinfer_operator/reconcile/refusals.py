@@ -82,12 +82,7 @@ _EPOCH: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
 
 
 def subject(action: Action, resource: str) -> Subject | None:
-    """Returns which object an action writes, or None for events.
-
-    Args:
-        action: to be done.
-        resource: name of the HeteroInference.
-    """
+    """Returns which object an action writes, or None for events."""
     match action:
         case CreateObject() | ApplyObject():
             return action.manifest["kind"], action.manifest["metadata"]["name"]
@@ -154,9 +149,7 @@ class Acting:
     """The actions of one decision on their way: which may still be done.
 
     Args:
-        resource: name of the HeteroInference.
         refusals: of before.
-        now: time of the reconcile.
         spending: what the resource may cause now; None for no bound.
     """
 

@@ -48,15 +48,7 @@ def observe_startup(
     whole: bool,
     now: datetime,
 ) -> StartupStatus:
-    """Returns how far a group that is not ready has come.
-
-    Args:
-        old: as last written.
-        pods: of the epoch.
-        report: what the leader says of this epoch now, or None if it does not answer.
-        whole: whether all its pods exist.
-        now: time of the reconcile.
-    """
+    """Returns how far a group that is not ready has come."""
     status = begin(_phase(old, pods, report, whole=whole), old, now)
     if report is None or status.phase not in {StartupPhase.LOADING, StartupPhase.WARMING_UP}:
         return status
@@ -107,12 +99,8 @@ def find_overdue(
 
     Nobody is blamed while the leader does not answer the operator: its supervisor may be well.
 
-    Args:
-        startup: of the epoch.
-        report: of its leader, or None.
-        timeout_s: `startup.timeout`.
-        connecting_s: for how long the operator has seen its ranks connect: the stamps in the status are for
-            people, since a clock that is set, or an operator that is stopped, makes no rank late.
+    `connecting_s` is how long the operator has seen the ranks connect: the stamps in the status are for
+    people, since a clock that is set, or an operator that is stopped, makes no rank late.
     """
     if not connects(startup) or report is None or connecting_s < timeout_s + _SUPERVISORS_FIRST_S:
         return None
@@ -164,9 +152,7 @@ def find_stuck(pods: Sequence[PodView], before: Collection[int]) -> dict[int, Po
 
     The kubelet's reason flips between ErrImagePull, ImagePullBackOff and ContainerCreating.
 
-    Args:
-        pods: of the epoch.
-        before: those that were stuck when the status was last written.
+    `before` are those that were stuck when the status was last written.
     """
     by_index = {int(pod.labels[names.LABEL_POD_INDEX]): pod for pod in pods}
     return {
@@ -197,11 +183,8 @@ def is_over_unrun(pod: PodView) -> bool:
 def find_spare(pods: Sequence[PodView], now: datetime, *, replace_after_s: float) -> list[PodView]:
     """Returns the pods that never ran and never will, whose name another one shall have now.
 
-    Args:
-        pods: of the epoch.
-        now: time of the reconcile.
-        replace_after_s: from the creation of a pod that its node rejected to the next try: the
-            scheduler may choose the same node.
+    `replace_after_s` counts from the creation of a pod that its node rejected: the scheduler may choose the
+    same node.
     """
 
     def is_spare(pod: PodView) -> bool:

@@ -15,9 +15,7 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatus:
     """Returns the rank table of a plan.
 
-    Args:
-        plan: of a group.
-        predicted: the same by what is known of its machines now; None where that cannot be said.
+    `predicted` is the same plan by what is known of its machines now; None where that cannot be said.
     """
     ranks = plan.ranks if predicted is None else predicted.plan.ranks
     step = predict(plan) if predicted is None else predicted.step

@@ -22,13 +22,7 @@ _REASON = "Deleting"
 def decide_teardown(
     observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
 ) -> Decision:
-    """Returns what a resource that is being deleted needs; running requests may end first.
-
-    Args:
-        observation: of the resource and its children.
-        status: as last written.
-        now: time of the reconcile.
-    """
+    """Returns what a resource that is being deleted needs; running requests may end first."""
     if names.FINALIZER not in observation.resource.finalizers:
         return Decision()
     if not observation.pods:

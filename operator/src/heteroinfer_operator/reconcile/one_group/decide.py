@@ -41,12 +41,8 @@ def decide_group(
 ) -> GroupDecision:
     """Returns what a group needs.
 
-    Args:
-        context: of this reconcile.
-        status: of the group as last written; `epoch` 0 before its first epoch.
-        pods: all pods of the group, of every epoch.
-        may_replace: whether the group may be replaced now, if its revision is an old one.
-        report: what its leader says of it now, or None.
+    `pods` are of every epoch; `status.epoch` is 0 before the first one. `may_replace` says whether a group of
+    an old revision may be replaced now.
     """
     number = max([status.epoch, *(epoch_of(pod) for pod in pods)])
     is_forgotten = status.epoch < number

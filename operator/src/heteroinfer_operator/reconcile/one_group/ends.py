@@ -100,13 +100,7 @@ ENDS: Final[tuple[EndCheck, ...]] = (
 def find_overdue(
     epoch: BegunEpoch, status: StartupStatus | None, report: GroupReport | None
 ) -> EpochEnd | None:
-    """Returns the end of an epoch whose pods have not met in time, or None.
-
-    Args:
-        epoch: that starts.
-        status: how far it has come now.
-        report: of its leader, or None.
-    """
+    """Returns the end of an epoch whose pods have not met in time, or None."""
     if status is None:
         return None
     timeout_s = parse_duration_s(epoch.context.life.startup.timeout)
