@@ -36,8 +36,8 @@ from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.kept import STATUS_AGAIN_S, Kept, UnderWay
 from heteroinfer_operator.kube.object_writes import ObjectWrites
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
-from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
-from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, OBJECT_REFUSED, Acting, Subject, subject
+from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer, RequestLane
+from heteroinfer_operator.refusals import NOT_ANSWERED, OBJECT_REFUSED, Acting, Subject, subject
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class ActionRun:
         observed = action.resource_version == self._resource.resource_version
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name, "status")
         body = self._body({"status": action.status}, self._version if observed else action.resource_version)
-        await self._write(self._ways.server.update_status(path, body))
+        await self._write(self._ways.server.update(path, body, lane=RequestLane.STATUS))
 
     async def _set_finalizer(self, *, present: bool) -> None:
         others = tuple(f for f in self._finalizers if f != names.FINALIZER)
@@ -215,7 +215,7 @@ class ActionRun:
             return
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name)
         body = self._body({"metadata": {"finalizers": list(wanted)}}, self._version)
-        await self._write(self._ways.server.merge_finalizers(path, body))
+        await self._write(self._ways.server.merge(path, body, lane=RequestLane.STATUS))
         self._finalizers = wanted
 
     def _body(self, fields: Manifest, version: str) -> Manifest:

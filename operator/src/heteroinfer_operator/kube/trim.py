@@ -7,7 +7,6 @@ Each function takes any JSON and raises nothing but UnreadableError: strangers s
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Final
 
 from heteroinfer_contract import names
@@ -220,19 +219,11 @@ def unreadable_pod(stored: Manifest, *, key: ResourceKey | None = None) -> PodRe
     To leave such a pod out would end its epoch, as if somebody had deleted the pod. To keep its last state
     could report a dead rank as Ready.
     """
-    metadata = _metadata(stored)
     key, uid = key or label_key(stored), owner_uid(stored)
     if key is None or not uid:
         return None
-    deleted = as_moment(metadata.get("deletionTimestamp"), "deletionTimestamp")
-    view = PodView(
-        name=as_name(metadata.get("name"), "name"),
-        uid=as_name(metadata.get("uid"), "uid"),
-        labels=_own_labels(metadata),
-        created=_created(metadata),
-        deleting="deletionTimestamp" in metadata,
-        gone_by=deleted,
-        finalizers=as_texts(metadata.get("finalizers"), "finalizers"),
+    view = replace(
+        _metadata_view(stored),
         started=True,  # nobody knows: another pod must not get its name
         phase=_UNKNOWN,
         message="the operator cannot read this pod; see the log of the operator",
@@ -285,17 +276,23 @@ def find_key_secret(stored: Manifest) -> str:
     return ""
 
 
-def _own_labels(metadata: Manifest) -> dict[str, str]:
-    return {k: v for k, v in _labels(metadata).items() if k.startswith(f"{names.API_GROUP}/")}
-
-
-def _created(metadata: Manifest) -> datetime:
-    return as_moment(metadata.get("creationTimestamp"), "creationTimestamp") or EARLIEST
+def _metadata_view(stored: Manifest) -> PodView:
+    """Returns a pod as its metadata alone shows it."""
+    metadata = _metadata(stored)
+    return PodView(
+        name=as_name(metadata.get("name"), "name"),
+        uid=as_name(metadata.get("uid"), "uid"),
+        labels={k: v for k, v in _labels(metadata).items() if k.startswith(f"{names.API_GROUP}/")},
+        created=as_moment(metadata.get("creationTimestamp"), "creationTimestamp") or EARLIEST,
+        deleting="deletionTimestamp" in metadata,
+        gone_by=as_moment(metadata.get("deletionTimestamp"), "deletionTimestamp"),
+        finalizers=as_texts(metadata.get("finalizers"), "finalizers"),
+    )
 
 
 def pod_view(stored: Manifest) -> PodView:
     """Returns a pod as decisions see it."""
-    metadata, status = _metadata(stored), _status(stored)
+    status = _status(stored)
     conditions = _conditions(status)
     ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
     disruptions = (conditions.get(kind, {}) for kind in _DISRUPTIONS)
@@ -303,15 +300,9 @@ def pod_view(stored: Manifest) -> PodView:
         *as_objects(status.get("initContainerStatuses"), "initContainerStatuses"),
         *as_objects(status.get("containerStatuses"), "containerStatuses"),
     ]
-    annotations = as_text_map(metadata.get("annotations"), "annotations")
-    return PodView(
-        name=as_name(metadata.get("name"), "name"),
-        uid=as_name(metadata.get("uid"), "uid"),
-        labels=_own_labels(metadata),
-        created=_created(metadata),
-        deleting="deletionTimestamp" in metadata,
-        gone_by=as_moment(metadata.get("deletionTimestamp"), "deletionTimestamp"),
-        finalizers=as_texts(metadata.get("finalizers"), "finalizers"),
+    annotations = as_text_map(_metadata(stored).get("annotations"), "annotations")
+    return replace(
+        _metadata_view(stored),
         started=any(_has_run(c) for c in containers if c.get("name") == names.CONTAINER_WORKER),
         phase=as_text(status.get("phase"), "phase") or "Pending",
         reason=as_text(status.get("reason"), "reason"),
