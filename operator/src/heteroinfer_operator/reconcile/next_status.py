@@ -18,7 +18,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.service import client_ports
 from heteroinfer_operator.reconcile import conditions, older_statuses
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
-from heteroinfer_operator.reconcile.life import Life
+from heteroinfer_operator.reconcile.life import Life, find_serving, find_worst
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
@@ -54,6 +54,8 @@ def build_next_status(
     clients_refusal = context.clients_refusal or _refused_before(status, context)
     life = Life(
         decisions=wanted,
+        serving=find_serving(wanted),
+        worst=find_worst(wanted),
         wanted=context.replicas,
         draining=any(d.deletes or d.status.phase is GroupPhase.STOPPING for d in decisions),
         held=context.node_loss.find_held(observation.pods),
@@ -131,7 +133,7 @@ def _client_ports(observation: ResourceObservation, context: Context) -> frozens
 
 
 def _refused_before(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
-    """Returns why clients were said to reach no group, where it is to be tried anew and is not known yet.
+    """Returns that clients were said to reach no group, where it is to be tried anew and is not known yet.
 
     What is refused is forgotten when the operator starts again or the spec changes; what is not there is
     not there for that.
@@ -140,9 +142,8 @@ def _refused_before(status: HeteroInferenceStatus, context: Context) -> Refusal 
     if before is None or before.reason not in OF_CHILDREN or status.endpoint is not None:
         return None
     name = identity.client_service(context.owner)
-    return Refusal(
-        kind="Service", name=name, reason=before.reason, message=before.message, retry_at=context.now
-    )
+    words = f"Service {name} was refused before, and is tried again"
+    return Refusal(kind="Service", name=name, reason=before.reason, message=words, retry_at=context.now)
 
 
 def _endpoint(status: HeteroInferenceStatus, context: Context) -> str | None:
@@ -162,17 +163,19 @@ def _plans(
             continue
         if decision.plan is not None:
             predicted = planner.predict_again(decision.plan, decision.status)
-            notes = _notes(decision, before.get(name), status)
-            found[name] = plan_status(decision.plan, predicted).changed(hash=name, notes=notes)
+            plan = plan_status(decision.plan, predicted).changed(hash=name)
         elif name in before:
-            found[name] = before[name]
+            plan = before[name]
+        else:
+            continue
+        found[name] = plan.changed(notes=_notes(decision, before.get(name), status))
     return tuple(sorted(found.values(), key=lambda plan: plan.hash))[:MAX_PLANS]
 
 
 def _notes(decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus) -> str | None:
     """Returns the notes on a plan: those made with it now, or else as they were."""
     if decision.notes is not None:
-        return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
-    if before is None or before.notes is None:
-        return older_statuses.plan_notes(status)
-    return before.notes
+        return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT]
+    if before is None:
+        return ""
+    return older_statuses.plan_notes(status) if before.notes is None else before.notes

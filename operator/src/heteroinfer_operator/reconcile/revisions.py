@@ -167,12 +167,8 @@ def read_records(
 
 
 def _is_named_by_content(record: RevisionRecord) -> bool:
-    spec = record.spec
-    return record.name in {
-        identity.revision(spec),
-        identity.first_revision(spec),
-        identity.longer_revision(spec),
-    }
+    names_of_content = (identity.revision, identity.first_revision, identity.longer_revision)
+    return record.name in {name_of(record.spec) for name_of in names_of_content}
 
 
 def _is_accepted(record: RevisionRecord, allowed: Allowed) -> bool:
@@ -198,13 +194,11 @@ def find_revisions(
             source = options.addressing.model(record.spec, owner)
         except PlanError:
             continue  # of an installation that allowed it
-        current = found.get(record.name)
-        if current is None:
-            found[record.name] = Revision(
-                name=record.name, spec=record.spec, source=source.at(record.commit), commit=record.commit
-            )
-        elif current.commit is None:
-            found[record.name] = replace(
-                current, source=current.source.at(record.commit), commit=record.commit
-            )
+        kept = Revision(
+            name=record.name, spec=record.spec, source=source.at(record.commit), commit=record.commit
+        )
+        current = found.get(record.name, kept)
+        if current.commit is None:
+            current = replace(current, source=current.source.at(record.commit), commit=record.commit)
+        found[record.name] = current
     return found

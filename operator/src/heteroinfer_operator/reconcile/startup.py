@@ -10,17 +10,14 @@ from datetime import datetime, timedelta
 
 from heteroinfer_contract import names
 from heteroinfer_contract.byte_size import format_bytes
-from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_operator.api import StartupPhase, StartupStatus
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run
+from heteroinfer_operator.reconcile.epoch_end import has_run
 
 LOOK_EVERY_S = 15.0
 """While ranks connect, load and warm up: nothing else tells that they moved."""
 _WRITE_EVERY = timedelta(seconds=60)
-_SUPERVISORS_FIRST_S = 30.0
-"""A supervisor's own time-out has the same length, and names the rank."""
 BEFORE_RANKS = frozenset({StartupPhase.MODEL, StartupPhase.SCHEDULING, StartupPhase.IMAGE})
 """Phases in which not every pod has run yet."""
 _LATER_S = 0.1
@@ -90,25 +87,6 @@ def _measured(status: StartupStatus, before: StartupStatus) -> StartupStatus:
 def connects(startup: StartupStatus | None) -> bool:
     """Returns whether all pods of a group that starts run, and its ranks have not met yet."""
     return startup is not None and startup.phase is StartupPhase.CONNECTING
-
-
-def find_overdue(
-    startup: StartupStatus, report: GroupReport | None, *, timeout_s: float, connecting_s: float
-) -> EpochEnd | None:
-    """Returns the end of an epoch whose pods all run and have not met in time, or None.
-
-    Nobody is blamed while the leader does not answer the operator: its supervisor may be well.
-
-    `connecting_s` is how long the operator has seen the ranks connect: the stamps in the status are for
-    people, since a clock that is set, or an operator that is stopped, makes no rank late.
-    """
-    if not connects(startup) or report is None or connecting_s < timeout_s + _SUPERVISORS_FIRST_S:
-        return None
-    return EpochEnd(
-        reason=FailureReason.STARTUP_TIMEOUT.value,
-        message=f"all pods run, but have not met within {timeout_s:g} s (startup.timeout): {report.message}; "
-        "see the logs of that pod, and whether its node reaches the leader's",
-    )
 
 
 def describe(
@@ -186,12 +164,8 @@ def find_spare(pods: Sequence[PodView], now: datetime, *, replace_after_s: float
     `replace_after_s` counts from the creation of a pod that its node rejected: the scheduler may choose the
     same node.
     """
-
-    def is_spare(pod: PodView) -> bool:
-        in_time = pod.deleting or _age_s(pod, now) >= replace_after_s
-        return is_over_unrun(pod) and in_time
-
-    return [pod for pod in pods if is_spare(pod)]
+    over = [pod for pod in pods if is_over_unrun(pod)]
+    return [pod for pod in over if pod.deleting or _age_s(pod, now) >= replace_after_s]
 
 
 def look_again_s(

@@ -41,11 +41,8 @@ def decide_teardown(
 def _ending(
     observation: ResourceObservation, status: HeteroInferenceStatus, node_loss: NodeLoss
 ) -> HeteroInferenceStatus:
-    generation, now, held = (
-        observation.resource.generation,
-        node_loss.now,
-        node_loss.find_held(observation.pods),
-    )
+    generation, now = observation.resource.generation, node_loss.now
+    held = node_loss.find_held(observation.pods)
     words = held or ENDING
     reported = {
         ConditionType.AVAILABLE: False,

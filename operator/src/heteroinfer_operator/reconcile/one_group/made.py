@@ -80,11 +80,6 @@ class BegunEpoch:
         return self.made.missing(self.pods)
 
     @property
-    def had_run(self) -> list[str]:
-        """Returns the names of the pods that had run, as last written."""
-        return had_run(self.status)
-
-    @property
     def replace_after_s(self) -> float:
         """Returns how long after its creation a pod that its node rejected is replaced."""
         return restarts.backoff_s(self.status.rejections, self.context.life.restart)
