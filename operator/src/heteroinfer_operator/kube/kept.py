@@ -44,16 +44,17 @@ class WrittenAgain:
     the two write 25 to 40 times a second.
     """
 
-    _written: dict[Subject, tuple[int, datetime, int]] = field(default_factory=dict)
-    """Of each child: a hash of what was last written, when, and how often in a row."""
+    _written: dict[tuple[str, str, bool], tuple[int, datetime, int]] = field(default_factory=dict)
+    """Of each child, and of its deletions: a hash of what was last written, when, and how often in a row."""
 
     def note(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
         """Notes a write, or without a manifest a deletion; returns whether others undo it each time."""
         written = hash(json.dumps(manifest, sort_keys=True))
         self._written = {key: each for key, each in self._written.items() if abs(now - each[1]) < WITHIN}
-        before, _, times = self._written.get((kind, name), (None, now, 0))
+        key = kind, name, manifest is None
+        before, _, times = self._written.get(key, (None, now, 0))
         times = times + 1 if before == written else 1
-        self._written[kind, name] = written, now, times
+        self._written[key] = written, now, times
         return times >= MOST
 
 
