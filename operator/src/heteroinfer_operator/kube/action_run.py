@@ -37,7 +37,7 @@ from heteroinfer_operator.kube.kept import STATUS_AGAIN_S, Kept, UnderWay
 from heteroinfer_operator.kube.object_writes import ObjectWrites
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer, RequestLane
-from heteroinfer_operator.refusals import NOT_ANSWERED, OBJECT_REFUSED, Acting, Subject, subject
+from heteroinfer_operator.refusals import NOT_ANSWERED, OBJECT_REFUSED, Acting, Subject, scopes_of, subject
 
 logger = logging.getLogger(__name__)
 
@@ -294,9 +294,8 @@ class ActionRun:
     def _launch(self, actions: Sequence[Action], work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         task = self._start(work, f"writes of {self._resource.key}")
         for action in actions:
-            scopes = action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
             epoch = _epoch_of(action) if isinstance(action, CreateObject) else ""
-            entry = self._launched[self._subject(action)] = UnderWay(task, scopes, epoch)
+            entry = self._launched[self._subject(action)] = UnderWay(task, scopes_of(action), epoch)
             self._kept.under_way[self._subject(action)] = entry
         task.add_done_callback(lambda _: self._answered(actions))
         return task

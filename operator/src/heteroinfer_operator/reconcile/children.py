@@ -14,7 +14,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.gang import gang_name
-from heteroinfer_operator.manifests.identity import EpochRef, GroupRef, Owner
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.manifests.model_claim import KIND as CLAIM
 from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.network_policy import build_network_policy
@@ -87,11 +87,10 @@ def find_children(
             kept.add(identity.group_service(owner, index))
         else:
             wanted += _of_group(context, decision, revision)
-        group = EpochRef(owner=owner, index=index, epoch=decision.status.epoch)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
         elif decision.runs:
-            kept.add(gang_name(group))
+            kept.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _plans(owner, decisions)
     for name, scopes in sorted(in_use.items()):
         kept.add(identity.revision_record(owner, name))

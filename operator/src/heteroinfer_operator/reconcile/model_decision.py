@@ -243,11 +243,8 @@ def _ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecis
         try:
             return _known(context, kept, pod, ended.message)
         except ContractError as error:
-            reason, message = (
-                FailureReason.MODEL_NOT_READABLE.value,
-                f"pod {pod.name} gave no answer: {error}",
-            )
-            return _failed(context, kept, pod, reason, message)
+            reason = FailureReason.MODEL_NOT_READABLE.value
+            return _failed(context, kept, pod, reason, f"pod {pod.name} gave no answer: {error}")
     failure = Failure.from_json(ended.message)
     if failure is not None:
         return _failed(context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}")
@@ -256,11 +253,8 @@ def _ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecis
 
 
 def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
-    if not context.fetches:
-        profile, fetched = ModelProfile.from_json(answer), None
-    else:
-        fetched = FetchedModel.from_json(answer)
-        profile = fetched.profile
+    fetched = FetchedModel.from_json(answer) if context.fetches else None
+    profile = ModelProfile.from_json(answer) if fetched is None else fetched.profile
     size_bytes = fetched.size_bytes if fetched is not None else None
     text = profile.to_json()
     if len(text) > MAX_PROFILE_LENGTH:

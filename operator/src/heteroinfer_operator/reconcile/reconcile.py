@@ -22,7 +22,6 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import (
     Action,
-    CreateObject,
     Decision,
     PodView,
     ResourceKey,
@@ -254,7 +253,7 @@ def _act(
     actions += context.node_loss.deletes(strangers, grace_s=None, after_status=True)
     actions += [*model.events, *model.deletes]
     actions += before_pods
-    actions += [_in_scope(create) for create in model.creates]
+    actions += [replace(create, scopes=frozenset({MODEL_SCOPE})) for create in model.creates]
     actions += [*keys, *creates]
     actions += after_pods
     actions += [context.admission.asks] if context.admission.asks is not None else []
@@ -265,10 +264,6 @@ def _act(
             (d.status.index, d.status.epoch) for d in decisions if startup.connects(d.status.startup)
         ),
     )
-
-
-def _in_scope(create: CreateObject) -> CreateObject:
-    return replace(create, scopes=frozenset({MODEL_SCOPE}))
 
 
 def _measured(

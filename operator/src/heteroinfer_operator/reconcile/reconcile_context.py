@@ -6,10 +6,10 @@ from datetime import datetime
 from typing import Final
 
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import LifeSpec
+from heteroinfer_operator.api import GroupStatus, LifeSpec
 from heteroinfer_operator.cluster import Refusal, TryObjects
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
@@ -95,6 +95,10 @@ class Context:
         """Returns whether no group is to get the target's revision yet: the API server is asked first."""
         asked = self.admission.asks is not None or self.admission.unanswered
         return asked and self.admission.problem is None
+
+    def epoch_ref(self, status: GroupStatus) -> EpochRef:
+        """Returns the epoch of a group."""
+        return EpochRef(owner=self.owner, index=status.index, epoch=status.epoch)
 
     def refusal_of(self, group: int) -> Refusal | None:
         """Returns what of a group its pods wait for, since it was refused when it was last tried, or None."""

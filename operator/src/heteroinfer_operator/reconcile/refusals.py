@@ -193,7 +193,7 @@ class Acting:
             self._held_s.append(wait_s)
             self._block(action)
         if self.spending is not None and is_pod(action):
-            words = self.spending.describe_pods(_scopes(action))
+            words = self.spending.describe_pods(scopes_of(action))
             self._note(action, TOO_MANY_PODS, words, retry_at=self.now + timedelta(seconds=wait_s))
         return False
 
@@ -229,7 +229,7 @@ class Acting:
             name=found[1],
             reason=reason,
             message=message,
-            scopes=_scopes(action),
+            scopes=scopes_of(action),
             tries=tries,
             retry_at=retry_at or self.now + delay,
             blocks=blocks,
@@ -278,7 +278,7 @@ class Acting:
 
     def _key(self, action: Action) -> Subject | None:
         found = subject(action, self.resource)
-        return None if found is None else _kept_as(found, _scopes(action))
+        return None if found is None else _kept_as(found, scopes_of(action))
 
     def _is_blocked(self, action: Action) -> bool:
         match action:
@@ -303,7 +303,8 @@ class Acting:
                 self._keeps_status = self._keeps_status or isinstance(action, PatchStatus)
 
 
-def _scopes(action: Action) -> frozenset[str]:
+def scopes_of(action: Action) -> frozenset[str]:
+    """Returns what an action is part of."""
     return action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
 
 

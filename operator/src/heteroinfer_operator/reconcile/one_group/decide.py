@@ -14,7 +14,6 @@ from dataclasses import replace
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.one_group.between_epochs import decide_between_epochs, next_revision
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of
@@ -77,7 +76,7 @@ def _find_unmade(context: Context, status: GroupStatus) -> set[int]:
     """Returns the pods of a group's epoch that were to be made, and have never existed."""
     if status.epoch_start_time is None or not context.unmade:
         return set()
-    prefix = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)[:-1]
+    prefix = context.epoch_ref(status).pod_name(0)[:-1]
     return {int(name.removeprefix(prefix)) for name in context.unmade if name.startswith(prefix)}
 
 
@@ -86,7 +85,7 @@ def _not_begun(context: Context, status: GroupStatus) -> GroupStatus:
 
     The others are asked for once the first one is made.
     """
-    first = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)
+    first = context.epoch_ref(status).pod_name(0)
     return transitions.not_begun(status) if first in context.unasked else status
 
 

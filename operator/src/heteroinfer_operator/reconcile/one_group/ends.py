@@ -7,8 +7,6 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import StartupStatus
 from heteroinfer_operator.errors import PlanReason
-from heteroinfer_operator.manifests.identity import EpochRef
-from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import startup
 from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, EpochEnd, has_run
@@ -122,8 +120,7 @@ def find_overdue(
 
 def pod_missing(epoch: BegunEpoch, index: int) -> EpochEnd:
     """Returns the end of an epoch that lacks a pod which was made, or may have been."""
-    owner, status = epoch.context.owner, epoch.status
-    name = EpochRef(owner=owner, index=status.index, epoch=status.epoch).pod_name(index)
+    name = epoch.context.epoch_ref(epoch.status).pod_name(index)
     message = f"pod {name} is not there, and nobody saw it end before it ran: it may have met others"
     return EpochEnd(reason=POD_DELETED, message=message, counted=False)
 
