@@ -65,9 +65,9 @@ def name_held(what: str, stored: Manifest) -> ChildError:
 
 
 def changed(what: str, drift: Manifest) -> ChildError:
-    """Returns the error of an object that a webhook changes, by the patch that would mend it."""
+    """Returns the error of an object that others change, by the patch that would mend it."""
     return ChildError(
-        f"{what} is stored with another {_fields(drift)} than was written: a webhook or another "
+        f"{what} gets another {_fields(drift)} than was written: a webhook or another "
         "controller changes it; have it leave this object alone",
         reason=CHANGED_BY_OTHERS,
     )
