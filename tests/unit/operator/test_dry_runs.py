@@ -10,7 +10,7 @@ from heteroinfer_operator.cluster import ResourceKey, ResourceView, TryObjects
 from heteroinfer_operator.kube.child_errors import ChildError
 from heteroinfer_operator.kube.dry_runs import AT_ONCE, HOLDS_S, DryRuns
 from heteroinfer_operator.kube.server import ApiError
-from heteroinfer_operator.refusals import NOT_ANSWERED
+from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED
 
 POD = {"kind": "Pod", "metadata": {"name": "demo-0"}}
 

@@ -179,5 +179,5 @@ def test_notes_on_a_plan_are_words_of_planned_only_where_an_older_version_kept_t
         for each in world.status["conditions"]
     ]
     world.settle()
-    assert world.status["plans"][0]["notes"] == notes
+    assert world.status["plans"][0].get("notes", "") == notes
     assert world.message("Planned") == notes

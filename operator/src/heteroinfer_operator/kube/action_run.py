@@ -37,7 +37,14 @@ from heteroinfer_operator.kube.kept import STATUS_AGAIN_S, Kept, UnderWay
 from heteroinfer_operator.kube.object_writes import ObjectWrites
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer, RequestLane
-from heteroinfer_operator.refusals import NOT_ANSWERED, OBJECT_REFUSED, Acting, Subject, scopes_of, subject
+from heteroinfer_operator.reconcile.refusals import (
+    NOT_ANSWERED,
+    OBJECT_REFUSED,
+    Acting,
+    Subject,
+    scopes_of,
+    subject,
+)
 
 logger = logging.getLogger(__name__)
 

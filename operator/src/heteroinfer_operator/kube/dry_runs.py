@@ -16,7 +16,7 @@ from heteroinfer_operator.cluster import CreateObject, Manifest, ResourceKey, Re
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.child_errors import ChildError, not_answered, refused_words
 from heteroinfer_operator.kube.server import CONFLICT, ApiError
-from heteroinfer_operator.refusals import OBJECT_REFUSED
+from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from heteroinfer_operator.budget import Budget, Spending
 from heteroinfer_operator.cluster import Action, Manifest, Refusal, ResourceView
 from heteroinfer_operator.kube.unmade_pods import UnmadePods
-from heteroinfer_operator.refusals import Acting, Subject, asked_anew
+from heteroinfer_operator.reconcile.budget import Budget, Spending
+from heteroinfer_operator.reconcile.refusals import Acting, Subject, asked_anew
 
 WRITES_AT_ONCE: Final = 16
 """Creates and applies of one resource: the others wait, so that one slow webhook does not hold up all."""

@@ -163,19 +163,17 @@ def _plans(
             continue
         if decision.plan is not None:
             predicted = planner.predict_again(decision.plan, decision.status)
-            plan = plan_status(decision.plan, predicted).changed(hash=name)
+            notes = _notes(decision, before.get(name), status)
+            found[name] = plan_status(decision.plan, predicted).changed(hash=name, notes=notes)
         elif name in before:
-            plan = before[name]
-        else:
-            continue
-        found[name] = plan.changed(notes=_notes(decision, before.get(name), status))
+            found[name] = before[name]
     return tuple(sorted(found.values(), key=lambda plan: plan.hash))[:MAX_PLANS]
 
 
 def _notes(decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus) -> str | None:
     """Returns the notes on a plan: those made with it now, or else as they were."""
     if decision.notes is not None:
-        return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT]
+        return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
     if before is None:
-        return ""
+        return None
     return older_statuses.plan_notes(status) if before.notes is None else before.notes

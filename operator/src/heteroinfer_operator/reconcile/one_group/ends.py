@@ -7,6 +7,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import StartupStatus
 from heteroinfer_operator.errors import PlanReason
+from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import startup
 from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, EpochEnd, has_run
