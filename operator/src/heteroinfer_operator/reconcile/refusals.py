@@ -116,12 +116,7 @@ def _forgotten_at(refusal: Refusal) -> datetime:
 
 
 def due_in_time(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
-    """Returns refusals of before, none due later than it would be if it came now: a clock was set back.
-
-    Args:
-        refusals: of before.
-        now: time of the reconcile.
-    """
+    """Returns refusals of before, none due later than it would be if it came now: a clock was set back."""
 
     def in_time(refusal: Refusal) -> Refusal:
         latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.reason, refusal.tries))
@@ -135,10 +130,6 @@ def asked_anew(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...
 
     A revision that was refused is so while it is asked about anew, at once: a scale is no other revision, and
     must neither be said to roll it out nor to have taken back its refusal.
-
-    Args:
-        refusals: of before.
-        now: time of the reconcile.
     """
     kept = (refusal for refusal in refusals if refusal.kind == REVISION)
     return tuple(replace(refusal, retry_at=min(refusal.retry_at, now)) for refusal in kept)
