@@ -9,7 +9,7 @@ from tests.unit.product import SOURCES, modules_below
 from vllm_heteroinfer.pod.threads import start_thread
 
 SEEN = {
-    "heteroinfer_operator.operator_process": (1, "runs kopf, whose end ends the operator"),
+    "heteroinfer_operator.kube.handlers": (1, "runs kopf, whose end ends the operator"),
     "vllm_heteroinfer.calibration.gpu": (1, "is joined by the measurement"),
     "vllm_heteroinfer.fetch.job": (1, "hands each exception to the thread that waits for the files"),
     "vllm_heteroinfer.launch.output": (2, ""),

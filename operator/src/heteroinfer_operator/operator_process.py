@@ -1,9 +1,4 @@
-"""The operator as a process: health first, then the Lease, then caches, workers and kopf.
-
-kopf runs in a thread with an event loop of its own: at its end it cancels every task of its
-loop that it does not know (`kopf/_core/reactor/running.py::run_tasks@1.45.2`), and in the main
-thread it takes over the signals.
-"""
+"""The operator as a process: health first, then the Lease, then caches, workers and kopf."""
 
 import asyncio
 import contextlib
@@ -11,18 +6,15 @@ import logging
 import secrets
 import signal
 import sys
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-import kopf
 from kubernetes.aio import client
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api import ConditionType
 from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.health import Health, serve, some_of
 from heteroinfer_operator.kube import handlers
 from heteroinfer_operator.kube.action_run import Callbacks
@@ -54,7 +46,6 @@ NODES_SETTLE_S: Final = 5.0
 """Changes of nodes are gathered for so long before all resources look again."""
 POLL_S: Final = 2.0
 RETRY_S: Final = 5.0
-KOPF_STOP_S: Final = 5.0
 MOST_NESTED: Final = 25_000
 """The API server takes JSON of 10,000 levels, of anybody who may create a pod, and Python 1,000."""
 
@@ -75,9 +66,8 @@ class Operator:
         self._health = Health(stale_s=3 * settings.resync_s)
         self._lease: LeaderLease | None = None
         self._known: set[ResourceKey] = set()
-        self._nodes_timer: asyncio.TimerHandle | None = None
         self._without_capacity: set[ResourceKey] = set()
-        self._capacity_timer: asyncio.TimerHandle | None = None
+        self._settling: set[str] = set()
 
     async def run(self) -> None:
         """Works until SIGTERM or SIGINT.
@@ -153,7 +143,8 @@ class Operator:
                 if cluster_state.resources.announce(key, version):
                     queue.add(key)
 
-            group.create_task(self._watch(configuration, announce), name="kopf")
+            kopf = handlers.announce_changes(configuration, self._settings.watch_namespaces, announce)
+            group.create_task(kopf, name="kopf")
             self._health.waits_for = ""
             await self._resync_all(server, queue, cluster_state)
         finally:
@@ -177,13 +168,16 @@ class Operator:
         def touched(key: ResourceKey) -> None:  # the caches feed the queue, which works on the caches
             queue.add(key)
 
+        def nodes_changed() -> None:
+            self._look_soon(queue, "nodes", self._known)
+
         cluster_state = ClusterState(
             server,
             namespaces=self._settings.watch_namespaces,
             touched=touched,
-            nodes_changed=lambda: self._nodes_changed(queue),
-            capacity_freed=lambda: self._capacity_freed(queue),
-            kept=self._build_kept(server, changed=lambda: self._nodes_changed(queue)),
+            nodes_changed=nodes_changed,
+            capacity_freed=lambda: self._look_soon(queue, "capacity", self._without_capacity),
+            kept=self._build_kept(server, changed=nodes_changed),
         )
         callbacks = Callbacks(
             observed=self._observed,
@@ -271,23 +265,17 @@ class Operator:
         else:
             self._without_capacity.discard(key)
 
-    def _capacity_freed(self, queue: WorkQueue) -> None:
+    def _look_soon(self, queue: WorkQueue, cause: str, keys: set[ResourceKey]) -> None:
+        """Has resources looked at once changes of one cause have gathered for a while."""
+
         def look_again() -> None:
-            self._capacity_timer = None
-            for key in sorted(self._without_capacity):
+            self._settling.remove(cause)
+            for key in sorted(keys):
                 queue.add(key)
 
-        if self._capacity_timer is None and self._without_capacity:
-            self._capacity_timer = asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
-
-    def _nodes_changed(self, queue: WorkQueue) -> None:
-        def look_again() -> None:
-            self._nodes_timer = None
-            for key in sorted(self._known):
-                queue.add(key)
-
-        if self._nodes_timer is None:
-            self._nodes_timer = asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
+        if cause not in self._settling:
+            self._settling.add(cause)
+            asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
 
     def _count_resync(self, cluster_state: ClusterState) -> None:
         """Notes a full resync; one over copies that nothing was received of saw the past, and is none."""
@@ -340,37 +328,6 @@ class Operator:
                 pause_s = min(pause_s, RETRY_S)
             await asyncio.sleep(pause_s)
 
-    async def _watch(self, configuration: client.Configuration, announce: handlers.Announce) -> None:
-        """Runs kopf until cancelled; raises what ended it."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-        stop = threading.Event()
-
-        def announce_in_loop(key: ResourceKey, version: int) -> None:
-            loop.call_soon_threadsafe(announce, key, version)
-
-        def report(error: BaseException | None) -> None:
-            if not ended.done():
-                ended.set_exception(error or HeteroInferError("kopf ended by itself", reason="KopfEnded"))
-
-        def run_kopf() -> None:
-            error: BaseException | None = None
-            try:
-                asyncio.run(_kopf(configuration, self._settings.watch_namespaces, announce_in_loop, stop))
-            except BaseException as caught:  # handed over to the main thread
-                error = caught
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(report, error)
-
-        threading.Thread(target=run_kopf, name="kopf", daemon=True).start()
-        try:
-            await asyncio.shield(ended)
-        finally:
-            stop.set()
-            await asyncio.wait({ended}, timeout=KOPF_STOP_S)
-            if ended.done():
-                ended.exception()  # seen: what matters was raised above
-
 
 def _left_out(cluster_state: ClusterState) -> str:
     """Returns what the operator cannot do, though it works, or ""."""
@@ -387,22 +344,6 @@ def _waits_for_capacity(status: Mapping[str, Any]) -> bool:
     return any(
         condition.get("type") == ConditionType.CAPACITY_AVAILABLE and condition.get("status") == "False"
         for condition in status.get("conditions") or ()
-    )
-
-
-async def _kopf(
-    configuration: client.Configuration,
-    namespaces: Sequence[str],
-    announce: handlers.Announce,
-    stop: threading.Event,
-) -> None:
-    await kopf.operator(
-        registry=handlers.build_registry(configuration, announce),
-        settings=handlers.build_settings(),
-        standalone=True,
-        clusterwide=not namespaces,
-        namespaces=tuple(namespaces),
-        stop_flag=stop,
     )
 
 

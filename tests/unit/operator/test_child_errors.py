@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_operator.kube.child_errors import NameHeldError
+from heteroinfer_operator.kube.child_errors import name_held
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,6 @@ from heteroinfer_operator.kube.child_errors import NameHeldError
     ],
 )
 def test_a_refusal_says_who_holds_the_name(metadata: dict[str, Any], said: str) -> None:
-    error = NameHeldError.of("Service tiny", {"metadata": metadata})
+    error = name_held("Service tiny", {"metadata": metadata})
     assert said in str(error)
     assert str(error).endswith("its name is needed")

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from heteroinfer_operator.cluster import ResourceKey, ResourceView, TryObjects
-from heteroinfer_operator.kube.child_errors import NotAnsweredError, RevisionRefusedError
+from heteroinfer_operator.kube.child_errors import ChildError
 from heteroinfer_operator.kube.dry_runs import AT_ONCE, HOLDS_S, DryRuns
 from heteroinfer_operator.kube.server import ApiError
+from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED
 
 POD = {"kind": "Pod", "metadata": {"name": "demo-0"}}
 
@@ -58,19 +59,20 @@ async def until_known(find: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 return await find()
-            except NotAnsweredError:
-                continue
+            except ChildError as error:
+                if error.reason != NOT_ANSWERED:
+                    raise
 
 
 async def test_nobody_waits_for_a_webhook_that_is_slow() -> None:
     server = Server()
-    runs = DryRuns(server.try_create, patience_s=0)
+    runs = DryRuns(server.try_create)
     for _ in range(3):
-        with pytest.raises(NotAnsweredError):
-            await runs.find(resource(), asks())
+        with pytest.raises(ChildError, match="has not said"):
+            await runs.find(resource(), asks(), patience_s=0)
     assert runs.admitted(resource()) == frozenset()
     server.may.set()
-    await until_known(lambda: runs.find(resource(), asks()))
+    await until_known(lambda: runs.find(resource(), asks(), patience_s=0))
     assert runs.admitted(resource()) == {"r"}
     assert server.asked == 2, "each object once"
 
@@ -79,8 +81,8 @@ async def test_an_answer_is_of_one_uid_and_holds_a_while() -> None:
     now = 0.0
     server = Server()
     server.may.set()
-    runs = DryRuns(server.try_create, patience_s=5, clock=lambda: now)
-    await runs.find(resource(), asks())
+    runs = DryRuns(server.try_create, clock=lambda: now)
+    await runs.find(resource(), asks(), patience_s=5)
     assert runs.admitted(resource()) == {"r"}
     assert runs.admitted(resource(uid="another")) == frozenset()
     now = HOLDS_S + 1
@@ -90,11 +92,11 @@ async def test_an_answer_is_of_one_uid_and_holds_a_while() -> None:
 async def test_a_refusal_is_said_once_and_asked_for_anew() -> None:
     server = Server(ApiError("POST /pods", status=422, said="no such field"))
     server.may.set()
-    runs = DryRuns(server.try_create, patience_s=5)
-    with pytest.raises(RevisionRefusedError, match="refuses Pod demo-0: no such field"):
-        await runs.find(resource(), asks())
+    runs = DryRuns(server.try_create)
+    with pytest.raises(ChildError, match="refuses Pod demo-0: no such field"):
+        await runs.find(resource(), asks(), patience_s=5)
     server.error = None
-    await runs.find(resource(), asks())
+    await runs.find(resource(), asks(), patience_s=5)
     assert runs.admitted(resource()) == {"r"}
 
 
@@ -102,10 +104,10 @@ async def test_a_refusal_is_said_once_and_asked_for_anew() -> None:
 async def test_no_answer_is_none_and_asked_for_again(status: int) -> None:
     server = Server(ApiError("POST /pods: no answer", status=status))
     server.may.set()
-    runs = DryRuns(server.try_create, patience_s=5)
+    runs = DryRuns(server.try_create)
     for tries in (1, 2):
-        with pytest.raises(NotAnsweredError, match="POST /pods: no answer"):
-            await runs.find(resource(), asks())
+        with pytest.raises(ChildError, match=r"not said .*POST /pods: no answer"):
+            await runs.find(resource(), asks(), patience_s=5)
         assert server.asked == tries
 
 
@@ -113,42 +115,42 @@ async def test_no_answer_is_none_and_asked_for_again(status: int) -> None:
 async def test_a_name_that_is_taken_and_a_webhook_that_fails_refuse_no_revision(status: int) -> None:
     server = Server(ApiError("POST /pods", status=status, said="failed calling webhook"))
     server.may.set()
-    runs = DryRuns(server.try_create, patience_s=5)
-    await runs.find(resource(), asks())
+    runs = DryRuns(server.try_create)
+    await runs.find(resource(), asks(), patience_s=5)
     assert runs.admitted(resource()) == {"r"}
 
 
 async def test_the_answer_of_another_revision_is_not_waited_for() -> None:
     server = Server()
-    runs = DryRuns(server.try_create, patience_s=0)
-    with pytest.raises(NotAnsweredError):
-        await runs.find(resource(), asks("old"))
+    runs = DryRuns(server.try_create)
+    with pytest.raises(ChildError, match="has not said"):
+        await runs.find(resource(), asks("old"), patience_s=0)
     server.may.set()
-    await until_known(lambda: runs.find(resource(), asks("new")))
+    await until_known(lambda: runs.find(resource(), asks("new"), patience_s=0))
     assert runs.admitted(resource()) == {"new"}
 
 
 async def test_many_resources_take_a_part_of_the_requests() -> None:
     server = Server()
-    runs = DryRuns(server.try_create, patience_s=0)
+    runs = DryRuns(server.try_create)
     names = [f"demo-{i}" for i in range(3 * AT_ONCE)]
     for name in names:
-        with pytest.raises(NotAnsweredError):
-            await runs.find(resource(name), asks())
+        with pytest.raises(ChildError, match="has not said"):
+            await runs.find(resource(name), asks(), patience_s=0)
     server.may.set()
     for name in names:
-        await until_known(lambda name=name: runs.find(resource(name), asks()))  # type: ignore[misc]
+        await until_known(lambda name=name: runs.find(resource(name), asks(), patience_s=0))  # type: ignore[misc]
     assert server.most_at_once <= AT_ONCE
     assert server.asked == 2 * len(names)
 
 
 async def test_what_is_gone_is_forgotten() -> None:
     server = Server()
-    runs = DryRuns(server.try_create, patience_s=0)
-    with pytest.raises(NotAnsweredError):
-        await runs.find(resource(), asks())
+    runs = DryRuns(server.try_create)
+    with pytest.raises(ChildError, match="has not said"):
+        await runs.find(resource(), asks(), patience_s=0)
     runs.forget(resource().key)
     server.may.set()
-    await until_known(lambda: runs.find(resource(), asks()))
+    await until_known(lambda: runs.find(resource(), asks(), patience_s=0))
     runs.forget(resource().key)
     assert runs.admitted(resource()) == frozenset()

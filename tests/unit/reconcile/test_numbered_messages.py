@@ -162,3 +162,22 @@ def test_decisions_do_not_depend_on_any_message_that_is_kept(seed: int) -> None:
     with numbered():
         with_numbers = walk(seed)
     assert with_numbers == plain
+
+
+@pytest.mark.parametrize(("kept", "notes"), [("without notes", "of 0.1.0"), ("lost", "")])
+def test_notes_on_a_plan_are_words_of_planned_only_where_an_older_version_kept_them_there(
+    kept: str, notes: str
+) -> None:
+    """A status that had lost the plan got whatever Planned said as notes, as long as the plan was in use."""
+    world = World(spec=cpu_pair())
+    world.serve()
+    (plan,) = world.status["plans"]
+    old = {key: value for key, value in plan.items() if key != "notes"}
+    world.status["plans"] = [] if kept == "lost" else [old]
+    world.status["conditions"] = [
+        {**each, "message": "of 0.1.0"} if each["type"] == "Planned" else each
+        for each in world.status["conditions"]
+    ]
+    world.settle()
+    assert world.status["plans"][0].get("notes", "") == notes
+    assert world.message("Planned") == notes

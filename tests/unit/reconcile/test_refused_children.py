@@ -325,9 +325,11 @@ def test_who_reaches_no_group_is_not_said_to_while_it_is_tried_anew(forgets: str
     world.serve()
     world.live(20)
     assert world.condition("Available") == ("False", "ObjectRefused")
+    world.status["conditions"] = [{**each, "message": "old words"} for each in world.status["conditions"]]
     getattr(world, forgets)()
     for _ in range(3):
         world.step()
+        assert "old words" not in world.message("Available") + world.message("Ready")
         assert world.condition("Available") == ("False", "ObjectRefused")
         assert world.condition("Ready") == ("False", "ObjectRefused")
         assert "endpoint" not in world.status

@@ -30,8 +30,8 @@ from heteroinfer_operator.cluster import (
     TryObjects,
     Waiting,
 )
+from heteroinfer_operator.kube.kept import WrittenAgain
 from heteroinfer_operator.kube.trim import find_key_secret
-from heteroinfer_operator.kube.written_again import WrittenAgain
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
@@ -364,10 +364,11 @@ class World:
         if self.written[0] != self.generation:
             self.written = self.generation, WrittenAgain()
         if isinstance(action, DeleteObject) and action.kind != "Pod":
-            return self.written[1].note_deleted(action.kind, action.name, self.now)
+            return self.written[1].note(action.kind, action.name, None, self.now)
         if not isinstance(action, ApplyObject | CreateObject) or action.manifest["kind"] in {"Pod", "Secret"}:
             return False
-        return self.written[1].note(action.manifest, self.now)
+        kind, name = action.manifest["kind"], action.manifest["metadata"]["name"]
+        return self.written[1].note(kind, name, action.manifest, self.now)
 
     def _refused(self, action: Action) -> str:
         """Returns in which words an action is refused, or ""."""

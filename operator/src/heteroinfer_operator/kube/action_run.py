@@ -36,8 +36,15 @@ from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.kept import STATUS_AGAIN_S, Kept, UnderWay
 from heteroinfer_operator.kube.object_writes import ObjectWrites
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
-from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
-from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, OBJECT_REFUSED, Acting, Subject, subject
+from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer, RequestLane
+from heteroinfer_operator.reconcile.refusals import (
+    NOT_ANSWERED,
+    OBJECT_REFUSED,
+    Acting,
+    Subject,
+    scopes_of,
+    subject,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +74,7 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """What actions are run with.
-
-    Attributes:
-        server: the API server.
-        cluster_state: takes in what was written.
-        objects: writes children.
-        dry_runs: tries objects.
-        recorder: of events.
-        callbacks: called back.
-        patience_s: how long a reconcile waits.
-    """
+    """What actions are run with."""
 
     server: ApiServer
     cluster_state: ClusterState
@@ -92,8 +89,6 @@ class ActionRun:
     """The actions of one decision; follows the resourceVersion through its own writes.
 
     Args:
-        ways: how to run them.
-        observation: that the decision was made on.
         kept: of the resource; `begin` was called.
     """
 
@@ -218,7 +213,7 @@ class ActionRun:
         observed = action.resource_version == self._resource.resource_version
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name, "status")
         body = self._body({"status": action.status}, self._version if observed else action.resource_version)
-        await self._write(self._ways.server.update_status(path, body))
+        await self._write(self._ways.server.update(path, body, lane=RequestLane.STATUS))
 
     async def _set_finalizer(self, *, present: bool) -> None:
         others = tuple(f for f in self._finalizers if f != names.FINALIZER)
@@ -227,7 +222,7 @@ class ActionRun:
             return
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name)
         body = self._body({"metadata": {"finalizers": list(wanted)}}, self._version)
-        await self._write(self._ways.server.merge_finalizers(path, body))
+        await self._write(self._ways.server.merge(path, body, lane=RequestLane.STATUS))
         self._finalizers = wanted
 
     def _body(self, fields: Manifest, version: str) -> Manifest:
@@ -306,9 +301,8 @@ class ActionRun:
     def _launch(self, actions: Sequence[Action], work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         task = self._start(work, f"writes of {self._resource.key}")
         for action in actions:
-            scopes = action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
             epoch = _epoch_of(action) if isinstance(action, CreateObject) else ""
-            entry = self._launched[self._subject(action)] = UnderWay(task, scopes, epoch)
+            entry = self._launched[self._subject(action)] = UnderWay(task, scopes_of(action), epoch)
             self._kept.under_way[self._subject(action)] = entry
         task.add_done_callback(lambda _: self._answered(actions))
         return task

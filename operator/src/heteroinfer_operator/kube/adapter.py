@@ -38,11 +38,7 @@ class KubeCluster:
     """What a reconcile needs of Kubernetes.
 
     Args:
-        server: the API server.
         cluster_state: running and synced.
-        recorder: of events.
-        groups: asks leaders.
-        callbacks: called back.
         patience_s: how long `run` waits for the status, and again for all else.
     """
 

@@ -20,29 +20,22 @@ from heteroinfer_operator.reconcile.refusals import (
     NAME_HELD,
     NAME_TAKEN,
     NOT_ANSWERED,
-    OBJECT_REFUSED,
 )
 
 _NAMED_FIELDS: Final = 5
 
 
-def refused_words(action: Action, said: str) -> str:
-    """Returns who refuses what, in the API server's words.
+class ChildError(HeteroInferError):
+    """A child cannot be as it should, for a reason of `refusals`; it is tried again later."""
 
-    Args:
-        action: that was refused.
-        said: by the API server.
-    """
+
+def refused_words(action: Action, said: str) -> str:
+    """Returns who refuses what, in the API server's words."""
     return f"the API server refuses {_written(action)}: {said}"
 
 
 def unanswered_words(action: Action, why: str) -> str:
-    """Returns what the API server does not answer, and that the write is tried again.
-
-    Args:
-        action: that was not answered.
-        why: what came instead of an answer.
-    """
+    """Returns what the API server does not answer, and that the write is tried again."""
     return f"the API server has not answered the write of {_written(action)}, which is tried again: {why}"
 
 
@@ -57,97 +50,64 @@ def _written(action: Action) -> str:
     return "the finalizer"
 
 
-class ChildError(HeteroInferError):
-    """A child cannot be as it should; it is tried again later."""
+def name_taken(what: str) -> ChildError:
+    """Returns the error of an object that belongs to somebody else, by its kind and name."""
+    return ChildError(
+        f"{what} exists and does not belong to this {names.KIND}: delete it, or give the {names.KIND} "
+        "another name",
+        reason=NAME_TAKEN,
+    )
 
 
-class NameTakenError(ChildError):
-    """An object of a child's name exists and belongs to somebody else; it is left alone."""
-
-    reason = NAME_TAKEN
-
-    @classmethod
-    def of(cls, what: str) -> "NameTakenError":
-        """Returns the error for an object, by its kind and name."""
-        return cls(
-            f"{what} exists and does not belong to this {names.KIND}: delete it, or give the {names.KIND} "
-            "another name"
-        )
+def name_held(what: str, stored: Manifest) -> ChildError:
+    """Returns the error of an object that has the name of a child and will go."""
+    return ChildError(f"{what} {_describe_going(stored)}; its name is needed", reason=NAME_HELD)
 
 
-class NameHeldError(ChildError):
-    """An object of a child's name exists, and will go."""
-
-    reason = NAME_HELD
-
-    @classmethod
-    def of(cls, what: str, stored: Manifest) -> "NameHeldError":
-        """Returns the error for an object, by its kind and name, and as it is stored."""
-        return cls(f"{what} {_describe_going(stored)}; its name is needed")
+def changed(what: str, drift: Manifest) -> ChildError:
+    """Returns the error of an object that others change, by the patch that would mend it."""
+    return ChildError(
+        f"{what} gets another {_fields(drift)} than was written: a webhook or another "
+        "controller changes it; have it leave this object alone",
+        reason=CHANGED_BY_OTHERS,
+    )
 
 
-class ChangedByOthersError(ChildError):
-    """A child is stored, and not as it was written: a webhook changes it, or somebody who was faster."""
-
-    reason = CHANGED_BY_OTHERS
-
-    @classmethod
-    def of(cls, what: str, drift: Manifest) -> "ChangedByOthersError":
-        """Returns the error for an object, by its kind and name, and the patch that would mend it."""
-        return cls(
-            f"{what} is stored with another {_fields(drift)} than was written: a webhook or another "
-            "controller changes it; have it leave this object alone"
-        )
-
-    @classmethod
-    def on_creation(cls, what: str, fields: Sequence[str]) -> "ChangedByOthersError":
-        """Returns the error for a pod that is changed while it is created, and so was deleted.
-
-        Args:
-            what: kind and name of the pod.
-            fields: that were changed, by their paths.
-        """
-        return cls(
-            f"{what} was created with another {', '.join(fields[:_NAMED_FIELDS])} than was sent, and deleted "
-            "again: a mutating webhook changes pods. Exempt the pods of this namespace from the webhook, or "
-            "have the webhook leave these fields alone"
-        )
-
-    @classmethod
-    def each_time(cls, what: str, drift: Manifest) -> "ChangedByOthersError":
-        """Returns the error for an object that is written again and again, as `of`."""
-        return cls(
-            f"{what} is written again and again, and each time gets another {_fields(drift)}: another "
-            "controller changes it; have it leave this object alone"
-        )
+def changed_on_creation(what: str, fields: Sequence[str]) -> ChildError:
+    """Returns the error of a pod that was changed while it was created, and so was deleted."""
+    return ChildError(
+        f"{what} was created with another {', '.join(fields[:_NAMED_FIELDS])} than was sent, and deleted "
+        "again: a mutating webhook changes pods. Exempt the pods of this namespace from the webhook, or "
+        "have the webhook leave these fields alone",
+        reason=CHANGED_BY_OTHERS,
+    )
 
 
-class DeletedByOthersError(ChildError):
-    """A child is made again and again, and deleted each time."""
-
-    reason = DELETED_BY_OTHERS
-
-    @classmethod
-    def of(cls, what: str) -> "DeletedByOthersError":
-        """Returns the error for an object, by its kind and name."""
-        return cls(
-            f"{what} is made again and again, and deleted each time: have whoever deletes it leave this "
-            "object alone"
-        )
+def deleted_each_time(what: str) -> ChildError:
+    """Returns the error of a child that is made again and again."""
+    return ChildError(
+        f"{what} is made again and again, and deleted each time: have whoever deletes it leave this "
+        "object alone",
+        reason=DELETED_BY_OTHERS,
+    )
 
 
-class MadeByOthersError(ChildError):
-    """An object with the labels and the owner of a child is not wanted, and made each time it is deleted."""
+def made_each_time(what: str) -> ChildError:
+    """Returns the error of an object that is not wanted, and deleted again and again."""
+    return ChildError(
+        f"{what} is not wanted any more, deleted again and again, and made each time: have whoever makes "
+        "it leave it out",
+        reason=MADE_BY_OTHERS,
+    )
 
-    reason = MADE_BY_OTHERS
 
-    @classmethod
-    def of(cls, what: str) -> "MadeByOthersError":
-        """Returns the error for an object, by its kind and name."""
-        return cls(
-            f"{what} is not wanted any more, deleted again and again, and made each time: have whoever makes "
-            "it leave it out"
-        )
+def not_answered(what: str) -> ChildError:
+    """Returns the error of a revision of which it is not known whether it would be taken, and why."""
+    return ChildError(
+        f"the API server has not said whether it takes pods and ConfigMaps of the new revision ({what}); "
+        "nothing is taken down before",
+        reason=NOT_ANSWERED,
+    )
 
 
 def _describe_going(stored: Manifest) -> str:
@@ -173,23 +133,3 @@ def _paths(patch: Manifest, prefix: str = "") -> list[str]:
         whole = prefix == "metadata" or not isinstance(value, Mapping) or not value
         found += [path] if whole else _paths(value, path)
     return found
-
-
-class RevisionRefusedError(ChildError):
-    """What a revision would need is refused; nothing was made."""
-
-    reason = OBJECT_REFUSED
-
-
-class NotAnsweredError(ChildError):
-    """Whether a revision would be taken is not known yet."""
-
-    reason = NOT_ANSWERED
-
-    @classmethod
-    def of(cls, what: str) -> "NotAnsweredError":
-        """Returns the error, with what is known of why."""
-        return cls(
-            f"the API server has not said whether it takes pods and ConfigMaps of the new revision ({what}); "
-            "nothing is taken down before"
-        )

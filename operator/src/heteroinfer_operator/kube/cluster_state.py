@@ -43,16 +43,12 @@ class ClusterState:
 
     Attributes:
         cluster_scope: whether all namespaces are kept.
-        resources: the HeteroInferences themselves.
 
     Args:
-        server: where to read.
         namespaces: to keep; empty for all, which also brings the nodes.
         touched: called with each resource that changed, or of which a child did.
         nodes_changed: called when a node came, went, or changed in what a plan reads.
         capacity_freed: called when a pod gave back what it had of a node.
-        kept: what was measured of nodes, or None where nothing is.
-        clock: seconds that never go back.
     """
 
     def __init__(

@@ -14,15 +14,14 @@ from typing import Final
 from heteroinfer_contract.background import start_task
 from heteroinfer_operator.cluster import CreateObject, Manifest, ResourceKey, ResourceView, TryObjects
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.kube.child_errors import NotAnsweredError, RevisionRefusedError, refused_words
+from heteroinfer_operator.kube.child_errors import ChildError, not_answered, refused_words
 from heteroinfer_operator.kube.server import CONFLICT, ApiError
+from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE: Final = 16
 """Requests, of all resources together: a part of those that the operator has at once."""
-PATIENCE_S: Final = 0.25
-"""How long a reconcile waits for the answer: most come within it."""
 HOLDS_S: Final = 600.0
 """How long an answer holds: policies change, and a rollout may take hours."""
 
@@ -30,81 +29,55 @@ TryCreate = Callable[[Manifest], Awaitable[None]]
 """Finds out whether an object would be created; raises ApiError."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Tried:
     uid: str
     revision: str
     since_s: float
     task: asyncio.Task[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Admitted:
-    uid: str
-    revision: str
-    since_s: float
+    is_admitted: bool = False
+    """Whether a reconcile knows that the objects would be taken."""
 
 
 class DryRuns:
-    """What was tried of each resource, and what came of it. Use from one event loop.
+    """What was tried of each resource, and what came of it. Use from one event loop."""
 
-    Args:
-        try_create: asks the API server of one object.
-        patience_s: how long `find` waits.
-        clock: seconds that never go back.
-    """
-
-    def __init__(
-        self,
-        try_create: TryCreate,
-        *,
-        patience_s: float = PATIENCE_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, try_create: TryCreate, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._try_create = try_create
-        self._patience_s = patience_s
         self._clock = clock
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._tried: dict[ResourceKey, _Tried] = {}
-        self._admitted: dict[ResourceKey, _Admitted] = {}
 
     def admitted(self, resource: ResourceView) -> frozenset[str]:
         """Returns the revision of a resource that was last tried and would be taken, if that was of late."""
-        found = self._admitted.get(resource.key)
-        if found is None or found.uid != resource.uid or self._clock() - found.since_s > HOLDS_S:
+        found = self._tried.get(resource.key)
+        if found is None or not found.is_admitted or found.uid != resource.uid:
             return frozenset()
-        return frozenset({found.revision})
+        holds = self._clock() - found.since_s <= HOLDS_S
+        return frozenset({found.revision}) if holds else frozenset()
 
-    async def find(
-        self, resource: ResourceView, action: TryObjects, *, patience_s: float | None = None
-    ) -> None:
+    async def find(self, resource: ResourceView, action: TryObjects, *, patience_s: float) -> None:
         """Returns once it is known that the objects would be taken, which is remembered.
 
-        Args:
-            resource: that needs them.
-            action: what to ask.
-            patience_s: how long to wait, if not as long as all others.
-
         Raises:
-            RevisionRefusedError: one would not.
-            NotAnsweredError: it is not known yet: ask again.
+            ChildError: ObjectRefused, one would not; NotAnswered, it is not known yet: ask again.
         """
         tried = self._tried.get(resource.key)
         if tried is None or not self._is_asked_for(tried, resource, action):
             tried = self._start(resource, action)
-        await asyncio.wait({tried.task}, timeout=self._patience_s if patience_s is None else patience_s)
+        await asyncio.wait({tried.task}, timeout=patience_s)
         if not tried.task.done():
-            raise NotAnsweredError.of("it was asked, and the answer is awaited")
-        del self._tried[resource.key]
+            raise not_answered("it was asked, and the answer is awaited")
+        if tried.task.exception() is not None:
+            del self._tried[resource.key]
         try:
             tried.task.result()
         except ApiError as error:
-            raise NotAnsweredError.of(error.message[:500]) from error
-        self._admitted[resource.key] = _Admitted(resource.uid, action.revision, self._clock())
+            raise not_answered(error.message[:500]) from error
+        tried.is_admitted, tried.since_s = True, self._clock()
 
     def forget(self, key: ResourceKey) -> None:
         """Takes in that a resource is gone."""
-        self._admitted.pop(key, None)
         tried = self._tried.pop(key, None)
         if tried is not None:
             tried.task.cancel()
@@ -131,7 +104,7 @@ class DryRuns:
         except ApiError as error:
             if error.is_of_object:
                 words = refused_words(CreateObject(manifest=manifest), error.said)
-                raise RevisionRefusedError(words) from error
+                raise ChildError(words, reason=OBJECT_REFUSED) from error
             # A plan's ConfigMap may be there: other revisions have the same.
             if not error.is_refusal and error.status != CONFLICT:
                 raise

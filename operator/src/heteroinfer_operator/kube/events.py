@@ -14,7 +14,7 @@ from heteroinfer_contract.background import start_task
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.cluster import RecordEvent, ResourceView
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE
-from heteroinfer_operator.kube.server import NAMESPACE_ENDS, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.server import NAMESPACE_ENDS, NOT_FOUND, ApiError, ApiServer, RequestLane
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ ENDING_S: Final = 30.0
 MESSAGE_CHARACTERS: Final = 1024
 """Limit of `note` (`k8s.io/kubernetes/pkg/apis/core/validation/events.go`)."""
 
-EVENT_TIMEOUT_S: Final = 15.0
-"""Of one event; a webhook may hold it up."""
 AT_ONCE: Final = 4
 MOST_WAITING: Final = 1000
 MOST_A_MINUTE: Final = 10
@@ -58,10 +56,8 @@ class EventRecorder:
     nobody will read it.
 
     Args:
-        server: where to write.
         reporter: name of this operator's instance.
         dropped: called for each event that is not written.
-        clock: seconds that never go back.
     """
 
     def __init__(
@@ -167,7 +163,7 @@ class EventRecorder:
     async def _create(self, resource: ResourceView, event: RecordEvent, now: float) -> _Series:
         path = EVENT.path(resource.key.namespace)
         body = self._build_event(resource, event, datetime.now(UTC))
-        stored = await self._server.record(path, body, timeout_s=EVENT_TIMEOUT_S)
+        stored = await self._server.create(path, body, lane=RequestLane.EVENT)
         return _Series(name=stored["metadata"]["name"], first_s=now, written_s=now, count=1)
 
     async def _count(self, resource: ResourceView, series: _Series, now: float) -> _Series:
@@ -175,7 +171,7 @@ class EventRecorder:
             return series
         path = EVENT.path(resource.key.namespace, series.name)
         seen = {"count": series.count, "lastObservedTime": _micro_time(datetime.now(UTC))}
-        await self._server.record_again(path, {"series": seen}, timeout_s=EVENT_TIMEOUT_S)
+        await self._server.merge(path, {"series": seen}, lane=RequestLane.EVENT)
         return replace(series, written_s=now)
 
     def _build_event(self, resource: ResourceView, event: RecordEvent, now: datetime) -> dict[str, Any]:

@@ -80,8 +80,6 @@ class GangSchedulers:
         known: set once the API server answered for each, and the objects of those that it serves were listed.
 
     Args:
-        server: asked.
-        build: makes the caches of a kind.
         changed: called after `found` has changed.
     """
 

@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from heteroinfer_operator.cluster import Action, Refusal, ResourceView
+from heteroinfer_operator.cluster import Action, Manifest, Refusal, ResourceView
 from heteroinfer_operator.kube.unmade_pods import UnmadePods
-from heteroinfer_operator.kube.written_again import WrittenAgain
 from heteroinfer_operator.reconcile.budget import Budget, Spending
 from heteroinfer_operator.reconcile.refusals import Acting, Subject, asked_anew
 
@@ -17,6 +17,10 @@ WRITES_AT_ONCE: Final = 16
 """Creates and applies of one resource: the others wait, so that one slow webhook does not hold up all."""
 STATUS_AGAIN_S: Final = 0.75
 """From one try to write a status to the next, while the API server has not answered the first."""
+WITHIN: Final = timedelta(seconds=60)
+"""Two writes of the same that are further apart are not in a row."""
+MOST: Final = 5
+"""Times in a row that the same is written at once; what people change by hand is mended without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +28,34 @@ class UnderWay:
     """A request that the API server has not answered.
 
     Attributes:
-        task: of the request.
-        scopes: of its action.
         epoch: of the pod that is created, or "".
     """
 
     task: asyncio.Task[object]
     scopes: frozenset[str] = frozenset()
     epoch: str = ""
+
+
+@dataclass(slots=True)
+class WrittenAgain:
+    """How often in a row the same was written of a child, or the child was deleted.
+
+    A controller that wants a child otherwise answers each write of ours with one of its own: without a bound
+    the two write 25 to 40 times a second.
+    """
+
+    _written: dict[tuple[str, str, bool], tuple[int, datetime, int]] = field(default_factory=dict)
+    """Of each child, and of its deletions: a hash of what was last written, when, and how often in a row."""
+
+    def note(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
+        """Notes a write, or without a manifest a deletion; returns whether others undo it each time."""
+        written = hash(json.dumps(manifest, sort_keys=True))
+        self._written = {key: each for key, each in self._written.items() if abs(now - each[1]) < WITHIN}
+        key = kind, name, manifest is None
+        before, _, times = self._written.get(key, (None, now, 0))
+        times = times + 1 if before == written else 1
+        self._written[key] = written, now, times
+        return times >= MOST
 
 
 @dataclass(slots=True)
@@ -74,14 +98,9 @@ class Kept:
     """What is kept of one resource, as long as it has this uid.
 
     Attributes:
-        uid: of the resource.
         generation: of its spec when it was last decided on.
-        acting: what was refused, and what may be done now.
-        written: what was written of late.
-        budget: what it may still cause.
         unmade: pods that were to be made, and have never existed.
         under_way: requests that the API server has not answered, by object.
-        status_tries: writes of the status that it has not answered.
         slots: for creates and applies.
         promises: the capacity that is kept for the pods of the last decision.
     """

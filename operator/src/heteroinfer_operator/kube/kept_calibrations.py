@@ -23,13 +23,7 @@ Entries: TypeAlias = tuple[tuple[str, str], ...]
 class KeptCalibrations:
     """What the ConfigMap says now; nothing while it is not there.
 
-    Attributes:
-        cache: of the ConfigMap.
-        calibrations: as last read.
-
     Args:
-        server: where to read.
-        name: of the ConfigMap.
         version: of HeteroInfer: what another one measured is not used.
         changed: called when there is something else to plan and predict with.
     """

@@ -45,9 +45,6 @@ class LeaseTerms:
     """Which Lease, for whom and how long.
 
     Attributes:
-        namespace: of the Lease.
-        name: of the Lease.
-        identity: of this process.
         duration_s: without a renewal for so long, another may take it.
         renew_s: between renewals.
         deadline_s: without a renewal for so long, this process has lost it; below duration_s.
@@ -66,8 +63,6 @@ class LeaderLease:
 
     Args:
         server: where the Lease is stored; not one whose writes ask `require`.
-        terms: which, for whom and how long.
-        clock: seconds that never go back.
     """
 
     def __init__(

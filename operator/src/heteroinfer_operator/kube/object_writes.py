@@ -6,15 +6,8 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ConflictError, CreateObject, DeleteObject, Manifest, ResourceView
-from heteroinfer_operator.kube import trim
-from heteroinfer_operator.kube.child_errors import (
-    ChangedByOthersError,
-    ChildError,
-    DeletedByOthersError,
-    MadeByOthersError,
-    NameHeldError,
-    NameTakenError,
-)
+from heteroinfer_operator.kube import child_errors, trim
+from heteroinfer_operator.kube.child_errors import ChildError
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.kept import Kept
 from heteroinfer_operator.kube.paths import POD, SECRET, Kind, NamespacedName, writable_kind
@@ -38,11 +31,6 @@ class ObjectWrites:
 
     Every method raises ConflictError if an object was met in another state, ChildError if the object is not
     as it should be, and ApiError if the API server refused, or did not answer.
-
-    Args:
-        server: the API server.
-        cluster_state: takes in what was written.
-        unlabelled: takes in pods without label that were met.
     """
 
     def __init__(self, server: ApiServer, cluster_state: ClusterState, unlabelled: UnlabelledPods) -> None:
@@ -70,8 +58,8 @@ class ObjectWrites:
         if kind is SECRET:  # nobody may list them, so no cache keeps them
             return
         self._cluster_state.note_written(kind, stored)
-        if kept.written.note(action.manifest, kept.acting.now):
-            raise DeletedByOthersError.of(f"{kind.name} {name}")
+        if kept.written.note(kind.name, name.name, action.manifest, kept.acting.now):
+            raise child_errors.deleted_each_time(f"{kind.name} {name}")
 
     async def _create_pod(self, resource: ResourceView, kept: Kept, action: CreateObject) -> None:
         manifest = action.manifest
@@ -100,7 +88,7 @@ class ObjectWrites:
         kept.unmade.settle(name.name)
         if changes := find_changes(manifest, stored):
             await self._delete_stray(name, str(stored["metadata"]["uid"]))
-            raise ChangedByOthersError.on_creation(f"Pod {name}", changes)
+            raise child_errors.changed_on_creation(f"Pod {name}", changes)
         self._cluster_state.note_written(POD, stored)
 
     async def _delete_stray(self, name: NamespacedName, uid: str) -> None:
@@ -148,12 +136,12 @@ class ObjectWrites:
             stored = await self._server.merge(path, left)
         self._cluster_state.note_written(kind, stored)
         if changed := find_drift(stored, manifest):
-            raise ChangedByOthersError.of(f"{kind.name} {name}", changed)
-        if not kept.written.note(manifest, kept.acting.now):
+            raise child_errors.changed(f"{kind.name} {name}", changed)
+        if not kept.written.note(kind.name, name.name, manifest, kept.acting.now):
             return
         if not uid:
-            raise DeletedByOthersError.of(f"{kind.name} {name}")
-        raise ChangedByOthersError.each_time(f"{kind.name} {name}", drift)
+            raise child_errors.deleted_each_time(f"{kind.name} {name}")
+        raise child_errors.changed(f"{kind.name} {name}", drift)
 
     async def _meet(
         self, resource: ResourceView, kind: Kind, name: NamespacedName, manifest: Manifest
@@ -164,8 +152,8 @@ class ObjectWrites:
         for a pod, which may not be changed: it is looked at from now on.
 
         Raises:
-            NameHeldError: it will go: it is being deleted, or belongs to an earlier resource of this name.
-            NameTakenError: it belongs to somebody else.
+            ChildError: NameHeld, it will go: it is being deleted, or belongs to an earlier resource of this
+                name; NameTaken, it belongs to somebody else.
         """
         try:
             stored = await self._server.ask(kind.path(name.namespace, name.name))
@@ -183,8 +171,8 @@ class ObjectWrites:
             self._cluster_state.note_written(kind, stored)
             return str(stored["metadata"]["uid"])
         if "deletionTimestamp" in stored["metadata"] or _is_of_earlier(stored, resource.key.name):
-            raise NameHeldError.of(f"{kind.name} {name}", stored)
-        raise NameTakenError.of(f"{kind.name} {name}")
+            raise child_errors.name_held(f"{kind.name} {name}", stored)
+        raise child_errors.name_taken(f"{kind.name} {name}")
 
     async def delete(self, resource: ResourceView, kept: Kept, action: DeleteObject) -> None:
         """Deletes exactly this object."""
@@ -202,8 +190,8 @@ class ObjectWrites:
             self._cluster_state.note_gone(kind, name, action.uid)
             return
         self._note_deleted(kind, name, action.uid, stored)
-        if kind is not POD and kept.written.note_deleted(kind.name, action.name, kept.acting.now):
-            raise MadeByOthersError.of(f"{kind.name} {action.name}")
+        if kind is not POD and kept.written.note(kind.name, action.name, None, kept.acting.now):
+            raise child_errors.made_each_time(f"{kind.name} {action.name}")
 
     def _note_deleted(self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest) -> None:
         # Where the kubelet deletes at the same time, the answer is an object without a resourceVersion: gone.

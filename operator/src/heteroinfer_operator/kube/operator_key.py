@@ -21,10 +21,7 @@ RETRY_S: Final = 1.0
 async def ensure_operator_key(server: ApiServer, namespace: str, name: str) -> bytes:
     """Returns the key in the Secret of this name, made by the first operator that comes.
 
-    Args:
-        server: the API server.
-        namespace: the operator's own.
-        name: of the Secret, which the chart makes, empty.
+    The chart makes the Secret, empty.
 
     Raises:
         HeteroInferError: there is no such Secret, or what it holds is no key.

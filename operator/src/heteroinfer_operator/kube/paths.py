@@ -12,14 +12,7 @@ from heteroinfer_operator.nodes.node_assignment import Gang
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of object.
-
-    Attributes:
-        name: as in `kind`.
-        api_version: as in `apiVersion`.
-        plural: as in URLs and RBAC rules.
-        namespaced: whether its objects live in namespaces.
-    """
+    """A kind of object."""
 
     name: str
     api_version: str
@@ -89,9 +82,7 @@ _WRITABLE: Final = (POD, SECRET, *CHILDREN, *GANG_CHILDREN.values())
 def writable_kind(name: str, api_version: str = "") -> Kind:
     """Returns the kind of a child.
 
-    Args:
-        name: as in `kind`.
-        api_version: as in `apiVersion`; "" where the name says it all.
+    `api_version` is "" where the name says it all.
 
     Raises:
         ValueError: an action names a kind that the operator has no rights to write.

@@ -16,12 +16,7 @@ _OURS: Final = "HETEROINFER_"
 
 
 def find_changes(sent: Manifest, stored: Manifest) -> list[str]:
-    """Returns the fields of a stored pod that are not as they were sent and matter, by their paths.
-
-    Args:
-        sent: the manifest of the pod.
-        stored: the API server's answer to its creation.
-    """
+    """Returns the fields of a stored pod that are not as they were sent and matter, by their paths."""
     return list(_changes(sent, stored))
 
 

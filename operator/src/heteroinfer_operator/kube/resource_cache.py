@@ -19,11 +19,7 @@ from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 class ResourceCache:
     """The resources that are served.
 
-    Attributes:
-        caches: a watch each.
-
     Args:
-        server: where to read.
         scopes: namespaces to keep; None for all.
         touched: called with each resource that came, changed or went.
     """

@@ -22,7 +22,6 @@ class AccessRule:
     Attributes:
         group: API group; "" for core.
         resource: plural, or plural/subresource.
-        verbs: as in RBAC.
         name: of the only object; "" for all.
     """
 
@@ -32,41 +31,27 @@ class AccessRule:
     name: str = ""
 
 
+_ALL: Final = ("get", "list", "watch", "create", "patch", "delete")
 SERVED: Final = (
     AccessRule(group=names.API_GROUP, resource=names.PLURAL, verbs=("get", "list", "watch", "patch")),
     AccessRule(group=names.API_GROUP, resource=f"{names.PLURAL}/status", verbs=("update",)),
     # Children block their owner's deletion, which some clusters (OpenShift) grant only with this.
     AccessRule(group=names.API_GROUP, resource=f"{names.PLURAL}/finalizers", verbs=("update",)),
     AccessRule(group="", resource="pods", verbs=("get", "list", "watch", "create", "delete")),
-    AccessRule(group="", resource="services", verbs=("get", "list", "watch", "create", "patch", "delete")),
-    AccessRule(group="", resource="configmaps", verbs=("get", "list", "watch", "create", "patch", "delete")),
+    AccessRule(group="", resource="services", verbs=_ALL),
+    AccessRule(group="", resource="configmaps", verbs=_ALL),
     # Made once, with a group's key, under a name that says which: never read, changed or deleted.
     AccessRule(group="", resource="secrets", verbs=("create",)),
     # Made once, for models of a hub, and never changed.
     AccessRule(
         group="", resource="persistentvolumeclaims", verbs=("get", "list", "watch", "create", "delete")
     ),
-    AccessRule(
-        group="networking.k8s.io",
-        resource="networkpolicies",
-        verbs=("get", "list", "watch", "create", "patch", "delete"),
-    ),
-    AccessRule(
-        group="policy",
-        resource="poddisruptionbudgets",
-        verbs=("get", "list", "watch", "create", "patch", "delete"),
-    ),
+    AccessRule(group="networking.k8s.io", resource="networkpolicies", verbs=_ALL),
+    AccessRule(group="policy", resource="poddisruptionbudgets", verbs=_ALL),
     # What tells a gang scheduler of a group; used where the cluster serves it.
-    *(
-        AccessRule(
-            group=group, resource=resource, verbs=("get", "list", "watch", "create", "patch", "delete")
-        )
-        for group, resource in (
-            ("scheduling.volcano.sh", "podgroups"),
-            ("scheduling.x-k8s.io", "podgroups"),
-            ("scheduling.k8s.io", "workloads"),
-        )
-    ),
+    AccessRule(group="scheduling.volcano.sh", resource="podgroups", verbs=_ALL),
+    AccessRule(group="scheduling.x-k8s.io", resource="podgroups", verbs=_ALL),
+    AccessRule(group="scheduling.k8s.io", resource="workloads", verbs=_ALL),
     AccessRule(group="events.k8s.io", resource="events", verbs=("create", "patch")),
 )
 """In every namespace that is served."""
@@ -94,10 +79,7 @@ async def missing_rights(
 ) -> list[str]:
     """Returns which of these rights this process lacks, in words.
 
-    Args:
-        server: asked about its caller (SelfSubjectAccessReview, open to everybody).
-        rules: the rights.
-        namespace: where; None for all namespaces.
+    Asks about the caller by SelfSubjectAccessReview, which is open to everybody; without a namespace for all.
     """
     missing: list[str] = []
     for rule in rules:

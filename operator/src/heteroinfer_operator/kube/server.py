@@ -38,8 +38,6 @@ DRY_RUN_TIMEOUT_S: Final = 70.0
 
 REQUESTS_AT_ONCE: Final = 64
 """Of each lane. Watches are in none, as each keeps a connection for itself: 200 namespaces have 1,600."""
-STATUS_TIMEOUT_S: Final = 30.0
-"""Of one try to write a status or a finalizer; another try may begin before this one ends."""
 QUESTION_TIMEOUT_S: Final = 15.0
 """Of the read of one object."""
 PAGE_OBJECTS: Final = 500
@@ -76,6 +74,7 @@ _SHOWN: Final = 200
 """Characters of an answer that makes no sense."""
 
 Query = Mapping[str, str | int]
+Body = Mapping[str, Any]
 OnWrite = Callable[[str, str], None]
 
 
@@ -89,7 +88,8 @@ class RequestLane(Enum):
     EVENT = "events"
 
 
-_WRITE: Final = RequestLane.WRITE
+_TIMEOUTS_S: Final[Mapping[RequestLane, float]] = MappingProxyType({RequestLane.EVENT: 15.0})
+"""Of one request of a lane, if not REQUEST_TIMEOUT_S."""
 _VERBS: Final[Mapping[str, str]] = MappingProxyType(
     {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 )
@@ -149,11 +149,7 @@ class ApiError(HeteroInferError):
 
 
 def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
-    """Returns those of KUBECONFIG's files that there are, or the user's own; of none the client itself warns.
-
-    Args:
-        kubeconfig: a file to use instead.
-    """
+    """Returns those of KUBECONFIG's files, or the user's own, that there are: of none the client warns."""
     named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
     files = [
         Path(name).expanduser() for name in named.split(kube_config.ENV_KUBECONFIG_PATH_SEPARATOR) if name
@@ -163,9 +159,6 @@ def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
 
 async def load_configuration(kubeconfig: str | None = None) -> client.Configuration:
     """Returns how to reach the API server: in a pod its service account, else the kubeconfig.
-
-    Args:
-        kubeconfig: a file to use instead of KUBECONFIG's.
 
     Raises:
         HeteroInferError: neither is there, or the kubeconfig cannot be read.
@@ -200,11 +193,9 @@ class ApiServer:
     """The API server.
 
     Attributes:
-        configuration: how it is reached.
         watch_silence_s: a watch from which nothing was read for so many seconds is dead.
 
     Args:
-        configuration: of load_configuration.
         on_write: called with each write that was accepted: verb as in RBAC, and plural.
         on_unanswered: called in the same way with each write that the API server could not answer.
         before_write: called right before each write; what it raises stops the write.
@@ -248,11 +239,6 @@ class ApiServer:
     async def pages(self, path: str, query: Query, *, accept: str = JSON) -> AsyncIterator[dict[str, Any]]:
         """Yields the pages of a list, of some megabytes each, whatever size the objects have.
 
-        Args:
-            path: of a collection.
-            query: selectors.
-            accept: JSON for whole objects, or ONLY_METADATA.
-
         Raises:
             ApiError: refused, or not answered; with status 410 if the list took too long.
         """
@@ -270,62 +256,39 @@ class ApiServer:
                 return
             limit = max(1, min(PAGE_OBJECTS, limit * PAGE_GROWTH, limit * PAGE_BYTES // len(text)))
 
-    async def create(self, path: str, body: Mapping[str, Any], query: Query | None = None) -> dict[str, Any]:
+    async def create(
+        self, path: str, body: Body, query: Query | None = None, *, lane: RequestLane = RequestLane.WRITE
+    ) -> dict[str, Any]:
         """Returns the created object; raises ApiError, with status 409 if the name is taken."""
-        return await self._write(
-            _Request(method="POST", path=path, query=query or {}, body=body, lane=_WRITE)
-        )
+        return await self._write(_Request(method="POST", path=path, query=query or {}, body=body, lane=lane))
 
-    async def try_create(self, path: str, body: Mapping[str, Any], query: Query) -> None:
+    async def try_create(self, path: str, body: Body, query: Query) -> None:
         """Finds out whether an object would be created (a dry run); raises ApiError as create."""
         query = {**query, "dryRun": "All"}
-        dry_run = _Request(method="POST", path=path, query=query, body=body, lane=_WRITE)
+        dry_run = _Request(method="POST", path=path, query=query, body=body, lane=RequestLane.WRITE)
         await self._json(replace(dry_run, timeout_s=DRY_RUN_TIMEOUT_S))
 
-    async def update(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def update(self, path: str, body: Body, *, lane: RequestLane = RequestLane.WRITE) -> dict[str, Any]:
         """Returns the replaced object; raises ApiError, with status 409 if it changed since."""
-        return await self._write(_Request(method="PUT", path=path, body=body, lane=_WRITE))
+        return await self._write(_Request(method="PUT", path=path, body=body, lane=lane))
 
-    async def merge(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def merge(self, path: str, body: Body, *, lane: RequestLane = RequestLane.WRITE) -> dict[str, Any]:
         """Returns the object after a JSON merge patch; raises ApiError as update."""
-        return await self._write(_merge(path, body, lane=_WRITE))
+        patch = _Request(method="PATCH", path=path, body=body, content_type=MERGE_PATCH, lane=lane)
+        return await self._write(patch)
 
-    async def update_status(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the object after its status was replaced; raises ApiError as update."""
-        status = _Request(method="PUT", path=path, body=body, lane=RequestLane.STATUS)
-        return await self._write(replace(status, timeout_s=STATUS_TIMEOUT_S))
-
-    async def merge_finalizers(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the object after a JSON merge patch of its finalizers; raises ApiError as update."""
-        patch = _merge(path, body, lane=RequestLane.STATUS)
-        return await self._write(replace(patch, timeout_s=STATUS_TIMEOUT_S))
-
-    async def record(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Returns the created event; raises ApiError as create."""
-        event = _Request(method="POST", path=path, body=body, lane=RequestLane.EVENT)
-        return await self._write(replace(event, timeout_s=timeout_s))
-
-    async def record_again(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Returns an event after a JSON merge patch; raises ApiError as update."""
-        patch = _merge(path, body, lane=RequestLane.EVENT)
-        return await self._write(replace(patch, timeout_s=timeout_s))
-
-    async def apply(self, path: str, body: Mapping[str, Any], *, manager: str) -> dict[str, Any]:
+    async def apply(self, path: str, body: Body, *, manager: str) -> dict[str, Any]:
         """Returns the object after a server-side apply that takes over other managers' fields."""
         query = {"fieldManager": manager, "force": "true"}
-        apply = _Request(method="PATCH", path=path, query=query, body=body, lane=_WRITE)
+        apply = _Request(method="PATCH", path=path, query=query, body=body, lane=RequestLane.WRITE)
         return await self._write(replace(apply, content_type=APPLY_PATCH))
 
-    async def delete(self, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    async def delete(self, path: str, options: Body) -> dict[str, Any]:
         """Returns the object as deletion left it, or a Status; raises ApiError."""
-        return await self._write(_Request(method="DELETE", path=path, body=options, lane=_WRITE))
+        return await self._write(_Request(method="DELETE", path=path, body=options, lane=RequestLane.WRITE))
 
     async def watch(self, path: str, query: Query) -> AsyncIterator[dict[str, Any]]:
         """Yields watch events until the server ends the stream.
-
-        Args:
-            path: of a collection.
-            query: without `watch`.
 
         Raises:
             ApiError: refused, or an ERROR event (status 410: relist), or the connection broke.
@@ -370,10 +333,11 @@ class ApiServer:
         return parse_answer(str(request), await self._text(request))
 
     async def _text(self, request: "_Request") -> str:
-        timeout = aiohttp.ClientTimeout(total=request.timeout_s)
+        timeout_s = request.timeout_s or _TIMEOUTS_S.get(request.lane, REQUEST_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with (
-                asyncio.timeout(request.timeout_s),
+                asyncio.timeout(timeout_s),
                 self._lanes[request.lane],
                 await self._open(request, timeout) as response,
             ):
@@ -407,10 +371,11 @@ class _Request:
     method: str
     path: str
     query: Query = field(default_factory=dict)
-    body: Mapping[str, Any] | None = None
+    body: Body | None = None
     content_type: str = JSON
     accept: str = JSON
-    timeout_s: float = REQUEST_TIMEOUT_S
+    timeout_s: float | None = None
+    """None for that of the lane."""
     lane: RequestLane = RequestLane.READ
 
     def __str__(self) -> str:
@@ -419,10 +384,6 @@ class _Request:
     def unanswered(self, error: Exception) -> ApiError:
         """Returns the error of a request that got no answer."""
         return ApiError(f"{self}: no answer from the API server: {error!r}")
-
-
-def _merge(path: str, body: Mapping[str, Any], *, lane: RequestLane) -> _Request:
-    return _Request(method="PATCH", path=path, body=body, content_type=MERGE_PATCH, lane=lane)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -441,13 +402,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def parse_answer(request: str, text: str | bytes, *, has: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the object that an answer is; raises ApiError for what is none, as of a proxy on the way.
-
-    Args:
-        request: in words.
-        text: of the answer.
-        has: fields that it must have.
-    """
+    """Returns the object that an answer is; raises ApiError for what is none, as of a proxy on the way."""
     try:
         answer = parse_json(text)
     except ValueError as error:

@@ -7,7 +7,6 @@ Each function takes any JSON and raises nothing but UnreadableError: strangers s
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Final
 
 from heteroinfer_contract import names
@@ -53,12 +52,7 @@ _DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceRecord:
-    """A HeteroInference, without its managedFields; as text, which takes a tenth of what it is parsed.
-
-    Attributes:
-        key: its name.
-        text: JSON of what `resource_view` reads.
-    """
+    """A HeteroInference, without its managedFields; as text, which takes a tenth of what it is parsed."""
 
     key: ResourceKey
     text: str
@@ -74,9 +68,7 @@ class PodRecord:
     """A pod of some resource, with what only the edge needs.
 
     Attributes:
-        view: what decisions see.
         key: the resource that its label names.
-        owner_uid: uid of the resource that owns it.
         ip: or "" while it has none.
         health_port: of its supervisor, or 0.
         grace_s: of a pod that is being deleted: how long it was given to end, in seconds.
@@ -92,13 +84,7 @@ class PodRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodPromise:
-    """Capacity that is kept for a pod of ours which has no node yet.
-
-    Attributes:
-        uid: of the pod.
-        owner: the resource that the pod names as its owner.
-        demand: of the pod.
-    """
+    """Capacity that is kept for a pod of ours which has no node yet."""
 
     uid: str
     owner: Owner
@@ -211,10 +197,6 @@ def child_record(stored: Manifest) -> ChildRecord | None:
 def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
     """Returns a pod of ours as kept in the cache.
 
-    Args:
-        stored: the pod.
-        key: the resource that it counts for, whatever its label.
-
     Returns:
         None if no resource of ours owns it, or its label is gone and no `key` is given.
     """
@@ -236,24 +218,12 @@ def unreadable_pod(stored: Manifest, *, key: ResourceKey | None = None) -> PodRe
 
     To leave such a pod out would end its epoch, as if somebody had deleted the pod. To keep its last state
     could report a dead rank as Ready.
-
-    Args:
-        stored: the pod.
-        key: as of pod_record.
     """
-    metadata = _metadata(stored)
     key, uid = key or label_key(stored), owner_uid(stored)
     if key is None or not uid:
         return None
-    deleted = as_moment(metadata.get("deletionTimestamp"), "deletionTimestamp")
-    view = PodView(
-        name=as_name(metadata.get("name"), "name"),
-        uid=as_name(metadata.get("uid"), "uid"),
-        labels=_own_labels(metadata),
-        created=_created(metadata),
-        deleting="deletionTimestamp" in metadata,
-        gone_by=deleted,
-        finalizers=as_texts(metadata.get("finalizers"), "finalizers"),
+    view = replace(
+        _metadata_view(stored),
         started=True,  # nobody knows: another pod must not get its name
         phase=_UNKNOWN,
         message="the operator cannot read this pod; see the log of the operator",
@@ -282,13 +252,7 @@ def _health_port(stored: Manifest) -> int:
 
 
 def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodRecord:
-    """Returns a pod of ours whose ownerReference somebody took off.
-
-    Args:
-        stored: the pod.
-        key: the resource that it belongs to.
-        owner_uid: uid of that resource.
-    """
+    """Returns a pod of ours whose ownerReference somebody took off."""
     reference = {
         "apiVersion": f"{names.API_GROUP}/",
         "kind": names.KIND,
@@ -312,17 +276,23 @@ def find_key_secret(stored: Manifest) -> str:
     return ""
 
 
-def _own_labels(metadata: Manifest) -> dict[str, str]:
-    return {k: v for k, v in _labels(metadata).items() if k.startswith(f"{names.API_GROUP}/")}
-
-
-def _created(metadata: Manifest) -> datetime:
-    return as_moment(metadata.get("creationTimestamp"), "creationTimestamp") or EARLIEST
+def _metadata_view(stored: Manifest) -> PodView:
+    """Returns a pod as its metadata alone shows it."""
+    metadata = _metadata(stored)
+    return PodView(
+        name=as_name(metadata.get("name"), "name"),
+        uid=as_name(metadata.get("uid"), "uid"),
+        labels={k: v for k, v in _labels(metadata).items() if k.startswith(f"{names.API_GROUP}/")},
+        created=as_moment(metadata.get("creationTimestamp"), "creationTimestamp") or EARLIEST,
+        deleting="deletionTimestamp" in metadata,
+        gone_by=as_moment(metadata.get("deletionTimestamp"), "deletionTimestamp"),
+        finalizers=as_texts(metadata.get("finalizers"), "finalizers"),
+    )
 
 
 def pod_view(stored: Manifest) -> PodView:
     """Returns a pod as decisions see it."""
-    metadata, status = _metadata(stored), _status(stored)
+    status = _status(stored)
     conditions = _conditions(status)
     ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
     disruptions = (conditions.get(kind, {}) for kind in _DISRUPTIONS)
@@ -330,15 +300,9 @@ def pod_view(stored: Manifest) -> PodView:
         *as_objects(status.get("initContainerStatuses"), "initContainerStatuses"),
         *as_objects(status.get("containerStatuses"), "containerStatuses"),
     ]
-    annotations = as_text_map(metadata.get("annotations"), "annotations")
-    return PodView(
-        name=as_name(metadata.get("name"), "name"),
-        uid=as_name(metadata.get("uid"), "uid"),
-        labels=_own_labels(metadata),
-        created=_created(metadata),
-        deleting="deletionTimestamp" in metadata,
-        gone_by=as_moment(metadata.get("deletionTimestamp"), "deletionTimestamp"),
-        finalizers=as_texts(metadata.get("finalizers"), "finalizers"),
+    annotations = as_text_map(_metadata(stored).get("annotations"), "annotations")
+    return replace(
+        _metadata_view(stored),
         started=any(_has_run(c) for c in containers if c.get("name") == names.CONTAINER_WORKER),
         phase=as_text(status.get("phase"), "phase") or "Pending",
         reason=as_text(status.get("reason"), "reason"),

@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, TypeAlias
 
 from heteroinfer_contract.background import start_task
 from heteroinfer_operator.api import RankEntry, parse_status
@@ -26,10 +25,31 @@ PATIENCE_S: Final = 0.25
 """How long a reconcile waits for the API server's answer: most come within it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    since_s: float
-    task: asyncio.Task[PodRecord | None]
+Question: TypeAlias = asyncio.Task[PodRecord | None]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of the pods of one resource.
+
+    Attributes:
+        uid: of the resource: another may come under its name.
+        uids: by name: the uid of each pod as last shown, by which it is known without label and owner.
+        there: names of pods that no watch shows.
+        gone: names that the API server has said to be nobody's: it is not asked for them again.
+        questions: under way, by name.
+    """
+
+    uid: str
+    uids: dict[str, str] = field(default_factory=dict)
+    there: frozenset[str] = frozenset()
+    gone: frozenset[str] = frozenset()
+    questions: dict[str, Question] = field(default_factory=dict)
+
+    def forget_questions(self, *, but: Collection[str] = ()) -> None:
+        """Gives up questions that nobody has any more: a later one may not get their old answers."""
+        for name in self.questions.keys() - set(but):
+            self.questions.pop(name).cancel()
 
 
 class UnlabelledPods:
@@ -38,9 +58,7 @@ class UnlabelledPods:
     Use from one event loop.
 
     Args:
-        server: asked.
         wake: called with a resource once an answer comes that a reconcile did not wait for.
-        patience_s: how long `find` waits.
     """
 
     def __init__(
@@ -53,91 +71,59 @@ class UnlabelledPods:
         self._server = server
         self._wake = wake
         self._patience_s = patience_s
-        self._owners: dict[ResourceKey, str] = {}
-        """Uids of the resources that all below is known of: another may come under the name of one."""
-        self._there: dict[ResourceKey, frozenset[str]] = {}
-        self._gone: dict[ResourceKey, frozenset[str]] = {}
-        """Names that the API server has said to be nobody's: it is not asked for them again."""
-        self._uids: dict[ResourceKey, dict[str, str]] = {}
-        """By name: the uid of each pod as last shown, by which it is known without label and owner."""
-        self._questions: dict[tuple[ResourceKey, str], _Question] = {}
+        self._known: dict[ResourceKey, _Known] = {}
 
-    async def find(self, resource: ResourceView, known: Sequence[PodRecord]) -> list[PodRecord]:
-        """Returns such pods of a resource; a pod of which the API server says nothing now is `unknown`.
+    async def find(self, resource: ResourceView, shown: Sequence[PodRecord]) -> list[PodRecord]:
+        """Returns such pods of a resource, beside those that the watches have `shown`.
 
-        Asked for are those alone that the status has and the caches lack, once each, and those that were
-        met or found before, until they are gone.
-
-        Args:
-            resource: that owns them.
-            known: what the watches show.
+        A pod of which the API server says nothing now is `unknown`. Asked for are those alone that the
+        status has and the caches lack, once each, and those that were met or found before, until they are
+        gone.
         """
-        key, seen = resource.key, {pod.view.name for pod in known}
-        if self._owners.get(key) != resource.uid:
+        key, seen = resource.key, {pod.view.name for pod in shown}
+        known = self._known.get(key)
+        if known is None or known.uid != resource.uid:
             self.forget(key)
-            self._owners[key] = resource.uid
+            known = self._known[key] = _Known(resource.uid)
         owner = Owner(key=key, uid=resource.uid)
-        groups = parse_status(resource.status).groups
         # Somebody may have written other texts: a path of the API server, say.
         said = {
             rank.pod: rank
-            for group in groups
+            for group in parse_status(resource.status).groups
             for rank in group.members
             if find_place(owner, rank.pod) is not None
         }
-        uids = self._uids.setdefault(key, {})
-        uids |= {pod.view.name: pod.view.uid for pod in known}
-        there = self._there.get(key, frozenset()) - seen
-        self._uids[key] = {name: uid for name, uid in uids.items() if name in said or name in seen | there}
-        gone = (self._gone.get(key, frozenset()) & said.keys()) - seen - there
+        there = known.there - seen
+        known.uids |= {pod.view.name: pod.view.uid for pod in shown}
+        known.uids = {name: uid for name, uid in known.uids.items() if name in said or name in seen | there}
+        gone = (known.gone & said.keys()) - seen - there
         asked = sorted((said.keys() - seen - gone) | there)
-        self._forget_questions(key, but=asked)
-        questions = {name: self._ask(resource, name) for name in asked}
-        await self._wait(questions)
-        pods: list[PodRecord] = []
-        for name, question in questions.items():
-            found = self._answer(resource, name, question, said.get(name))
-            pods += [found] if found is not None else []
-        gone |= set(asked) - {pod.view.name for pod in pods}
-        self._keep(self._gone, key, gone & said.keys())
-        self._keep(self._there, key, frozenset(pod.view.name for pod in pods))
+        known.forget_questions(but=asked)
+        await self._ask(resource, known, asked)
+        answers = (_answer(resource, known, name, said.get(name)) for name in asked)
+        pods = [found for found in answers if found is not None]
+        known.there = frozenset(pod.view.name for pod in pods)
+        known.gone = (gone | set(asked) - known.there) & said.keys()
         return pods
 
-    async def _wait(self, questions: dict[str, _Question]) -> None:
-        open_questions = [each for each in questions.values() if not each.task.done()]
-        if open_questions:
-            until_s = max(each.since_s for each in open_questions) + self._patience_s
-            left_s = max(0.0, until_s - time.monotonic())
-            await asyncio.wait([each.task for each in open_questions], timeout=left_s)
+    async def _ask(self, resource: ResourceView, known: _Known, names: Sequence[str]) -> None:
+        """Asks for pods, and waits a moment; an answer that comes later wakes the resource."""
 
-    def _ask(self, resource: ResourceView, name: str) -> _Question:
-        at = resource.key, name
-        if at not in self._questions:
-            work = self._find_one(resource, name)
-            task = start_task(work, name=f"pod {name}", failed=_report)
-            self._questions[at] = question = _Question(time.monotonic(), task)
-            task.add_done_callback(lambda _: self._answered(at, question))
-        return self._questions[at]
+        def answered(question: Question) -> None:
+            if not question.cancelled():
+                self._wake(resource.key)
 
-    def _answered(self, at: tuple[ResourceKey, str], question: _Question) -> None:
-        """Wakes the resource if no reconcile waited for the answer."""
-        if time.monotonic() - question.since_s > self._patience_s and self._questions.get(at) is question:
-            self._wake(at[0])
+        asked = []
+        for name in names:
+            if name not in known.questions:
+                work = self._find_one(resource, name, known.uids.get(name))
+                known.questions[name] = start_task(work, name=f"pod {name}", failed=_report)
+                asked.append(known.questions[name])
+        _, late = await asyncio.wait(asked, timeout=self._patience_s) if asked else ((), ())
+        for question in late:
+            question.add_done_callback(answered)
 
-    def _answer(
-        self, resource: ResourceView, name: str, question: _Question, rank: RankEntry | None
-    ) -> PodRecord | None:
-        if not question.task.done():
-            return _unknown(resource, name, rank, "the API server has not answered yet")
-        self._questions.pop((resource.key, name), None)
-        if question.task.cancelled():
-            return _unknown(resource, name, rank, "the question was given up")
-        error = question.task.exception()
-        if error is None:
-            return question.task.result()
-        return _unknown(resource, name, rank, str(error)[:300])
-
-    async def _find_one(self, resource: ResourceView, name: str) -> PodRecord | None:
+    async def _find_one(self, resource: ResourceView, name: str, uid: str | None) -> PodRecord | None:
         """Returns such a pod; None if there is none of ours; raises ApiError."""
         try:
             stored = await self._server.ask(POD.path(resource.key.namespace, name))
@@ -146,7 +132,6 @@ class UnlabelledPods:
                 return None
             raise
         owner = trim.owner_uid(stored)
-        uid = self._uids.get(resource.key, {}).get(name)
         if owner == resource.uid:
             return trim.pod_record(stored, key=resource.key)
         is_ours = stored["metadata"]["uid"] == uid if uid else _is_orphan(stored, resource.key)
@@ -156,31 +141,28 @@ class UnlabelledPods:
 
     def note_met(self, key: ResourceKey, name: str) -> None:
         """Takes in that such a pod was come upon otherwise."""
-        self._keep(self._there, key, self._there.get(key, frozenset()) | {name})
+        if (known := self._known.get(key)) is not None:
+            known.there |= {name}
 
     def are_there(self, key: ResourceKey) -> bool:
         """Returns whether a resource has such pods, as last looked."""
-        return key in self._there
+        return key in self._known and bool(self._known[key].there)
 
     def forget(self, key: ResourceKey) -> None:
         """Takes in that a resource is gone."""
-        self._keep(self._there, key, frozenset())
-        self._keep(self._gone, key, frozenset())
-        self._uids.pop(key, None)
-        self._owners.pop(key, None)
-        self._forget_questions(key)
+        if (known := self._known.pop(key, None)) is not None:
+            known.forget_questions()
 
-    def _forget_questions(self, key: ResourceKey, *, but: Sequence[str] = ()) -> None:
-        """Gives up questions that nobody has any more: a later one may not get their old answers."""
-        for at in [each for each in self._questions if each[0] == key and each[1] not in but]:
-            self._questions.pop(at).task.cancel()
 
-    @staticmethod
-    def _keep(kept: dict[ResourceKey, frozenset[str]], key: ResourceKey, found: frozenset[str]) -> None:
-        if found:
-            kept[key] = found
-        else:
-            kept.pop(key, None)
+def _answer(resource: ResourceView, known: _Known, name: str, rank: RankEntry | None) -> PodRecord | None:
+    question = known.questions[name]
+    if not question.done():
+        return _unknown(resource, name, rank, "the API server has not answered yet")
+    del known.questions[name]
+    if question.cancelled():
+        return _unknown(resource, name, rank, "the question was given up")
+    error = question.exception()
+    return question.result() if error is None else _unknown(resource, name, rank, str(error)[:300])
 
 
 def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:

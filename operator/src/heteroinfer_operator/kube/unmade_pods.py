@@ -39,8 +39,7 @@ class UnmadePods:
     def want(self, manifest: Manifest) -> Manifest:
         """Notes that a pod is to be made; returns the manifest to make it of.
 
-        Args:
-            manifest: as decided now. One of an earlier decision on the same pod goes before.
+        One of an earlier decision on the same pod goes before.
         """
         name = manifest["metadata"]["name"]
         before = self._wanted.get(name)
@@ -64,8 +63,7 @@ class UnmadePods:
     def forget_before(self, epochs: Mapping[int, int]) -> None:
         """Forgets the pods of epochs that are over.
 
-        Args:
-            epochs: by group index, the epoch of each group as stored. A newer one may be about to be stored.
+        `epochs` has the epoch of each group as stored, by index. A newer one may be about to be stored.
         """
         self._wanted = {
             name: each for name, each in self._wanted.items() if not _is_before(each.manifest, epochs)

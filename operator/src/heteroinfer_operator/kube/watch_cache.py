@@ -53,10 +53,7 @@ class _StoredObject:
     """What a cache reads of any object.
 
     Attributes:
-        name: of the object.
-        uid: its identity.
         version: its resourceVersion as a number, or 0 if the API server does not count.
-        body: the object.
     """
 
     name: NamespacedName
@@ -87,9 +84,6 @@ class Collection:
     """What a cache holds a copy of.
 
     Attributes:
-        label: for people.
-        path: of the API server.
-        query: selectors.
         namespace: of the objects; None for all namespaces, and for kinds without one.
         watch_s: seconds after which, or up to twice as long, the server is asked to end a watch: not
             all at the same time.
@@ -113,12 +107,9 @@ class WatchCache(Generic[T]):
     that an API server sends ends a cache: after any error it lists again.
 
     Attributes:
-        collection: what it holds.
         synced: set after the first full list.
 
     Args:
-        server: where to read.
-        collection: what to hold.
         trim: an object to its value; None for objects that don't belong here.
         changed: called with the value before and after each change that `trim` shows.
         index: what `under` finds a value by; None where nobody asks for it.

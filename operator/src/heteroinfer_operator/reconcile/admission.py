@@ -26,12 +26,6 @@ def find_admission(
     Nothing is asked while no group is of another revision, nor twice of a revision that would be taken; of
     one that is refused as seldom as for a refused pod. While the API server says nothing, no group is
     replaced, and one that is down starts again by its own.
-
-    Args:
-        context: of this reconcile.
-        observation: all that is known of the resource and its children.
-        old: groups as last written.
-        by_group: pods of each group.
     """
     name, taken = context.target.name, observation.admitted
     if taken is None or name is None or name in taken or context.life.suspend or context.problem is not None:

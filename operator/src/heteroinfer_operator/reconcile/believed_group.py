@@ -34,13 +34,7 @@ class BelievedGroup:
 
 
 def believe(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> BelievedGroup:
-    """Returns what is believed of a group.
-
-    Args:
-        context: of this reconcile.
-        status: of the group as last written.
-        pods: all pods with the names of its pods.
-    """
+    """Returns what is believed of a group."""
     by_epoch: dict[int, list[PodView]] = defaultdict(list)
     for pod in pods:
         by_epoch[epoch_of(pod)].append(pod)

@@ -63,11 +63,7 @@ def _count(value: Any, default: int) -> int:
 
 @dataclass(slots=True)
 class Window:
-    """The moments of the last so many seconds at which something was done.
-
-    Attributes:
-        within: length of the window.
-    """
+    """The moments of the last so many seconds at which something was done."""
 
     within: timedelta
     _moments: list[datetime] = field(default_factory=list)
@@ -98,9 +94,6 @@ class Budget:
     """What a resource caused of late; lives as long as the operator knows the resource.
 
     Attributes:
-        pods: that were created.
-        status_writes: that were sent.
-        events: that were recorded.
         held_back: how often each kind had to wait, since the start of the operator.
         undone: stored status writes in a row each of which somebody else then changed.
         report: called with each kind of action of which one had to wait.
@@ -119,9 +112,7 @@ class Budget:
     def note_status(self, found: Manifest, sent: Manifest, now: datetime) -> None:
         """Notes a status write that is sent; one without an answer may have been stored.
 
-        Args:
-            found: the status that the decision was made on.
-            sent: the new one.
+        `found` is the status that the decision was made on.
         """
         in_a_row = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
         is_ours = _digest(found) in {digest for _, digest in self._sent}

@@ -14,7 +14,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.gang import gang_name
-from heteroinfer_operator.manifests.identity import EpochRef, GroupRef, Owner
+from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.manifests.model_claim import KIND as CLAIM
 from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.network_policy import build_network_policy
@@ -36,8 +36,6 @@ class Child:
     """A child there should be.
 
     Attributes:
-        manifest: of it.
-        scopes: what it is part of.
         last: whether it comes after the pods.
     """
 
@@ -51,12 +49,10 @@ class Children:
     """All children there should be.
 
     Attributes:
-        wanted: to be as their manifests say.
         kept: names of those that stay as they are, since what they were made with is not known.
         kept_kinds: of which all that there are stay: claims hold models, and a refused spec names none.
         readable: names of stored plans and revisions that can be read.
         forged: names of stored plans and revisions that somebody else wrote or damaged.
-        signer: of plans and revisions.
     """
 
     signer: Signer
@@ -73,10 +69,7 @@ def find_children(
 ) -> Children:
     """Returns the children that these decisions need.
 
-    Args:
-        context: of this reconcile.
-        decisions: of all groups, those that are not wanted any more too.
-        by_group: pods of each group.
+    `decisions` are of all groups, those that are not wanted any more too.
     """
     owner = context.owner
     in_use: dict[str, set[str]] = {}
@@ -94,11 +87,10 @@ def find_children(
             kept.add(identity.group_service(owner, index))
         else:
             wanted += _of_group(context, decision, revision)
-        group = EpochRef(owner=owner, index=index, epoch=decision.status.epoch)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
         elif decision.runs:
-            kept.add(gang_name(group))
+            kept.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _plans(owner, decisions)
     for name, scopes in sorted(in_use.items()):
         kept.add(identity.revision_record(owner, name))
@@ -182,12 +174,8 @@ def decide_children(
     An object that already says what it should is not written; drift is mended; claims are only
     created: the user may let them grow.
 
-    Args:
-        children: there should be.
-        stored: all there are.
-        used_plans: hashes of plans that some group still names: these are kept.
-        has_pods: whether some group has pods, or gets them now: a budget without any is reported as a
-            problem, in an event of its controller.
+    Plans that some group still names (`used_plans`, hashes) are kept. A budget waits until a group has pods:
+    one without any is reported as a problem, in an event of its controller.
     """
     by_name = {_name(manifest): manifest for manifest in stored}
     before: list[Action] = []

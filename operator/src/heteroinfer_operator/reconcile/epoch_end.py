@@ -26,9 +26,7 @@ class EpochEnd:
 
     Attributes:
         reason: CamelCase: of the contract's FailureReason, Kubernetes' own, or PodDeleted.
-        message: one line for people.
         rank: the culprit's rank, or None if it is not a rank.
-        exit_code: of the culprit, or None if unknown.
         counted: whether it counts towards `restart.maxRestarts`: evictions, drains, preemptions
             and lost nodes don't.
         orderly: whether the group was asked to end and nothing of it has failed: it may still

@@ -8,7 +8,6 @@ from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import CreateObject, PodView, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.group_key_secret import build_group_key, group_key_secret, key_of
-from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
 from heteroinfer_operator.planning import EpochPlan
@@ -46,7 +45,7 @@ def gang_object(
     """Returns what tells a gang scheduler of an epoch; None if there is none, or if its API is not served."""
     if gang not in context.planner.observation.gangs:
         return None
-    return build_gang_object(revision.spec, _group_ref(context, status), gang, len(plan.pods))
+    return build_gang_object(revision.spec, context.epoch_ref(status), gang, len(plan.pods))
 
 
 def decide_creates(
@@ -57,17 +56,8 @@ def decide_creates(
     indices: set[int],
     node_assignment: NodeAssignment,
 ) -> tuple[CreateObject, ...]:
-    """Returns the pods to create, after the Secret with their group's key.
-
-    Args:
-        context: of this reconcile.
-        revision: that the epoch is of.
-        status: of the group: its epoch.
-        plan: of the epoch.
-        indices: of the pods that are missing.
-        node_assignment: where they belong.
-    """
-    group = _group_ref(context, status)
+    """Returns the pods to create, after the Secret with their group's key."""
+    group = context.epoch_ref(status)
     key = key_of(context.options.operator_key, group)
     pods = WorkerPods(
         spec=revision.spec,
@@ -89,13 +79,8 @@ def decide_creates(
 
 
 def decide_key(context: Context, status: GroupStatus) -> tuple[CreateObject, ...]:
-    """Returns the creation of the Secret with a group's key, if it has one; it may be there already.
-
-    Args:
-        context: of this reconcile.
-        status: of the group.
-    """
-    group = _group_ref(context, status)
+    """Returns the creation of the Secret with a group's key, if it has one; it may be there already."""
+    group = context.epoch_ref(status)
     key = key_of(context.options.operator_key, group)
     if key is None:
         return ()
@@ -111,13 +96,9 @@ def find_lost_key(
     The operator's own key was lost, and it has another one now: that of the group is another one too. A
     container would wait for the Secret of the old one for ever; a pod with the new one would meet nobody.
 
-    Args:
-        context: of this reconcile.
-        status: of the group.
-        pods: of the epoch.
-        lacks_pods: whether some of it are to be made.
+    `lacks_pods` says whether some of the epoch's pods are to be made.
     """
-    group = _group_ref(context, status)
+    group = context.epoch_ref(status)
     key = key_of(context.options.operator_key, group)
     made = "" if key is None else group_key_secret(group, key)
     waiting = (pod for pod in pods if lacks_pods or (startup.lacks_configuration(pod) and pod.key_secret))
@@ -139,12 +120,6 @@ def find_changed_images(
 
     The operator has other defaults, after an upgrade of the chart. Pods of an older version don't say
     what they were made with.
-
-    Args:
-        context: of this reconcile.
-        revision: that the epoch is of.
-        plan: of the epoch.
-        pods: of the epoch.
     """
     images = context.options.images.of_plan(revision.spec, plan)
     old = next((pod for pod in pods if pod.images and pod.images != images), None)
@@ -155,7 +130,3 @@ def find_changed_images(
         f"{old.images}; a new epoch is made with what is new"
     )
     return EpochEnd(reason=IMAGE_CHANGED, message=message, counted=False)
-
-
-def _group_ref(context: Context, status: GroupStatus) -> EpochRef:
-    return EpochRef(owner=context.owner, index=status.index, epoch=status.epoch)

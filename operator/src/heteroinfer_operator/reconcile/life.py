@@ -34,28 +34,37 @@ def condition(
     )
 
 
+def find_serving(decisions: Sequence[GroupDecision]) -> tuple[GroupStatus, ...]:
+    """Returns the groups that serve, and that clients reach."""
+    return tuple(
+        d.status for d in decisions if d.status.phase is GroupPhase.READY and not d.cut_off and not d.silent
+    )
+
+
+def find_worst(decisions: Sequence[GroupDecision]) -> GroupStatus:
+    """Returns the group that people should look at first; of none a group that waits."""
+    groups = (decision.status for decision in decisions)
+    worst_first = min(groups, key=lambda group: _SEVERITY.get(group.phase, _ON_ITS_WAY), default=None)
+    return worst_first or GroupStatus(index=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
     """What the conditions of a resource's life are made of.
 
     Attributes:
-        decisions: of all wanted groups.
-        wanted: groups.
         draining: whether pods are still there of groups that are not wanted, or not now.
         held: which pod that shall go is held by a finalizer, or "".
-        suspended: as the spec has it.
         target: revision of the spec, or None if it cannot be read.
-        problem: why no epoch of the spec could start, or None.
         rollout: that is not done, or None.
-        plan_notes: what people should know of the plans in use.
         refusals: of children that something wanted needs; first of those that something waits for.
         unreachable: why clients reach no group, however many serve, or None.
         port_unreachable: why clients do not reach groups at the port of the spec, or None.
-        now: time of the reconcile.
-        generation: of the spec.
     """
 
     decisions: Sequence[GroupDecision]
+    serving: Sequence[GroupStatus]
+    worst: GroupStatus
     wanted: int
     draining: bool
     held: str
@@ -74,15 +83,6 @@ class Life:
     def groups(self) -> list[GroupStatus]:
         """Returns the groups' next statuses."""
         return [decision.status for decision in self.decisions]
-
-    @property
-    def serving(self) -> list[GroupStatus]:
-        """Returns the groups that serve, and that clients reach."""
-        return [
-            d.status
-            for d in self.decisions
-            if d.status.phase is GroupPhase.READY and not d.cut_off and not d.silent
-        ]
 
     @property
     def silent(self) -> str:
@@ -109,11 +109,6 @@ class Life:
     def at_rest(self) -> str:
         """Returns the reason for which no group is wanted (Suspended, ScaledToZero), or ""."""
         return "Suspended" if self.suspended else "" if self.wanted else "ScaledToZero"
-
-    @property
-    def worst(self) -> GroupStatus:
-        """Returns the group that people should look at first."""
-        return min(self.groups, key=lambda group: _SEVERITY.get(group.phase, _ON_ITS_WAY))
 
     @property
     def count(self) -> str:

@@ -29,12 +29,7 @@ class Loss(NamedTuple):
 
 
 def find_lost(owner: Owner, pods: Sequence[PodView]) -> Loss | None:
-    """Returns what the first pod that lacks a label lacks, what comes of it, and how to mend it, or None.
-
-    Args:
-        owner: of the pods.
-        pods: whose labels were completed.
-    """
+    """Returns what the first pod that lacks a label lacks, what comes of it, and how to mend it, or None."""
     labels = next((Loss(pod.name, _describe(owner, pod)) for pod in pods if _lost(pod)), None)
     owners = (Loss(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner)
     return labels or next(owners, None)
@@ -46,13 +41,7 @@ def is_cut_off(pods: Sequence[PodView]) -> bool:
 
 
 def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodView]) -> GroupDecision:
-    """Returns the decision of a group with what its pods' labels lack, in its message too.
-
-    Args:
-        owner: of the group.
-        decision: of the group.
-        pods: of the group, of every epoch, whose labels were completed.
-    """
+    """Returns the decision of a group with what its pods' labels lack, in its message too."""
     current = [pod for pod in pods if epoch_of(pod) == decision.status.epoch and not pod.ended]
     loss = find_lost(owner, current) if decision.runs else None
     if loss is None:

@@ -53,14 +53,8 @@ class ModelContext:
     """What a decision about the model reads.
 
     Attributes:
-        spec: what the user asks for.
-        owner: the resource.
-        source: where pods find the model, and how it gets there.
-        images: defaults of the operator.
-        node_loss: which pods are given up because of their node.
         progress: what the pod that fetches says now, or None.
         unreadable_since: when a group last could not read the model, or None.
-        now: time of the reconcile.
     """
 
     spec: HeteroInferenceSpec
@@ -93,15 +87,7 @@ class ModelDecision:
     """What is known of the model, and what to do to know it.
 
     Attributes:
-        status: its next status.
         holds: whether the model is ready; None while that is on its way.
-        reason: CamelCase.
-        message: for people.
-        profile: its sizes, or None if they are not known yet.
-        creates: a pod that looks at it.
-        deletes: such pods.
-        events: for people.
-        look_again_s: seconds until the next look, or None.
         lost_labels: which labels somebody took off the pod that looks at it, and what to do, or "".
     """
 
@@ -125,13 +111,7 @@ def unreadable_since(groups: Sequence[GroupStatus]) -> datetime | None:
 
 
 def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequence[PodView]) -> ModelDecision:
-    """Returns what is known of the model of this spec.
-
-    Args:
-        context: of this reconcile.
-        status: of the model as last written, or None.
-        pods: those of the resource that fetch or inspect.
-    """
+    """Returns what is known of the model of this spec."""
     key = identity.model_key(context.spec)
     kept = status if status is not None and _is_of(status, key) else ModelStatus(key=key)
     profile = _kept_profile(context, kept)
@@ -263,11 +243,8 @@ def _ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecis
         try:
             return _known(context, kept, pod, ended.message)
         except ContractError as error:
-            reason, message = (
-                FailureReason.MODEL_NOT_READABLE.value,
-                f"pod {pod.name} gave no answer: {error}",
-            )
-            return _failed(context, kept, pod, reason, message)
+            reason = FailureReason.MODEL_NOT_READABLE.value
+            return _failed(context, kept, pod, reason, f"pod {pod.name} gave no answer: {error}")
     failure = Failure.from_json(ended.message)
     if failure is not None:
         return _failed(context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}")
@@ -276,11 +253,8 @@ def _ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecis
 
 
 def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
-    if not context.fetches:
-        profile, fetched = ModelProfile.from_json(answer), None
-    else:
-        fetched = FetchedModel.from_json(answer)
-        profile = fetched.profile
+    fetched = FetchedModel.from_json(answer) if context.fetches else None
+    profile = ModelProfile.from_json(answer) if fetched is None else fetched.profile
     size_bytes = fetched.size_bytes if fetched is not None else None
     text = profile.to_json()
     if len(text) > MAX_PROFILE_LENGTH:

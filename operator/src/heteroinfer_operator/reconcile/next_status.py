@@ -18,7 +18,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.service import client_ports
 from heteroinfer_operator.reconcile import conditions, older_statuses
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
-from heteroinfer_operator.reconcile.life import Life
+from heteroinfer_operator.reconcile.life import Life, find_serving, find_worst
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
@@ -43,16 +43,7 @@ def build_next_status(
     wanted: Sequence[GroupDecision],
     unwanted: Sequence[GroupDecision],
 ) -> HeteroInferenceStatus:
-    """Returns the next status.
-
-    Args:
-        observation: all that is known of the resource and its children.
-        status: as last written.
-        context: of this reconcile.
-        model: what is known of the model.
-        wanted: decisions of the groups that are wanted.
-        unwanted: of those that are not any more.
-    """
+    """Returns the next status."""
     generation, target, spec = observation.resource.generation, context.target, context.target.spec
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
@@ -63,6 +54,8 @@ def build_next_status(
     clients_refusal = context.clients_refusal or _refused_before(status, context)
     life = Life(
         decisions=wanted,
+        serving=find_serving(wanted),
+        worst=find_worst(wanted),
         wanted=context.replicas,
         draining=any(d.deletes or d.status.phase is GroupPhase.STOPPING for d in decisions),
         held=context.node_loss.find_held(observation.pods),
@@ -140,7 +133,7 @@ def _client_ports(observation: ResourceObservation, context: Context) -> frozens
 
 
 def _refused_before(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
-    """Returns why clients were said to reach no group, where it is to be tried anew and is not known yet.
+    """Returns that clients were said to reach no group, where it is to be tried anew and is not known yet.
 
     What is refused is forgotten when the operator starts again or the spec changes; what is not there is
     not there for that.
@@ -149,9 +142,8 @@ def _refused_before(status: HeteroInferenceStatus, context: Context) -> Refusal 
     if before is None or before.reason not in OF_CHILDREN or status.endpoint is not None:
         return None
     name = identity.client_service(context.owner)
-    return Refusal(
-        kind="Service", name=name, reason=before.reason, message=before.message, retry_at=context.now
-    )
+    words = f"Service {name} was refused before, and is tried again"
+    return Refusal(kind="Service", name=name, reason=before.reason, message=words, retry_at=context.now)
 
 
 def _endpoint(status: HeteroInferenceStatus, context: Context) -> str | None:
@@ -182,6 +174,6 @@ def _notes(decision: GroupDecision, before: PlanStatus | None, status: HeteroInf
     """Returns the notes on a plan: those made with it now, or else as they were."""
     if decision.notes is not None:
         return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
-    if before is None or before.notes is None:
-        return older_statuses.plan_notes(status)
-    return before.notes
+    if before is None:
+        return None
+    return older_statuses.plan_notes(status) if before.notes is None else before.notes

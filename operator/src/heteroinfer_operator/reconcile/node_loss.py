@@ -23,7 +23,6 @@ class NodeLoss:
     Attributes:
         nodes: by name; None where nodes may not be read: then no node is ever taken for lost.
         after: how long a node may be silent, `restart.nodeLostAfter`.
-        now: time of the reconcile.
     """
 
     nodes: Mapping[str, NodeView] | None
@@ -57,10 +56,7 @@ class NodeLoss:
     ) -> tuple[DeleteObject, ...]:
         """Returns the deletion of these pods, by force where nobody is left to say that they ended.
 
-        Args:
-            pods: to delete; those that are being deleted already are left to end.
-            grace_s: seconds to end by themselves; None takes each pod's own.
-            after_status: whether the status must say first why they go.
+        Those that are being deleted already are left to end. `grace_s` None takes each pod's own.
         """
         graces = {pod.name: 0 if self._is_orphan(pod) else grace_s for pod in pods}
         return tuple(

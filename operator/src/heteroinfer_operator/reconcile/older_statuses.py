@@ -42,11 +42,7 @@ def reports_loss(status: HeteroInferenceStatus, words: str) -> bool:
 def lost_label(owner: Owner, pod: str, lost: Mapping[str, str | None], *, effects: Sequence[str]) -> str:
     """Returns the words of a pod whose labels somebody changed.
 
-    Args:
-        owner: of the pod.
-        pod: its name.
-        lost: labels with their right values; None for one that it must not have.
-        effects: of these.
+    `lost` has the labels with their right values; None for one that the pod must not have.
     """
     lacks = [f"{label}={value}" for label, value in lost.items() if value is not None]
     wrong = [label for label, value in lost.items() if value is None]

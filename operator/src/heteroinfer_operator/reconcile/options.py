@@ -23,11 +23,8 @@ class Options:
     """What an installation decides for all its resources.
 
     Attributes:
-        addressing: how pods reach each other and their model.
-        images: of workers whose spec names none.
         operator_key: of which groups' keys are made; None gives them none.
         nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
-        allowed: what a spec may ask for beyond its schema.
         names_come_again: whether a resource of the same name may have been here before.
     """
 
@@ -47,10 +44,6 @@ class Options:
         the resourceVersion, which grows with each write within a millisecond. Each epoch is written into the
         status, so the sum is larger than all epochs before, as long as the API server takes fewer than 1,000
         writes a second between a backup and its restore, and the operator's clock is not set back meanwhile.
-
-        Args:
-            resource_version: of the resource.
-            now: time of the reconcile.
         """
         if not self.names_come_again:
             return 1
@@ -63,10 +56,6 @@ class Options:
         """Returns the largest epoch that the operator can have written into the status of a resource.
 
         It is the first epoch that a group may begin now, and one day more: the clock may have been set back.
-
-        Args:
-            resource_version: of the resource.
-            now: as of first_epoch.
         """
         if not self.names_come_again:
             return _MOST_EXACT

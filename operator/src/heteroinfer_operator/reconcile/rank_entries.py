@@ -31,16 +31,7 @@ def with_rank_entries(
     now: datetime,
     profile: ModelProfile | None = None,
 ) -> GroupStatus:
-    """Returns the group with one entry a rank, and its times if they are due; without a plan as before.
-
-    Args:
-        group: as it is so far.
-        plan: that it runs, or None if it is not known.
-        pods: of it.
-        report: of its leader, or None.
-        now: time of the reconcile.
-        profile: of its model, or None.
-    """
+    """Returns the group with one entry a rank, and its times if they are due; without a plan as before."""
     before = {entry.rank: entry for entry in group.members}
     if plan is None:
         by_name = {pod.name: pod for pod in pods}

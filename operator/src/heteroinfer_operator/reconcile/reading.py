@@ -29,10 +29,6 @@ def with_complete_labels(pods: Sequence[PodView], owner: Owner) -> tuple[PodView
 def read_labels(pod: PodView, owner: Owner) -> PodView | None:
     """Returns a pod with the labels that its name says, whatever somebody made of them, and which those are.
 
-    Args:
-        pod: of the resource.
-        owner: the resource.
-
     Returns:
         None for a pod that is none of ours by its name.
     """
@@ -64,12 +60,6 @@ def kept_plans(
     another key, or by someone else: it may ask for nothing but what a spec may ask for.
     What another version has written into one beside what is known here is left out; the hash is the
     name's all the same.
-
-    Args:
-        observation: of the resource and its children.
-        signer: of the resource.
-        allowed: what the installation allows.
-        specs: of the revisions that pods can be made of.
     """
     given, plans = {spec.engine.args for spec in specs}, {}
     for manifest in observation.objects:
@@ -100,10 +90,7 @@ def forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str,
 def has_only(args: tuple[str, ...], given: Collection[tuple[str, ...]], allowed: Allowed) -> bool:
     """Checks whether a plan's arguments are those of a spec that is accepted, or may be.
 
-    Args:
-        args: for vLLM, of the plan.
-        given: arguments of each accepted spec; planning appends to them.
-        allowed: what the installation allows.
+    Planning appends to the arguments of a spec (`given`).
     """
     if any(args in (own, with_state_dtype(own)) for own in given):
         return True

@@ -22,7 +22,6 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import (
     Action,
-    CreateObject,
     Decision,
     PodView,
     ResourceKey,
@@ -86,13 +85,7 @@ _MEASURE_EVERY_S = 60.0
 
 
 def reconcile(observation: ResourceObservation, now: datetime, options: Options) -> Decision:
-    """Returns what brings a resource closer to what its user asks for.
-
-    Args:
-        observation: all that is known of the resource and its children.
-        now: time of the reconcile, in UTC.
-        options: of the installation.
-    """
+    """Returns what brings a resource closer to what its user asks for."""
     resource = observation.resource
     status = parse_status(resource.status)
     if resource.deleting:
@@ -260,7 +253,7 @@ def _act(
     actions += context.node_loss.deletes(strangers, grace_s=None, after_status=True)
     actions += [*model.events, *model.deletes]
     actions += before_pods
-    actions += [_in_scope(create) for create in model.creates]
+    actions += [replace(create, scopes=frozenset({MODEL_SCOPE})) for create in model.creates]
     actions += [*keys, *creates]
     actions += after_pods
     actions += [context.admission.asks] if context.admission.asks is not None else []
@@ -271,10 +264,6 @@ def _act(
             (d.status.index, d.status.epoch) for d in decisions if startup.connects(d.status.startup)
         ),
     )
-
-
-def _in_scope(create: CreateObject) -> CreateObject:
-    return replace(create, scopes=frozenset({MODEL_SCOPE}))
 
 
 def _measured(

@@ -6,10 +6,10 @@ from datetime import datetime
 from typing import Final
 
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import LifeSpec
+from heteroinfer_operator.api import GroupStatus, LifeSpec
 from heteroinfer_operator.cluster import Refusal, TryObjects
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
@@ -49,24 +49,15 @@ class Context:
     Attributes:
         life: what the spec says of the life of groups.
         replicas: groups that are wanted.
-        owner: the resource.
-        now: time of the reconcile, in UTC.
-        options: of the installation.
-        target: what the resource asks for.
         target_failed: whether a group of the target's revision has used up its restarts.
         revisions: that pods can be made of, by name.
         recorded: names of the revisions that are kept.
         records_signed_by: fingerprint of the key that all of them are signed by, or None.
-        signer: of the resource's plans and revision records.
         forged: names of ConfigMaps with the names of such, which somebody else wrote or damaged.
         plans: kept ones, by hash.
-        planner: makes the plans of epochs that start now.
-        node_loss: which pods are given up because of their node.
         first_epoch: the lowest that a group may begin now.
         largest_epoch: that the operator can have written into the status.
         connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
-        refusals: what of the resource was refused when it was last tried.
-        admission: of the target.
         unmade: names of pods that were to be made, and have never existed.
         unasked: those of them that the API server was not asked for.
     """
@@ -104,6 +95,10 @@ class Context:
         """Returns whether no group is to get the target's revision yet: the API server is asked first."""
         asked = self.admission.asks is not None or self.admission.unanswered
         return asked and self.admission.problem is None
+
+    def epoch_ref(self, status: GroupStatus) -> EpochRef:
+        """Returns the epoch of a group."""
+        return EpochRef(owner=self.owner, index=status.index, epoch=status.epoch)
 
     def refusal_of(self, group: int) -> Refusal | None:
         """Returns what of a group its pods wait for, since it was refused when it was last tried, or None."""

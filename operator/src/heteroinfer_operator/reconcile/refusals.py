@@ -82,12 +82,7 @@ _EPOCH: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
 
 
 def subject(action: Action, resource: str) -> Subject | None:
-    """Returns which object an action writes, or None for events.
-
-    Args:
-        action: to be done.
-        resource: name of the HeteroInference.
-    """
+    """Returns which object an action writes, or None for events."""
     match action:
         case CreateObject() | ApplyObject():
             return action.manifest["kind"], action.manifest["metadata"]["name"]
@@ -121,12 +116,7 @@ def _forgotten_at(refusal: Refusal) -> datetime:
 
 
 def due_in_time(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
-    """Returns refusals of before, none due later than it would be if it came now: a clock was set back.
-
-    Args:
-        refusals: of before.
-        now: time of the reconcile.
-    """
+    """Returns refusals of before, none due later than it would be if it came now: a clock was set back."""
 
     def in_time(refusal: Refusal) -> Refusal:
         latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.reason, refusal.tries))
@@ -140,10 +130,6 @@ def asked_anew(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...
 
     A revision that was refused is so while it is asked about anew, at once: a scale is no other revision, and
     must neither be said to roll it out nor to have taken back its refusal.
-
-    Args:
-        refusals: of before.
-        now: time of the reconcile.
     """
     kept = (refusal for refusal in refusals if refusal.kind == REVISION)
     return tuple(replace(refusal, retry_at=min(refusal.retry_at, now)) for refusal in kept)
@@ -154,9 +140,7 @@ class Acting:
     """The actions of one decision on their way: which may still be done.
 
     Args:
-        resource: name of the HeteroInference.
         refusals: of before.
-        now: time of the reconcile.
         spending: what the resource may cause now; None for no bound.
     """
 
@@ -200,7 +184,7 @@ class Acting:
             self._held_s.append(wait_s)
             self._block(action)
         if self.spending is not None and is_pod(action):
-            words = self.spending.describe_pods(_scopes(action))
+            words = self.spending.describe_pods(scopes_of(action))
             self._note(action, TOO_MANY_PODS, words, retry_at=self.now + timedelta(seconds=wait_s))
         return False
 
@@ -236,7 +220,7 @@ class Acting:
             name=found[1],
             reason=reason,
             message=message,
-            scopes=_scopes(action),
+            scopes=scopes_of(action),
             tries=tries,
             retry_at=retry_at or self.now + delay,
             blocks=blocks,
@@ -285,7 +269,7 @@ class Acting:
 
     def _key(self, action: Action) -> Subject | None:
         found = subject(action, self.resource)
-        return None if found is None else _kept_as(found, _scopes(action))
+        return None if found is None else _kept_as(found, scopes_of(action))
 
     def _is_blocked(self, action: Action) -> bool:
         match action:
@@ -310,7 +294,8 @@ class Acting:
                 self._keeps_status = self._keeps_status or isinstance(action, PatchStatus)
 
 
-def _scopes(action: Action) -> frozenset[str]:
+def scopes_of(action: Action) -> frozenset[str]:
+    """Returns what an action is part of."""
     return action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
 
 

@@ -39,13 +39,7 @@ def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
 
 
 def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: datetime) -> bool:
-    """Returns whether failures tell anything of the next start: how long it waits, or that there is none.
-
-    Args:
-        failures: of a group.
-        restart: as the spec has it.
-        now: time of the reconcile.
-    """
+    """Returns whether failures tell anything of the next start: how long it waits, or that there is none."""
     if not failures:
         return False
     since = now - timedelta(seconds=parse_duration_s(restart.window))

@@ -20,13 +20,7 @@ def known_groups(status: HeteroInferenceStatus) -> dict[int, GroupStatus]:
 def retire(
     context: Context, status: HeteroInferenceStatus, present: Collection[int]
 ) -> tuple[RetiredGroup, ...]:
-    """Returns what is to be remembered of groups that there are not any more.
-
-    Args:
-        context: of this reconcile.
-        status: as last written.
-        present: indices of the groups that the next status has.
-    """
+    """Returns what is to be remembered of groups that there are not any more."""
     groups = [group for index, group in sorted(known_groups(status).items()) if index not in present]
     return tuple(_retired(group) for group in groups if _is_remembered(context, group))
 

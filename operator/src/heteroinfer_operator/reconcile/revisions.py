@@ -22,8 +22,6 @@ class Revision:
 
     Attributes:
         name: hash, as in the labels of its pods.
-        spec: that was accepted.
-        source: where the model is.
         commit: of a hub's model, or None.
     """
 
@@ -44,9 +42,7 @@ class Target:
 
     Attributes:
         name: of its revision, or None if the spec cannot be read.
-        spec: or None.
         source: where its model is, or None if it cannot be had.
-        refusal: why the spec is refused, or None.
     """
 
     name: str | None = None
@@ -130,10 +126,7 @@ class KeptRecords:
         From then on a record without a valid code is ignored. It is not before records were seen with their
         codes: a status that is written, and a crash before the codes are, would lose them.
 
-        Args:
-            signer: of the resource.
-            status: as last written.
-            revisions: names of those that pods can be made of, and whose records so get codes.
+        `revisions` are those that pods can be made of, and whose records so get codes.
         """
         done = self.any_signed and not self.unsigned & set(revisions)
         return signer.fingerprint if done else status.records_signed_by
@@ -147,12 +140,6 @@ def read_records(
     A record with a valid code is believed: the operator wrote it. Version 0.1.0 wrote none, and an operator
     with another key made other codes: until all records in use have a code of this key, those without one
     are checked like a spec. An installation without a key always does that.
-
-    Args:
-        observation: of the resource and its children.
-        status: as last written.
-        signer: of the resource.
-        allowed: what the installation allows.
     """
     prefix = identity.revision_record(signer.owner, "")
     all_signed = signer.key is not None and status.records_signed_by == signer.fingerprint
@@ -180,12 +167,8 @@ def read_records(
 
 
 def _is_named_by_content(record: RevisionRecord) -> bool:
-    spec = record.spec
-    return record.name in {
-        identity.revision(spec),
-        identity.first_revision(spec),
-        identity.longer_revision(spec),
-    }
+    names_of_content = (identity.revision, identity.first_revision, identity.longer_revision)
+    return record.name in {name_of(record.spec) for name_of in names_of_content}
 
 
 def _is_accepted(record: RevisionRecord, allowed: Allowed) -> bool:
@@ -200,15 +183,7 @@ def _is_accepted(record: RevisionRecord, allowed: Allowed) -> bool:
 def find_revisions(
     recorded: Collection[RevisionRecord], target: Target, commit: str | None, owner: Owner, options: Options
 ) -> Mapping[str, Revision]:
-    """Returns by name the revisions that pods can be made of.
-
-    Args:
-        recorded: that are kept.
-        target: what the resource asks for.
-        commit: of the target's model, if it is of a hub and known.
-        owner: the resource.
-        options: of the installation.
-    """
+    """Returns by name the revisions that pods can be made of."""
     found: dict[str, Revision] = {}
     if target.name is not None and target.spec is not None and target.source is not None:
         found[target.name] = Revision(
@@ -219,13 +194,11 @@ def find_revisions(
             source = options.addressing.model(record.spec, owner)
         except PlanError:
             continue  # of an installation that allowed it
-        current = found.get(record.name)
-        if current is None:
-            found[record.name] = Revision(
-                name=record.name, spec=record.spec, source=source.at(record.commit), commit=record.commit
-            )
-        elif current.commit is None:
-            found[record.name] = replace(
-                current, source=current.source.at(record.commit), commit=record.commit
-            )
+        kept = Revision(
+            name=record.name, spec=record.spec, source=source.at(record.commit), commit=record.commit
+        )
+        current = found.get(record.name, kept)
+        if current.commit is None:
+            current = replace(current, source=current.source.at(record.commit), commit=record.commit)
+        found[record.name] = current
     return found

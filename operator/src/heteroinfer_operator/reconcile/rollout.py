@@ -24,7 +24,6 @@ class Rollout:
 
     Attributes:
         outdated: groups of an older revision.
-        wanted: groups there should be.
         stuck: why it goes no further until somebody acts, or "".
     """
 
@@ -49,14 +48,7 @@ def decide_wanted(
     by_group: Mapping[int, Sequence[PodView]],
     reports: Mapping[int, GroupReport],
 ) -> list[GroupDecision]:
-    """Decides every wanted group, by index.
-
-    Args:
-        context: of this reconcile.
-        old: groups as last written.
-        by_group: pods of each group.
-        reports: what leaders say of their groups.
-    """
+    """Decides every wanted group, by index."""
     count = context.replicas
     serving = {i for i in range(count) if i in old and _serves(old[i], by_group.get(i, ()))}
     outdated = {
@@ -89,13 +81,7 @@ def decide_wanted(
 def find_rollout(
     decisions: Sequence[GroupDecision], revision: str | None, *, model_problem: str
 ) -> Rollout | None:
-    """Returns the rollout that these decisions are part of, or None where no group has an older revision.
-
-    Args:
-        decisions: of all wanted groups.
-        revision: of the spec, or None if it cannot be read.
-        model_problem: why the model of the spec cannot be had, or "".
-    """
+    """Returns the rollout that these decisions are part of, or None where no group has an older revision."""
     outdated = [d for d in decisions if d.runs and d.status.revision != revision]
     if not outdated:
         return None

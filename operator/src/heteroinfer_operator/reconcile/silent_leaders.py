@@ -23,9 +23,7 @@ _LOOK_AGAIN_S: Final = 10.0
 def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecision:
     """Returns the decision of a group with what the silence of its leader means.
 
-    Args:
-        decision: of the group.
-        silent_s: for how long no connection to the leader has succeeded, or None if it is reached.
+    `silent_s` is None while the leader is reached.
     """
     if silent_s is None or decision.status.phase is not GroupPhase.READY:
         return decision
@@ -39,12 +37,7 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
 
 
 def with_report_alone(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
-    """Returns the decision of a group of which nobody watches the pods.
-
-    Args:
-        decision: of the group.
-        report: what its leader says now, or None if it did not answer.
-    """
+    """Returns the decision of a group of which nobody watches the pods."""
     status = decision.status
     # A leader that never answered cannot be reached from here: its silence says nothing.
     if status.phase is not GroupPhase.READY or status.measured_time is None:

@@ -9,18 +9,15 @@ from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
 from heteroinfer_contract import names
-from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import StartupPhase, StartupStatus
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.reconcile.epoch_end import EpochEnd, has_run
+from heteroinfer_operator.reconcile.epoch_end import has_run
 
 LOOK_EVERY_S = 15.0
 """While ranks connect, load and warm up: nothing else tells that they moved."""
 _WRITE_EVERY = timedelta(seconds=60)
-_SUPERVISORS_FIRST_S = 30.0
-"""A supervisor's own time-out has the same length, and names the rank."""
 BEFORE_RANKS = frozenset({StartupPhase.MODEL, StartupPhase.SCHEDULING, StartupPhase.IMAGE})
 """Phases in which not every pod has run yet."""
 _LATER_S = 0.1
@@ -48,15 +45,7 @@ def observe_startup(
     whole: bool,
     now: datetime,
 ) -> StartupStatus:
-    """Returns how far a group that is not ready has come.
-
-    Args:
-        old: as last written.
-        pods: of the epoch.
-        report: what the leader says of this epoch now, or None if it does not answer.
-        whole: whether all its pods exist.
-        now: time of the reconcile.
-    """
+    """Returns how far a group that is not ready has come."""
     status = begin(_phase(old, pods, report, whole=whole), old, now)
     if report is None or status.phase not in {StartupPhase.LOADING, StartupPhase.WARMING_UP}:
         return status
@@ -100,29 +89,6 @@ def connects(startup: StartupStatus | None) -> bool:
     return startup is not None and startup.phase is StartupPhase.CONNECTING
 
 
-def find_overdue(
-    startup: StartupStatus, report: GroupReport | None, *, timeout_s: float, connecting_s: float
-) -> EpochEnd | None:
-    """Returns the end of an epoch whose pods all run and have not met in time, or None.
-
-    Nobody is blamed while the leader does not answer the operator: its supervisor may be well.
-
-    Args:
-        startup: of the epoch.
-        report: of its leader, or None.
-        timeout_s: `startup.timeout`.
-        connecting_s: for how long the operator has seen its ranks connect: the stamps in the status are for
-            people, since a clock that is set, or an operator that is stopped, makes no rank late.
-    """
-    if not connects(startup) or report is None or connecting_s < timeout_s + _SUPERVISORS_FIRST_S:
-        return None
-    return EpochEnd(
-        reason=FailureReason.STARTUP_TIMEOUT.value,
-        message=f"all pods run, but have not met within {timeout_s:g} s (startup.timeout): {report.message}; "
-        "see the logs of that pod, and whether its node reaches the leader's",
-    )
-
-
 def describe(
     startup: StartupStatus, pods: Sequence[PodView], report: GroupReport | None, expected: int
 ) -> str:
@@ -164,9 +130,7 @@ def find_stuck(pods: Sequence[PodView], before: Collection[int]) -> dict[int, Po
 
     The kubelet's reason flips between ErrImagePull, ImagePullBackOff and ContainerCreating.
 
-    Args:
-        pods: of the epoch.
-        before: those that were stuck when the status was last written.
+    `before` are those that were stuck when the status was last written.
     """
     by_index = {int(pod.labels[names.LABEL_POD_INDEX]): pod for pod in pods}
     return {
@@ -197,18 +161,11 @@ def is_over_unrun(pod: PodView) -> bool:
 def find_spare(pods: Sequence[PodView], now: datetime, *, replace_after_s: float) -> list[PodView]:
     """Returns the pods that never ran and never will, whose name another one shall have now.
 
-    Args:
-        pods: of the epoch.
-        now: time of the reconcile.
-        replace_after_s: from the creation of a pod that its node rejected to the next try: the
-            scheduler may choose the same node.
+    `replace_after_s` counts from the creation of a pod that its node rejected: the scheduler may choose the
+    same node.
     """
-
-    def is_spare(pod: PodView) -> bool:
-        in_time = pod.deleting or _age_s(pod, now) >= replace_after_s
-        return is_over_unrun(pod) and in_time
-
-    return [pod for pod in pods if is_spare(pod)]
+    over = [pod for pod in pods if is_over_unrun(pod)]
+    return [pod for pod in over if pod.deleting or _age_s(pod, now) >= replace_after_s]
 
 
 def look_again_s(

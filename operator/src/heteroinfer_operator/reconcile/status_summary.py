@@ -15,9 +15,7 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatus:
     """Returns the rank table of a plan.
 
-    Args:
-        plan: of a group.
-        predicted: the same by what is known of its machines now; None where that cannot be said.
+    `predicted` is the same plan by what is known of its machines now; None where that cannot be said.
     """
     ranks = plan.ranks if predicted is None else predicted.plan.ranks
     step = predict(plan) if predicted is None else predicted.step
@@ -42,11 +40,6 @@ def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatu
     )
 
 
-def _predicted(plans: Sequence[PlanStatus]) -> str | None:
-    step_ms = next((plan.predicted_step_ms for plan in plans), None)
-    return None if step_ms is None else f"{step_ms:.1f}"
-
-
 def summary(
     decisions: Sequence[GroupDecision],
     groups: Sequence[GroupStatus],
@@ -60,13 +53,14 @@ def summary(
     entries = [entry for group in groups for entry in group.members if entry.compute_ms is not None]
     slowest = max(entries, key=lambda entry: entry.compute_ms or 0.0, default=None)
     step_ms = max((entry.step_ms or 0.0 for entry in entries), default=None)
-    predicted = [found for found in plans if plan is not None and found.hash == plan.hash]
+    predicted = (each.predicted_step_ms for each in plans if plan is not None and each.hash == plan.hash)
+    predicted_ms = next(predicted, None)
     return Summary(
         groups=f"{serving}/{wanted}",
         gpu_ranks=None if plan is None else sum(rank.device is Device.GPU for rank in plan.ranks),
         cpu_ranks=None if plan is None else sum(rank.device is Device.CPU for rank in plan.ranks),
         step_ms=None if step_ms is None else f"{step_ms:.1f}",
-        predicted_step_ms=_predicted(predicted),
+        predicted_step_ms=None if predicted_ms is None else f"{predicted_ms:.1f}",
         slowest_rank=None if slowest is None else f"{slowest.rank} ({slowest.role})",
         restarts=min(sum(group.restarts for group in groups), MOST_COUNT),
         plan=None if plan is None else plan.hash,

@@ -22,13 +22,7 @@ _REASON = "Deleting"
 def decide_teardown(
     observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
 ) -> Decision:
-    """Returns what a resource that is being deleted needs; running requests may end first.
-
-    Args:
-        observation: of the resource and its children.
-        status: as last written.
-        now: time of the reconcile.
-    """
+    """Returns what a resource that is being deleted needs; running requests may end first."""
     if names.FINALIZER not in observation.resource.finalizers:
         return Decision()
     if not observation.pods:
@@ -47,11 +41,8 @@ def decide_teardown(
 def _ending(
     observation: ResourceObservation, status: HeteroInferenceStatus, node_loss: NodeLoss
 ) -> HeteroInferenceStatus:
-    generation, now, held = (
-        observation.resource.generation,
-        node_loss.now,
-        node_loss.find_held(observation.pods),
-    )
+    generation, now = observation.resource.generation, node_loss.now
+    held = node_loss.find_held(observation.pods)
     words = held or ENDING
     reported = {
         ConditionType.AVAILABLE: False,

@@ -67,11 +67,7 @@ def with_members(status: GroupStatus, members: Sequence[RankEntry]) -> GroupStat
 def stopped(status: GroupStatus, *, message: str, has_pods: bool, had_epoch: bool) -> GroupStatus:
     """Returns the status of a group that shall not run.
 
-    Args:
-        status: of the group.
-        message: why, or what holds its pods.
-        has_pods: whether pods of it are still there.
-        had_epoch: whether its epoch has begun: the next one has another number.
+    The next epoch has another number if this one has begun (`had_epoch`).
     """
     status = _nothing_runs(status).changed(
         phase=GroupPhase.STOPPING if has_pods else GroupPhase.PENDING, message=message, after_failure=False
@@ -102,12 +98,7 @@ def ended(
 ) -> GroupStatus:
     """Returns the status of a group whose epoch has ended by the last of its failures.
 
-    Args:
-        status: of the group.
-        failures: to keep.
-        for_good: whether its restarts are used up.
-        held: which pod does not go, and why, or "".
-        next_epoch_time: when it may start again, or None for at once.
+    `next_epoch_time` is None for at once.
     """
     last = failures[-1]
     status = _next_epoch(_nothing_runs(status)).changed(
@@ -172,11 +163,7 @@ def not_planned(status: GroupStatus, *, message: str, startup: StartupStatus) ->
 def refused(status: GroupStatus, *, message: str, startup: StartupStatus, had_epoch: bool) -> GroupStatus:
     """Returns the status of a group of which a pod was refused, so that none of it runs.
 
-    Args:
-        status: of the group.
-        message: why.
-        startup: since when it waits.
-        had_epoch: whether its epoch has begun: the next one has another number.
+    The next epoch has another number if this one has begun (`had_epoch`).
     """
     status = _nothing_runs(status).changed(
         phase=GroupPhase.PENDING,
@@ -200,18 +187,7 @@ def starting(  # noqa: PLR0913 - what an epoch begins with
     begun: datetime | None,
     startup: StartupStatus,
 ) -> GroupStatus:
-    """Returns the status of a group that starts.
-
-    Args:
-        status: of the group.
-        epoch: that begins.
-        revision: of it.
-        plan_hash: by which its plan is kept.
-        refusal: why what its pods need was refused, or None.
-        message: what is created.
-        begun: now, or None while no pod is asked for.
-        startup: since when it starts.
-    """
+    """Returns the status of a group that starts."""
     rejections = status.rejections
     return _nothing_runs(status).changed(
         epoch=epoch,
@@ -243,19 +219,8 @@ def living(  # noqa: PLR0913 - what an epoch shows
 ) -> GroupStatus:
     """Returns the status of a group whose epoch lives.
 
-    Args:
-        status: of the group.
-        phase: what it does.
-        message: what it waits for.
-        revision: of its pods.
-        plan_hash: of its plan.
-        startup: how far it has come, while it starts.
-        whole: whether all its pods are there.
-        now: time of the reconcile.
-        spare_pods: indices of pods that ended before they ran.
-        rejected_pods: those of them that are counted and still there.
-        newly_rejected: how many of them are counted now.
-        stuck_pods: indices of pods whose containers could not be made.
+    `spare_pods` ended before they ran; of `rejected_pods`, which are counted and still there,
+    `newly_rejected` are counted now; containers of `stuck_pods` could not be made. All are indices.
     """
     ready = phase is GroupPhase.READY
     return status.changed(

@@ -34,13 +34,7 @@ _NOT_ANSWERED: Final = "waiting for the API server to say whether it takes the n
 
 
 def decide_between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
-    """Returns what a group without an epoch needs.
-
-    Args:
-        context: of this reconcile.
-        status: of the group.
-        pods: of older epochs.
-    """
+    """Returns what a group without an epoch needs."""
     revision_name = next_revision(context, status)
     waits = _waits_for_admission(context, status, revision_name)
     # What is not known to be taken forgives no failure: it may be refused, and the group be what it was.

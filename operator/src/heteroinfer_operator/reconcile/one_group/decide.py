@@ -14,7 +14,6 @@ from dataclasses import replace
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.one_group.between_epochs import decide_between_epochs, next_revision
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of
@@ -41,12 +40,8 @@ def decide_group(
 ) -> GroupDecision:
     """Returns what a group needs.
 
-    Args:
-        context: of this reconcile.
-        status: of the group as last written; `epoch` 0 before its first epoch.
-        pods: all pods of the group, of every epoch.
-        may_replace: whether the group may be replaced now, if its revision is an old one.
-        report: what its leader says of it now, or None.
+    `pods` are of every epoch; `status.epoch` is 0 before the first one. `may_replace` says whether a group of
+    an old revision may be replaced now.
     """
     number = max([status.epoch, *(epoch_of(pod) for pod in pods)])
     is_forgotten = status.epoch < number
@@ -81,7 +76,7 @@ def _find_unmade(context: Context, status: GroupStatus) -> set[int]:
     """Returns the pods of a group's epoch that were to be made, and have never existed."""
     if status.epoch_start_time is None or not context.unmade:
         return set()
-    prefix = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)[:-1]
+    prefix = context.epoch_ref(status).pod_name(0)[:-1]
     return {int(name.removeprefix(prefix)) for name in context.unmade if name.startswith(prefix)}
 
 
@@ -90,7 +85,7 @@ def _not_begun(context: Context, status: GroupStatus) -> GroupStatus:
 
     The others are asked for once the first one is made.
     """
-    first = EpochRef(owner=context.owner, index=status.index, epoch=status.epoch).pod_name(0)
+    first = context.epoch_ref(status).pod_name(0)
     return transitions.not_begun(status) if first in context.unasked else status
 
 

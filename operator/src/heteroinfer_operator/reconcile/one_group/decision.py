@@ -14,17 +14,11 @@ class GroupDecision:
     """What one group needs.
 
     Attributes:
-        status: its next status.
-        deletes: of its pods.
         keys: the Secret of its key, where a pod waits for it.
         creates: its pods, each group's first after the Secret of its key.
-        events: for people.
-        look_again_s: seconds until the next look, or None.
         runs: whether it has an epoch.
-        plan: of its epoch, or None if it has none, or none that is kept.
         new_plan: the plan if it is to be kept from now on.
         notes: on a plan made now, for people; None for an older plan.
-        refusal: why there is no plan, or None.
         unplaced: which pod has no node, and why, or "".
         gang_object: what tells a gang scheduler of the epoch, or None.
         lost_labels: which labels somebody took off a pod of the epoch, and what to do, or "".

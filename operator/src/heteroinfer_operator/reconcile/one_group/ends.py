@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Final
 
+from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import StartupStatus
 from heteroinfer_operator.errors import PlanReason
-from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import startup
@@ -14,9 +14,11 @@ from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, Epo
 from heteroinfer_operator.reconcile.epoch_end import find_epoch_end as find_end_of_pods
 from heteroinfer_operator.reconcile.epoch_pods import find_changed_images, find_lost_key
 from heteroinfer_operator.reconcile.group_planner import gang_of
-from heteroinfer_operator.reconcile.one_group.made import BegunEpoch
+from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, had_run
 
 PODS_NEVER_SEEN: Final = "PodsNeverSeen"
+_SUPERVISORS_FIRST_S: Final = 30.0
+"""A supervisor's own time-out has the same length, and names the rank."""
 EndCheck = Callable[[BegunEpoch], EpochEnd | None]
 
 
@@ -52,7 +54,7 @@ def held_by_kueue(epoch: BegunEpoch) -> EpochEnd | None:
 def pod_gone(epoch: BegunEpoch) -> EpochEnd | None:
     """A pod that had run is not there any more."""
     present = {pod.name for pod in epoch.pods}
-    gone = [pod for pod in epoch.had_run if pod not in present]
+    gone = [pod for pod in had_run(epoch.status) if pod not in present]
     return EpochEnd(reason=POD_DELETED, message=f"pod {gone[0]} is gone") if gone else None
 
 
@@ -100,24 +102,26 @@ ENDS: Final[tuple[EndCheck, ...]] = (
 def find_overdue(
     epoch: BegunEpoch, status: StartupStatus | None, report: GroupReport | None
 ) -> EpochEnd | None:
-    """Returns the end of an epoch whose pods have not met in time, or None.
+    """Returns the end of an epoch whose pods all run and have not met in time, or None.
 
-    Args:
-        epoch: that starts.
-        status: how far it has come now.
-        report: of its leader, or None.
+    Nobody is blamed while the leader does not answer the operator: its supervisor may be well. The stamps in
+    the status are for people: a clock that is set, or an operator that is stopped, makes no rank late.
     """
-    if status is None:
-        return None
     timeout_s = parse_duration_s(epoch.context.life.startup.timeout)
     connecting_s = epoch.context.connecting_s.get((epoch.status.index, epoch.status.epoch), 0.0)
-    return startup.find_overdue(status, report, timeout_s=timeout_s, connecting_s=connecting_s)
+    in_time = connecting_s < timeout_s + _SUPERVISORS_FIRST_S
+    if report is None or in_time or not startup.connects(status):
+        return None
+    return EpochEnd(
+        reason=FailureReason.STARTUP_TIMEOUT.value,
+        message=f"all pods run, but have not met within {timeout_s:g} s (startup.timeout): {report.message}; "
+        "see the logs of that pod, and whether its node reaches the leader's",
+    )
 
 
 def pod_missing(epoch: BegunEpoch, index: int) -> EpochEnd:
     """Returns the end of an epoch that lacks a pod which was made, or may have been."""
-    owner, status = epoch.context.owner, epoch.status
-    name = EpochRef(owner=owner, index=status.index, epoch=status.epoch).pod_name(index)
+    name = epoch.context.epoch_ref(epoch.status).pod_name(index)
     message = f"pod {name} is not there, and nobody saw it end before it ran: it may have met others"
     return EpochEnd(reason=POD_DELETED, message=message, counted=False)
 

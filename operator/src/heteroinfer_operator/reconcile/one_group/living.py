@@ -14,12 +14,7 @@ from heteroinfer_operator.reconcile.one_group.made import BegunEpoch
 
 
 def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecision:
-    """Returns what a group needs whose epoch has not ended.
-
-    Args:
-        epoch: of the group.
-        report: what its leader says of this epoch now, or None.
-    """
+    """Returns what a group needs whose epoch has not ended."""
     context, before, current, made = epoch.context, epoch.status, epoch.pods, epoch.made
     missing, spare = epoch.missing, epoch.spare
     ready = not missing and all(pod.ready and not pod.ended for pod in current)

@@ -19,9 +19,7 @@ class Made:
     """What an epoch was made with.
 
     Attributes:
-        revision_name: hash.
         revision: that pods can be made of, or None.
-        plan_hash: by which its plan is kept.
         plan: or None if it is not kept any more.
         pods: that it has when it is whole.
     """
@@ -69,14 +67,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunEpoch:
-    """An epoch of a group that has begun.
-
-    Attributes:
-        context: of this reconcile.
-        status: of the group.
-        pods: of the epoch.
-        made: what it was made with.
-    """
+    """An epoch of a group that has begun."""
 
     context: Context
     status: GroupStatus
@@ -87,11 +78,6 @@ class BegunEpoch:
     def missing(self) -> set[int]:
         """Returns the indices of the pods that are not there."""
         return self.made.missing(self.pods)
-
-    @property
-    def had_run(self) -> list[str]:
-        """Returns the names of the pods that had run, as last written."""
-        return had_run(self.status)
 
     @property
     def replace_after_s(self) -> float:
