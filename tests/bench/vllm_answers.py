@@ -173,7 +173,7 @@ def read(directory: Path) -> dict[str, Any]:
     from heteroinfer_contract.model.attention import layer_attention
     from heteroinfer_contract.model.config import CONFIG_FILE, from_params, text_config
     from heteroinfer_contract.model.scheme import read_method
-    from heteroinfer_operator.planning import architectures, listed_architectures
+    from heteroinfer_operator.vllm_support import architectures, listed_architectures
 
     own = directory / CONFIG_FILE
     if own.exists():
