@@ -173,7 +173,7 @@ def read(directory: Path) -> dict[str, Any]:
     from heteroinfer_contract.model.attention import layer_attention
     from heteroinfer_contract.model.config import CONFIG_FILE, from_params, text_config
     from heteroinfer_contract.model.scheme import read_method
-    from heteroinfer_operator.vllm_support import architectures, listed_architectures
+    from heteroinfer_operator.vllm_support import listed_architectures
 
     own = directory / CONFIG_FILE
     if own.exists():
@@ -189,7 +189,7 @@ def read(directory: Path) -> dict[str, Any]:
     return {
         "architecture": architecture,
         "generates": architecture in listed_architectures.GENERATES | listed_architectures.BY_TRANSFORMERS,
-        "pipeline": architecture not in architectures.NO_PIPELINE,
+        "pipeline": architecture not in listed_architectures.NO_PIPELINE,
         "dtype": text.get("dtype"),
         "quantization": read_method(config, text),
         "layers": text["num_hidden_layers"],
