@@ -4,7 +4,7 @@
 
 Asks vLLM's registry and ModelConfig in the worker's environment, on the models of tests/shapes and on every
 DIR/*/config.json. Seconds are wall time of a process; its memory is the proportional set size (PSS) of the
-process and its children together, sampled, and the largest resident set of one process. "Cold" drops the
+process and its children together, and the largest resident set of one, both sampled. "Cold" drops the
 pages of the worker's environment from the file cache before each run, as far as no other process maps them.
 """
 
@@ -13,7 +13,6 @@ import datetime
 import itertools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from tests.shapes.corpus import SHAPES, write_shape
 REPOSITORY = Path(__file__).parents[2]
 WORKER_PYTHON = REPOSITORY / ".venv-worker/bin/python"
 MIB = 2**20
-SAMPLE_S = 0.1
+SAMPLE_S = 0.05
 ONE = "Qwen3-30B-A3B"
 """The model of runs with one; the first if there is none of that name."""
 CORES = (1, 2)
@@ -77,25 +76,32 @@ def run(command: Sequence[str], *, cores: int, cache: Path) -> Run:
         return Run(
             seconds=seconds,
             cpu_s=usage.ru_utime + usage.ru_stime,
-            tree_bytes=max(sampler.peak_bytes, usage.ru_maxrss * 1024),
-            process_bytes=usage.ru_maxrss * 1024,
+            tree_bytes=sampler.tree_bytes,
+            process_bytes=sampler.process_bytes,
             disk_bytes=usage.ru_inblock * 512,
             output=output.read(),
         )
 
 
 class _TreeMemory(threading.Thread):
-    """Samples the proportional set size of a process and its descendants."""
+    """Samples a process and its descendants: their memory together, and the largest resident set of one.
+
+    Not `ru_maxrss`, which counts the parent's pages before the program is loaded.
+    """
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._pid = pid
         self._ended = threading.Event()
-        self.peak_bytes = 0
+        self.tree_bytes = self.process_bytes = 0
 
     def run(self) -> None:
         while not self._ended.wait(SAMPLE_S):
-            self.peak_bytes = max(self.peak_bytes, sum(map(_pss_bytes, _tree(self._pid))))
+            pids = list(_tree(self._pid))
+            together = sum(_bytes(pid, "smaps_rollup", "Pss:") for pid in pids)
+            self.tree_bytes = max(self.tree_bytes, together)
+            largest = max(_bytes(pid, "status", "VmHWM:") for pid in pids)
+            self.process_bytes = max(self.process_bytes, largest)
 
     def stop(self) -> None:
         self._ended.set()
@@ -113,12 +119,12 @@ def _tree(pid: int) -> Iterator[int]:
         yield from _tree(int(child))
 
 
-def _pss_bytes(pid: int) -> int:
+def _bytes(pid: int, file: str, field: str) -> int:
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def drop_file_cache() -> None:
@@ -167,7 +173,7 @@ def read(directory: Path) -> dict[str, Any]:
     from heteroinfer_contract.model.attention import layer_attention
     from heteroinfer_contract.model.config import CONFIG_FILE, from_params, text_config
     from heteroinfer_contract.model.scheme import read_method
-    from heteroinfer_operator.planning import architectures, listed_architectures
+    from heteroinfer_operator.vllm_support import listed_architectures
 
     own = directory / CONFIG_FILE
     if own.exists():
@@ -183,7 +189,7 @@ def read(directory: Path) -> dict[str, Any]:
     return {
         "architecture": architecture,
         "generates": architecture in listed_architectures.GENERATES | listed_architectures.BY_TRANSFORMERS,
-        "pipeline": architecture not in architectures.NO_PIPELINE,
+        "pipeline": architecture not in listed_architectures.NO_PIPELINE,
         "dtype": text.get("dtype"),
         "quantization": read_method(config, text),
         "layers": text["num_hidden_layers"],
@@ -210,6 +216,8 @@ _TYPES = {
     "chunked_attention": "Chunked",
     "conv": "Linear",
     "mamba": "Linear",
+    "moe": "None",
+    "mlp": "None",
 }
 
 
@@ -244,7 +252,6 @@ def ask_all(directories: Sequence[Path], *, compare: bool) -> int:
             text = " ".join(str(error).split())
             line["error"] = f"{type(error).__name__}: {text.partition('[type=')[0]}"[:300]
         line["seconds"] = time.monotonic() - began
-        line["resident_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if compare:
             try:
                 line["ours"] = read(directory)
@@ -319,11 +326,17 @@ def _one_process_for_all(command: Sequence[str], cache: Path) -> Iterator[str]:
     yield from compare(lines)
 
 
+def _brief(answer: Any) -> str:
+    if not isinstance(answer, list):
+        return str(answer)
+    return " ".join(f"{number} {name}" for name, number in Counter(answer).items())
+
+
 def compare(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields which answers are the same, and what vLLM refuses."""
     both = [line for line in lines if "vllm" in line and "ours" in line]
-    yield f"vLLM answers for {sum('vllm' in line for line in lines)} of {len(lines)} models, our tables for "
-    yield f"{sum('ours' in line for line in lines)}. Where both answer ({len(both)}):"
+    answered = [sum(who in line for line in lines) for who in ("vllm", "ours")]
+    yield f"Of {len(lines)} models vLLM answers for {answered[0]}, our tables for {answered[1]}:"
     yield ""
     yield "| fact | same | not in vLLM's config | differs (vLLM / ours) |"
     yield "|---|---|---|---|"
@@ -331,9 +344,7 @@ def compare(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         found = {line["name"]: is_same(fact, line["vllm"][fact], line["ours"][fact]) for line in both}
         counts = Counter(found.values())
         differs = [
-            line["name"]
-            if fact == "layer types"
-            else f"{line['name']} {line['vllm'][fact]} / {line['ours'][fact]}"
+            f"{line['name']} {_brief(line['vllm'][fact])} / {_brief(line['ours'][fact])}"
             for line in both
             if found[line["name"]] is False
         ]

@@ -1,4 +1,4 @@
-"""Which classes of models vLLM serves, by its own registry, and which transformers has beside them.
+"""Which classes of models vLLM serves, by its own registry, which transformers has beside them, and limits.
 
     .venv-worker/bin/python -m tests.shapes.architectures          # writes the planner's table
     .venv-worker/bin/python -m tests.shapes.architectures --check  # exits 1 if it is not current
@@ -6,12 +6,19 @@
 Imports vLLM and transformers inside functions only.
 """
 
+import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.shapes.classes import ask
+
+STUB = ".vl_stub"
+"""The module of a class that only says on CPUs that there is none."""
+AROUND = {"BailingMoeV3VLForConditionalGeneration"}
+"""Classes around one of `GPU_STATES`, whose own modules have no layers."""
 TABLE = Path(__file__).parents[2] / "operator/src/heteroinfer_operator/vllm_support/listed_architectures.py"
 
 
@@ -36,7 +43,37 @@ def build_table() -> dict[str, Any]:
         "other_tasks": sorted(others),
         "endings": {ending: runner for ending, (runner, _) in iter_architecture_defaults()},
         "until": dict(sorted(registry._PREVIOUSLY_SUPPORTED_MODELS.items())),
+        **sort_classes(ask()),
     }
+
+
+def sort_classes(classes: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Returns the names of classes by what they cannot do.
+
+    Args:
+        classes: what they say of themselves (`tests.shapes.classes`), in an environment without a GPU.
+    """
+
+    def having(*modules: str) -> set[str]:
+        return {name for name, said in classes.items() if not set(modules).isdisjoint(said.get("states", ()))}
+
+    stubs = {name for name, said in classes.items() if said["module"].endswith(STUB)}
+    # One that cannot even be imported is taken for one of GPUs, if vLLM has it in modules by platform.
+    of_gpus = stubs | {
+        name
+        for name, said in classes.items()
+        if ".nvidia." in said["module"] or ("error" in said and said["module"].startswith("vllm.models."))
+    }
+    of_gpu_states = having(
+        "mamba_mixer", "gdn.olmo_gdn_linear_attn", "linear.bailing_linear_attn", "abstract"
+    )
+    found = {
+        "no_pipeline": {name for name, said in classes.items() if said.get("pipeline") is False} - stubs,
+        "gpu_classes": of_gpus,
+        "gpu_states": of_gpu_states | AROUND,
+        "gated_delta_nets": having("gdn.qwen_gdn_linear_attn") - of_gpus,
+    }
+    return {name: sorted(names) for name, names in found.items()}
 
 
 _MODULE = '''\
@@ -89,15 +126,43 @@ UNTIL: Final = _pairs(
     """
 )
 """The last version of vLLM that served a class."""
+NO_PIPELINE: Final = _names(
+    """
+{no_pipeline}
+    """
+)
+"""Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
+(vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
+GPU_CLASSES: Final = _names(
+    """
+{gpu_classes}
+    """
+)
+"""Which vLLM has in classes for NVIDIA's and for AMD's GPUs; for others in none, or in one that only refuses
+(vllm/models@v0.32.0)."""
+GPU_STATES: Final = _names(
+    """
+{gpu_states}
+    """
+)
+"""Whose layers with states have kernels for GPUs alone: a scan that none of vLLM's libraries for CPUs has
+(vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0; Mamba 2's is another one), or Triton's."""
+GATED_DELTA_NETS: Final = _names(
+    """
+{gated_delta_nets}
+    """
+)
+"""Whose linear attention is vLLM's QwenGatedDeltaNetAttention."""
 '''
 
 
 def render(table: dict[str, Any]) -> str:
     """Returns the table as its module has it: names as wrapped words."""
-    sets = {name: wrapped(table[name]) for name in ("generates", "by_transformers", "other_tasks")}
+    sets = {name: wrapped(found) for name, found in table.items() if isinstance(found, list)}
     maps = {
-        name: wrapped(f"{key}\0{value}" for key, value in table[name].items()).replace("\0", " ")
-        for name in ("endings", "until")
+        name: wrapped(f"{key}\0{value}" for key, value in found.items()).replace("\0", " ")
+        for name, found in table.items()
+        if isinstance(found, dict)
     }
     return _MODULE.format(source=table["source"], **sets, **maps)
 
@@ -116,6 +181,7 @@ def wrapped(words: Iterable[str]) -> str:
 
 def main() -> int:
     """Writes or checks the table; returns the exit code."""
+    os.environ.setdefault("VLLM_PLUGINS", "")  # our own platform is not asked
     text = render(build_table())
     if "--check" not in sys.argv:
         TABLE.write_text(text)

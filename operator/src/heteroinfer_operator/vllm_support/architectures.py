@@ -35,21 +35,6 @@ UNGATED_EXPERTS: Final = _names(
 ZERO_EXPERTS: Final = frozenset({"LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"})
 """Whose router chooses experts that compute nothing, too; it needs kernels for GPUs
 (vllm/.../fused_moe/router/zero_expert_router.py@v0.32.0)."""
-GPU_STATES: Final = _names(
-    """
-    BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration
-    FalconMambaForCausalLM JambaForCausalLM MambaForCausalLM OlmoHybridForCausalLM
-    """
-)
-"""Whose layers with states have kernels for GPUs alone: a scan that none of vLLM's libraries for CPUs has
-(vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0; Mamba 2's is another one), or Triton's."""
-GATED_DELTA_NETS: Final = _names(
-    """
-    InternS2MobiusForConditionalGeneration Qwen3NextForCausalLM Qwen3_5ForCausalLM
-    Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
-    """
-)
-"""Whose linear attention is vLLM's QwenGatedDeltaNetAttention."""
 IMAGES_ATTEND_BOTH_WAYS: Final = _names(
     """
     BagelForConditionalGeneration Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration
@@ -59,19 +44,6 @@ IMAGES_ATTEND_BOTH_WAYS: Final = _names(
 )
 """Whose image tokens attend to each other in both directions, which CPU attention does not do
 (vllm/transformers_utils/model_arch_config_convertor.py::is_mm_prefix_lm@v0.32.0); Gemma-4 in some sizes."""
-NO_PIPELINE: Final = _names(
-    """
-    AriaForConditionalGeneration CohereAsrForConditionalGeneration DiffusionGemmaForBlockDiffusion
-    FireRedASR2ForConditionalGeneration FunASRForConditionalGeneration Gemma3nForCausalLM
-    Gemma3nForConditionalGeneration HrmTextForCausalLM IQuestLoopCoderForCausalLM
-    Idefics3ForConditionalGeneration Mamba2ForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
-    NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3 NemotronParseForConditionalGeneration
-    PaddleOCRVLForConditionalGeneration Phi4MMForCausalLM SmolVLMForConditionalGeneration
-    WhisperForConditionalGeneration Zamba2ForCausalLM
-    """
-)
-"""Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
-(vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
 BROKEN_PIPELINE: Final = frozenset({"GraniteMoeHybridForCausalLM"})
 """Whose classes are SupportsPP, and end at the first tensor of another stage, whose layers they call too
 (vllm/.../granitemoehybrid.py::GraniteMoeHybridModel.load_weights, .forward@v0.32.0; vLLM's issue 50961)."""
@@ -89,16 +61,6 @@ NO_FEED_FORWARD: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Architecture -> why no feed-forward rank has its experts or MLPs (vllm/model_executor/models@v0.32.0)."""
-GPU_CLASSES: Final = _names(
-    """
-    DeepseekV41ForCausalLM DeepseekV4ForConditionalGeneration Dots3NoteForCausalLM HYV4ForCausalLM
-    InklingForCausalLM InklingForConditionalGeneration KimiK3ForConditionalGeneration KimiLinearForCausalLM
-    MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration Qwen4ExpForCausalLM
-    Qwen4ExpForConditionalGeneration
-    """
-)
-"""Which vLLM has in classes for NVIDIA's and for AMD's GPUs; for others in none, or in one that only refuses
-(vllm/models@v0.32.0)."""
 OWN_CPU_BLOCKS: Final = frozenset({"DeepseekV4ForCausalLM"})
 """Whose KV blocks have 256 tokens on CPUs, whatever is set, and compressed keys that no plan counts yet
 (vllm/platforms/cpu.py::check_and_update_config@v0.32.0)."""

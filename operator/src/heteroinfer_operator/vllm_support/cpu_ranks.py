@@ -18,16 +18,18 @@ from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.nodes.cpu_features import AMX, AVX512, CPUID_LABEL, CPUID_OF
 from heteroinfer_operator.vllm_support.architectures import (
     BROKEN_PIPELINE,
-    GATED_DELTA_NETS,
-    GPU_CLASSES,
-    GPU_STATES,
     IMAGES_ATTEND_BOTH_WAYS,
-    NO_PIPELINE,
     OWN_CPU_BLOCKS,
     UNGATED_EXPERTS,
     ZERO_EXPERTS,
 )
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
+from heteroinfer_operator.vllm_support.listed_architectures import (
+    GATED_DELTA_NETS,
+    GPU_CLASSES,
+    GPU_STATES,
+    NO_PIPELINE,
+)
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 _WHO_HAS_IT: Final = MappingProxyType(

@@ -195,3 +195,41 @@ UNTIL: Final = _pairs(
     """
 )
 """The last version of vLLM that served a class."""
+NO_PIPELINE: Final = _names(
+    """
+    AriaForConditionalGeneration CohereAsrForConditionalGeneration DiffusionGemmaForBlockDiffusion
+    FireRedASR2ForConditionalGeneration FunASRForConditionalGeneration Gemma3nForCausalLM
+    Gemma3nForConditionalGeneration HrmTextForCausalLM IQuestLoopCoderForCausalLM
+    Idefics3ForConditionalGeneration Mamba2ForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
+    NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3 NemotronParseForConditionalGeneration
+    PaddleOCRVLForConditionalGeneration Phi4MMForCausalLM SmolVLMForConditionalGeneration
+    WhisperForConditionalGeneration Zamba2ForCausalLM
+    """
+)
+"""Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
+(vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
+GPU_CLASSES: Final = _names(
+    """
+    DeepseekV41ForCausalLM DeepseekV4ForConditionalGeneration Dots3NoteForCausalLM HYV4ForCausalLM
+    InklingForCausalLM InklingForConditionalGeneration KimiK3ForConditionalGeneration KimiLinearForCausalLM
+    MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration Qwen4ExpForCausalLM
+    Qwen4ExpForConditionalGeneration
+    """
+)
+"""Which vLLM has in classes for NVIDIA's and for AMD's GPUs; for others in none, or in one that only refuses
+(vllm/models@v0.32.0)."""
+GPU_STATES: Final = _names(
+    """
+    BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration
+    FalconMambaForCausalLM JambaForCausalLM MambaForCausalLM OlmoHybridForCausalLM
+    """
+)
+"""Whose layers with states have kernels for GPUs alone: a scan that none of vLLM's libraries for CPUs has
+(vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0; Mamba 2's is another one), or Triton's."""
+GATED_DELTA_NETS: Final = _names(
+    """
+    InternS2MobiusForConditionalGeneration Qwen3NextForCausalLM Qwen3_5ForCausalLM
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+    """
+)
+"""Whose linear attention is vLLM's QwenGatedDeltaNetAttention."""
