@@ -144,17 +144,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the plan, or why there is none, and all that is refused. Returns the exit code."""
     answer = _answer(arguments)
     sys.stdout.write(_render(answer, arguments.output))
-    policy = (
-        f"the values of {arguments.chart_values}" if arguments.chart_values else "the chart's default values"
-    )
-    complaints = [("error", error) for error in answer.errors]
-    complaints += [
-        (f"refused by an operator with {policy}", error)
-        for error in answer.refused
-        if error not in answer.errors
-    ]
-    for what, error in complaints:
-        for line in error.message.splitlines():
+    file = arguments.chart_values
+    policy = "the chart's default values" if file is None else f"the values of {file}"
+    by_policy = [error for error in answer.refused if error not in answer.errors]
+    for what, errors in (("error", answer.errors), (f"refused by an operator with {policy}", by_policy)):
+        for line in (line for error in errors for line in error.message.splitlines()):
             sys.stderr.write(f"{what}: {printable(line)}\n")
     return answer.exit_code
 
@@ -196,7 +190,7 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
 def _allowed(file: str | None) -> Allowed:
     """What an installation allows by the values of its chart, or by the chart's defaults."""
     try:
-        stored = yaml.safe_load(Path(file).read_text()) if file else None
+        stored = yaml.safe_load(Path(file).read_text()) if file is not None else None
         values = ChartValues.model_validate({} if stored is None else stored)
     except OSError as error:
         raise HeteroInferError(f"--chart-values: {file}: {error.strerror}", reason="Usage") from error
